@@ -153,7 +153,7 @@ def test_a_failed_write_leaves_the_old_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for module, place in ((save_load, "save_file"), (atomic_write, "sync")):
+    for module, place in ((save_load, "save_file"), (atomic_write, "sync_to_disk")):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, full)
             with pytest.raises(
@@ -175,7 +175,7 @@ def test_a_write_is_synced_before_it_is_renamed(
     sync, replace = atomic_write.sync_to_disk, Path.replace
     monkeypatch.setattr(
         atomic_write,
-        "sync",
+        "sync_to_disk",
         lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)),
     )
     monkeypatch.setattr(Path, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
@@ -480,10 +480,12 @@ def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
     with pytest.raises(
         regard.FileError,
-        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, most=...\) allows it",
+        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, max_bytes=...\) allows it",
     ):
-        load(path, most=31_999)
-    assert load(path, most=32_000).settings == {"capacity": 1000}
+        load(path, max_bytes=31_999)
+    assert load(path, max_bytes=32_000).settings == {"capacity": 1000}
+    with pytest.warns(DeprecationWarning, match=r"most=.* is now .*max_bytes="):
+        assert load(path, most=32_000).settings == {"capacity": 1000}
     path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
     with pytest.raises(
         regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"

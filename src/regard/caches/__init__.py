@@ -1,5 +1,5 @@
-"""Caches: they store what a projection remembers, together with its positions, and give both
-back.
+"""Caches: they store keys and values (or other memory) of earlier tokens, together with
+positions.
 """
 
 from regard.caches.base import (

@@ -1,5 +1,5 @@
-"""Writing into preallocated memory: in place where nobody can notice, into a copy where a gradient
-would.
+"""Writes into preallocated buffers: in place where that is safe, and into a copy where a gradient
+needs the old values.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from regard.process_state import is_compiling
 
 
 def can_write_in_place(held: Parts, new: Parts) -> bool:
-    """Whether writing into what is held is safe: no gradient needs the old values, and torch allows
-    it.
+    """Return whether the buffers may be overwritten in place.
+
+    They may not if a gradient needs the old values, or if torch forbids it for inference tensors.
 
     >>> x = torch.zeros(1, 1, 2, 1)
     >>> can_write_in_place((x,), (x,)), can_write_in_place((x,), (x.clone().requires_grad_(),))
@@ -29,7 +30,10 @@ def can_write_in_place(held: Parts, new: Parts) -> bool:
 
 
 def write_slots(held: Parts, new: Parts, start: int) -> Parts:
-    """New slots [B,n,T,d] at slots start, start + 1, ... of what is held.
+    """Write new slots `[B, n, T, d]` at slots start, start + 1, ... of the buffers.
+
+    Returns:
+        The buffers, or changed copies of them.
 
     >>> held = (torch.zeros(1, 1, 4, 1),)
     >>> write_slots(held, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
@@ -48,8 +52,17 @@ def write_slots(held: Parts, new: Parts, start: int) -> Parts:
 def scatter_slots(
     held: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
 ) -> tuple[Parts, OverwrittenSlots | None]:
-    """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote
-    in place, if they did.
+    """Write new slots at the given slot numbers where `real` is True.
+
+    Args:
+        held: the buffers, each `[B, n, S, d]`.
+        new: the new slots, each `[B, n, T, d]`.
+        slots: slot numbers `[B or 1, T]`, distinct in each row.
+        real: which of the new slots to write, `[B or 1, T]`.
+
+    Returns:
+        The buffers, and the values that were overwritten in place; None in place of these values if
+        the buffers were copied.
 
     >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
     >>> slots, real = torch.tensor([[2, 0]]), torch.tensor([[True, False]])
@@ -71,19 +84,19 @@ def scatter_slots(
 
 
 class OverwrittenSlots:
-    """What the last step overwrote: values at slots [B or 1, T]."""
+    """The values that the last step overwrote, and their slots `[B or 1, T]`."""
 
     def __init__(self, slots: Tensor, values: Parts) -> None:
         self.slots, self.values = slots, values
 
     def put_back(self, held: Parts) -> None:
-        """Write the old values into what is held, in place."""
+        """Write the old values into the buffers, in place."""
         for old, x in zip(held, self.values, strict=True):
             old.scatter_(2, self.slots[:, None, :, None].expand(x.shape), x)
 
 
 def fill_slots(held: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
-    """A copy of what is held, with new slot source[b, j] at slot j; -1 leaves slot j as it is.
+    """Return copies of the buffers with new slot source[b, j] at slot j; -1 keeps the old slot j.
 
     >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
     >>> fill_slots(held, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()

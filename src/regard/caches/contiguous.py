@@ -1,5 +1,5 @@
-"""The caches that keep everything in one block of memory: one that grows, and one that is allocated
-once.
+"""Caches that store all tokens in contiguous memory: `Growing`, and `Fixed`, which is
+allocated once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from regard.span import Positions, Span, as_tensor, concat_positions, slice_posi
 
 
 class Growing(Cache):
-    """Keep all memory; every update appends behind the last slot, by concatenation.
+    """A cache that keeps all tokens; every update appends to it by concatenation.
 
-    What was given out never changes. A crop cuts slots off the end where no row keeps one, and
-    empties others.
+    Tensors that `update` returned never change. `crop` removes trailing slots that no row needs,
+    and marks other slots as empty.
 
     Raises:
-        ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the
-            cache is left as it was.
+        ArgumentError: an update does not fit the contents (parts, batch, heads, dims, dtype); the
+            cache stays unchanged.
 
     >>> import torch
     >>> from regard.span import Span
@@ -57,7 +57,7 @@ class Growing(Cache):
         self._positions: Positions | None = None
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Append memory, each [B,n,T,d], at positions; return all of it, and all positions."""
+        """Append memory, each part `[B, n, T, d]`, and return all memory and all positions."""
         check_update(memory, positions)
         if self._memory is not None and self._positions is not None:
             check_same_layout(self._memory, memory)
@@ -68,7 +68,7 @@ class Growing(Cache):
         return memory, positions
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         if self._memory is None or self._positions is None:
             return
@@ -78,13 +78,13 @@ class Growing(Cache):
         self._positions = slice_positions(positions, slice(0, n))
 
     def contents(self) -> Contents:
-        """The parts and their positions."""
+        """Return the parts and their positions."""
         if self._memory is None or self._positions is None:
             return {}
         return {**named_parts(self._memory), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these parts and positions."""
+        """Replace the parts and their positions."""
         positions = contents.get("positions")
         self._memory = parts_of(contents) if contents else None
         self._positions = None if isinstance(positions, int) else positions
@@ -94,7 +94,7 @@ class Growing(Cache):
 
 
 def written_length(positions: Positions) -> int:
-    """How many slots there are up to the last one that holds a token in any row."""
+    """Return the number of slots up to the last one that holds a token in any row."""
     if isinstance(positions, Span):
         return positions.length
     used = (positions >= 0).any(0).nonzero()
@@ -102,21 +102,20 @@ def written_length(positions: Positions) -> int:
 
 
 class Fixed(Cache):
-    """Keep all memory, up to `capacity` slots, in buffers [B,n,capacity,d] that are allocated at
-    the first update.
+    """A cache that keeps all tokens, up to `capacity` slots, in buffers `[B, n, capacity, d]`.
 
-    An update writes its T slots in place and answers views of the slots written so far: a step
-    copies T slots, however many are held. What was given out stays as it is until a crop lets later
-    tokens take its slots. Where a gradient is recorded, an update writes into a copy of the buffers
-    instead, so that gradients are right but a step copies
-    everything: train with `Growing`.
+    The buffers are allocated at the first update. An update writes its T slots in place and returns
+    views of all written slots, so that a step copies T slots only. These views stay valid until a
+    crop lets later tokens overwrite their slots. If gradients are recorded, an update writes into a
+    copy of the buffers instead: gradients are correct, but each step copies everything. Use
+    `Growing` for training.
 
     Args:
-        capacity: the most slots, those at position -1 included.
+        capacity: the largest number of slots, those at position -1 included.
 
     Raises:
-        ArgumentError: capacity is less than 1; an update does not fit what is held, or there is no
-            room for it: the cache is left as it was.
+        ArgumentError: capacity is less than 1; an update does not fit the contents or exceeds the
+            capacity. The cache stays unchanged.
 
     >>> cache = Fixed(8)
     >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
@@ -138,23 +137,23 @@ class Fixed(Cache):
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Fixed:
-        """A cache of so many slots."""
+        """Create a cache with `size.slots` slots."""
         assert size.slots is not None, "needs_slots"
         return cls(size.slots)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The capacity."""
+        """The capacity, as a constructor argument."""
         return {"capacity": self.capacity}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the buffers, whether or not they are full."""
+        """Bytes of the buffers, written or not."""
         return sum(x.numel() * x.element_size() for x in self._buffers or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Write memory, each [B,n,T,d], behind the last slot; return views of all slots, and all
-        positions.
+        """Write memory, each part `[B, n, T, d]`, after the last slot; return views of all slots,
+        and all positions.
         """
         check_update(memory, positions)
         if self._buffers is not None:
@@ -173,7 +172,7 @@ class Fixed(Cache):
         return self._visible(), self._positions
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         positions = positions_before(self._positions, length)
         n = written_length(positions)
@@ -185,13 +184,13 @@ class Fixed(Cache):
         self._positions = slice_positions(positions, slice(0, n))
 
     def contents(self) -> Contents:
-        """Views of the slots written so far, and their positions."""
+        """Return views of the written slots, and their positions."""
         if self._buffers is None:
             return {}
         return {**named_parts(self._visible()), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold copies of these parts and positions."""
+        """Copy these parts and positions into new buffers."""
         self._buffers, self._table, self._positions = None, None, Span(0, 0)
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
@@ -201,13 +200,11 @@ class Fixed(Cache):
         self._extend(positions)
 
     def mark(self) -> Any:
-        """The buffers and how far they are written: an update writes behind that only."""
+        """Return the buffers and the written length; an update writes after it only."""
         return self._buffers, self._table, self._positions
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`: the slots that it wrote are unwritten
-        again.
-        """
+        """Undo the update that came after the snapshot: its slots count as unwritten again."""
         self._buffers, self._table, self._positions = mark
 
     def __len__(self) -> int:
@@ -221,8 +218,8 @@ class Fixed(Cache):
         return tuple(x[:, :, :n] for x in self._buffers or ())
 
     def _extend(self, new: Positions) -> None:
-        """Positions behind those held: a Span as long as they are one run, else slots of the
-        table.
+        """Append positions. They stay a `Span` while they are contiguous, and are stored in a table
+        otherwise.
         """
         held, T = self._positions, slot_count(new)
         n = slot_count(held)

@@ -1,4 +1,4 @@
-"""The paged cache: memory in fixed-size pages that rows and forks share by reference counts."""
+"""The paged cache: memory in fixed-size pages, which rows and forks share by reference counts."""
 
 from __future__ import annotations
 
@@ -36,21 +36,24 @@ from regard.span import (
 )
 
 PAGE_SIZE = 16
-"""Tokens per page of a cache that generation asks for."""
+"""Tokens per page of a paged cache that generation creates."""
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is
-    referred to.
+    """A pool of `pages` pages of `page_size` tokens, with a reference count per page.
 
-    Caches of several threads may have their pages in one pool: `lock` is held while it changes.
+    Caches of several threads may share a pool; `lock` is held while the pool changes.
 
-    The tensors [pages + 1, page_size, n, d], one per part, are made when the first memory shows
-    what they hold. The last page is never given out and holds 0: empty slots point to it.
+    The tensors `[pages + 1, page_size, n, d]`, one per part, are allocated when the first memory is
+    stored. The last page is never handed out and contains zeros; empty slots refer to it.
+
+    Args:
+        page_size: tokens per page.
+        pages: the number of pages.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; more pages are taken than are free; memory
-            does not fit.
+        ArgumentError: page_size or pages is less than 1; more pages are requested than are free;
+            memory does not fit the pages.
 
     >>> pool = PagePool(16, 8)
     >>> pages = pool.take(3)
@@ -75,12 +78,12 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """How many pages nobody refers to."""
+        """The number of pages without references."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """How many pages somebody refers to."""
+        """The number of pages with references."""
         return self.pages - self.free
 
     @property
@@ -90,11 +93,15 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all parts."""
+        """Bytes of one page, over all parts."""
         return sum(x[0].numel() * x.element_size() for x in self.parts)
 
     def fit(self, memory: Parts) -> None:
-        """Make the tensors for such memory, or see that they are for such memory."""
+        """Allocate the tensors for this memory, or check that the existing ones fit it.
+
+        Args:
+            memory: parts, each `[B, n, T, d]`.
+        """
         wanted = [
             ((self.pages + 1, self.page_size, m.shape[1], m.shape[3]), m.dtype, m.device)
             for m in memory
@@ -114,7 +121,11 @@ class PagePool:
         )
 
     def need(self, pages: int) -> None:
-        """See that so many pages are free."""
+        """Raise unless enough pages are free.
+
+        Args:
+            pages: the number of pages that are needed.
+        """
         if pages > self.free:
             raise ArgumentError(
                 f"{pages} pages of {self.page_size} tokens are needed, and {self.free} of the "
@@ -123,7 +134,14 @@ class PagePool:
             )
 
     def take(self, pages: int) -> list[int]:
-        """Pages that nobody else refers to."""
+        """Allocate free pages, each with one reference.
+
+        Args:
+            pages: the number of pages.
+
+        Returns:
+            The numbers of the pages.
+        """
         with self.lock:
             self.need(pages)
             taken = [self._free.pop() for _ in range(pages)]
@@ -132,13 +150,21 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Refer to pages once more."""
+        """Add one reference to each page.
+
+        Args:
+            pages: numbers of pages.
+        """
         with self.lock:
             for page in pages:
                 self.counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Refer to pages once less; those that nobody refers to are free again."""
+        """Remove one reference from each page; pages without references become free.
+
+        Args:
+            pages: numbers of pages.
+        """
         with self.lock:
             for page in pages:
                 self.counts[page] -= 1
@@ -146,7 +172,14 @@ class PagePool:
                     self._free.append(page)
 
     def copy(self, page: int) -> int:
-        """A page of one's own with the contents of a shared one, which is referred to once less."""
+        """Copy a shared page to a new one, and remove one reference from the shared page.
+
+        Args:
+            page: the number of the shared page.
+
+        Returns:
+            The number of the new page.
+        """
         (own,) = self.take(1)
         source = torch.tensor([page])
         self._write(torch.tensor([own]), tuple(x[source.to(x.device)] for x in self.parts))
@@ -154,11 +187,23 @@ class PagePool:
         return own
 
     def write(self, slots: Tensor, new: Parts) -> None:
-        """Tokens [N,n,d] of each part at slots [N]: slot page * page_size + offset."""
+        """Write tokens into slots of the pool.
+
+        Args:
+            slots: slot numbers `[N]`, page * page_size + offset.
+            new: the tokens, each part `[N, n, d]`.
+        """
         self._write((slots // self.page_size, slots % self.page_size), new)
 
     def read(self, slots: Tensor) -> Parts:
-        """The tokens at slots [B,S], each part [B,n,S,d]."""
+        """Read the tokens of slots of the pool.
+
+        Args:
+            slots: slot numbers `[B, S]`.
+
+        Returns:
+            The tokens, each part `[B, n, S, d]`.
+        """
         flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
         return tuple(torch.unflatten(x, 0, tuple(slots.shape)).transpose(1, 2) for x in flat)
 
@@ -172,11 +217,12 @@ class PagePool:
 
 
 class PageTable:
-    """The pages of each row, in order, and how many slots of them are filled.
+    """The pages of each batch row, in order, and the number of filled slots of each row.
 
     Args:
-        pool: where the pages are.
-        rows, lengths: pages and slots of each row; they are referred to once more.
+        pool: the pool of the pages.
+        rows: the page numbers of each row; each page gets one more reference.
+        lengths: the number of filled slots of each row.
 
     >>> table = PageTable(PagePool(4, 8), [[], []], [0, 0])
     >>> table.grow([5, 2])
@@ -190,14 +236,14 @@ class PageTable:
         pool.share(page for row in rows for page in row)
 
     def rows_at(self, rows: list[int]) -> PageTable:
-        """A table of some rows, which refers to their pages once more."""
+        """Return a table of some rows, which adds a reference to each of their pages."""
         return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
 
     def grow(self, new: list[int]) -> None:
-        """Give each row room for so many more slots; nothing changes if the pool has too few pages.
+        """Allocate room for more slots in each row; nothing changes if the pool has too few pages.
 
-        A partly filled last page that others refer to is copied; of several rows that do, the last
-        may keep it.
+        A partly filled last page that is shared is copied. If several rows of this table share it,
+        the last of them keeps the original.
 
         Raises:
             ArgumentError: the pool has too few free pages.
@@ -218,7 +264,7 @@ class PageTable:
             self.lengths[i] += new[i]
 
     def shorten(self, lengths: list[int]) -> None:
-        """Let go of the pages behind so many slots of each row."""
+        """Release the pages after the given number of slots of each row."""
         for row, n in zip(self.rows, lengths, strict=True):
             full = -(-n // self.pool.page_size)
             self.pool.release(row[full:])
@@ -226,12 +272,12 @@ class PageTable:
         self.lengths = list(lengths)
 
     def release(self) -> None:
-        """Refer to no page any more."""
+        """Release all pages of the table."""
         self.shorten([0] * len(self.rows))
 
     def slots(self, at: Tensor) -> Tensor:
-        """The pool's slots of the rows' slots at [B,N], page * page_size + offset; behind a row's
-        end, the page of zeros.
+        """Return the pool's slot numbers for slots `[B, N]` of the rows; after a row's end, the
+        zero page.
         """
         size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
         rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
@@ -240,23 +286,22 @@ class PageTable:
 
 
 class Paged(Cache):
-    """Keep memory in pages of one pool: every row has a table of pages, and no row pays for the
-    length of another.
+    """A cache that stores memory in pages of a pool, so that a short row does not reserve a long
+    one's memory.
 
-    Padding is not stored. A `fork`, and a row that `select` repeats, refers to the same pages; a
-    page that several refer to is copied when one of them writes into it. Pages that nobody refers
-    to are free again: after `crop`, `reset`, `select`, and when a fork is deleted. An update
-    answers gathered slots, -1 and 0 behind the end of a shorter row.
+    Padding is not stored. A `fork`, or a row that `select` repeats, refers to the same pages; a
+    shared page is copied when it is written. Pages without references become free: after `crop`,
+    `reset` and `select`, and when a fork is deleted. `update` returns gathered slots, with position
+    -1 and zeros after the end of a shorter row.
 
     Args:
         page_size: tokens per page.
-        pages: pages of the pool, for all rows and forks together; they are allocated at the first
-            update.
+        pages: the number of pages of the pool, for all rows and forks together; they are allocated
+            at the first update.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; an update does not fit what is held, or
-            the pool has too few free
-            pages: every cache of the pool is left as it was.
+        ArgumentError: page_size or pages is less than 1; an update does not fit the contents, or
+            the pool has too few free pages. Every cache of the pool stays unchanged.
 
     >>> cache = Paged(page_size=4, pages=8)
     >>> _ = cache.update((torch.zeros(2, 1, 6, 3),), Span(0, 6))
@@ -283,12 +328,14 @@ class Paged(Cache):
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Paged:
-        """Pages of 16 tokens, enough for all rows."""
+        """Create a cache with pages of 16 tokens, enough for all rows."""
         assert size.slots is not None, "needs_slots"
         return cls(PAGE_SIZE, size.rows * -(-size.slots // PAGE_SIZE))
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
-        """A cache with pages of its own, which its rows share."""
+        """Return a new cache with a pool of its own, in which the repeated rows share their
+        pages.
+        """
         assert slots is not None, "needs_slots"
         size = self.pool.page_size
         other = type(self)(size, rows * -(-slots // size))
@@ -299,40 +346,43 @@ class Paged(Cache):
 
     @property
     def pool(self) -> PagePool:
-        """Where the pages are."""
+        """The pool that contains the pages."""
         return self._table.pool
 
     @property
     def table(self) -> list[list[int]]:
-        """The pages of each row, in order."""
+        """The page numbers of each row, in order."""
         return [list(row) for row in self._table.rows]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """page_size and pages."""
+        """The page size and the number of pages, as constructor arguments."""
         return {"page_size": self.pool.page_size, "pages": self.pool.pages}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages that this cache refers to, each counted once; forks share them: see
-        `pool.bytes`.
+        """Bytes of the pages that this cache refers to, each counted once.
+
+        Forks share pages; `pool.bytes` counts those of all caches.
         """
         return len({page for row in self._table.rows for page in row}) * self.pool.page_bytes
 
     @property
     def batch(self) -> int | None:
-        """How many rows are held; None while the cache is empty."""
+        """The number of batch rows; None while the cache is empty."""
         return None if self._positions is None else len(self._table.rows)
 
     def next(self, length: int) -> Positions:
-        """Where the next `length` tokens stand by default: on from the last token of each row."""
+        """Return the default positions of the next tokens: they follow the last token of
+        each row.
+        """
         return (
             Span(0, length) if self._positions is None else next_positions(self._positions, length)
         )
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each [B,n,T,d], at positions; return all that is held, each [B,n,S,d], and
-        where.
+        """Store memory, each part `[B, n, T, d]`; return all memory, each `[B, n, S, d]`, and its
+        positions.
         """
         check_update(memory, positions)
         if self._positions is not None:
@@ -345,7 +395,7 @@ class Paged(Cache):
         return self._read()
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         if self._positions is None:
             return
@@ -359,14 +409,14 @@ class Paged(Cache):
         self._positions = slice_positions(positions, slice(0, max(self._table.lengths, default=0)))
 
     def contents(self) -> Contents:
-        """The parts and their positions, gathered from the pages."""
+        """Return the parts and their positions, gathered from the pages."""
         if self._positions is None:
             return {}
         memory, positions = self._read()
         return {**named_parts(memory), "positions": positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these parts and positions, in pages of its own."""
+        """Store these parts and positions in new pages."""
         self._table.release()
         self._hold(PageTable(self.pool, [], []), None)
         positions = contents.get("positions")
@@ -378,13 +428,13 @@ class Paged(Cache):
         self._place(memory, positions, held.flip(1).cummax(1).values.flip(1) > 0)
 
     def fork(self) -> Paged:
-        """Another cache with the same contents, which refers to the same pages."""
+        """Return another cache with the same contents, which refers to the same pages."""
         other = type(self)(**self.settings)
         other._hold(self._table.rows_at(list(range(len(self._table.rows)))), self._positions)
         return other
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep these rows of the batch, in this order; no memory is copied."""
+        """Keep these batch rows, in this order; no memory is copied."""
         self._check_rows(rows)
         if self._positions is None:
             return
@@ -397,11 +447,11 @@ class Paged(Cache):
         old.release()
 
     def mark(self) -> Any:
-        """How long each row is: an update writes behind that only."""
+        """Return the length of each row; an update writes after it only."""
         return self._positions, list(self._table.lengths)
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`."""
+        """Undo the update that came after the snapshot."""
         positions, lengths = mark
         self._table.shorten(lengths or [0] * len(self._table.rows))
         self._hold(self._table if lengths else PageTable(self.pool, [], []), positions)
@@ -410,7 +460,7 @@ class Paged(Cache):
         return 0 if self._positions is None else slot_count(self._positions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
-        """A copy with a pool of its own: the pages of other forks are not copied."""
+        """Return a copy with a pool of its own; pages of other forks are not copied."""
         other = type(self)(**self.settings)
         other.fill(self.contents())
         return other
@@ -423,8 +473,9 @@ class Paged(Cache):
         self._table, self._positions = table, positions
 
     def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
-        """Store the slots of memory that are real, [B,T], behind those of each row; nothing changes
-        if there is no room.
+        """Store the slots `[B, T]` of memory that hold tokens after the last slot of each row.
+
+        Nothing changes if there is no room.
         """
         B, device = real.shape[0], memory[0].device
         table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
@@ -438,8 +489,8 @@ class Paged(Cache):
         self._hold(table, self._joined(positions, real, at, max(table.lengths, default=0)))
 
     def _joined(self, positions: Positions, real: Tensor, at: Tensor, slots: int) -> Positions:
-        """The positions held and the new ones, which stand at slot at[b, j] of row b where they are
-        real.
+        """Return the old positions and the new ones, which go to slot at[b, j] of row b where
+        `real` is True.
         """
         held, B = self._positions, real.shape[0]
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(held, Tensor):
@@ -455,7 +506,7 @@ class Paged(Cache):
         return joined
 
     def _read(self) -> tuple[Parts, Positions]:
-        """All slots, gathered, and their positions."""
+        """Return all slots, gathered from the pages, and their positions."""
         assert self._positions is not None
         device, S = self.pool.parts[0].device, len(self)
         at = torch.arange(S, device=device).expand(len(self._table.rows), -1)
@@ -465,6 +516,6 @@ class Paged(Cache):
         return self.pool.read(where), self._positions
 
     def _like(self) -> Parts:
-        """Empty memory of the kind that is held."""
+        """Return empty memory with the layout of the contents."""
         B = len(self._table.rows)
         return tuple(x.new_empty((B, x.shape[2], 0, x.shape[3])) for x in self.pool.parts)

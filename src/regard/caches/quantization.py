@@ -1,5 +1,5 @@
-"""Quantised numbers of a cache: groups of integer codes with a scale and a zero, and tensors that
-hold such codes.
+"""Quantization of cached values to groups of integer codes, and tensors that dequantize on
+first use.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from torch.utils._pytree import tree_map_only
 from regard.errors import ArgumentError
 
 Axis: TypeAlias = Literal["channel", "token", "exact"]
-"""Which numbers share a scale: of one channel over tokens, of one token over channels; or none:
-kept as they are.
+"""Which values share a scale: "channel" is one channel over several tokens, "token" several
+channels of one token, and "exact" means that values are not quantized.
 """
 
 
 class QuantizedGroups(NamedTuple):
-    """Numbers x [B,n,L,d] as codes: x ~ zero + code * scale.
+    """Values x `[B, n, L, d]` as integer codes: x ~ zero + code * scale.
 
-    codes: uint8 [B,n,R,lines,bytes], several codes to a byte; R is L for "token" and L / group for
-        "channel". For "exact", x.
-    scale, zero: [B,n,R,lines,1] in the dtype of x.
-    odd_at, odd: [B,X] numbers that no group can hold, exactly, and where they stand (slot-major,
-        -1: none): NaN, infinities, and what exceeds a quarter of the dtype's range. X is 0 nearly
-        always.
+    Outliers are values that no group can represent: NaN, infinities, and values above a quarter of
+    the dtype's range. They are stored exactly; there are none in nearly all cases.
+
+    Attributes:
+        codes: uint8 `[B, n, R, lines, bytes]`, several codes per byte; R is L for "token" and L /
+            group for "channel". For "exact", x itself.
+        scale: the scale of each group, `[B, n, R, lines, 1]` in the dtype of x.
+        zero: the smallest value of each group, of the same shape and dtype.
+        odd_at: the places of the outliers `[B, X]`, slot-major; -1 means none.
+        odd: the outliers `[B, X]`.
     """
 
     codes: Tensor
@@ -48,20 +52,24 @@ def quantize(
     group: int,
     start: int = 0,
 ) -> QuantizedGroups:
-    """code = round((x - zero) / scale), zero = min, scale = (max - min) / (2^bits - 1) over each
-    group.
+    """Quantize values in groups: code = round((x - zero) / scale).
 
-    Min and max are over the slots that are seen. The scale is rounded up, and codes are made with
-    the rounded one, so that
-    |x - x'| <= scale / 2. The arithmetic is in fp64: it happens once per token.
+    zero = min and scale = (max - min) / (2^bits - 1) over each group, where min and max are taken
+    over the slots that hold tokens. The scale is rounded up to the dtype of x, and codes are
+    computed with the rounded scale, so that |x - x'| <= scale / 2. The arithmetic is in fp64, once
+    per token.
 
     Args:
-        x: floating numbers, any for "exact"; L is divisible by the group for "channel", d for
-            "token".
-        seen: which slots hold a token, [B or 1, L].
-        axis: which numbers share a scale.
-        bits, group: bits per code, codes per group.
+        x: values `[B, n, L, d]`, floating unless the axis is "exact". L is divisible by the group
+            size for "channel", and d for "token".
+        seen: which slots hold a token, `[B or 1, L]`.
+        axis: which values share a scale.
+        bits: bits per code.
+        group: values per group.
         start: the slot at which x begins, for `odd_at`.
+
+    Returns:
+        The codes, scales, zeros and outliers.
 
     >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
     >>> made = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
@@ -91,7 +99,7 @@ def quantize(
 def dequantize(
     made: QuantizedGroups, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
 ) -> Shaped[Tensor, "B n L d"]:
-    """zero + code * scale, in fp32 or better, as [B,n,L,d] of the shape.
+    """Return zero + code * scale as `[B, n, L, d]`, computed in fp32 or better.
 
     >>> x = torch.randn(1, 2, 8, 4)
     >>> seen = torch.ones(1, 8, dtype=torch.bool)
@@ -116,7 +124,8 @@ def dequantize(
 
 
 def crop_groups(made: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
-    """The first rows of codes; of the exceptions, those among the first numbers of each row.
+    """Return the first rows of codes, and the outliers among the first `numbers` values of each
+    row.
 
     >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
     >>> crop_groups(quantize(x, seen, "token", bits=8, group=2), "token", 3, 6).scale.shape
@@ -132,7 +141,7 @@ def crop_groups(made: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> Q
 def group_shapes(
     shape: tuple[int, int, int, int], axis: Axis, *, bits: int, group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the codes and the scales of numbers [B,n,L,d] are like.
+    """Return the shapes of the codes and of the scales of values `[B, n, L, d]`.
 
     >>> group_shapes((1, 2, 64, 16), "channel", bits=4, group=32)
     ((1, 2, 2, 16, 16), (1, 2, 2, 16, 1))
@@ -154,12 +163,12 @@ def check_groups(
     group: int,
     name: str = "the memory",
 ) -> None:
-    """Codes are those of `older` slots in front of recent ones [B,n,L,d]: a kernel reads them by
-    their address.
+    """Raise unless the codes belong to `older` slots that precede the recent ones `[B, n, L, d]`.
+
+    Kernels read codes by their address, so that wrong shapes would read foreign memory.
 
     Raises:
-        ArgumentError: their sizes, dtypes or devices are others, or an exception stands behind
-            their slots.
+        ArgumentError: sizes, dtypes or devices differ, or an outlier is outside the slots.
 
     >>> x = torch.randn(1, 2, 8, 4)
     >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
@@ -194,8 +203,10 @@ def check_groups(
 
 
 def _view_as_groups(x: Tensor, axis: Axis, group: int) -> Tensor:
-    """x [B,n,L,d] with each group as a last dim: [B,n,L/group,d,group], or
-    [B,n,L,d/group,group].
+    """Return x `[B, n, L, d]` with each group as the last dimension.
+
+    The shape is `[B, n, L/group, d, group]` for "channel" and `[B, n, L, d/group, group]` for
+    "token".
     """
     if axis == "channel":
         return torch.unflatten(x, 2, (x.shape[2] // group, group)).transpose(-1, -2)
@@ -203,8 +214,8 @@ def _view_as_groups(x: Tensor, axis: Axis, group: int) -> Tensor:
 
 
 def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x >= 0 in another dtype, rounded upwards: the codes must reach the largest number of the
-    group.
+    """Convert x >= 0 to another dtype, rounded up, so that codes reach the largest value of
+    the group.
     """
     y = x.to(dtype)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
@@ -213,7 +224,7 @@ def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _find_outliers(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Where the strange numbers of each row stand, and what they are, [B, X]."""
+    """Return the places and values of the outliers of each row, `[B, X]`."""
     flat, values = (y.transpose(1, 2).flatten(1) for y in (strange, x))
     most = int(flat.sum(1).max())
     at = flat.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -223,7 +234,7 @@ def _find_outliers(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tens
 
 
 def _pack(code: Tensor, bits: int) -> Tensor:
-    """8 / bits codes to a byte, the first in the lowest bits."""
+    """Pack 8 / bits codes into each byte, the first in the lowest bits."""
     per = 8 // bits
     if per == 1:
         return code.contiguous()
@@ -232,7 +243,7 @@ def _pack(code: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes of each byte, in order."""
+    """Return the codes of each byte, in order."""
     per = 8 // bits
     if per == 1:
         return packed
@@ -242,8 +253,14 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 class QuantizedAndRecent(NamedTuple):
-    """What a kernel that reads codes needs: older slots in codes, and behind them the recent ones
-    [B,n,l,d] as they came.
+    """The input of a kernel that reads codes: quantized slots, followed by recent ones as they
+    came.
+
+    Attributes:
+        made: the codes of the older slots.
+        axis: which values share a scale.
+        bits: bits per code.
+        recent: the recent slots `[B, n, l, d]`.
     """
 
     made: QuantizedGroups
@@ -253,11 +270,11 @@ class QuantizedAndRecent(NamedTuple):
 
 
 class LazyDequantizedTensor(Tensor):
-    """A tensor [B,n,S,d] of which the older slots are codes still.
+    """A tensor `[B, n, S, d]` whose older slots are stored as codes until a value is needed.
 
-    Shape, dtype and device are those of the numbers. Any operation of torch makes the numbers
-    first, once; from then on it is they that are read and written, and `coded` is None. A kernel
-    that reads codes asks for `coded` instead.
+    Shape, dtype and device are those of the dequantized values. The first torch operation
+    dequantizes them, once; later operations read and write the result, and `coded` is None from
+    then on. A kernel that can read codes takes `coded` instead.
 
     >>> from regard.caches.quantization import quantize
     >>> x = torch.randn(1, 2, 8, 4)
@@ -278,11 +295,10 @@ class LazyDequantizedTensor(Tensor):
 
     @classmethod
     def of(cls, coded: QuantizedAndRecent) -> LazyDequantizedTensor:
-        """The tensor that these codes, and the recent slots behind them, are.
+        """Create the tensor from codes and the recent slots that follow them.
 
         Raises:
-            ArgumentError: their sizes, dtypes or devices do not go together; a kernel reads codes
-                by their address.
+            ArgumentError: sizes, dtypes or devices do not fit each other.
         """
         recent = coded.recent
         B, n, length, d = recent.shape
@@ -297,14 +313,12 @@ class LazyDequantizedTensor(Tensor):
 
     @property
     def coded(self) -> QuantizedAndRecent | None:
-        """The codes, unless the numbers have been made, or there are some that codes do not
-        hold.
-        """
+        """The codes; None if the values were dequantized, or if there are outliers."""
         codes_say_all = self._numbers is None and not self._coded.made.odd.shape[1]
         return self._coded if codes_say_all else None
 
     def numbers(self) -> Tensor:
-        """The numbers as a plain tensor, always the same one."""
+        """Return the values as a plain tensor, the same one in each call."""
         if self._numbers is None:
             made, axis, bits, recent = self._coded
             older = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
@@ -323,26 +337,26 @@ class LazyDequantizedTensor(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Any operation: on the numbers."""
+        """Run any torch operation on the dequantized values."""
         opened = tree_map_only(
             LazyDequantizedTensor, LazyDequantizedTensor.numbers, (tuple(args), dict(kwargs or {}))
         )
         return func(*opened[0], **opened[1])
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The numbers as an array."""
+        """Return the dequantized values as an array."""
         return self.numbers().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The numbers as lists."""
+        """Return the dequantized values as nested lists."""
         return self.numbers().tolist()
 
     def data_ptr(self) -> int:
-        """Where the numbers are."""
+        """Return the address of the dequantized values."""
         return self.numbers().data_ptr()
 
     def untyped_storage(self) -> Any:
-        """The memory of the numbers."""
+        """Return the storage of the dequantized values."""
         return self.numbers().untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The quantised cache: older tokens are kept in few bits, the latest ones exactly."""
+"""The quantized cache: older tokens are stored in few bits, the most recent ones exactly."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from regard.span import Positions, Span, as_tensor, concat_positions, slice_posi
 
 
 class GrowingTensor:
-    """Slots [B,n,L,...] that were appended one after another, with room behind them.
+    """Slots `[B, n, L, ...]` with spare capacity, so that appending does not copy the old slots
+    each time.
 
-    Appending copies what is new; where the room is used up, all of it once, into memory with more.
-    So a step copies O(1) slots. What was given out keeps its values until an `GrowingTensor` that
-    is shorter is appended to.
+    When the capacity is used up, all slots are copied once into a larger buffer. A view that was
+    returned keeps its values, unless a shorter `GrowingTensor` of the same buffer is appended to.
 
     Args:
-        memory: the first slots; they are held, not copied.
-        length: how many of them count; None is all.
-        inner: whether the numbers of one line lie side by side over the slots [B,n,L,lines,1]:
-            loops over slots are faster.
+        memory: the first slots; they are referenced, not copied.
+        length: how many of them are used; None means all.
+        inner: whether values of one line are contiguous over the slots `[B, n, L, lines, 1]`, which
+            makes loops over slots faster.
 
     >>> held = GrowingTensor(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
     >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
@@ -65,16 +65,16 @@ class GrowingTensor:
 
     @property
     def view(self) -> Tensor:
-        """The slots, without the room behind them."""
+        """The slots that are used, without the spare capacity."""
         return self._memory[:, :, : self.length]
 
     def append(self, new: Shaped[Tensor, "B n T ..."], *, room: int | None = None) -> GrowingTensor:
-        """These slots, and new ones behind them.
+        """Return these slots followed by new ones.
 
         Args:
-            new: of the same sizes, but for the length.
-            room: slots to make room for beyond the new ones, when there is none left; None is a
-                quarter of those held.
+            new: slots of the same shape, except for the length.
+            room: spare slots to allocate when the buffer must be replaced; None is a quarter of the
+                length.
         """
         start, stop = self.length, self.length + new.shape[2]
         if start == stop:
@@ -90,7 +90,7 @@ class GrowingTensor:
         return GrowingTensor(memory, stop, inner=self._inner)
 
     def cut(self, length: int) -> GrowingTensor:
-        """The first slots."""
+        """Return the first `length` slots."""
         return GrowingTensor(self._memory, length, inner=self._inner)
 
     def _empty(self, slots: int) -> Tensor:
@@ -102,13 +102,22 @@ class GrowingTensor:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedPart:
-    """Older slots in codes, and the recent ones behind them; each operation answers another one.
+    """One part of the memory: quantized older slots, followed by recent slots as they came.
 
-    rows: codes, scale and zero, which grow; odd_at, odd: as in `QuantizedGroups`.
+    It is immutable: each operation returns a new one.
+
+    Attributes:
+        axis: which values share a scale.
+        bits: bits per code.
+        group: values per group.
+        rows: codes, scales and zeros, which grow slot by slot.
+        odd_at: the places of the outliers, as in `QuantizedGroups`.
+        odd: the outliers.
+        recent: the recent slots.
 
     >>> x = torch.randn(1, 2, 10, 4)
     >>> held = QuantizedPart.of(x, "channel", bits=8, group=8)
-    >>> held = held.settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
+    >>> held = held.with_oldest_quantized(8, torch.ones(1, 8, dtype=torch.bool), 0)
     >>> held.codes.codes.shape, held.recent.view.shape
     (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
     >>> held.answer()
@@ -127,7 +136,7 @@ class QuantizedPart:
     def of(
         cls, x: Shaped[Tensor, "B n T d"], axis: Axis, *, bits: int, group: int
     ) -> QuantizedPart:
-        """A part that holds x as it came."""
+        """Create a part that holds x unquantized."""
         none = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
         made = quantize(x[:, :, :0], none, axis, bits=bits, group=group)
         return cls.holding(made, x, axis, bits=bits, group=group)
@@ -136,25 +145,29 @@ class QuantizedPart:
     def holding(
         cls, made: QuantizedGroups, recent: Tensor, axis: Axis, *, bits: int, group: int
     ) -> QuantizedPart:
-        """A part of these codes and recent slots."""
+        """Create a part from codes and recent slots."""
         rows = _growing_fields(made, axis)
         return cls(axis, bits, group, rows, made.odd_at, made.odd, GrowingTensor(recent))
 
     @property
     def codes(self) -> QuantizedGroups:
-        """The older slots."""
+        """The quantized older slots, as groups."""
         if self.axis == "exact":
             return QuantizedGroups(self.rows[0].view, self.odd, self.odd, self.odd_at, self.odd)
         codes, scale, zero = (x.view for x in self.rows)
         return QuantizedGroups(codes, scale, zero, self.odd_at, self.odd)
 
     def appended(self, x: Shaped[Tensor, "B n T d"], room: int) -> QuantizedPart:
-        """With x behind the recent slots, and room for so many more."""
+        """Return the part with x appended to the recent slots, with spare capacity for
+        `room` more.
+        """
         return replace(self, recent=self.recent.append(x, room=room))
 
-    def settled(self, leave: int, seen: Bool[Tensor, "b L"], start: int) -> QuantizedPart:
-        """With the first of the recent slots in codes, which slots start, start + 1, ... then
-        are.
+    def with_oldest_quantized(
+        self, leave: int, seen: Bool[Tensor, "b L"], start: int
+    ) -> QuantizedPart:
+        """Return the part with its first `leave` recent slots quantized; they begin at slot
+        `start`.
         """
         recent = self.recent.view
         x, rest = recent[:, :, :leave], recent[:, :, leave:]
@@ -168,9 +181,7 @@ class QuantizedPart:
         return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=GrowingTensor(rest.clone()))
 
     def cut(self, old: int, length: int) -> QuantizedPart:
-        """The first slots, of which so many are in codes; of the exceptions, those in front of
-        `length`.
-        """
+        """Return the first `length` slots, of which `old` are quantized."""
         _, n, _, d = self.recent.view.shape
         lines = old // self.group if self.axis == "channel" else old
         made = crop_groups(self.codes, self.axis, lines, length * n * d)
@@ -179,7 +190,9 @@ class QuantizedPart:
         return replace(self, rows=rows, odd_at=made.odd_at, recent=recent)
 
     def answer(self) -> Tensor:
-        """All slots [B,n,S,d]: plain, or in codes still where nothing but a kernel has to know."""
+        """Return all slots `[B, n, S, d]`, dequantized lazily so that a kernel may read the
+        codes.
+        """
         coded = QuantizedAndRecent(self.codes, self.axis, self.bits, self.recent.view)
         if not self.rows[0].length:
             return self.recent.view
@@ -190,7 +203,7 @@ class QuantizedPart:
 
 
 def _growing_fields(made: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor, ...]:
-    """What of codes grows slot by slot."""
+    """Return the fields of the codes that grow slot by slot."""
     if axis == "exact":
         return (GrowingTensor(made.codes),)
     inner = axis == "token"  # where a line of the kernel's is a slot
@@ -199,35 +212,36 @@ def _growing_fields(made: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor, .
 
 
 class Quantised(Cache):
-    """Keep the last `residual` slots as they are, and all before them in few bits: keys per
-    channel, values per token.
+    """A cache that keeps the last `residual` slots exactly and all earlier ones in few bits.
 
-    x ~ zero + code * scale, code in 0..2^bits - 1
-    zero = min and scale = (max - min) / (2^bits - 1) of each group
-    |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
+    Keys are quantized per channel and values per token:
 
-    A group is `group` slots of one channel ("channel": an outlier channel keeps its large scale to
-    itself), or `group` channels of one slot ("token"). Slots leave the residual by whole groups,
-    also within one long update, and are never quantised again: what is held depends on the slots
-    that came, not on the chunks they came in. Scale and zero have the dtype of the memory: bits +
-    32 / group bits per number where that is fp16 or bf16.
+        x ~ zero + code * scale, code in 0..2^bits - 1
+        zero = min and scale = (max - min) / (2^bits - 1) of each group
+        |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
 
-    Slots at -1 take no part in a group. NaN, infinities and what exceeds a quarter of the dtype's
-    range are kept aside, exactly, and disturb no other number. A group of equal numbers is exact. A
-    crop into the quantised slots leaves them quantised, and the cut slots of the last group empty.
-    Groups are of slots, so that padding in front of a row shifts
-    them: rows of a padded batch agree with the row alone within the bound, not bitwise.
+    A group is `group` slots of one channel ("channel", so that an outlier channel does not enlarge
+    the scale of others), or `group` channels of one slot ("token"). Slots are quantized in whole
+    groups, also within one long update, and never twice: the result depends on the slots, not on
+    the chunks in which they came. Scale and zero have the dtype of the memory, which gives bits +
+    32 / group bits per value for fp16 or bf16.
+
+    Slots at position -1 are not part of a group. NaN, infinities and values above a quarter of the
+    dtype's range are stored exactly and do not affect other values. A group of equal values is
+    exact. A crop into the quantized slots does not dequantize them; the removed slots of the last
+    group become empty. Groups are defined by slots, and left padding moves a row's tokens to other
+    groups. So rows of a padded batch equal the single row within the bound, not bitwise.
 
     Args:
         bits: 8, 4 or 2.
-        group: numbers that share a scale; a part of fewer channels makes one group of them.
-        residual: how many of the last slots stay as they are, at least.
-        axes: "channel", "token" or "exact" (not quantised) for each part of the memory.
+        group: values that share a scale; a part with fewer channels forms one group of them.
+        residual: the smallest number of recent slots that stay unquantized.
+        axes: "channel", "token" or "exact" (not quantized) for each part of the memory.
 
     Raises:
-        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit what is
-            held, its parts are not those of axes, its channels do not divide into groups, or it
-            requires a gradient. The cache is left as it was.
+        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit the
+            contents, its number of parts differs from that of axes, its channels do not divide into
+            groups, or it requires a gradient. The cache stays unchanged.
 
     >>> cache = Quantised(8, group=4, residual=4)
     >>> k = v = torch.randn(1, 2, 10, 4)
@@ -270,10 +284,10 @@ class Quantised(Cache):
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Quantised:
-        """8 bits, but for the last 128 slots.
+        """Create a cache with 8 bits, and 128 recent slots.
 
-        The first of several parts is taken for keys, with scales per channel. All others have
-        scales per token, in groups of at most 32 channels, which must divide them.
+        If there are several parts, the first is taken for keys, with scales per channel. All others
+        have scales per token, in groups of at most 32 channels that divide them.
 
         >>> Quantised.for_layer(LayerSize(widths=(80, 80))).settings["group"]
         20
@@ -286,7 +300,7 @@ class Quantised(Cache):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """bits, group, residual and axes."""
+        """Bits, group, residual and axes, as constructor arguments."""
         return {
             "bits": self.bits,
             "group": self.group,
@@ -296,12 +310,12 @@ class Quantised(Cache):
 
     @property
     def quantised(self) -> int:
-        """How many slots are held in few bits; the others are held as they came."""
+        """The number of slots that are quantized; the others are stored as they came."""
         return len(self) - (self._parts[0].recent.length if self._parts else 0)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Append memory, each [B,n,T,d], at positions; return all that is held, the older slots as
-        their codes say.
+        """Append memory, each part `[B, n, T, d]`; return all memory, with older slots
+        dequantized.
         """
         check_update(memory, positions)
         if self._parts:
@@ -322,12 +336,12 @@ class Quantised(Cache):
                 as_tensor(slice_positions(positions, slice(old, old + leave)), memory[0].device)
                 >= 0
             )
-            parts = tuple(x.settled(leave, seen, old) for x in parts)
+            parts = tuple(x.with_oldest_quantized(leave, seen, old) for x in parts)
         self._parts, self._positions = parts, positions
         return tuple(x.answer() for x in parts), positions
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         if not self._parts or self._positions is None:
             return
@@ -340,7 +354,9 @@ class Quantised(Cache):
         self._positions = slice_positions(positions, slice(0, max(n, old)))
 
     def contents(self) -> Contents:
-        """Codes, scales, zeros and exceptions of each part, the recent slots, and the positions."""
+        """Return the codes, scales, zeros and outliers of each part, the recent slots, and the
+        positions.
+        """
         if not self._parts or self._positions is None:
             return {}
         made = {
@@ -350,7 +366,7 @@ class Quantised(Cache):
         return {**made, **recent, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these codes, recent slots and positions.
+        """Replace the codes, recent slots and positions.
 
         Raises:
             ArgumentError: their shapes are not those of this cache.
@@ -371,18 +387,18 @@ class Quantised(Cache):
         self._positions = positions
 
     def mark(self) -> Any:
-        """What is held: an update writes behind it only."""
+        """Return the contents; an update appends to them only."""
         return self._parts, self._positions
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`."""
+        """Undo the update that came after the snapshot."""
         self._parts, self._positions = mark
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
 
     def _check_held(self, codes: tuple[QuantizedGroups, ...], recent: Parts, slots: int) -> None:
-        """Codes and recent slots are those of so many slots."""
+        """Raise unless codes and recent slots together hold `slots` slots."""
         if not len(codes) == len(recent) == len(self.axes):
             raise ArgumentError(
                 f"{len(codes)} parts in codes and {len(recent)} recent ones for axes {self.axes}"
@@ -400,7 +416,7 @@ class Quantised(Cache):
                 )
 
     def _group(self, axis: Axis, channels: int) -> int:
-        """Numbers that share a scale: no more than there are channels."""
+        """Return the number of values per group, at most the number of channels."""
         return min(self.group, channels) if axis == "token" else self.group
 
     def _check(self, memory: Parts) -> None:
@@ -433,7 +449,7 @@ class Quantised(Cache):
 
 
 def _pad_positions(positions: Positions, slots: int) -> Positions:
-    """Positions, and -1 up to so many slots."""
+    """Return positions padded with -1 to a number of slots."""
     if slot_count(positions) == slots:
         return positions
     held = as_tensor(positions)

@@ -1,5 +1,5 @@
-"""Ring caches: the last tokens of each row for windowed masks, and the first and last tokens for
-attention sinks.
+"""Ring caches: `Ring` keeps the last tokens for windowed masks, and `Streaming` the first
+ones too.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from regard.process_state import is_compiling
 from regard.span import EMPTY, Positions, Span, as_tensor, concat_positions, slot_count
 
 STREAMING_SINKS = 4
-"""First tokens that "streaming" never forgets, as in arXiv 2309.17453, section 3.2."""
+"""The number of first tokens that "streaming" never evicts, as in arXiv 2309.17453, section 3.2."""
 
 
 class RingLayout(NamedTuple):
-    """`sinks` slots for the first positions, and a ring for all later ones.
+    """The slot of each position: `sinks` slots for the first positions, and a ring for all later
+    ones.
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
 
     Attributes:
-        sinks: the first positions, which are never overwritten.
-        ring: the size of the ring.
+        sinks: the number of first positions, which are never overwritten.
+        ring: the number of slots of the ring.
 
     >>> layout = RingLayout(sinks=2, ring=3)
     >>> layout.slot(torch.tensor([0, 1, 2, 3, 4, 5])).tolist()
     [0, 1, 2, 3, 4, 2]
-    >>> layout.held(ContiguousRun(first=0, stop=6, lost=2)).tolist()
+    >>> layout.positions(ContiguousRun(first=0, stop=6, lost=2)).tolist()
     [[0, 1, 5, 3, 4]]
     """
 
@@ -53,11 +54,11 @@ class RingLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many slots there are."""
+        """The total number of slots."""
         return self.sinks + self.ring
 
     def slot(self, p: Int[Tensor, "*p"]) -> Int[Tensor, "*p"]:
-        """The slots of positions; of a negative position any slot."""
+        """Return the slots of positions; for a negative position the result has no meaning."""
         if self.sinks == 0:
             return p % self.ring
         return torch.where(
@@ -65,8 +66,9 @@ class RingLayout(NamedTuple):
         )
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The slots of positions start to stop - 1, in this order, as ranges; at most `ring` of
-        them are behind the sinks.
+        """Return the slots of positions start to stop - 1, in this order, as ranges.
+
+        At most `ring` of the positions may come after the sinks.
 
         >>> RingLayout(2, 3).runs(3, 6)
         [(3, 5), (2, 3)]
@@ -79,11 +81,11 @@ class RingLayout(NamedTuple):
             found += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
         return [(a, b) for a, b in found if a < b]
 
-    def held(
+    def positions(
         self, seen: ContiguousRun, device: torch.device | str | None = None
     ) -> Int[Tensor, "1 size"]:
-        """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds
-        none of them.
+        """Return the position in each slot `[1, size]` after a run of positions, EMPTY where there
+        is none.
         """
         last, j = seen.stop - 1, torch.arange(self.size, device=device)
         p = last - (last - j) % self.ring
@@ -94,46 +96,49 @@ class RingLayout(NamedTuple):
 
 
 class ContiguousRun(NamedTuple):
-    """A run of positions first to stop - 1, the same for all rows, of which those up to `lost` were
+    """The positions first to stop - 1, the same for all rows, of which those up to `lost` are
     overwritten.
 
     Attributes:
-        first, stop: the run.
-        lost: the highest position behind the sinks that is no longer held; -1 if none.
+        first: the first position.
+        stop: one past the last position.
+        lost: the highest position after the sinks that was overwritten; -1 if none.
 
     >>> seen = ContiguousRun(first=0, stop=6, lost=1)
-    >>> seen.go_on(8, RingLayout(sinks=0, ring=4))
-    Seen(first=0, stop=8, lost=3)
+    >>> seen.extended(8, RingLayout(sinks=0, ring=4))
+    ContiguousRun(first=0, stop=8, lost=3)
     """
 
     first: int
     stop: int
     lost: int = -1
 
-    def go_on(self, stop: int, slots: RingLayout) -> ContiguousRun:
-        """The run after it went on to `stop`."""
+    def extended(self, stop: int, slots: RingLayout) -> ContiguousRun:
+        """Return the run after it was extended to `stop`."""
         gone = stop - 1 - slots.ring
         lost = gone if gone >= max(self.first, slots.sinks) else -1
         return ContiguousRun(self.first, stop, max(lost, self.lost))
 
-    def least(self, length: int, slots: RingLayout, window: int) -> int:
-        """The least length from `length` on that a crop can serve: a window in front of it is
-        held.
+    def min_crop_length(self, length: int, slots: RingLayout, window: int) -> int:
+        """Return the smallest length, at least `length`, to which a crop still has a full window
+        before it.
         """
         nothing_lost = self.lost < 0 or length <= slots.sinks
         return length if nothing_lost else max(length, self.lost + window)
 
     def crop(self, length: int, slots: RingLayout) -> ContiguousRun:
-        """The run without the positions from `length` on."""
+        """Return the run without the positions from `length` on."""
         stop = max(self.first, min(self.stop, length))
         return ContiguousRun(self.first, stop, -1 if length <= slots.sinks else self.lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """As contents of a cache: the positions seen, and what was lost."""
+        """Return the positions and what was overwritten, under the names that
+        `Cache.contents` uses.
+        """
         return {"positions": Span(self.first, self.stop - self.first), "lost": self.lost}
 
     def count(self, slots: RingLayout) -> int:
-        """How many slots hold a token."""
+        """Return the number of slots that hold a token."""
         in_sinks = max(0, min(self.stop, slots.sinks) - self.first)
         start = max(self.first, slots.sinks, self.lost + 1)
         return in_sinks + max(0, self.stop - start)
@@ -143,8 +148,8 @@ class SlotPositions(NamedTuple):
     """The position in each slot of each row, EMPTY where there is none.
 
     Attributes:
-        positions: int64 [B or 1, size].
-        lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if
+        positions: int64 `[B or 1, size]`.
+        lost: int64 `[B or 1, 1]`, the highest position after the sinks that was overwritten; -1 if
             none.
 
     >>> slots = RingLayout(sinks=0, ring=3)
@@ -158,20 +163,21 @@ class SlotPositions(NamedTuple):
 
     @staticmethod
     def of(seen: ContiguousRun, slots: RingLayout, device: torch.device) -> SlotPositions:
-        """A run of positions, slot by slot."""
-        positions = slots.held(seen, device)
+        """Return the position of each slot after a contiguous run."""
+        positions = slots.positions(seen, device)
         return SlotPositions(positions, positions.new_full((1, 1), seen.lost))
 
     def for_rows(self, rows: int) -> SlotPositions:
-        """The same in so many rows, if it is the same for all."""
+        """Return the positions expanded to a number of rows, if all rows share them."""
         rows = rows if self.positions.shape[0] == 1 else self.positions.shape[0]
         return SlotPositions(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
 
     def check_behind(self, p: Int[Tensor, "b T"]) -> None:
-        """New positions [B or 1, T] lie behind those held, row by row, each once.
+        """Raise unless new positions `[B or 1, T]` follow those of the cache in each row, without
+        repeats.
 
         Raises:
-            ArgumentError: they do not.
+            ArgumentError: a position is not after the last one, or occurs twice.
         """
         last = self.positions.amax(1, keepdim=True)
         early = (p >= 0) & (p <= last)
@@ -194,7 +200,7 @@ class SlotPositions(NamedTuple):
                 )
 
     def step(self, p: Int[Tensor, "b T"], slots: RingLayout) -> SlotPositions:
-        """After one token for each row, p [B or 1, at most 1]."""
+        """Return the positions after at most one new token per row, `[B or 1, 0 or 1]`."""
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         where = slots.slot(p)
@@ -206,8 +212,10 @@ class SlotPositions(NamedTuple):
         )
 
     def chunk(self, p: Int[Tensor, "b T"], slots: RingLayout) -> tuple[SlotPositions, Tensor]:
-        """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1,
-        size], -1 if none did.
+        """Return the positions after new tokens `[B or 1, T]`, and the new token that each slot
+        received.
+
+        The second result is int64 `[B or 1, size]`, -1 where a slot received none.
         """
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
@@ -227,33 +235,39 @@ class SlotPositions(NamedTuple):
             torch.cat([now.lost, *gone], 1).amax(1, keepdim=True),
         ), source
 
-    def least(self, length: int, slots: RingLayout, window: int) -> int:
-        """As `ContiguousRun.least`, for every row."""
+    def min_crop_length(self, length: int, slots: RingLayout, window: int) -> int:
+        """Return the smallest length, at least `length`, to which a crop has a full window in every
+        row.
+        """
         if length <= slots.sinks or not self.lost.numel():
             return length
         needed = torch.where(self.lost >= 0, self.lost + window, 0)
         return max(length, int(needed.max()))
 
     def crop(self, length: int, slots: RingLayout) -> SlotPositions:
-        """Without the positions from `length` on."""
+        """Return the positions without those from `length` on."""
         positions = self.positions.masked_fill(self.positions >= length, EMPTY)
         lost = torch.full_like(self.lost, EMPTY) if length <= slots.sinks else self.lost
         return SlotPositions(positions, lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """As contents of a cache."""
+        """Return the positions and what was overwritten, under the names that
+        `Cache.contents` uses.
+        """
         return {"positions": self.positions, "lost": self.lost}
 
     def count(self, slots: RingLayout) -> int:
-        """How many slots hold a token in any row."""
+        """Return the number of slots that hold a token in any row."""
         return int((self.positions >= 0).any(0).sum())
 
 
 class RingBase(Cache):
-    """A number of first positions for ever, and the last ones in a ring.
+    """Base of `Ring` and `Streaming`: the first positions are kept forever, and the last ones in a
+    ring.
 
-    As long as all rows hold one run of positions it is known by three numbers (`ContiguousRun`),
-    and nothing is read from a tensor; else every slot has its position (`SlotPositions`).
+    While all rows hold one contiguous run of positions, three numbers describe it
+    (`ContiguousRun`), and no tensor is read. Otherwise each slot has its own position
+    (`SlotPositions`).
     """
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:
@@ -265,11 +279,11 @@ class RingBase(Cache):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the slots, whether or not they are written."""
+        """Bytes of all slots, written or not."""
         return sum(x.numel() * x.element_size() for x in self._memory or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each [B,n,T,d]; return it and all old memory that a query at its positions
+        """Store memory, each part `[B, n, T, d]`; return it with all old memory that its queries
         may see.
         """
         check_update(memory, positions)
@@ -286,10 +300,10 @@ class RingBase(Cache):
         return self._by_rows(held, memory, seen, as_tensor(positions, memory[0].device).long())
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         seen = self._seen
-        least = seen.least(length, self._slots, self.window)
+        least = seen.min_crop_length(length, self._slots, self.window)
         if least > length:
             raise ArgumentError(
                 f"crop to {length}, but the tokens that a window of {self.window} needs in front "
@@ -300,16 +314,16 @@ class RingBase(Cache):
         self._seen = seen.crop(length, self._slots)
 
     def contents(self) -> Contents:
-        """All slots, and which positions they hold."""
+        """Return all slots and their positions."""
         if self._memory is None:
             return {}
         return {**named_parts(self._memory), **self._seen.contents()}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these slots.
+        """Replace all slots.
 
         Raises:
-            ArgumentError: there are not as many as the settings say.
+            ArgumentError: the number of slots differs from the settings.
         """
         self._memory = parts_of(contents) if contents else None
         for i, x in enumerate(self._memory or ()):
@@ -329,13 +343,13 @@ class RingBase(Cache):
             self._seen = ContiguousRun(positions.start, positions.stop, lost)
 
     def mark(self) -> Any:
-        """What is held, and what was overwritten last: an update that writes in place says so
-        anew.
+        """Return the contents and the slots that were overwritten last; an update in place replaces
+        these.
         """
         return self._memory, self._seen, self._overwritten
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`: what it overwrote is put back."""
+        """Undo the update that came after the snapshot: the overwritten slots are written back."""
         self._memory, self._seen, overwritten = mark
         if self._overwritten is not overwritten and self._overwritten is not None:
             self._overwritten.put_back(self._memory or ())
@@ -350,8 +364,8 @@ class RingBase(Cache):
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
 
     def _before(self, positions: Positions, device: torch.device) -> ContiguousRun | SlotPositions:
-        """What was seen, in the form that the new positions allow; refuse positions that do not lie
-        behind.
+        """Return the stored positions in the form that the new positions need; raise if these do
+        not follow.
         """
         seen, compiling = self._seen, is_compiling()
         if isinstance(seen, ContiguousRun):
@@ -370,9 +384,9 @@ class RingBase(Cache):
     def _go_on(
         self, held: Parts, new: Parts, seen: ContiguousRun, T: int
     ) -> tuple[Parts, Positions]:
-        """One run of positions goes on."""
+        """Store memory that extends one contiguous run of positions."""
         slots, start, device = self._slots, seen.stop, new[0].device
-        after = seen.go_on(start + T, slots)
+        after = seen.extended(start + T, slots)
         if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
             self._memory, self._seen = write_slots(held, new, start), after
             shown = Span(after.first, after.stop - after.first)
@@ -382,15 +396,16 @@ class RingBase(Cache):
             after.stop - start <= self.rewind + 1
         ):  # nothing that a query of the step sees is overwritten
             self._write(held, new, p, after)
-            return self._visible(), slots.held(after, device)
+            return self._visible(), slots.positions(after, device)
         answer, where = self._in_order(held, new, seen)
         self._chunk(held, new, SlotPositions.of(seen, slots, device), p)
         self._seen = after
         return answer, where
 
     def _in_order(self, held: Parts, new: Parts, seen: ContiguousRun) -> tuple[Parts, Positions]:
-        """Sinks, the last window - 1 tokens, and the new ones: in order, so that a contiguous
-        answer stays a `Span`.
+        """Return sinks, the last window - 1 tokens and the new ones, in order.
+
+        In this order, contiguous positions stay a `Span`.
         """
         slots, start = self._slots, seen.stop
         sinks = Span(seen.first, max(0, min(slots.sinks, start) - seen.first))
@@ -410,7 +425,7 @@ class RingBase(Cache):
     def _by_rows(
         self, held: Parts, new: Parts, seen: SlotPositions, p: Tensor
     ) -> tuple[Parts, Positions]:
-        """Rows at positions of their own go on."""
+        """Store memory of rows that have different positions."""
         if p.shape[1] <= 1:
             after = seen.step(p, self._slots)
             self._write(held, new, p, after)
@@ -426,12 +441,14 @@ class RingBase(Cache):
     def _write(
         self, held: Parts, new: Parts, p: Tensor, after: ContiguousRun | SlotPositions
     ) -> None:
-        """A step into its slots, in place if nobody can notice."""
+        """Write one step into its slots, in place where that is safe."""
         self._memory, self._overwritten = scatter_slots(held, new, self._slots.slot(p), p >= 0)
         self._seen = after
 
     def _chunk(self, held: Parts, new: Parts, seen: SlotPositions, p: Tensor) -> None:
-        """The last tokens of a chunk into a copy of the ring: the answer has the old ones."""
+        """Write the last tokens of a chunk into a copy of the ring, since the result refers to the
+        old one.
+        """
         self._seen, source = seen.chunk(p, self._slots)
         self._memory = fill_slots(held, new, source)
 
@@ -440,24 +457,26 @@ class RingBase(Cache):
 
 
 class Ring(RingBase):
-    """Hold the last `window + rewind` positions of each row: slot = position % (window + rewind).
+    """A cache that holds the last `window + rewind` positions of each row.
 
-    It is exact for masks that let a query see at most `window` keys looking back, its own included,
-    such as `masks.Causal() & masks.Window(window)`. During an update everything that a query of the
-    chunk may see is visible, however long the chunk is; after it no more than the ring is held. A
-    slot at position -1 is not stored, so that rows may have any padding and any length. A step of
-    at most rewind + 1 tokens is written into the ring and answered by it without a copy: what was
-    given out is valid until the next update.
+    slot = position % (window + rewind)
+
+    It is exact for masks under which a query sees at most `window` keys looking back, its own
+    included, such as `masks.Causal() & masks.Window(window)`. During an update, everything that a
+    query of the chunk may see is visible, however long the chunk is; afterwards only the ring is
+    kept. A slot at position -1 is not stored, so that rows may have any padding and any length. A
+    step of at most rewind + 1 tokens is written into the ring, and the ring itself is returned
+    without a copy; that result is valid until the next update.
 
     Args:
         window: how many keys a query may see.
-        rewind: how many tokens more are held, so that a crop may take back rewind + 1 tokens, and a
-            step of as many (speculative decoding) is written without a copy.
+        rewind: how many more tokens are kept, so that a crop may remove rewind + 1 tokens, and a
+            step of that many tokens (speculative decoding) is written without a copy.
 
     Raises:
-        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit what is
-            held, or its positions do not lie behind those held; a crop needs tokens that are lost.
-            The cache is left as it was.
+        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit the
+            contents, or its positions do not follow those of the cache; a crop needs tokens that
+            were overwritten. The cache stays unchanged.
 
     >>> import torch
     >>> from regard.span import Span
@@ -485,29 +504,31 @@ class Ring(RingBase):
 
     @classmethod
     def narrowing(cls, most: int) -> Mask:
-        """The last tokens."""
+        """Return a window of the last `most` tokens."""
         return Window(most)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Window and rewind."""
+        """Window and rewind, as constructor arguments."""
         return {"window": self.window, "rewind": self.rewind}
 
 
 class Streaming(RingBase):
-    """Hold the first `sinks` positions of each row, and the last `recent + rewind` ones in a ring.
+    """A cache that holds the first `sinks` positions of each row, and the last `recent + rewind`
+    ones.
 
-    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions stay
-    what they were: a module that renumbers tokens by their place in the cache, as StreamingLLM
-    does, does so when it recalls them. Chunks, padding and steps are as in `Ring`.
+    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions do not
+    change: a module that renumbers tokens by their index in the cache, as StreamingLLM does,
+    applies this when it reads them. Chunks, padding and steps work as in `Ring`.
 
     Args:
-        sinks: how many first positions are never forgotten.
+        sinks: how many first positions are never evicted.
         recent: how many keys a query may see looking back, its own included.
-        rewind: as in `Ring`.
+        rewind: how many more tokens are kept, as in `Ring`.
 
     Raises:
-        ArgumentError: sinks or rewind is less than 0 or recent less than 1; or as `Ring`.
+        ArgumentError: sinks or rewind is less than 0, recent is less than 1, or an operation fails
+            for a reason that `Ring` lists.
 
     >>> import torch
     >>> from regard.span import Span
@@ -534,18 +555,24 @@ class Streaming(RingBase):
 
     @classmethod
     def narrowing(cls, most: int) -> Mask:
-        """The first 4 tokens, and the last ones."""
+        """Return a mask of the first 4 tokens and the last ones, `most` in all."""
         return Window(most - STREAMING_SINKS) | Sinks(STREAMING_SINKS)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Sinks, recent and rewind."""
+        """Sinks, recent and rewind, as constructor arguments."""
         return {"sinks": self._slots.sinks, "recent": self.window, "rewind": self.rewind}
 
 
 def for_reach(reach: Reach) -> Cache:
-    """An empty cache that holds the old tokens within reach of a mask, and forgets what no later
-    query can see.
+    """Create an empty cache that keeps the old tokens within the reach of a mask and evicts all
+    others.
+
+    Args:
+        reach: the reach of the mask, `mask.reach()`.
+
+    Returns:
+        A `Growing`, `Ring` or `Streaming` cache.
 
     >>> from regard.masks import Causal
     >>> cache = for_reach((Causal() & (Window(8) | Sinks(4))).reach())

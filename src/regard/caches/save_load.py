@@ -1,4 +1,4 @@
-"""Caches on disk: one safetensors file each, with the kind, its settings and its spans in the
+"""Saving and loading of caches: one safetensors file, with class, settings and spans in the
 header.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from regard.caches.base import CACHES, Cache, Contents, parts_of
 from regard.caches.ring import RingBase
 from regard.caches.state import HELD_POSITIONS
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.safetensors_reader import load_tensors as read_tensors
@@ -29,23 +30,23 @@ _KEY = "regard.cache"
 _FORMAT = 1
 _INTEGER_DTYPES = (torch.int32, torch.int64)
 MAX_POSITION = 1 << 26
-"""No position, and no number of slots or pages, in a file is larger."""
+"""The largest position, and the largest number of slots or pages, that a file may contain."""
 
 
 def save(cache: Cache, path: str | Path) -> None:
-    """Write a cache to a file, whole or not at all: to a temporary file, synced, then renamed over
-    `path`.
+    """Write a cache to a file, completely or not at all.
 
-    Tensors are those of `cache.contents()`, by name; the header holds the class, its settings,
+    The cache is written to a temporary file, which is synced and then renamed to `path`. The
+    tensors are those of `cache.contents()`, by name; the header stores the class, its settings,
     spans and numbers as JSON.
 
     Args:
-        cache: any cache of `regard.caches`.
-        path: the file; its folder exists.
+        cache: any cache of `regard.caches`, or of a class of your own that has a `kind`.
+        path: the file; its folder must exist.
 
     Raises:
-        ArgumentError: the class of the cache is not known to `load`.
-        FileError: the file cannot be written; one that was there before is as it was.
+        ArgumentError: `load` does not know the class of the cache.
+        FileError: the file cannot be written; a file that existed before is unchanged.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
@@ -87,23 +88,28 @@ def save(cache: Cache, path: str | Path) -> None:
         ) from error
 
 
-def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 << 30) -> Cache:
-    """Read a cache that `save` wrote; going on with it is, bitwise, going on with the one that was
-    saved.
+@renamed_parameters(most="max_bytes")
+def load(
+    path: str | Path, *, device: torch.device | str = "cpu", max_bytes: int = 4 << 30
+) -> Cache:
+    """Read a cache that `save` wrote; it continues bitwise like the cache that was saved.
 
-    Nothing in the file is executed: a class is looked up by its name among those of
-    `regard.caches` and those that you defined with a `kind`.
+    Nothing in the file is executed: the class is looked up by its name among those of
+    `regard.caches` and your own classes that have a `kind`.
 
     Args:
         path: the file.
-        device: where its tensors go.
-        most: bytes that the cache may reserve for tokens to come; the file alone says how many
-            these are.
+        device: the device of its tensors.
+        max_bytes: the largest number of bytes that the cache may reserve for future tokens, which
+            only the file defines.
+
+    Returns:
+        The cache.
 
     Raises:
-        FileError: the file is missing, no regular file, damaged or no cache; its class is unknown
-            or refuses the settings; a tensor is missing, unexpected, or of a wrong shape; or it
-            reserves more than `most`.
+        FileError: the file is missing, not a regular file, damaged, or not a cache; its class is
+            unknown or refuses the settings; a tensor is missing, unexpected, or has a wrong shape;
+            or it would reserve more than `max_bytes`.
 
     >>> load("no/such/file")
     Traceback (most recent call last):
@@ -120,7 +126,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
     try:
         contents: Contents = {name: x.to(device) for name, x in tensors.items()}
         contents |= {**header.spans, **header.numbers}
-        _check_reserved_bytes(header.settings, contents, most)
+        _check_reserved_bytes(header.settings, contents, max_bytes)
         cache = kind(**header.settings)
         _check_shapes(contents, cache)
         cache.fill(contents)
@@ -134,7 +140,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
 
 
 class _Header(NamedTuple):
-    """What the header of a cache says."""
+    """The checked header of a cache file."""
 
     kind: str
     settings: dict[str, Any]
@@ -143,8 +149,10 @@ class _Header(NamedTuple):
 
 
 def _loadable_classes() -> dict[str, type[Cache]]:
-    """The caches that a file may name: those of this package by their class, and those from
-    elsewhere by the `kind` under which they were entered.
+    """Return the classes that a file may name.
+
+    Classes of this package have their class name, and others the `kind` under which they
+    registered.
     """
     found = {kind: x for kind, x in CACHES if not is_builtin(x)}
     left = list(Cache.__subclasses__())
@@ -157,9 +165,7 @@ def _loadable_classes() -> dict[str, type[Cache]]:
 
 
 def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
-    """What the header says, of which every field has its type, and the tensors, which are those
-    that it lists.
-    """
+    """Return the checked header and the tensors, which are those that the header lists."""
     if not path.exists():
         raise FileError(f"{path} is missing; save(cache, path) writes one")
     tensors, metadata = read_tensors(path)
@@ -177,11 +183,11 @@ def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
 
 
 def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
-    """The fields, checked one by one.
+    """Check the fields of a header one by one.
 
     Raises:
-        ArgumentError: one is missing or of another type; or a tensor is missing, unexpected, or of
-            another shape.
+        ArgumentError: a field is missing or has another type; or a tensor is missing, unexpected,
+            or of another shape.
     """
     if found.get("format") != _FORMAT:
         raise ArgumentError(
@@ -222,8 +228,9 @@ def _span(name: str, found: Any) -> Span:
 
 
 def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
-    """A number is whole and no larger than positions are; settings may also be None, words, and
-    lists of these.
+    """Raise unless a number is an integer within the bounds.
+
+    Settings may also be None, strings, and lists of these.
     """
     plain = among_settings and (found is None or isinstance(found, str))
     if among_settings and isinstance(found, list):
@@ -236,9 +243,10 @@ def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
         )
 
 
-def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, most: int) -> None:
-    """What the settings reserve, at so many bytes for a slot as there are in the file, is no more
-    than is allowed.
+def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, max_bytes: int) -> None:
+    """Raise if the settings would reserve more memory than is allowed.
+
+    The bytes per slot are taken from the tensors in the file.
     """
 
     def of(*names: str) -> int:
@@ -246,16 +254,16 @@ def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, most:
 
     slots = max(of("capacity"), of("page_size") * (of("pages") + 1))
     needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in parts_of(contents) if x.ndim == 4)
-    if needed > most or of("pages") > most // 64:
+    if needed > max_bytes or of("pages") > max_bytes // 64:
         raise ArgumentError(
             f"its settings {short_repr(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
-            f"bytes, more than {most:,}; if that is meant, "
-            "load(path, most=...) allows it"
+            f"bytes, more than {max_bytes:,}; if that is meant, "
+            "load(path, max_bytes=...) allows it"
         )
 
 
 def _check_shapes(contents: Contents, cache: Cache) -> None:
-    """Tensors have rows of one batch, and memory as many slots as there are positions."""
+    """Raise unless tensors have rows of one batch, and memory has one slot per position."""
     rows = {x.shape[0] if x.ndim else 0 for x in contents.values() if isinstance(x, Tensor)} - {1}
     if len(rows) > 1:
         raise ArgumentError(f"its tensors have {sorted(rows)} rows; all must have one batch, or 1")
@@ -284,7 +292,10 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
 
 
 def _check_same_contents(given: Contents, held: Contents) -> None:
-    """A cache holds what it was given: a name that it does not know would be dropped in silence."""
+    """Raise if the filled cache holds other names or shapes than the file.
+
+    A name that the cache does not use would otherwise be dropped silently.
+    """
     for name in sorted(given.keys() ^ held.keys()):
         raise ArgumentError(f"{name} is {'unexpected' if name in given else 'missing'}")
     for name, x in given.items():

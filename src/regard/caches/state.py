@@ -1,5 +1,5 @@
-"""Caches of mechanisms with a state of fixed size: recurrences, and compressive memory with its
-open segment.
+"""Caches of fixed size: `State` for recurrences, and `Memory` for compressive memory with
+segments.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
 
 
 class State(Cache):
-    """Keep what a recurrence carries from one step to the next: tensors of a fixed size, whatever
-    the length.
+    """A cache for the state of a recurrence: tensors of a fixed size, independent of the length.
 
-    A module reads `state`, computes, and calls `store(state, positions)` with the new one, which
-    replaces the old: the cache never changes a tensor that it was given. A state cannot forget the
-    last tokens, because it is a sum over all: `crop` is refused, unless it forgets everything or
-    nothing; keep a `fork` to come back to.
+    A module reads `state`, computes, and calls `store(state, positions)` with the new state, which
+    replaces the old one; the cache never changes a tensor that it was given. The last tokens cannot
+    be removed, because the state is a sum over all tokens: `crop` raises unless it removes
+    everything or nothing. Keep a `fork` to return to.
 
     Raises:
-        ArgumentError: a new state has other shapes than the old one, or a crop lies inside what was
-            seen.
+        ArgumentError: a new state has other shapes than the old one, or a crop would remove some of
+            the tokens.
 
     >>> cache = State()
     >>> cache.store((torch.zeros(1, 2, 4, 4),), Span(0, 7))
@@ -52,11 +51,16 @@ class State(Cache):
 
     @property
     def state(self) -> Parts | None:
-        """The state, each part [B, ...]; None in front of the first token."""
+        """The state, each part `[B, ...]`; None before the first token."""
         return self._state
 
     def store(self, state: Parts, positions: Positions) -> None:
-        """Replace the state by the one behind the tokens at these positions."""
+        """Replace the state.
+
+        Args:
+            state: the new state, each part `[B, ...]`.
+            positions: the positions of the tokens that were added to it.
+        """
         if self._state is not None:
             old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
             if old != new:
@@ -68,14 +72,14 @@ class State(Cache):
         self._state = tuple(state)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Refused: a state holds no tokens."""
+        """Raise, because a state does not store tokens."""
         raise ArgumentError(
             "a State cache keeps a recurrence's state, not tokens; give softmax attention a "
             "Growing, Fixed or Ring cache"
         )
 
     def crop(self, length: int) -> None:
-        """Forget everything, or nothing: a sum cannot be taken back."""
+        """Remove everything or nothing; a sum over tokens cannot be undone in part."""
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
@@ -90,23 +94,25 @@ class State(Cache):
         return None
 
     def contents(self) -> Contents:
-        """The parts of the state, and the last position of each row."""
+        """Return the parts of the state, and the last position of each row."""
         if self._state is None or self._positions is None:
             return {}
         return {**named_parts(self._state, "state"), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold this state."""
+        """Replace the state and the last position of each row."""
         positions = contents.get("positions")
         self._state = parts_of(contents, "state") if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        """1 if a state is held, else 0: its size does not depend on the tokens seen."""
+        """Return 1 if there is a state, else 0; its size does not depend on the number of
+        tokens.
+        """
         return int(self._state is not None)
 
     def _last(self, positions: Positions) -> Positions:
-        """The last position of each row, of what is held and of what is new."""
+        """Return the last position of each row, over the old and the new positions."""
         held = self._positions
         if isinstance(positions, Span) and (held is None or isinstance(held, Span)):
             if not positions.length:
@@ -121,27 +127,26 @@ class State(Cache):
 
 
 HELD_POSITIONS = "held.positions"
-"""Where the held tokens stand, in `contents`; "positions" is the last one of each row, as in every
-`State`.
+"""The name in `contents` of the positions of the stored tokens; "positions" is the last position of
+each row, as in every `State`.
 """
 
 
 class Memory(State):
-    """Keep the memory of all closed segments, and tokens of the segment that is open, in each row
-    its own.
+    """A cache of the memory of all closed segments, and of the tokens of each row's open segment.
 
-    A module calls `update(memory, positions)`, which answers all tokens held, the new ones last;
-    reads `state`; computes the state behind the segments that are closed now; and calls
-    `store(state, positions)`, upon which their tokens are dropped. Segment s of a row, positions s
-    N to (s + 1) N - 1, is closed when its last position or a later one was seen. `crop` reaches
-    back to the beginning of the open segment; what is in the memory cannot be taken out.
+    A module calls `update(memory, positions)`, which returns all stored tokens, the new ones last;
+    reads `state`; computes the state after the segments that are closed now; and calls
+    `store(state, positions)`, which drops the tokens of these segments. Segment s of a row,
+    positions s N to (s + 1) N - 1, is closed when its last position or a later one was seen. `crop`
+    can go back to the start of the open segment; tokens in the memory cannot be removed.
 
     Args:
-        segment: N, how many positions a segment has.
+        segment: N, the number of positions per segment.
 
     Raises:
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not
-            fit what is held, or goes back; a crop lies inside a closed segment.
+            fit the contents, or goes back; a crop would remove part of a closed segment.
 
     >>> cache = Memory(4)
     >>> _ = cache.update((torch.zeros(1, 2, 6, 8),), Span(0, 6))
@@ -162,11 +167,11 @@ class Memory(State):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The length of a segment."""
+        """The length of a segment, as a constructor argument."""
         return {"segment": self.segment}
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Put tokens behind those that are held; return all, and where they stand."""
+        """Append tokens to the stored ones; return all tokens and their positions."""
         check_update(memory, positions)
         self._check_goes_on(positions)
         if self._tokens is not None and self._held is not None:
@@ -178,7 +183,9 @@ class Memory(State):
         return memory, positions
 
     def store(self, state: Parts, positions: Positions) -> None:
-        """Replace the state by the one behind all closed segments, and drop their tokens."""
+        """Replace the state by the one after all closed segments, and drop the tokens of these
+        segments.
+        """
         super().store(state, positions)
         if self._tokens is not None and self._held is not None:
             first = self._open()
@@ -194,7 +201,7 @@ class Memory(State):
                 )
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later, if all of them are of open segments."""
+        """Remove every token at position `length` or later, if all of them are in open segments."""
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
@@ -223,14 +230,16 @@ class Memory(State):
         return None
 
     def contents(self) -> Contents:
-        """The state, the last position of each row, the tokens of open segments, and theirs."""
+        """Return the state, the last position of each row, and the tokens of open segments with
+        positions.
+        """
         found = super().contents()
         if self._tokens is not None and self._held is not None:
             found |= {**named_parts(self._tokens), HELD_POSITIONS: self._held}
         return found
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold this state and these tokens."""
+        """Replace the state and the tokens."""
         super().fill(contents)
         held = contents.get(HELD_POSITIONS)
         self._held = None if isinstance(held, int) else held
@@ -238,7 +247,7 @@ class Memory(State):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the state and of the tokens held, positions not counted."""
+        """Bytes of the state and of the stored tokens, without positions."""
         held = self._held
         where = held.numel() * held.element_size() if isinstance(held, Tensor) else 0
         return super().bytes - where
@@ -247,7 +256,7 @@ class Memory(State):
         return 0 if self._held is None else slot_count(self._held)
 
     def _open(self) -> int | Tensor:
-        """The first position of each row's open segment."""
+        """Return the first position of each row's open segment."""
         assert self._positions is not None, "asked for behind the first tokens"
         last = _last_position(self._positions)
         if isinstance(last, int):
@@ -274,15 +283,15 @@ class Memory(State):
 
 
 def _last_position(positions: Positions) -> int | Tensor:
-    """The last position of each row, -1 where there is none."""
+    """Return the last position of each row, -1 where there is none."""
     return max(positions.stop - 1, -1) if isinstance(positions, Span) else positions
 
 
 def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
-    """The slots to keep, at most `most` in a row, in as few slots as the longest row needs; the
-    others are empty.
+    """Move the slots to keep, at most `most` per row, to the front; the other slots become empty.
 
-    A graph reads no tensor, and is made anew for other lengths: there it is `most` slots always.
+    The result has as many slots as the longest row needs. In a compiled graph it always has `most`
+    slots, because a graph cannot read the number from a tensor.
     """
     keep, n = keep & (positions >= 0), most
     if not is_compiling():
