@@ -1,6 +1,6 @@
-"""regard: every attention mechanism of the language-model literature, exact, fast and visible.
+"""regard: the attention mechanisms of the language-model literature, exact, fast and visible.
 
-Names are loaded when they are first used, so that `import regard` imports no torch.
+Names are imported when they are first used, so that `import regard` does not import torch.
 
 >>> import torch, regard
 >>> q = k = v = torch.eye(2)[None, None]

@@ -1,8 +1,8 @@
-"""Checks of arguments, made before torch is called: torch's fused CPU kernel reads past the keys
-when lengths differ.
+"""Checks of arguments that raise errors with the actual values, made before torch is called.
 
-Each check raises with what, where, got, allowed and the next step. Constructors and the public
-functions of `ops` check; inner code trusts.
+torch's fused CPU kernel reads past the keys when lengths differ. Each check says what is wrong,
+where, which value was passed, what is allowed, and the next step. Constructors and the public
+functions of `ops` check their arguments; internal functions rely on this.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ _finite: ContextVar[bool] = ContextVar("finite", default=False)
 
 @contextmanager
 def checks(*, finite: bool = True) -> Iterator[None]:
-    """While the block runs, every attention call names the first non-finite value of q, k or v, and
-    raises.
+    """Check the inputs of every attention call in the block for NaN and infinities.
 
-    Off by default, because it reads every input once more; a NaN in visible data then propagates to
-    the output.
+    This is off by default, because it reads every input once more; a NaN in a visible value then
+    propagates to the output.
+
+    Args:
+        finite: whether q, k and v must be finite.
+
+    Yields:
+        None.
 
     Raises:
-        ArgumentError: from the attention call, with the tensor's name, the count and the first
-            index.
+        ArgumentError: from the attention call, with the name of the tensor, the number of
+            non-finite values and the index of the first.
 
     >>> import torch, regard
     >>> q = torch.full((1, 1, 2, 4), float("nan"))
@@ -50,12 +55,14 @@ def checks(*, finite: bool = True) -> Iterator[None]:
 
 
 def finite_checks_enabled() -> bool:
-    """Whether `checks(finite=True)` is on."""
+    """Return whether a `checks(finite=True)` block is active."""
     return _finite.get()
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
+    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is
+    active.
+    """
     from regard.process_state import (
         is_compiling,  # it needs torch, which must not be there at the start
     )
@@ -73,16 +80,15 @@ def check_finite(**tensors: Tensor) -> None:
 
 
 def check_keyword_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
-    """Raise for a keyword argument that a function does not have: one that is dropped would do
-    nothing without a word.
+    """Raise if a keyword argument is not one of those that a function accepts.
 
     Args:
-        function: its name, for the message.
-        given: the names that were given.
-        allowed: the names that it has.
+        function: the name of the function, for the message.
+        names: the names of the arguments that were passed.
+        allowed: the names that the function accepts.
 
     Raises:
-        ArgumentTypeError: a name is not allowed; the message has the nearest one that is.
+        ArgumentTypeError: a name is not accepted; the message suggests the most similar one.
 
     >>> check_keyword_names("record", ["head"], ["heads", "rows"])
     Traceback (most recent call last):
@@ -97,7 +103,7 @@ def check_keyword_names(function: str, given: Collection[str], allowed: Collecti
 
 
 def check_tensor(name: str, x: object) -> None:
-    """x is a torch tensor of a floating dtype."""
+    """Raise unless x is a torch tensor of a floating dtype."""
     import torch
 
     if not isinstance(x, torch.Tensor):
@@ -110,7 +116,9 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_query_key(q: Tensor, k: Tensor) -> None:
-    """q [B,H,T,D] and k [B,G,S,D] can be scored together: one batch, one D > 0, G divides H."""
+    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit together: one batch, D > 0, G
+    divides H.
+    """
     for name, x in (("query", q), ("key", k)):
         check_tensor(name, x)
         if x.ndim != 4:
@@ -136,7 +144,7 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
 
 
 def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """As `check_query_key`, and v [B,G,S,E] goes with k."""
+    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k."""
     if _all_fit(q, k, v):
         return
     check_query_key(q, k)
@@ -166,7 +174,9 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _all_fit(q: object, k: object, v: object) -> bool:
-    """All of it at once, for the common case: what is wrong is found out only when something is."""
+    """Return whether all conditions hold; only if they do not, the details are checked one
+    by one.
+    """
     import torch
 
     if not (
@@ -189,7 +199,7 @@ def _all_fit(q: object, k: object, v: object) -> bool:
 
 
 def check_batch(name: str, x: Tensor, batch: int) -> None:
-    """x has the batch of the query: batches do not broadcast silently."""
+    """Raise unless x has the batch size of the query; batches do not broadcast silently."""
     if x.shape[0] != batch:
         raise ArgumentError(
             f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: "
@@ -198,7 +208,7 @@ def check_batch(name: str, x: Tensor, batch: int) -> None:
 
 
 def check_groups(heads: int, groups: int) -> None:
-    """G key/value heads serve H query heads: G divides H."""
+    """Raise unless G key/value heads can serve H query heads, that is, unless G divides H."""
     if groups < 1 or heads < 1 or heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
@@ -208,10 +218,10 @@ def check_groups(heads: int, groups: int) -> None:
 
 
 def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
-    """The given head dim, or dim / heads where that is whole.
+    """Return `head_dim` if it is given, else dim / heads.
 
     Raises:
-        ArgumentError: no head dim is given, and dim is not divisible by heads.
+        ArgumentError: `head_dim` is None, and dim is not divisible by heads.
 
     >>> resolve_head_dim(32, 4, None)
     8
@@ -227,8 +237,7 @@ def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """What divides a number without a rest, in order; none for numbers below 1 and for those that
-    nobody means.
+    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -240,7 +249,9 @@ def divisors(n: int) -> list[int]:
 
 
 def check_positions(name: str, positions: Positions, batch: int, length: int) -> None:
-    """Positions are a Span of the length, or an integer tensor [batch or 1, length]."""
+    """Raise unless positions are a `Span` of the length, or an integer tensor `[batch or 1,
+    length]`.
+    """
     import torch
 
     if isinstance(positions, Span):
@@ -266,7 +277,15 @@ def check_positions(name: str, positions: Positions, batch: int, length: int) ->
 
 
 def check_number(name: str, x: float | None, low: float, high: float, allowed: str) -> None:
-    """x is None or a finite number with low < x < high; `allowed` says so in words."""
+    """Raise unless x is None or a finite number with low < x < high.
+
+    Args:
+        name: the name of the argument in the message.
+        x: the value.
+        low: the lower bound, which x may not reach.
+        high: the upper bound, which x may not reach.
+        allowed: the bounds in words, for the message.
+    """
     if x is None:
         return
     if isinstance(x, bool) or not isinstance(x, (int, float)):
@@ -276,17 +295,17 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
 
 
 def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
-    """Each tensor has a dimension for every letter, a letter is one size in all of them, and all
-    are on one device.
+    """Check that tensors agree in the dimensions that have the same letter, and are on one device.
 
     Args:
-        given: by name, a tensor and its letters; "#B" is B or 1, "1" is 1.
+        tensors: for each name a tensor and its dimensions as letters; "#B" is B or 1, "1" is 1.
 
     Returns:
         The size of each letter.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a tensor does not fit those before it, or is none.
+        ArgumentError, ArgumentTypeError: a value is not a tensor, or its shape does not agree with
+            those before it.
 
     >>> import torch
     >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
@@ -327,7 +346,7 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
 
 
 def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> None:
-    """x is where another tensor of the call is."""
+    """Raise unless x is on the device of another tensor of the call."""
     if x.device != like.device:
         raise ArgumentError(
             f"{other} is on {like.device} and {name} on {x.device}; move one with .to()"
@@ -335,8 +354,8 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
-    """The sink is None or one logit per query head, a float tensor [H] where another tensor of the
-    call is.
+    """Raise unless the sink is None or one logit per query head: a float tensor `[H]` on the device
+    of `like`.
     """
     if sink is None:
         return

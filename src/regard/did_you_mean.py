@@ -1,27 +1,27 @@
-"""The hint in an error message at the known name that a mistyped one was probably meant to be."""
+"""Suggestions of similar names in error messages: "did you mean 'window'?"."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 MAX_COMPARED = 100
-"""Letters of a mistyped name that are compared: comparing takes quadratic time."""
+"""The number of characters of a mistyped name that are compared; comparing takes quadratic time."""
 
 
 def suggest(
     name: object, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, otherwise: str = ""
 ) -> str:
-    """The middle of a message: "; did you mean 'window'?", or `otherwise` if nothing is near.
+    """Return the text "; did you mean 'window'?", or `otherwise` if no name is similar.
 
     Args:
-        name: what was given, of any origin.
+        name: the name that was passed; it may come from an untrusted file.
         known: the names that exist.
-        most: how many of them are offered at most, the nearest first.
-        cutoff: how alike they must be, from 0 to 1.
-        otherwise: returned if no name is near, such as "." where another sentence follows.
+        most: the largest number of names to suggest, the most similar first.
+        cutoff: the required similarity, from 0 to 1.
+        otherwise: the result if no name is similar, such as "." if another sentence follows.
 
     Returns:
-        A text to put right behind the part of the message that says what is wrong.
+        A text to append to the part of the message that says what is wrong.
 
     >>> suggest("widow", ["window", "groups"])
     "; did you mean 'window'?"
@@ -42,9 +42,17 @@ def close_matches(
     cutoff: float = 0.6,
     longest: int = MAX_COMPARED,
 ) -> list[str]:
-    """The known names that are most like a given one, the nearest first, at most `most`.
+    """Return the known names that are most similar to a given one, the most similar first.
 
-    Of the given name its first `longest` letters are compared.
+    Args:
+        name: the name that was passed.
+        known: the names that exist.
+        most: the largest number of names to return.
+        cutoff: the required similarity, from 0 to 1.
+        longest: the number of characters of `name` that are compared.
+
+    Returns:
+        At most `most` names.
 
     >>> close_matches("fourty", ["forty", "four", "two"], most=2)
     ['forty', 'four']

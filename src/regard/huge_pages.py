@@ -1,5 +1,5 @@
-"""Memory that is read fast: a processor finds its way in pages of 2 MiB, where it may, rather than
-of 4 KiB.
+"""Tensors in huge pages of 2 MiB, from which a CPU reads large memory faster than from 4 KiB
+pages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,28 @@ from torch import Tensor, nn
 from regard.process_state import is_compiling
 
 HUGE_PAGE_THRESHOLD = 4 << 20
-"""Bytes from which on numpy asks the system for large pages."""
+"""The size in bytes from which numpy asks the operating system for huge pages."""
 
 CACHE_LINE = 64
-"""Bytes of a cache line, at which memory begins."""
+"""Bytes of a cache line; tensors are aligned to it."""
 
 
 def empty(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """As `torch.empty`, in large pages on a CPU where it is large and the system gives them.
+    """Return an uninitialized tensor like `torch.empty`, in huge pages if it is large and on the
+    CPU.
 
-    One core read weights and caches of a decoding model at 32 instead of 23 GB/s so (LOG.md).
+    One core read the weights and caches of a decoding model at 32 instead of 23 GB/s this way (see
+    LOG.md).
+
+    Args:
+        shape: the shape of the tensor.
+        dtype: its dtype.
+        device: its device; other devices than the CPU use `torch.empty`.
+
+    Returns:
+        The tensor.
 
     >>> empty((2, 3), dtype=torch.float32).shape
     torch.Size([2, 3])
@@ -39,7 +49,7 @@ def empty(
 
 
 def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Another shape in the dtype and on the device of a tensor.
+    """Return an uninitialized tensor of another shape, with the dtype and device of x.
 
     >>> empty_like(torch.zeros(3).half(), (2,)).dtype
     torch.float16
@@ -48,7 +58,7 @@ def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def to_huge_pages(x: Tensor) -> Tensor:
-    """A tensor's numbers in large pages; the tensor itself where it is small, or not on a CPU.
+    """Return a copy of a tensor in huge pages; the tensor itself if it is small or not on the CPU.
 
     >>> x = torch.randn(2, 3)
     >>> to_huge_pages(x) is x
@@ -58,8 +68,9 @@ def to_huge_pages(x: Tensor) -> Tensor:
 
 
 def module_to_huge_pages(module: nn.Module) -> None:
-    """Move the large parameters of a module on a CPU into large pages; nothing else about them
-    changes. `regard.load` has done so.
+    """Move the large CPU parameters of a module into huge pages; their values do not change.
+
+    `regard.load` does this already.
 
     >>> layer = nn.Linear(2048, 2048)
     >>> before = layer.weight.detach().clone()

@@ -1,5 +1,7 @@
-"""Mechanisms that keep a state in place of tokens: (q, k, v, ..., state) -> (out, state), in three
-forms that agree.
+"""Linear attention: mechanisms that keep a state of fixed size in place of all keys and values.
+
+Each function maps (q, k, v, ..., state) to (out, state), in three forms that give equal results:
+recurrent, chunked and parallel.
 """
 
 from __future__ import annotations

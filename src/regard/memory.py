@@ -1,6 +1,4 @@
-"""Attention with a memory of fixed size: Infini-attention and its compressive memory, with explicit
-state.
-"""
+"""Attention with a memory of fixed size: Infini-attention and its compressive memory."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What belongs to the whole process and not to a thread: torch's random numbers, its sign of a
-compilation, the warnings filters.
+"""State that torch and Python keep per process: random numbers, compilation flag, warning filters.
 
-Saving such a state, changing it and putting it back is right in one thread only. Two threads that
-do so at once get each other's random numbers, and may leave the other's change behind for good.
-Whoever in this package changes one of them does it here: one thread at a time, while the others
-wait. Code of others that changes them in another thread meanwhile is not held back.
+Saving such a state, changing it and restoring it is correct in one thread only: two threads that do
+this at once see each other's random numbers, and may leave a change behind. All code of this
+package that changes such a state does it through this module, one thread at a time. Code outside
+the package is not blocked.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ _lock = RLock()
 
 
 def _new_lock_after_fork() -> None:
+    """Replace the lock in a forked child, in which the thread that held it does not exist."""
     global _lock
     _lock = RLock()  # the thread that held it is not in the child
 
@@ -31,10 +31,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_compiling() -> bool:
-    """Whether this thread compiles or exports a graph, so that numbers cannot be looked at.
+    """Return whether this thread compiles or exports a graph, so that tensor values cannot be read.
 
     `torch.compiler.is_compiling()` is one flag for the whole process: while one thread compiles, it
-    is True for all others, which would leave out their checks and choose other kernels.
+    is True for all others, which would skip their checks and choose other kernels.
 
     >>> is_compiling()
     False
@@ -51,7 +51,7 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def _this_thread_compiles() -> bool:
-    """Whether code that runs eagerly is part of a compilation, or of an export, of its own
+    """Return whether code that runs eagerly is part of a compilation or an export of this
     thread.
     """
     if CompileContext.try_get() is not None or TracingContext.try_get() is not None:
@@ -61,8 +61,9 @@ def _this_thread_compiles() -> bool:
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Keep other threads out of every block of this module while the block runs; blocks may be
-    nested.
+    """Block other threads from all context managers of this module while the block runs.
+
+    Blocks may be nested.
 
     >>> with exclusive(), exclusive():
     ...     pass
@@ -73,12 +74,11 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Draw torch's global random numbers from a seed in the block, and put their state back
-    afterwards.
+    """Set torch's global random seed in the block, and restore the random state afterwards.
 
     Args:
-        seed: where the block begins; None: where the state is.
-        devices: CUDA devices whose state is put back, too.
+        seed: the seed; None keeps the current random state.
+        devices: CUDA devices whose random state is restored too.
 
     >>> with seeded(0):
     ...     first = torch.rand(2)
@@ -94,7 +94,7 @@ def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[N
 
 @contextmanager
 def ignore_warnings() -> Iterator[None]:
-    """Ignore all warnings in the block, and put the filters back afterwards.
+    """Ignore all warnings in the block, and restore the warning filters afterwards.
 
     >>> with ignore_warnings():
     ...     warnings.warn("unheard")

@@ -1,8 +1,8 @@
-"""Masks and biases as plain data with tensors beside it, and back. Nothing in the data is executed.
+"""Conversion of masks and biases to plain data and back. Nothing in the data is executed.
 
-An object is a dict: the name of its class holds its first field, and every other field stands under
-its own name. A tensor is the name under which it is kept, a word is {"word": ...}, a sequence is a
-list, and an object in a field is a dict again.
+An object becomes a dict. The name of its class maps to its first field, and each other field has
+its own name. A tensor becomes the name under which it is stored, a string becomes {"word": ...}, a
+sequence a list, and a nested mask or bias a dict.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from regard.untrusted_text import short_repr
 
 Data = dict[str, object]
 StoreTensor = Callable[[Tensor], str]
-"""Keeps a tensor, and says under which name."""
+"""A function that stores a tensor and returns the name under which it is stored."""
 
 FALLBACK_KEYS = ("dense", "was")
-"""Beside the data of an object whose class a reader may lack: its numbers written out, its text."""
+"""Keys that are added for objects whose class a reader may lack: the values as a dense tensor
+("dense"), and the text of the object ("was").
+"""
 
 
 class NotSerializable(TypeError):
-    """A field holds what is no plain data, such as a function."""
+    """A field contains a value that cannot be stored as plain data, such as a function."""
 
 
 class Serializable:
-    """The base of masks and biases, which are frozen dataclasses: what makes them plain data."""
+    """Base class of masks and biases, which are frozen dataclasses that can be stored as
+    plain data.
+    """
 
     kind: ClassVar[str]
     """The name of the class in text and in files."""
 
     def plain_fields(self) -> dict[str, object]:
-        """What another object like this one is made from: its fields, by name.
+        """Return the constructor arguments of an equal object: the fields, by name.
 
         Raises:
-            NotPlain: the class is no dataclass of its own, so that its fields may not say all.
+            NotSerializable: the class is not itself a dataclass, so that its fields may be
+                incomplete.
         """
         names = _field_names(type(self))
         if names is None:
@@ -48,7 +53,9 @@ class Serializable:
 
     @classmethod
     def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
-        """What the constructor takes, from the fields, of which the first comes without a name."""
+        """Return the constructor arguments from the stored fields, the first of which has no
+        name.
+        """
         names = _field_names(cls)
         return {names[0]: first, **others} if names else others
 
@@ -63,15 +70,18 @@ P = TypeVar("P", bound=Serializable)
 
 
 def to_data(x: Serializable, keep: StoreTensor, inside: Callable[[Any], Data]) -> Data:
-    """An object as plain data.
+    """Convert a mask or a bias to plain data.
 
     Args:
-        x: a mask or a bias.
-        keep: keeps a tensor.
-        inside: makes the data of an object that stands in a field.
+        x: the mask or bias.
+        store_tensor: stores a tensor and returns its name.
+        convert_nested: converts a mask or bias that is the value of a field.
+
+    Returns:
+        The plain data.
 
     Raises:
-        NotPlain: a field holds what is no plain data.
+        NotSerializable: a field contains a value that cannot be stored.
     """
 
     def plain(value: object) -> object:
@@ -99,13 +109,16 @@ def from_data(
     tensors: Mapping[str, Tensor],
     inside: Callable[[object], object],
 ) -> P:
-    """The object that `to_data` described.
+    """Create the object that `to_data` described.
 
     Args:
-        registry: the classes that it may be of.
-        data: what `to_data` made.
-        tensors: the tensors that were kept, by name.
-        inside: makes the object of the data that stands in a field.
+        registry: the classes that are allowed.
+        data: the result of `to_data`.
+        tensors: the stored tensors by name.
+        convert_nested: creates a mask or bias from the data in a field.
+
+    Returns:
+        The mask or bias.
 
     Raises:
         ArgumentError, KeyError, TypeError: the data describes no object of a known class.

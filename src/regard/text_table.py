@@ -1,4 +1,4 @@
-"""Tables of text: columns as wide as their widest cell, for every command that prints figures."""
+"""Text tables with aligned columns, for every command that prints numbers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Collection, Sequence
 def format_table(
     rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), indent: str = "", gap: int = 2
 ) -> str:
-    """Rows as lines; numbers stand on the right, and the columns of names on the left.
+    """Format rows as aligned lines; numbers are aligned right, and columns of names left.
 
     Args:
-        rows: cells; the first row may be the heads. A row that is shorter ends early.
-        left: the columns that stand on the left; the others stand on the right.
-        indent: in front of every line.
-        gap: spaces between two columns.
+        rows: cells; the first row may be a header. A shorter row ends early.
+        left: the columns that are aligned left; all others are aligned right.
+        indent: a prefix of every line.
+        gap: the number of spaces between two columns.
 
     Returns:
-        The lines, joined, without spaces at their ends.
+        The lines joined by newlines, without trailing spaces.
 
     >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
             cache  kernel
@@ -40,9 +40,9 @@ def format_table(
 
 
 def display_width(text: str) -> int:
-    """How many columns of a terminal a text takes: Chinese characters take two.
+    """Return how many columns of a terminal a text takes; Chinese characters take two.
 
-    >>> display_width("key"), display_width("注意力"), display_width("e\u0301")
+    >>> display_width("key"), display_width("注意力"), display_width("é")
     (3, 6, 1)
     """
     if text.isascii():

@@ -1,14 +1,13 @@
-"""Taps: identity calls at named places in the computation, and `Trace`, which captures or edits
-what passes there.
+"""`Trace` captures or edits intermediate tensors of attention at named points, called taps.
 
-The names are `q k v scores pattern z out`; a model puts each at a place, so that a full name is
-`layers.3.pattern`. `scores` and `pattern` exist only in the reference kernel: a fused kernel
-refuses a call in which somebody asks for them.
+A tap is an identity call in the computation. The names are `q k v scores pattern z out`; a model
+adds a scope to each, so that a full name is `layers.3.pattern`. `scores` and `pattern` exist only
+in the reference kernel: a fused kernel refuses a call if a trace requests them.
 
-Each thread has one stack of open traces, and every tap passes through the whole stack: first all
-edits, the outermost trace's first, then all captures. So a function that measures a model within
-somebody's edit measures the edited model. A tap costs one look at an empty stack when nobody
-listens, and nothing in a compiled graph.
+Each thread has a stack of open traces, and every tap passes through the whole stack: first all
+edits, those of the outermost trace first, then all captures. So a function that measures a model
+inside an edit measures the edited model. Without an open trace, a tap costs one check of an empty
+stack, and nothing in a compiled graph.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TAP_NAMES = ("q", "k", "v", "scores", "pattern", "z", "out")
-"""What can be tapped, in the order in which it is computed."""
+"""The names of the taps, in the order of computation."""
 
 OnMissing = Literal["warn", "ignore"]
-"""What a trace does about a capture that it was asked for, and that no tap gave."""
+"""The reaction of a trace to a requested capture for which no tap was reached."""
 
 _NO_SCOPE: AbstractContextManager[None] = nullcontext()
 
 
 class _ThreadState(threading.local):
-    """What one thread has open: its traces, the outermost first, and the names of the places that
-    it is in.
-    """
+    """The open traces of one thread, the outermost first, and its current scopes."""
 
     def __init__(
         self,
@@ -50,10 +47,14 @@ _state = _ThreadState()
 
 
 class ActiveTrace:
-    """A trace while one thread has it open. Its names of places begin where it was opened.
+    """A trace while one thread has it open. Names of scopes begin at the point where it was opened.
 
-    times: how often it was entered within itself. passed: full names of the taps that were met.
-        done: names of its edits and captures that were.
+    Attributes:
+        trace: the trace.
+        depth: the number of scopes that were open before it.
+        times: how often it was entered while it was open.
+        passed: the full names of the taps that were reached.
+        done: the names of edits and captures that were executed.
     """
 
     def __init__(self, trace: Trace, depth: int) -> None:
@@ -62,41 +63,41 @@ class ActiveTrace:
         self.done: dict[str, None] = {}
 
     def full(self, *names: str) -> str:
-        """The full name of a tap at the current place, or at a place within it."""
+        """Return the full name of a tap in the current scope, or in a scope within it."""
         return ".".join((*_state.places[self.depth :], *names))
 
     def edits(self, *names: str) -> list[str]:
-        """The names under which its trace edits a tap at the current place, or at a place within
-        it.
+        """Return the names under which the trace edits a tap in the current scope, or in a scope
+        within it.
         """
         edit = self.trace.edit
         return [key for key in dict.fromkeys((self.full(*names), names[-1])) if key in edit]
 
 
 class Trace:
-    """Capture, or edit, what passes the taps of this thread while the `with` block runs.
+    """Capture or edit tensors at the taps of this thread while the `with` block runs.
 
-    Traces may be opened within one another. Edits of all of them act, those of the outermost first,
-    and every capture sees what the computation went on with, after all edits.
+    Traces may be nested. The edits of all of them apply, those of the outermost trace first, and
+    every capture contains the tensor after all edits.
+
+    `trace[name]` is the last captured tensor, by its full name, or by its bare name if it was
+    captured in one scope only. `trace.every(name)` returns one tensor per call (for example, per
+    decoded token). Captured tensors are detached.
 
     Args:
-        *names: what to capture: a bare name (`"pattern"`, at every place) or a full one
+        *names: the taps to capture: a bare name (`"pattern"`, in every scope) or a full one
             (`"layers.0.pattern"`).
-        edit: name -> function of the tensor; what it returns replaces the tensor in the
-            computation, and has its shape, dtype and device. Keys and values are given as copies,
-            since a cache may own the originals.
-        missing: what to do when the block ends and a name was never captured: "warn" or "ignore".
-            An edit that never ran is always an error.
-
-    `trace[name]` is what the last call captured: by full name, or by bare name when it passed one
-    place only. `trace.every(name)` has one tensor per call (one per decoded token, say). Captured
-    tensors are detached.
+        edit: functions by tap name. Each takes a tensor and returns its replacement, of the same
+            shape, dtype and device. Keys and values are passed as copies, since a cache may own the
+            originals.
+        missing: what to do if a name was never captured when the block ends: "warn" or "ignore". An
+            edit that was never executed is always an error.
 
     Raises:
-        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; what an
-            edit returned has another shape, dtype or device; an edit never ran (raised when the
+        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; an edit
+            returned another shape, dtype or device; an edit was never executed (raised when the
             block ends without another exception).
-        ArgumentTypeError: an edit returned something else than a tensor.
+        ArgumentTypeError: an edit did not return a tensor.
 
     >>> import torch, regard
     >>> q = k = v = torch.eye(3)[None, None]
@@ -107,7 +108,7 @@ class Trace:
     """
 
     watches: ClassVar[bool] = False
-    """Whether it is shown every call of attention with its result: `saw`."""
+    """Whether `saw` is called with every attention call and its result."""
 
     def __init__(
         self,
@@ -159,33 +160,50 @@ class Trace:
         return len(self._heard)
 
     def every(self, name: str) -> list[Tensor]:
-        """All tensors captured under a name, in the order of the calls."""
+        """Return all tensors that were captured under a name.
+
+        Args:
+            name: the full name of a tap, or its bare name if it was captured in one scope only.
+
+        Returns:
+            The tensors in the order of the calls.
+        """
         return list(self._heard[self._resolve(name)])
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
-        """A kernel has run a call at the current place; a trace that `watches` is told so."""
+        """Receive an attention call after a kernel has run it; called only if `watches` is True.
+
+        Args:
+            call: the checked call, a `regard.ops.softmax.call.Call`.
+            result: the result of the kernel.
+            kernel: the name of the kernel.
+        """
 
     @property
     def where(self) -> str:
-        """The current place: `layers.3`, say; empty outside of any, and where the trace is not
-        open.
+        """The current scope, such as `layers.3`; empty outside any scope, or if the trace is
+        not open.
         """
         opening = self._opening()
         return "" if opening is None else ".".join(_state.places[opening.depth :])
 
     def needs(self) -> frozenset[str]:
-        """The bare names that are captured or edited."""
+        """Return the bare names of the taps that are captured or edited.
+
+        Returns:
+            The names.
+        """
         return frozenset(name.rpartition(".")[2] for name in (*self.wants, *self.edit))
 
     def _opening(self) -> ActiveTrace | None:
-        """This trace in the stack of this thread, or None."""
+        """Return the entry of this trace in the stack of this thread, or None."""
         for opening in _state.stack:
             if opening.trace is self:
                 return opening
         return None
 
     def _capture(self, opening: ActiveTrace, name: str, x: Tensor) -> None:
-        """Capture what goes on from the tap `name`, if somebody asked for it."""
+        """Store the tensor at a tap if the trace requests it."""
         full = opening.full(name)
         opening.passed[full] = None
         keys = [key for key in (full, name) if key in self.wants]
@@ -197,7 +215,7 @@ class Trace:
                 opening.done[key] = None
 
     def _settle(self, opening: ActiveTrace) -> None:
-        """Say what was asked for and never happened."""
+        """Raise for edits that were never executed, and warn about captures that are missing."""
         idle = [name for name in self.edit if name not in opening.done]
         if idle:
             raise ArgumentError(
@@ -232,7 +250,7 @@ class Trace:
 
 
 class _NamedScope:
-    """While it is entered, taps of this thread carry this name in front."""
+    """Context manager that prefixes the names of taps in this thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -245,8 +263,14 @@ class _NamedScope:
 
 
 def tap(name: str, x: Tensor) -> Tensor:
-    """Return x as the open traces of this thread edit it, after showing it to those that capture
-    it.
+    """Pass a tensor through the open traces of this thread: apply edits, then capture it.
+
+    Args:
+        name: one of `TAP_NAMES`.
+        x: the tensor.
+
+    Returns:
+        The tensor after all edits; `x` itself if no trace is open.
     """
     stack = _state.stack
     if not stack:
@@ -260,19 +284,25 @@ def tap(name: str, x: Tensor) -> Tensor:
 
 
 def is_tracing() -> bool:
-    """Whether a trace is open in this thread. A part with several taps asks once, and passes them
-    only then.
-    """
+    """Return whether a trace is open in this thread; modules with several taps check it once."""
     return bool(_state.stack)
 
 
 def named_scope(name: str) -> AbstractContextManager[None]:
-    """A context in which taps are named `name.<tap>`; it does nothing when nobody listens."""
+    """Return a context manager in which taps are named `name.<tap>`; it does nothing without a
+    trace.
+
+    Args:
+        name: the name of the scope, such as `layers.3`.
+
+    Returns:
+        The context manager.
+    """
     return _NamedScope(name) if _state.stack else _NO_SCOPE
 
 
 def requested_taps() -> frozenset[str]:
-    """The bare names that open traces of this thread capture or edit; empty without one."""
+    """Return the bare names of taps that open traces of this thread capture or edit."""
     found: frozenset[str] = frozenset()
     for opening in _state.stack:
         found = found | opening.trace.needs()
@@ -280,14 +310,16 @@ def requested_taps() -> frozenset[str]:
 
 
 def is_edited(*names: str) -> bool:
-    """Whether an open trace of this thread edits a tap at the current place, or at places within
-    it: the tap comes last.
+    """Return whether an open trace of this thread edits a tap in the current scope or within it.
+
+    Args:
+        *names: names of inner scopes, and last the name of the tap.
     """
     return any(opening.edits(*names) for opening in _state.stack)
 
 
 def call_observers() -> list[Trace]:
-    """The open traces of this thread that want to see whole calls; none in a compiled graph."""
+    """Return the open traces of this thread that observe whole calls; none in a compiled graph."""
     if not _state.stack:
         return []
     from regard.process_state import is_compiling
@@ -298,7 +330,7 @@ def call_observers() -> list[Trace]:
 
 
 def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
-    """What an edit makes of x, which must be as large, of the same dtype, and in the same place."""
+    """Apply an edit to x, and check that the result has its shape, dtype and device."""
     import torch
 
     # an edit that works in place must not reach what a cache keeps
@@ -321,7 +353,7 @@ def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
 
 
 def _describe(x: Tensor) -> str:
-    """Shape, dtype and device in words."""
+    """Return shape, dtype and device in words."""
     return f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
@@ -330,7 +362,9 @@ def _quoted(names: list[str]) -> str:
 
 
 def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
-    """The taps that were passed, and the nearest to those that were meant."""
+    """Return a hint with the taps that were reached, and those most similar to the requested
+    names.
+    """
     if not opening.passed:
         return "no tap was passed at all: run the model within the `with` block, in the same thread"
     near = [close for name in names for close in close_matches(name, opening.passed)]

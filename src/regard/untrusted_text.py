@@ -1,8 +1,7 @@
-"""Text that somebody else wrote, shown to a person: nothing in it moves the cursor, hides, or turns
-the direction of writing.
+"""Safe display of text from untrusted files, prompts and models, without control characters.
 
-Whatever comes from a file, a prompt or a model reaches a terminal, a page or an error message
-through `short_repr` or `escape_controls`.
+Text that reaches a terminal, a page or an error message passes through `short_repr` or
+`escape_controls`. So it cannot move the cursor, be invisible, or change the writing direction.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import re
 import reprlib
 
 MAX_LENGTH = 100
-"""Letters of a foreign value in a message."""
+"""The number of characters of an untrusted value in a message."""
 MULTILINE = "\n\t\u200c\u200d\ufe0e\ufe0f"
-"""What a text of several lines keeps: ends of lines, tabs, and the marks that join letters and
-choose the form of a sign.
+"""Characters that text of several lines may contain: newlines, tabs, and marks that join letters or
+choose the form of a character.
 """
 
 _INTEGER = re.compile("-?[0-9]{1,18}")
@@ -25,12 +24,14 @@ _CONTROLS = re.compile(
 
 
 def escape_controls(text: str, *, keep: str = "") -> str:
-    """Text whose controls, and marks that turn the writing direction, are shown by their number,
-    not obeyed.
+    """Replace control characters, and marks that change the writing direction, by their code in ‹›.
 
     Args:
-        text: of any origin.
-        keep: letters that stay as they are; `MULTILINE` for a text of several lines.
+        text: the untrusted text.
+        keep: characters that are not replaced; `MULTILINE` for a text of several lines.
+
+    Returns:
+        The text, safe to display.
 
     >>> escape_controls("a\\x1b[31m\\u202e")
     'a‹1B›[31m‹202E›'
@@ -45,12 +46,15 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 
 
 def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
-    """A value out of a file for a message: quoted as Python writes it, its control characters
-    escaped, not too long.
+    """Return the `repr` of an untrusted value, with control characters escaped and of bounded
+    length.
 
     Args:
-        value: a text, a number, or lists and mappings of these.
-        longest: the most letters, beside the quotes and the mark of a cut.
+        value: a string, a number, or lists and mappings of these.
+        longest: the largest number of characters, without quotes and the final dots.
+
+    Returns:
+        The text for a message.
 
     >>> print(short_repr("a" + chr(27) + "[2J"))
     'a\\x1b[2J'
@@ -66,8 +70,16 @@ def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
 
 
 def error_text(message: object, longest: int = 600) -> str:
-    """What another error says of a foreign file, for the error that replaces it: `escape_controls`,
-    of one line, cut in its middle.
+    """Return the message of another error on one line, safe to display and of bounded length.
+
+    Use it in an error that replaces one which quotes an untrusted file.
+
+    Args:
+        message: an exception or a text.
+        longest: the largest number of characters; a longer text is shortened in the middle.
+
+    Returns:
+        The text for a message.
 
     >>> error_text(ValueError("a" + chr(27) + "b")), len(error_text("x" * 9999, 100))
     ('a‹1B›b', 105)
@@ -80,16 +92,17 @@ def error_text(message: object, longest: int = 600) -> str:
 
 
 def parse_integer(text: str) -> int | None:
-    """The whole number that a text is, or None: plain digits, at most 18, behind a minus or none.
+    """Return the integer that a text represents, or None: at most 18 digits, with an optional
+    minus.
 
-    >>> parse_integer("-12"), parse_integer("\u00b2"), parse_integer("9" * 5000)
+    >>> parse_integer("-12"), parse_integer("²"), parse_integer("9" * 5000)
     (-12, None, None)
     """
     return int(text) if _INTEGER.fullmatch(text) else None
 
 
 class _ShortRepr(reprlib.Repr):
-    """`repr` that looks at no more of a value than is shown, and at its inside no deeper."""
+    """A `repr` that visits no more elements than it shows, and limits the depth."""
 
     def __init__(self, longest: int) -> None:
         super().__init__()
@@ -98,11 +111,11 @@ class _ShortRepr(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = 2 * longest
 
     def repr_str(self, x: str, level: int) -> str:
-        """A text, its beginning first: what `reprlib` leaves out stands in the middle."""
+        """Return the beginning of a string; `reprlib` would remove the middle."""
         return repr(x[: self.maxstring])
 
     def repr_dict(self, x: dict[object, object], level: int) -> str:
-        """A mapping in its own order."""
+        """Return a mapping in its own order."""
         pairs = (f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in x.items())
         kept = [pair for _, pair in zip(range(self.maxdict), pairs, strict=False)]
         return "{" + ", ".join(kept) + ("..." if len(x) > len(kept) else "") + "}"
