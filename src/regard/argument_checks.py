@@ -79,7 +79,7 @@ def check_finite(**tensors: Tensor) -> None:
             )
 
 
-def check_keyword_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
+def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:
     """Raise if a keyword argument is not one of those that a function accepts.
 
     Args:
@@ -94,7 +94,7 @@ def check_keyword_names(function: str, given: Collection[str], allowed: Collecti
     Traceback (most recent call last):
     regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
     """
-    for name in given:
+    for name in names:
         if name not in allowed:
             hint = suggest(name, allowed, otherwise=".")
             raise ArgumentTypeError(
@@ -294,7 +294,7 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
         raise ArgumentError(f"{name} is {x}; it must be {allowed}")
 
 
-def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
+def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     """Check that tensors agree in the dimensions that have the same letter, and are on one device.
 
     Args:
@@ -316,7 +316,7 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
 
     sizes: dict[str, tuple[int, str]] = {"1": (1, "")}
     device = None
-    for name, (x, letters) in given.items():
+    for name, (x, letters) in tensors.items():
         words = letters.split()
         if not isinstance(x, torch.Tensor):
             raise ArgumentTypeError(
@@ -332,10 +332,12 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
             letter = word.removeprefix("#")
             size, first = sizes.setdefault(letter, (n, name))
             if n != size:
-                found = f"{letter} is {size} in {first} {_shape(given[first][0])}" if first else ""
+                conflict = (
+                    f"{letter} is {size} in {first} {_shape(tensors[first][0])}" if first else ""
+                )
                 raise ArgumentError(
                     f"{name} is {_shape(x)}, which is [{', '.join(words)}], but "
-                    f"{found or 'it must be 1'}; all must agree"
+                    f"{conflict or 'it must be 1'}; all must agree"
                 )
         if device is not None and x.device != device[0]:
             raise ArgumentError(

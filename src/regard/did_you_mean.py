@@ -30,8 +30,8 @@ def suggest(
     """
     from regard.untrusted_text import short_repr
 
-    near = close_matches(name, known, most=most, cutoff=cutoff)
-    return f"; did you mean {' or '.join(map(short_repr, near))}?" if near else otherwise
+    matches = close_matches(name, known, most=most, cutoff=cutoff)
+    return f"; did you mean {' or '.join(map(short_repr, matches))}?" if matches else otherwise
 
 
 def close_matches(

@@ -69,7 +69,9 @@ def _field_names(kind: type) -> list[str] | None:
 P = TypeVar("P", bound=Serializable)
 
 
-def to_data(x: Serializable, keep: StoreTensor, inside: Callable[[Any], Data]) -> Data:
+def to_data(
+    x: Serializable, store_tensor: StoreTensor, convert_nested: Callable[[Any], Data]
+) -> Data:
     """Convert a mask or a bias to plain data.
 
     Args:
@@ -86,7 +88,7 @@ def to_data(x: Serializable, keep: StoreTensor, inside: Callable[[Any], Data]) -
 
     def plain(value: object) -> object:
         if isinstance(value, Tensor):
-            return keep(value)
+            return store_tensor(value)
         if isinstance(value, str):
             return {"word": value}
         if value is None or isinstance(value, bool | int | float):
@@ -94,20 +96,20 @@ def to_data(x: Serializable, keep: StoreTensor, inside: Callable[[Any], Data]) -
         if isinstance(value, tuple | list):
             return [plain(y) for y in value]
         if isinstance(value, Serializable):
-            return inside(value)
+            return convert_nested(value)
         raise NotSerializable(f"{type(value).__name__} is no plain data")
 
     values = x.plain_fields() or {"": None}
     names = (x.kind, *list(values)[1:])
-    found = {name: plain(value) for name, value in zip(names, values.values(), strict=True)}
-    return {name: y for name, y in found.items() if name == x.kind or y is not None}
+    data = {name: plain(value) for name, value in zip(names, values.values(), strict=True)}
+    return {name: y for name, y in data.items() if name == x.kind or y is not None}
 
 
 def from_data(
     registry: Registry[P],
     data: object,
     tensors: Mapping[str, Tensor],
-    inside: Callable[[object], object],
+    convert_nested: Callable[[object], object],
 ) -> P:
     """Create the object that `to_data` described.
 
@@ -133,7 +135,7 @@ def from_data(
             return tuple(map(value, x))
         if not isinstance(x, Mapping):
             return x
-        return x["word"] if set(x) == {"word"} else inside(x)
+        return x["word"] if set(x) == {"word"} else convert_nested(x)
 
     for name in map(str, data):
         kind = registry.get(name)

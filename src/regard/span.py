@@ -122,8 +122,8 @@ def find_empty_slots(
     """
     if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
         return None
-    found = as_tensor(positions, device)
-    return (found if device is None else found.to(device)) <= EMPTY
+    tensor = as_tensor(positions, device)
+    return (tensor if device is None else tensor.to(device)) <= EMPTY
 
 
 def slot_count(positions: Positions) -> int:

@@ -209,26 +209,27 @@ class Trace:
         keys = [key for key in (full, name) if key in self.wants]
         if keys:
             # keys and values may be a cache's own memory, which later tokens overwrite
-            heard = x.detach().clone() if name in ("k", "v") else x.detach()
-            self._heard.setdefault(full, []).append(heard)
+            captured = x.detach().clone() if name in ("k", "v") else x.detach()
+            self._heard.setdefault(full, []).append(captured)
             for key in keys:
                 opening.done[key] = None
 
     def _settle(self, opening: ActiveTrace) -> None:
         """Raise for edits that were never executed, and warn about captures that are missing."""
-        idle = [name for name in self.edit if name not in opening.done]
-        if idle:
+        unused = [name for name in self.edit if name not in opening.done]
+        if unused:
             raise ArgumentError(
-                f"the edit of {_quoted(idle)} never ran: no such tap was passed while the trace "
+                f"the edit of {_quoted(unused)} never ran: no such tap was passed while the trace "
                 "was open; "
-                f"{_passed_taps(opening, idle)}"
+                f"{_passed_taps(opening, unused)}"
             )
-        deaf = sorted(name for name in self.wants if name not in opening.done)
-        if deaf and self.missing == "warn":
+        missing = sorted(name for name in self.wants if name not in opening.done)
+        if missing and self.missing == "warn":
             warnings.warn(
-                f"{_quoted(deaf)} was never captured: no such tap was passed while the trace was "
+                f"{_quoted(missing)} was never captured: no such tap was passed while the trace "
+                "was "
                 "open; "
-                f"{_passed_taps(opening, deaf)}",
+                f"{_passed_taps(opening, missing)}",
                 stacklevel=3,
             )
 
@@ -238,14 +239,14 @@ class Trace:
         return [full for full in list(self._heard) if full.rpartition(".")[2] == name]
 
     def _resolve(self, name: str) -> str:
-        found = self._matches(name)
-        if len(found) == 1:
-            return found[0]
-        heard = _shortened(self._heard) if self._heard else "nothing"
-        if not found:
-            raise ArgumentError(f"{name!r} was not captured; captured: {heard}")
+        matches = self._matches(name)
+        if len(matches) == 1:
+            return matches[0]
+        captured = _shortened(self._heard) if self._heard else "nothing"
+        if not matches:
+            raise ArgumentError(f"{name!r} was not captured; captured: {captured}")
         raise ArgumentError(
-            f"{name!r} was captured at {len(found)} places: name one of {_shortened(found)}"
+            f"{name!r} was captured at {len(matches)} places: name one of {_shortened(matches)}"
         )
 
 
@@ -303,10 +304,10 @@ def named_scope(name: str) -> AbstractContextManager[None]:
 
 def requested_taps() -> frozenset[str]:
     """Return the bare names of taps that open traces of this thread capture or edit."""
-    found: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
     for opening in _state.stack:
-        found = found | opening.trace.needs()
-    return found
+        requested = requested | opening.trace.needs()
+    return requested
 
 
 def is_edited(*names: str) -> bool:
@@ -334,22 +335,23 @@ def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
     import torch
 
     # an edit that works in place must not reach what a cache keeps
-    made = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
-    if not isinstance(made, torch.Tensor):
+    edited = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
+    if not isinstance(edited, torch.Tensor):
         raise ArgumentTypeError(
-            f"the edit of {key!r} returned {type(made).__name__} at {opening.full(name)}; it must "
+            f"the edit of {key!r} returned {type(edited).__name__} at {opening.full(name)}; it "
+            "must "
             "return the tensor that "
             "takes the place of its argument"
         )
-    if made.shape != x.shape or made.dtype != x.dtype or made.device != x.device:
+    if edited.shape != x.shape or edited.dtype != x.dtype or edited.device != x.device:
         raise ArgumentError(
-            f"the edit of {key!r} returned {_describe(made)} at {opening.full(name)}; it must "
+            f"the edit of {key!r} returned {_describe(edited)} at {opening.full(name)}; it must "
             "return "
             "what it was given, "
             f"{_describe(x)}"
         )
     opening.done[key] = None
-    return made
+    return edited
 
 
 def _describe(x: Tensor) -> str:
@@ -367,8 +369,8 @@ def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
     """
     if not opening.passed:
         return "no tap was passed at all: run the model within the `with` block, in the same thread"
-    near = [close for name in names for close in close_matches(name, opening.passed)]
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    matches = [close for name in names for close in close_matches(name, opening.passed)]
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
     return f"{hint}the taps passed were {_shortened(opening.passed, 16)}"
 
 

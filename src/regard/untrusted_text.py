@@ -39,8 +39,8 @@ def escape_controls(text: str, *, keep: str = "") -> str:
     'two\\nlines‹0D›'
     """
 
-    def number(found: re.Match[str]) -> str:
-        return found[0] if found[0] in keep else f"‹{ord(found[0]):02X}›"
+    def number(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keep else f"‹{ord(match[0]):02X}›"
 
     return _CONTROLS.sub(number, text)
 
@@ -84,8 +84,8 @@ def error_text(message: object, longest: int = 600) -> str:
     >>> error_text(ValueError("a" + chr(27) + "b")), len(error_text("x" * 9999, 100))
     ('a‹1B›b', 105)
     """
-    said = message.strerror if isinstance(message, OSError) and message.strerror else message
-    text = " ".join(str(said).split("\n"))
+    reason = message.strerror if isinstance(message, OSError) and message.strerror else message
+    text = " ".join(str(reason).split("\n"))
     if len(text) > longest:
         text = f"{text[: longest * 2 // 3]} ... {text[-(longest // 3) - 1 :]}"
     return escape_controls(text)
@@ -117,5 +117,5 @@ class _ShortRepr(reprlib.Repr):
     def repr_dict(self, x: dict[object, object], level: int) -> str:
         """Return a mapping in its own order."""
         pairs = (f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in x.items())
-        kept = [pair for _, pair in zip(range(self.maxdict), pairs, strict=False)]
-        return "{" + ", ".join(kept) + ("..." if len(x) > len(kept) else "") + "}"
+        shown = [pair for _, pair in zip(range(self.maxdict), pairs, strict=False)]
+        return "{" + ", ".join(shown) + ("..." if len(x) > len(shown) else "") + "}"

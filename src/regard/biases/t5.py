@@ -83,8 +83,8 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     for m in range(n):
         bound = max_distance**m * e ** (n - m)
         # a logarithm says where about; whole numbers decide
-        near = e * math.exp(m / n * math.log(max_distance / e))
-        low, high = int(near * (1 - 1e-9)), int(near * (1 + 1e-9)) + 2
+        estimate = e * math.exp(m / n * math.log(max_distance / e))
+        low, high = int(estimate * (1 - 1e-9)), int(estimate * (1 + 1e-9)) + 2
         while low < high:  # by hand, since a compiled graph cannot trace the bisect module
             middle = (low + high) // 2
             low, high = (low, middle) if middle**n >= bound else (middle + 1, high)

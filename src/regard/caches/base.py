@@ -226,8 +226,8 @@ class Cache(ABC):
                 cache.
         """
         self._check_rows(rows)
-        held = self.contents()
-        self.fill({name: _select_rows(x, rows, self.batch) for name, x in held.items()})
+        contents = self.contents()
+        self.fill({name: _select_rows(x, rows, self.batch) for name, x in contents.items()})
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
         """Replace row i by row rows[i], as beam search does; the number of rows stays the same.
@@ -299,10 +299,10 @@ def make_full_cache(
     >>> make_full_cache("paged", 100, rows=2).settings
     {'page_size': 16, 'pages': 14}
     """
-    found = CACHES.find(kind, [name for name, x in CACHES if not x.forgets])
-    if found.needs_slots and slots is None:
+    kind_class = CACHES.find(kind, [name for name, x in CACHES if not x.forgets])
+    if kind_class.needs_slots and slots is None:
         raise ArgumentError(f"a {kind} cache needs slots, the most that a row holds")
-    return found.for_layer(LayerSize(slots, rows, tuple(widths)))
+    return kind_class.for_layer(LayerSize(slots, rows, tuple(widths)))
 
 
 class rollback_on_error:  # noqa: N801  (a context manager, used like a function)
@@ -399,24 +399,24 @@ def _check_integers(positions: Tensor) -> None:
         )
 
 
-def check_same_layout(held: Parts, memory: Parts) -> None:
+def check_same_layout(stored: Parts, memory: Parts) -> None:
     """Raise unless new memory has the parts, batch, heads, dims, dtypes and devices of the
     old memory.
     """
-    fits = len(held) == len(memory)
-    for old, new in zip(held, memory, strict=False):
+    fits = len(stored) == len(memory)
+    for old, new in zip(stored, memory, strict=False):
         a, b = old.shape, new.shape
         fits = fits and a[:2] == b[:2] and a[3] == b[3]
         fits = fits and old.dtype == new.dtype and old.device == new.device
     if fits:  # what is wrong is found out only when something is
         return
-    kept_, given = ([_layout(m) for m in ms] for ms in (held, memory))
-    if kept_ != given:
+    expected, actual = ([_layout(m) for m in ms] for ms in (stored, memory))
+    if expected != actual:
         raise ArgumentError(
-            f"memory {given} does not fit what is held, {kept_}; "
+            f"memory {actual} does not fit what is held, {expected}; "
             "start a new cache for another batch or model"
         )
-    for i, (old, new) in enumerate(zip(held, memory, strict=True)):
+    for i, (old, new) in enumerate(zip(stored, memory, strict=True)):
         if old.device != new.device:
             raise ArgumentError(
                 f"memory {i} is on {new.device}, and the cache holds it on {old.device}; move it "

@@ -158,16 +158,16 @@ class Fixed(Cache):
         check_update(memory, positions)
         if self._buffers is not None:
             check_same_layout(self._buffers, memory)
-        held, new = len(self), slot_count(positions)
-        if held + new > self.capacity:
+        length, added = len(self), slot_count(positions)
+        if length + added > self.capacity:
             raise ArgumentError(
-                f"Fixed holds {held} of {self.capacity} slots and {new} more do not fit; "
+                f"Fixed holds {length} of {self.capacity} slots and {added} more do not fit; "
                 "crop it, or start with a larger capacity, a Growing cache, or a Ring for a "
                 "windowed mask"
             )
         if self._buffers is None:
             self._buffers = self._allocate(memory)
-        self._buffers = write_slots(self._buffers, memory, held)
+        self._buffers = write_slots(self._buffers, memory, length)
         self._extend(positions)
         return self._visible(), self._positions
 
@@ -221,13 +221,17 @@ class Fixed(Cache):
         """Append positions. They stay a `Span` while they are contiguous, and are stored in a table
         otherwise.
         """
-        held, T = self._positions, slot_count(new)
-        n = slot_count(held)
-        if isinstance(new, Span) and isinstance(held, Span) and (not n or held.stop == new.start):
-            self._positions = Span(held.start, n + T) if n else new
+        stored, T = self._positions, slot_count(new)
+        n = slot_count(stored)
+        if (
+            isinstance(new, Span)
+            and isinstance(stored, Span)
+            and (not n or stored.stop == new.start)
+        ):
+            self._positions = Span(stored.start, n + T) if n else new
             return
-        device = next((p.device for p in (held, new) if isinstance(p, Tensor)), None)
-        old, added = as_tensor(held, device), as_tensor(new, device)
+        device = next((p.device for p in (stored, new) if isinstance(p, Tensor)), None)
+        old, added = as_tensor(stored, device), as_tensor(new, device)
         rows = added.shape[0] if old.shape[0] == 1 else old.shape[0]
         if self._table is None or self._table.shape[0] != rows:
             self._table = torch.full((rows, self.capacity), -1, dtype=torch.int64, device=device)

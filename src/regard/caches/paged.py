@@ -109,10 +109,11 @@ class PagePool:
         if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.parts]:
             return
         if self.used:
-            held = [(tuple(x.shape[2:]), x.dtype) for x in self.parts]
-            given = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
+            expected = [(tuple(x.shape[2:]), x.dtype) for x in self.parts]
+            actual = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
             raise ArgumentError(
-                f"memory {given} does not fit the pool's pages, {held}, of which {self.used} are "
+                f"memory {actual} does not fit the pool's pages, {expected}, of which {self.used} "
+                "are "
                 "in use; "
                 "start a new cache for another model"
             )
@@ -207,11 +208,11 @@ class PagePool:
         flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
         return tuple(torch.unflatten(x, 0, tuple(slots.shape)).transpose(1, 2) for x in flat)
 
-    def _write(self, at: Tensor | tuple[Tensor, ...], new: Parts) -> None:
-        where = at if isinstance(at, tuple) else (at,)
+    def _write(self, index: Tensor | tuple[Tensor, ...], new: Parts) -> None:
+        indices = index if isinstance(index, tuple) else (index,)
         safe = can_write_in_place(self.parts, new)
         self.parts = tuple(
-            (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in where), y)
+            (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in indices), y)
             for x, y in zip(self.parts, new, strict=True)
         )
 
@@ -249,18 +250,18 @@ class PageTable:
             ArgumentError: the pool has too few free pages.
         """
         size, counts = self.pool.page_size, self.pool.counts
-        last, fresh = [], []
+        last, new_pages = [], []
         for row, n, more in zip(self.rows, self.lengths, new, strict=True):
-            fresh.append(-(-(n + more) // size) - len(row))
+            new_pages.append(-(-(n + more) // size) - len(row))
             last.append(row[-1] if more and n % size else None)
         writers = Counter(page for page in last if page is not None)
         copies = sum(min(n, counts[page] - 1) for page, n in writers.items())
-        self.pool.need(sum(fresh) + copies)
+        self.pool.need(sum(new_pages) + copies)
         for i, row in enumerate(self.rows):
             page = last[i]
             if page is not None and counts[page] > 1:
                 row[-1] = self.pool.copy(page)
-            row += self.pool.take(fresh[i])
+            row += self.pool.take(new_pages[i])
             self.lengths[i] += new[i]
 
     def shorten(self, lengths: list[int]) -> None:
@@ -275,14 +276,14 @@ class PageTable:
         """Release all pages of the table."""
         self.shorten([0] * len(self.rows))
 
-    def slots(self, at: Tensor) -> Tensor:
+    def slots(self, row_slots: Tensor) -> Tensor:
         """Return the pool's slot numbers for slots `[B, N]` of the rows; after a row's end, the
         zero page.
         """
         size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
         rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-        pages = torch.tensor(rows, dtype=torch.int64, device=at.device).reshape(-1, most)
-        return pages.gather(1, (at // size).clamp(max=most - 1)) * size + at % size
+        pages = torch.tensor(rows, dtype=torch.int64, device=row_slots.device).reshape(-1, most)
+        return pages.gather(1, (row_slots // size).clamp(max=most - 1)) * size + row_slots % size
 
 
 class Paged(Cache):
@@ -424,8 +425,8 @@ class Paged(Cache):
             return
         memory = parts_of(contents)
         # slots stay where they are: only those behind the last token of a row are left out
-        held = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
-        self._place(memory, positions, held.flip(1).cummax(1).values.flip(1) > 0)
+        used = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
+        self._place(memory, positions, used.flip(1).cummax(1).values.flip(1) > 0)
 
     def fork(self) -> Paged:
         """Return another cache with the same contents, which refers to the same pages."""
@@ -481,39 +482,45 @@ class Paged(Cache):
         table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
         before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
         counts, real = real.sum(1).tolist(), real.to(device)
-        at = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real
+        row_slots = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real
         with self.pool.lock:  # what was counted holds until the pages are taken and written
             self.pool.fit(memory)
             table.grow(counts)
-            self.pool.write(table.slots(at)[real], tuple(m.transpose(1, 2)[real] for m in memory))
-        self._hold(table, self._joined(positions, real, at, max(table.lengths, default=0)))
+            self.pool.write(
+                table.slots(row_slots)[real], tuple(m.transpose(1, 2)[real] for m in memory)
+            )
+        self._hold(table, self._joined(positions, real, row_slots, max(table.lengths, default=0)))
 
-    def _joined(self, positions: Positions, real: Tensor, at: Tensor, slots: int) -> Positions:
+    def _joined(
+        self, positions: Positions, real: Tensor, row_slots: Tensor, slots: int
+    ) -> Positions:
         """Return the old positions and the new ones, which go to slot at[b, j] of row b where
         `real` is True.
         """
-        held, B = self._positions, real.shape[0]
-        if isinstance(positions, Span) and positions.start >= 0 and not isinstance(held, Tensor):
-            both = positions if held is None else concat_positions(held, positions)
+        stored, B = self._positions, real.shape[0]
+        if isinstance(positions, Span) and positions.start >= 0 and not isinstance(stored, Tensor):
+            both = positions if stored is None else concat_positions(stored, positions)
             return both if isinstance(both, Span) else both.expand(B, -1)
         slots = max(slots, len(self))  # a batch without rows may have slots
         joined = torch.full((B, slots), -1, device=real.device)
-        if held is not None:
-            old = as_tensor(held, real.device)
+        if stored is not None:
+            old = as_tensor(stored, real.device)
             joined[:, : old.shape[1]] = old
         row, _ = real.nonzero(as_tuple=True)
-        joined[row, at[real]] = as_tensor(positions, real.device).expand(B, -1)[real].long()
+        joined[row, row_slots[real]] = as_tensor(positions, real.device).expand(B, -1)[real].long()
         return joined
 
     def _read(self) -> tuple[Parts, Positions]:
         """Return all slots, gathered from the pages, and their positions."""
         assert self._positions is not None
         device, S = self.pool.parts[0].device, len(self)
-        at = torch.arange(S, device=device).expand(len(self._table.rows), -1)
-        where = self._table.slots(at)
+        row_slots = torch.arange(S, device=device).expand(len(self._table.rows), -1)
+        pool_slots = self._table.slots(row_slots)
         if isinstance(self._positions, Tensor):
-            where = where.masked_fill(self._positions < 0, self.pool.pages * self.pool.page_size)
-        return self.pool.read(where), self._positions
+            pool_slots = pool_slots.masked_fill(
+                self._positions < 0, self.pool.pages * self.pool.page_size
+            )
+        return self.pool.read(pool_slots), self._positions
 
     def _like(self) -> Parts:
         """Return empty memory with the layout of the contents."""

@@ -45,7 +45,7 @@ class QuantizedGroups(NamedTuple):
 
 def quantize(
     x: Shaped[Tensor, "B n L d"],
-    seen: Bool[Tensor, "b L"],
+    used: Bool[Tensor, "b L"],
     axis: Axis,
     *,
     bits: int,
@@ -62,7 +62,7 @@ def quantize(
     Args:
         x: values `[B, n, L, d]`, floating unless the axis is "exact". L is divisible by the group
             size for "channel", and d for "token".
-        seen: which slots hold a token, `[B or 1, L]`.
+        used: which slots hold a token, `[B or 1, L]`.
         axis: which values share a scale.
         bits: bits per code.
         group: values per group.
@@ -81,10 +81,10 @@ def quantize(
     none = x.new_zeros(x.shape[0], 0)
     if axis == "exact":
         return QuantizedGroups(x, none, none, none.long(), none)
-    here = seen[:, None, :, None].expand_as(x)
+    in_use = used[:, None, :, None].expand_as(x)
     fits = x.abs() <= torch.finfo(x.dtype).max / 4  # false for NaN
-    strange = here & ~fits
-    usable, lines = _view_as_groups(here & fits, axis, group), _view_as_groups(x, axis, group)
+    strange = in_use & ~fits
+    usable, lines = _view_as_groups(in_use & fits, axis, group), _view_as_groups(x, axis, group)
     low = lines.masked_fill(~usable, float("inf")).amin(-1, keepdim=True)
     high = lines.masked_fill(~usable, float("-inf")).amax(-1, keepdim=True)
     low, high = (y.where(y.isfinite(), 0) for y in (low, high))  # a group without a token
@@ -92,12 +92,14 @@ def quantize(
     scale = _round_up((high.double() - zero) / levels, x.dtype)
     code = (lines.double() - zero) / scale.double()
     code = code.where(usable & (scale > 0), 0).round().clamp(0, levels)
-    at, odd = _find_outliers(x, strange, start) if bool(strange.any()) else (none.long(), none)
-    return QuantizedGroups(_pack(code.to(torch.uint8), bits), scale, low, at, odd)
+    outlier_at, odd = (
+        _find_outliers(x, strange, start) if bool(strange.any()) else (none.long(), none)
+    )
+    return QuantizedGroups(_pack(code.to(torch.uint8), bits), scale, low, outlier_at, odd)
 
 
 def dequantize(
-    made: QuantizedGroups, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
+    groups: QuantizedGroups, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
 ) -> Shaped[Tensor, "B n L d"]:
     """Return zero + code * scale as `[B, n, L, d]`, computed in fp32 or better.
 
@@ -108,22 +110,22 @@ def dequantize(
     True
     """
     if axis == "exact":
-        return made.codes
-    wide = torch.promote_types(made.scale.dtype, torch.float32)
-    code = _unpack(made.codes, bits).to(wide)
-    lines = made.zero.to(wide) + code * made.scale.to(wide)
+        return groups.codes
+    wide = torch.promote_types(groups.scale.dtype, torch.float32)
+    code = _unpack(groups.codes, bits).to(wide)
+    lines = groups.zero.to(wide) + code * groups.scale.to(wide)
     if axis == "channel":
         lines = lines.transpose(-1, -2)  # [B,n,R,group,d]
-    x = lines.to(made.scale.dtype).reshape(shape)
-    if made.odd.shape[1]:
+    x = lines.to(groups.scale.dtype).reshape(shape)
+    if groups.odd.shape[1]:
         _, n, _, d = shape
-        row, column = (made.odd_at >= 0).nonzero(as_tuple=True)
-        at = made.odd_at[row, column]
-        x[row, at // d % n, at // (n * d), at % d] = made.odd[row, column]
+        row, column = (groups.odd_at >= 0).nonzero(as_tuple=True)
+        places = groups.odd_at[row, column]
+        x[row, places // d % n, places // (n * d), places % d] = groups.odd[row, column]
     return x
 
 
-def crop_groups(made: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
+def crop_groups(groups: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
     """Return the first rows of codes, and the outliers among the first `numbers` values of each
     row.
 
@@ -132,10 +134,10 @@ def crop_groups(made: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> Q
     torch.Size([1, 1, 3, 1, 1])
     """
     if axis == "exact":
-        return made._replace(codes=made.codes[:, :, :rows])
-    at = made.odd_at.masked_fill(made.odd_at >= numbers, -1)
-    codes, scale, zero = (x[:, :, :rows] for x in made[:3])
-    return QuantizedGroups(codes, scale, zero, at, made.odd)
+        return groups._replace(codes=groups.codes[:, :, :rows])
+    places = groups.odd_at.masked_fill(groups.odd_at >= numbers, -1)
+    codes, scale, zero = (x[:, :, :rows] for x in groups[:3])
+    return QuantizedGroups(codes, scale, zero, places, groups.odd)
 
 
 def group_shapes(
@@ -154,10 +156,10 @@ def group_shapes(
 
 
 def check_groups(
-    made: QuantizedGroups,
+    groups: QuantizedGroups,
     recent: Tensor,
     axis: Axis,
-    older: int,
+    slots: int,
     *,
     bits: int,
     group: int,
@@ -177,25 +179,30 @@ def check_groups(
     regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), ...
     """
     B, n, _, d = recent.shape
-    wanted = group_shapes((B, n, older, d), axis, bits=bits, group=group)
-    got = tuple(made.codes.shape), tuple(made.scale.shape)
-    if got != wanted or made.zero.shape != made.scale.shape or made.odd.shape != made.odd_at.shape:
+    wanted = group_shapes((B, n, slots, d), axis, bits=bits, group=group)
+    got = tuple(groups.codes.shape), tuple(groups.scale.shape)
+    if (
+        got != wanted
+        or groups.zero.shape != groups.scale.shape
+        or groups.odd.shape != groups.odd_at.shape
+    ):
         raise ArgumentError(
-            f"codes and scales of {name} are {got}, not {wanted} for {older} slots in front of "
+            f"codes and scales of {name} are {got}, not {wanted} for {slots} slots in front of "
             f"{tuple(recent.shape)}, "
             f"by {axis} in {bits} bits and groups of {group}"
         )
     kind = recent.dtype if axis == "exact" else torch.uint8
-    kinds = {made.scale.dtype, made.zero.dtype, made.odd.dtype}
-    if made.codes.dtype != kind or kinds != {recent.dtype} or made.odd_at.dtype != torch.int64:
+    kinds = {groups.scale.dtype, groups.zero.dtype, groups.odd.dtype}
+    if groups.codes.dtype != kind or kinds != {recent.dtype} or groups.odd_at.dtype != torch.int64:
         raise ArgumentError(
-            f"codes of {name} are {made.codes.dtype} with scales {made.scale.dtype}, zeros "
-            f"{made.zero.dtype} and exceptions "
-            f"{made.odd.dtype} at {made.odd_at.dtype}; they must be {kind} with {recent.dtype}, "
+            f"codes of {name} are {groups.codes.dtype} with scales {groups.scale.dtype}, zeros "
+            f"{groups.zero.dtype} and exceptions "
+            f"{groups.odd.dtype} at {groups.odd_at.dtype}; they must be {kind} with "
+            f"{recent.dtype}, "
             "as the recent slots are, "
             "at torch.int64"
         )
-    if {x.device for x in made} != {recent.device}:
+    if {x.device for x in groups} != {recent.device}:
         raise ArgumentError(
             f"codes of {name} are not all on {recent.device}, where the recent slots are; move "
             "them with .to()"
@@ -227,10 +234,10 @@ def _find_outliers(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tens
     """Return the places and values of the outliers of each row, `[B, X]`."""
     flat, values = (y.transpose(1, 2).flatten(1) for y in (strange, x))
     most = int(flat.sum(1).max())
-    at = flat.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    found = flat.gather(1, at)
-    odd = values.gather(1, at).masked_fill(~found, 0)
-    return (at + start * x.shape[1] * x.shape[3]).masked_fill(~found, -1), odd
+    places = flat.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    is_outlier = flat.gather(1, places)
+    odd = values.gather(1, places).masked_fill(~is_outlier, 0)
+    return (places + start * x.shape[1] * x.shape[3]).masked_fill(~is_outlier, -1), odd
 
 
 def _pack(code: Tensor, bits: int) -> Tensor:
@@ -257,13 +264,13 @@ class QuantizedAndRecent(NamedTuple):
     came.
 
     Attributes:
-        made: the codes of the older slots.
+        groups: the codes of the older slots.
         axis: which values share a scale.
         bits: bits per code.
         recent: the recent slots `[B, n, l, d]`.
     """
 
-    made: QuantizedGroups
+    groups: QuantizedGroups
     axis: Axis
     bits: int
     recent: Tensor
@@ -302,32 +309,32 @@ class LazyDequantizedTensor(Tensor):
         """
         recent = coded.recent
         B, n, length, d = recent.shape
-        codes, group = coded.made.codes, coded.made.codes.shape[-1] * 8 // coded.bits
-        older = codes.shape[2] * (group if coded.axis == "channel" else 1)
-        check_groups(coded.made, recent, coded.axis, older, bits=coded.bits, group=group)
-        made = Tensor._make_wrapper_subclass(
-            cls, (B, n, older + length, d), dtype=recent.dtype, device=recent.device
+        codes, group = coded.groups.codes, coded.groups.codes.shape[-1] * 8 // coded.bits
+        slots = codes.shape[2] * (group if coded.axis == "channel" else 1)
+        check_groups(coded.groups, recent, coded.axis, slots, bits=coded.bits, group=group)
+        tensor = Tensor._make_wrapper_subclass(
+            cls, (B, n, slots + length, d), dtype=recent.dtype, device=recent.device
         )
-        made._coded = coded
-        return made
+        tensor._coded = coded
+        return tensor
 
     @property
     def coded(self) -> QuantizedAndRecent | None:
         """The codes; None if the values were dequantized, or if there are outliers."""
-        codes_say_all = self._numbers is None and not self._coded.made.odd.shape[1]
+        codes_say_all = self._numbers is None and not self._coded.groups.odd.shape[1]
         return self._coded if codes_say_all else None
 
     def numbers(self) -> Tensor:
         """Return the values as a plain tensor, the same one in each call."""
         if self._numbers is None:
-            made, axis, bits, recent = self._coded
-            older = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
-            held = dequantize(made, axis, older, bits=bits)
+            groups, axis, bits, recent = self._coded
+            shape = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
+            values = dequantize(groups, axis, shape, bits=bits)
             # Another thread may have made them meanwhile, and somebody may have written to those or
             # know their address: the first ones stay.
-            self.__dict__.setdefault("_numbers", torch.cat([held, recent], dim=2))
-        found: Tensor = self.__dict__["_numbers"]
-        return found
+            self.__dict__.setdefault("_numbers", torch.cat([values, recent], dim=2))
+        numbers: Tensor = self.__dict__["_numbers"]
+        return numbers
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

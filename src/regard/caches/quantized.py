@@ -138,16 +138,16 @@ class QuantizedPart:
     ) -> QuantizedPart:
         """Create a part that holds x unquantized."""
         none = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
-        made = quantize(x[:, :, :0], none, axis, bits=bits, group=group)
-        return cls.holding(made, x, axis, bits=bits, group=group)
+        groups = quantize(x[:, :, :0], none, axis, bits=bits, group=group)
+        return cls.holding(groups, x, axis, bits=bits, group=group)
 
     @classmethod
     def holding(
-        cls, made: QuantizedGroups, recent: Tensor, axis: Axis, *, bits: int, group: int
+        cls, groups: QuantizedGroups, recent: Tensor, axis: Axis, *, bits: int, group: int
     ) -> QuantizedPart:
         """Create a part from codes and recent slots."""
-        rows = _growing_fields(made, axis)
-        return cls(axis, bits, group, rows, made.odd_at, made.odd, GrowingTensor(recent))
+        rows = _growing_fields(groups, axis)
+        return cls(axis, bits, group, rows, groups.odd_at, groups.odd, GrowingTensor(recent))
 
     @property
     def codes(self) -> QuantizedGroups:
@@ -164,14 +164,14 @@ class QuantizedPart:
         return replace(self, recent=self.recent.append(x, room=room))
 
     def with_oldest_quantized(
-        self, leave: int, seen: Bool[Tensor, "b L"], start: int
+        self, leave: int, used: Bool[Tensor, "b L"], start: int
     ) -> QuantizedPart:
         """Return the part with its first `leave` recent slots quantized; they begin at slot
         `start`.
         """
         recent = self.recent.view
         x, rest = recent[:, :, :leave], recent[:, :, leave:]
-        new = quantize(x, seen, self.axis, bits=self.bits, group=self.group, start=start)
+        new = quantize(x, used, self.axis, bits=self.bits, group=self.group, start=start)
         pairs = zip(self.rows, _growing_fields(new, self.axis), strict=True)
         rows = tuple(old.append(x.view, room=None if old.length else 0) for old, x in pairs)
         odd_at, odd = (
@@ -184,10 +184,10 @@ class QuantizedPart:
         """Return the first `length` slots, of which `old` are quantized."""
         _, n, _, d = self.recent.view.shape
         lines = old // self.group if self.axis == "channel" else old
-        made = crop_groups(self.codes, self.axis, lines, length * n * d)
+        groups = crop_groups(self.codes, self.axis, lines, length * n * d)
         rows = tuple(x.cut(lines) for x in self.rows)
         recent = self.recent.cut(max(0, length - old))
-        return replace(self, rows=rows, odd_at=made.odd_at, recent=recent)
+        return replace(self, rows=rows, odd_at=groups.odd_at, recent=recent)
 
     def answer(self) -> Tensor:
         """Return all slots `[B, n, S, d]`, dequantized lazily so that a kernel may read the
@@ -202,12 +202,12 @@ class QuantizedPart:
         return packed.numbers() if is_compiling() else packed
 
 
-def _growing_fields(made: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor, ...]:
+def _growing_fields(groups: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor, ...]:
     """Return the fields of the codes that grow slot by slot."""
     if axis == "exact":
-        return (GrowingTensor(made.codes),)
+        return (GrowingTensor(groups.codes),)
     inner = axis == "token"  # where a line of the kernel's is a slot
-    codes, scale, zero, *_ = made
+    codes, scale, zero, *_ = groups
     return GrowingTensor(codes), GrowingTensor(scale, inner=inner), GrowingTensor(zero, inner=inner)
 
 
@@ -332,11 +332,11 @@ class Quantised(Cache):
             )
         leave = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
         if leave > 0:
-            seen = (
+            used = (
                 as_tensor(slice_positions(positions, slice(old, old + leave)), memory[0].device)
                 >= 0
             )
-            parts = tuple(x.with_oldest_quantized(leave, seen, old) for x in parts)
+            parts = tuple(x.with_oldest_quantized(leave, used, old) for x in parts)
         self._parts, self._positions = parts, positions
         return tuple(x.answer() for x in parts), positions
 
@@ -359,11 +359,11 @@ class Quantised(Cache):
         """
         if not self._parts or self._positions is None:
             return {}
-        made = {
+        groups = {
             k: x for i, p in enumerate(self._parts) for k, x in _named_fields(p.codes, i).items()
         }
         recent = named_parts(tuple(x.recent.view for x in self._parts), "recent")
-        return {**made, **recent, "positions": self._positions}
+        return {**groups, **recent, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the codes, recent slots and positions.
@@ -380,9 +380,9 @@ class Quantised(Cache):
         self._check_held(codes, recent, slot_count(positions))
         self._parts = tuple(
             QuantizedPart.holding(
-                made, x, axis, bits=self.bits, group=self._group(axis, x.shape[3])
+                groups, x, axis, bits=self.bits, group=self._group(axis, x.shape[3])
             )
-            for made, x, axis in zip(codes, recent, self.axes, strict=True)
+            for groups, x, axis in zip(codes, recent, self.axes, strict=True)
         )
         self._positions = positions
 
@@ -403,15 +403,20 @@ class Quantised(Cache):
             raise ArgumentError(
                 f"{len(codes)} parts in codes and {len(recent)} recent ones for axes {self.axes}"
             )
-        for i, (made, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
+        for i, (groups, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
             _, n, length, d = x.shape
-            group, older = self._group(axis, d), slots - length
-            check_groups(made, x, axis, older, bits=self.bits, group=group, name=f"part {i}")
-            at = made.odd_at
-            if at.numel() and not -1 <= int(at.min()) <= int(at.max()) < older * n * d:
+            group, quantised = self._group(axis, d), slots - length
+            check_groups(groups, x, axis, quantised, bits=self.bits, group=group, name=f"part {i}")
+            places = groups.odd_at
+            if (
+                places.numel()
+                and not -1 <= int(places.min()) <= int(places.max()) < quantised * n * d
+            ):
                 raise ArgumentError(
-                    f"codes of part {i} have exceptions at {int(at.min())} to {int(at.max())}; "
-                    f"{older} slots of {n} x {d} numbers have places 0 to {older * n * d - 1}, "
+                    f"codes of part {i} have exceptions at {int(places.min())} to "
+                    f"{int(places.max())}; "
+                    f"{quantised} slots of {n} x {d} numbers have places 0 to "
+                    f"{quantised * n * d - 1}, "
                     "and -1 for none"
                 )
 
@@ -452,8 +457,10 @@ def _pad_positions(positions: Positions, slots: int) -> Positions:
     """Return positions padded with -1 to a number of slots."""
     if slot_count(positions) == slots:
         return positions
-    held = as_tensor(positions)
-    return torch.cat([held, held.new_full((held.shape[0], slots - held.shape[1]), -1)], dim=1)
+    tensor = as_tensor(positions)
+    return torch.cat(
+        [tensor, tensor.new_full((tensor.shape[0], slots - tensor.shape[1]), -1)], dim=1
+    )
 
 
 def _named_fields(codes: QuantizedGroups, i: int) -> dict[str, Tensor]:

@@ -73,26 +73,26 @@ class RingLayout(NamedTuple):
         >>> RingLayout(2, 3).runs(3, 6)
         [(3, 5), (2, 3)]
         """
-        found = [(start, min(stop, self.sinks))]
+        ranges = [(start, min(stop, self.sinks))]
         start = max(start, self.sinks)
         if start < stop:
             first = self.sinks + (start - self.sinks) % self.ring
             direct = min(stop - start, self.size - first)
-            found += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
-        return [(a, b) for a, b in found if a < b]
+            ranges += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
+        return [(a, b) for a, b in ranges if a < b]
 
     def positions(
-        self, seen: ContiguousRun, device: torch.device | str | None = None
+        self, run: ContiguousRun, device: torch.device | str | None = None
     ) -> Int[Tensor, "1 size"]:
         """Return the position in each slot `[1, size]` after a run of positions, EMPTY where there
         is none.
         """
-        last, j = seen.stop - 1, torch.arange(self.size, device=device)
+        last, j = run.stop - 1, torch.arange(self.size, device=device)
         p = last - (last - j) % self.ring
-        held = p >= max(seen.lost + 1, self.sinks)
+        is_held = p >= max(run.lost + 1, self.sinks)
         if self.sinks:
-            p, held = torch.where(j < self.sinks, j, p), held | (j < self.sinks)
-        return torch.where(held & (p >= seen.first) & (p <= last), p, EMPTY)[None]
+            p, is_held = torch.where(j < self.sinks, j, p), is_held | (j < self.sinks)
+        return torch.where(is_held & (p >= run.first) & (p <= last), p, EMPTY)[None]
 
 
 class ContiguousRun(NamedTuple):
@@ -162,10 +162,10 @@ class SlotPositions(NamedTuple):
     lost: Tensor
 
     @staticmethod
-    def of(seen: ContiguousRun, slots: RingLayout, device: torch.device) -> SlotPositions:
+    def of(run: ContiguousRun, slots: RingLayout, device: torch.device) -> SlotPositions:
         """Return the position of each slot after a contiguous run."""
-        positions = slots.positions(seen, device)
-        return SlotPositions(positions, positions.new_full((1, 1), seen.lost))
+        positions = slots.positions(run, device)
+        return SlotPositions(positions, positions.new_full((1, 1), run.lost))
 
     def for_rows(self, rows: int) -> SlotPositions:
         """Return the positions expanded to a number of rows, if all rows share them."""
@@ -183,10 +183,10 @@ class SlotPositions(NamedTuple):
         early = (p >= 0) & (p <= last)
         if bool(early.any()):
             row, column = early.nonzero()[0].tolist()
-            held = int(last[min(row, last.shape[0] - 1)])
+            stored = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
                 f"row {row} comes to position {int(p[row, column])} and the cache holds position "
-                f"{held}: a ring is filled in the "
+                f"{stored}: a ring is filled in the "
                 "order of positions; crop it first, or use a Growing cache"
             )
         if p.shape[1] > 1:
@@ -220,16 +220,16 @@ class SlotPositions(NamedTuple):
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         last = torch.cat([now.positions, p], 1).amax(1, keepdim=True)
-        kept = (p >= 0) & ((p > last - slots.ring) | (p < slots.sinks))
+        is_kept = (p >= 0) & ((p > last - slots.ring) | (p < slots.sinks))
         # what is not kept goes to one slot more, which is cut off
-        where = torch.where(kept, slots.slot(p), slots.size)
+        where = torch.where(is_kept, slots.slot(p), slots.size)
         new, index = (
             torch.full_like(last, EMPTY).expand(-1, slots.size + 1),
             torch.arange(p.shape[1]),
         )
         source = new.scatter(1, where, index.to(p.device).expand_as(p))[:, :-1]
         after = new.scatter(1, where, p)[:, :-1]
-        gone = [torch.where(after >= 0, now.positions, EMPTY), torch.where(kept, EMPTY, p)]
+        gone = [torch.where(after >= 0, now.positions, EMPTY), torch.where(is_kept, EMPTY, p)]
         return SlotPositions(
             torch.where(after >= 0, after, now.positions),
             torch.cat([now.lost, *gone], 1).amax(1, keepdim=True),
@@ -274,7 +274,7 @@ class RingBase(Cache):
         self.window, self.rewind = window, rewind
         self._slots = RingLayout(sinks, window + rewind)
         self._memory: Parts | None = None
-        self._seen: ContiguousRun | SlotPositions = ContiguousRun(0, 0)
+        self._stored: ContiguousRun | SlotPositions = ContiguousRun(0, 0)
         self._overwritten: OverwrittenSlots | None = None
 
     @property
@@ -289,21 +289,21 @@ class RingBase(Cache):
         check_update(memory, positions)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
-        seen = self._before(positions, memory[0].device)
-        held = self._memory if self._memory is not None else self._allocate(memory)
-        if isinstance(seen, ContiguousRun):
-            return self._go_on(held, memory, seen, slot_count(positions))
+        stored = self._before(positions, memory[0].device)
+        buffers = self._memory if self._memory is not None else self._allocate(memory)
+        if isinstance(stored, ContiguousRun):
+            return self._go_on(buffers, memory, stored, slot_count(positions))
         if self._memory is None:
             if slot_count(positions):
-                self._chunk(held, memory, seen, as_tensor(positions, memory[0].device).long())
+                self._chunk(buffers, memory, stored, as_tensor(positions, memory[0].device).long())
             return memory, positions
-        return self._by_rows(held, memory, seen, as_tensor(positions, memory[0].device).long())
+        return self._by_rows(buffers, memory, stored, as_tensor(positions, memory[0].device).long())
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""
         check_crop(length)
-        seen = self._seen
-        least = seen.min_crop_length(length, self._slots, self.window)
+        stored = self._stored
+        least = stored.min_crop_length(length, self._slots, self.window)
         if least > length:
             raise ArgumentError(
                 f"crop to {length}, but the tokens that a window of {self.window} needs in front "
@@ -311,13 +311,13 @@ class RingBase(Cache):
                 f"crop to {least} or more, or to {self._slots.sinks} or less, or give the cache a "
                 f"larger rewind than {self.rewind}"
             )
-        self._seen = seen.crop(length, self._slots)
+        self._stored = stored.crop(length, self._slots)
 
     def contents(self) -> Contents:
         """Return all slots and their positions."""
         if self._memory is None:
             return {}
-        return {**named_parts(self._memory), **self._seen.contents()}
+        return {**named_parts(self._memory), **self._stored.contents()}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace all slots.
@@ -334,29 +334,29 @@ class RingBase(Cache):
                 )
         self._overwritten = None
         positions, lost = contents.get("positions"), contents.get("lost")
-        self._seen = ContiguousRun(0, 0)
+        self._stored = ContiguousRun(0, 0)
         if isinstance(positions, Tensor) and isinstance(lost, Tensor):
-            self._seen = SlotPositions(
+            self._stored = SlotPositions(
                 positions.long(), lost.long()
             )  # what later steps write into them
         elif isinstance(positions, Span) and isinstance(lost, int):
-            self._seen = ContiguousRun(positions.start, positions.stop, lost)
+            self._stored = ContiguousRun(positions.start, positions.stop, lost)
 
     def mark(self) -> Any:
         """Return the contents and the slots that were overwritten last; an update in place replaces
         these.
         """
-        return self._memory, self._seen, self._overwritten
+        return self._memory, self._stored, self._overwritten
 
     def restore(self, mark: Any) -> None:
         """Undo the update that came after the snapshot: the overwritten slots are written back."""
-        self._memory, self._seen, overwritten = mark
+        self._memory, self._stored, overwritten = mark
         if self._overwritten is not overwritten and self._overwritten is not None:
             self._overwritten.put_back(self._memory or ())
         self._overwritten = overwritten
 
     def __len__(self) -> int:
-        return self._seen.count(self._slots)
+        return self._stored.count(self._slots)
 
     def _allocate(self, memory: Parts) -> Parts:
         # zeros: garbage in an unwritten slot would cost every kernel a clean-up
@@ -367,90 +367,90 @@ class RingBase(Cache):
         """Return the stored positions in the form that the new positions need; raise if these do
         not follow.
         """
-        seen, compiling = self._seen, is_compiling()
-        if isinstance(seen, ContiguousRun):
+        stored, compiling = self._stored, is_compiling()
+        if isinstance(stored, ContiguousRun):
             # a graph would be tied to numbers that change with every step: there, slots have
             # positions
             if isinstance(positions, Span) and positions.start >= 0 and not compiling:
-                if seen.first == seen.stop and seen.lost < 0:
+                if stored.first == stored.stop and stored.lost < 0:
                     return ContiguousRun(positions.start, positions.start)
-                if seen.stop == positions.start:
-                    return seen
-            seen = SlotPositions.of(seen, self._slots, device)
+                if stored.stop == positions.start:
+                    return stored
+            stored = SlotPositions.of(stored, self._slots, device)
         if not compiling:
-            seen.check_behind(as_tensor(positions, device))
-        return seen
+            stored.check_behind(as_tensor(positions, device))
+        return stored
 
     def _go_on(
-        self, held: Parts, new: Parts, seen: ContiguousRun, T: int
+        self, buffers: Parts, new: Parts, run: ContiguousRun, T: int
     ) -> tuple[Parts, Positions]:
         """Store memory that extends one contiguous run of positions."""
-        slots, start, device = self._slots, seen.stop, new[0].device
-        after = seen.extended(start + T, slots)
+        slots, start, device = self._slots, run.stop, new[0].device
+        after = run.extended(start + T, slots)
         if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
-            self._memory, self._seen = write_slots(held, new, start), after
-            shown = Span(after.first, after.stop - after.first)
-            return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
+            self._memory, self._stored = write_slots(buffers, new, start), after
+            visible = Span(after.first, after.stop - after.first)
+            return tuple(x[:, :, visible.start : visible.stop] for x in self._memory), visible
         p = torch.arange(start, start + T, device=device)[None]
         if (
             after.stop - start <= self.rewind + 1
         ):  # nothing that a query of the step sees is overwritten
-            self._write(held, new, p, after)
+            self._write(buffers, new, p, after)
             return self._visible(), slots.positions(after, device)
-        answer, where = self._in_order(held, new, seen)
-        self._chunk(held, new, SlotPositions.of(seen, slots, device), p)
-        self._seen = after
+        answer, where = self._in_order(buffers, new, run)
+        self._chunk(buffers, new, SlotPositions.of(run, slots, device), p)
+        self._stored = after
         return answer, where
 
-    def _in_order(self, held: Parts, new: Parts, seen: ContiguousRun) -> tuple[Parts, Positions]:
+    def _in_order(self, buffers: Parts, new: Parts, run: ContiguousRun) -> tuple[Parts, Positions]:
         """Return sinks, the last window - 1 tokens and the new ones, in order.
 
         In this order, contiguous positions stay a `Span`.
         """
-        slots, start = self._slots, seen.stop
-        sinks = Span(seen.first, max(0, min(slots.sinks, start) - seen.first))
-        oldest = max(seen.lost + 1, start - self.window + 1, slots.sinks, seen.first)
+        slots, start = self._slots, run.stop
+        sinks = Span(run.first, max(0, min(slots.sinks, start) - run.first))
+        oldest = max(run.lost + 1, start - self.window + 1, slots.sinks, run.first)
         recent = Span(oldest, max(0, start - oldest))
         spans = [x for x in (sinks, recent) if x.length]
-        runs = [run for x in spans for run in slots.runs(x.start, x.stop)]
+        runs = [piece for x in spans for piece in slots.runs(x.start, x.stop)]
         if not runs:
             return new, Span(start, new[0].shape[2])
         where: Positions = spans[0]
         for more in (*spans[1:], Span(start, new[0].shape[2])):
             where = concat_positions(where, more)
-        parts = zip(held, new, strict=True)
+        parts = zip(buffers, new, strict=True)
         answer = tuple(torch.cat([*(old[:, :, a:b] for a, b in runs), x], 2) for old, x in parts)
         return answer, where if isinstance(where, Span) else where.to(new[0].device)
 
     def _by_rows(
-        self, held: Parts, new: Parts, seen: SlotPositions, p: Tensor
+        self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor
     ) -> tuple[Parts, Positions]:
         """Store memory of rows that have different positions."""
         if p.shape[1] <= 1:
-            after = seen.step(p, self._slots)
-            self._write(held, new, p, after)
+            after = stored.step(p, self._slots)
+            self._write(buffers, new, p, after)
             return self._visible(), after.positions
-        parts = zip(held, new, strict=True)
+        parts = zip(buffers, new, strict=True)
         answer = (
             tuple(torch.cat([old, x], 2) for old, x in parts),
-            concat_positions(seen.positions, p),
+            concat_positions(stored.positions, p),
         )
-        self._chunk(held, new, seen, p)
+        self._chunk(buffers, new, stored, p)
         return answer
 
     def _write(
-        self, held: Parts, new: Parts, p: Tensor, after: ContiguousRun | SlotPositions
+        self, buffers: Parts, new: Parts, p: Tensor, after: ContiguousRun | SlotPositions
     ) -> None:
         """Write one step into its slots, in place where that is safe."""
-        self._memory, self._overwritten = scatter_slots(held, new, self._slots.slot(p), p >= 0)
-        self._seen = after
+        self._memory, self._overwritten = scatter_slots(buffers, new, self._slots.slot(p), p >= 0)
+        self._stored = after
 
-    def _chunk(self, held: Parts, new: Parts, seen: SlotPositions, p: Tensor) -> None:
+    def _chunk(self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor) -> None:
         """Write the last tokens of a chunk into a copy of the ring, since the result refers to the
         old one.
         """
-        self._seen, source = seen.chunk(p, self._slots)
-        self._memory = fill_slots(held, new, source)
+        self._stored, source = stored.chunk(p, self._slots)
+        self._memory = fill_slots(buffers, new, source)
 
     def _visible(self) -> Parts:
         return self._memory or ()

@@ -62,13 +62,13 @@ def save(cache: Cache, path: str | Path) -> None:
             f"{type(cache).__name__} cannot be saved: load knows {', '.join(sorted(known))}; give "
             "the class a `kind` of its own, or save its contents() yourself"
         )
-    held = cache.contents()
-    spans = {name: [x.start, x.length] for name, x in held.items() if isinstance(x, Span)}
-    numbers = {name: x for name, x in held.items() if isinstance(x, int)}
+    contents = cache.contents()
+    spans = {name: [x.start, x.length] for name, x in contents.items() if isinstance(x, Span)}
+    numbers = {name: x for name, x in contents.items() if isinstance(x, int)}
     # copies: two names may look at one memory, which the format does not allow
     tensors = {
         name: x.detach().to("cpu", copy=True).contiguous()
-        for name, x in held.items()
+        for name, x in contents.items()
         if isinstance(x, Tensor)
     }
     header = {
@@ -154,14 +154,14 @@ def _loadable_classes() -> dict[str, type[Cache]]:
     Classes of this package have their class name, and others the `kind` under which they
     registered.
     """
-    found = {kind: x for kind, x in CACHES if not is_builtin(x)}
-    left = list(Cache.__subclasses__())
-    while left:
-        kind = left.pop()
-        left += kind.__subclasses__()
+    classes = {kind: x for kind, x in CACHES if not is_builtin(x)}
+    pending = list(Cache.__subclasses__())
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
         if is_builtin(kind):
-            found[kind.__name__] = kind
-    return found
+            classes[kind.__name__] = kind
+    return classes
 
 
 def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
@@ -182,63 +182,65 @@ def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
         ) from error
 
 
-def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
+def _header(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
     """Check the fields of a header one by one.
 
     Raises:
         ArgumentError: a field is missing or has another type; or a tensor is missing, unexpected,
             or of another shape.
     """
-    if found.get("format") != _FORMAT:
+    if fields.get("format") != _FORMAT:
         raise ArgumentError(
-            f"has format {short_repr(found.get('format'))}; this version reads {_FORMAT}"
+            f"has format {short_repr(fields.get('format'))}; this version reads {_FORMAT}"
         )
     kinds = {"class": str, "settings": dict, "spans": dict, "numbers": dict, "tensors": dict}
     for name, kind in kinds.items():
-        if not isinstance(found.get(name), kind):
+        if not isinstance(fields.get(name), kind):
             raise ArgumentError(
-                f"has {short_repr(found.get(name))} as {name}; it must be a {kind.__name__}"
+                f"has {short_repr(fields.get(name))} as {name}; it must be a {kind.__name__}"
             )
-    spans = {name: _span(name, x) for name, x in found["spans"].items()}
-    for name, x in (*found["numbers"].items(), *found["settings"].items()):
-        _check_number(name, x, among_settings=name in found["settings"])
-    given = {name: list(x.shape) for name, x in tensors.items()}
-    if found["tensors"] != given:
+    spans = {name: _span(name, x) for name, x in fields["spans"].items()}
+    for name, x in (*fields["numbers"].items(), *fields["settings"].items()):
+        _check_number(name, x, among_settings=name in fields["settings"])
+    shapes = {name: list(x.shape) for name, x in tensors.items()}
+    if fields["tensors"] != shapes:
         wrong = sorted(
-            n for n in found["tensors"].keys() | given if found["tensors"].get(n) != given.get(n)
+            n
+            for n in fields["tensors"].keys() | shapes
+            if fields["tensors"].get(n) != shapes.get(n)
         )
         name = wrong[0]
         raise ArgumentError(
-            f"lists {short_repr(name)} as {short_repr(found['tensors'].get(name))}, and the file "
+            f"lists {short_repr(name)} as {short_repr(fields['tensors'].get(name))}, and the file "
             "holds "
-            f"{short_repr(given.get(name))}"
+            f"{short_repr(shapes.get(name))}"
         )
-    return _Header(found["class"], found["settings"], spans, found["numbers"])
+    return _Header(fields["class"], fields["settings"], spans, fields["numbers"])
 
 
-def _span(name: str, found: Any) -> Span:
-    whole = isinstance(found, list) and len(found) == 2 and all(type(i) is int for i in found)
-    if not whole or abs(found[0]) > MAX_POSITION or not 0 <= found[1] <= MAX_POSITION:
+def _span(name: str, value: Any) -> Span:
+    whole = isinstance(value, list) and len(value) == 2 and all(type(i) is int for i in value)
+    if not whole or abs(value[0]) > MAX_POSITION or not 0 <= value[1] <= MAX_POSITION:
         raise ArgumentError(
-            f"has the span {short_repr(found)} of {short_repr(name)}; it must be a start and a "
+            f"has the span {short_repr(value)} of {short_repr(name)}; it must be a start and a "
             "length, at "
             f"most {MAX_POSITION} positions"
         )
-    return Span(*found)
+    return Span(*value)
 
 
-def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
+def _check_number(name: str, value: Any, *, among_settings: bool) -> None:
     """Raise unless a number is an integer within the bounds.
 
     Settings may also be None, strings, and lists of these.
     """
-    plain = among_settings and (found is None or isinstance(found, str))
-    if among_settings and isinstance(found, list):
-        for x in found:
+    plain = among_settings and (value is None or isinstance(value, str))
+    if among_settings and isinstance(value, list):
+        for x in value:
             _check_number(name, x, among_settings=True)
-    elif not plain and (type(found) is not int or abs(found) > MAX_POSITION):
+    elif not plain and (type(value) is not int or abs(value) > MAX_POSITION):
         raise ArgumentError(
-            f"has {short_repr(found)} as {short_repr(name)}; it must be an integer, at most "
+            f"has {short_repr(value)} as {short_repr(name)}; it must be an integer, at most "
             f"{MAX_POSITION}"
         )
 
@@ -279,9 +281,11 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
     if isinstance(lost, Tensor) and lost.dtype not in _INTEGER_DTYPES:
         raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
     # a ring's span says what it saw, not what its slots are
-    seen = isinstance(cache, RingBase) and isinstance(positions, Span)
+    is_ring_span = isinstance(cache, RingBase) and isinstance(positions, Span)
     slots = (
-        None if positions is None or isinstance(positions, int) or seen else slot_count(positions)
+        None
+        if positions is None or isinstance(positions, int) or is_ring_span
+        else slot_count(positions)
     )
     for i, x in enumerate(parts_of(contents)):
         if x.ndim != 4 or slots not in (None, x.shape[2]):
@@ -291,14 +295,14 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
             )
 
 
-def _check_same_contents(given: Contents, held: Contents) -> None:
+def _check_same_contents(saved: Contents, loaded: Contents) -> None:
     """Raise if the filled cache holds other names or shapes than the file.
 
     A name that the cache does not use would otherwise be dropped silently.
     """
-    for name in sorted(given.keys() ^ held.keys()):
-        raise ArgumentError(f"{name} is {'unexpected' if name in given else 'missing'}")
-    for name, x in given.items():
-        y = held[name]
+    for name in sorted(saved.keys() ^ loaded.keys()):
+        raise ArgumentError(f"{name} is {'unexpected' if name in saved else 'missing'}")
+    for name, x in saved.items():
+        y = loaded[name]
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
             raise ArgumentError(f"{name} is {tuple(x.shape)}, and comes to {tuple(y.shape)}")

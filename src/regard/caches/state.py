@@ -113,14 +113,14 @@ class State(Cache):
 
     def _last(self, positions: Positions) -> Positions:
         """Return the last position of each row, over the old and the new positions."""
-        held = self._positions
-        if isinstance(positions, Span) and (held is None or isinstance(held, Span)):
+        stored = self._positions
+        if isinstance(positions, Span) and (stored is None or isinstance(stored, Span)):
             if not positions.length:
-                return held if held is not None else Span(-1, 0)
+                return stored if stored is not None else Span(-1, 0)
             return Span(positions.stop - 1, 1)
         new = as_tensor(positions)
-        if held is not None:
-            old = as_tensor(held, new.device)
+        if stored is not None:
+            old = as_tensor(stored, new.device)
             rows = max(old.shape[0], new.shape[0])
             new = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
         return new.amax(1, keepdim=True) if slot_count(new) else new.new_full((new.shape[0], 1), -1)
@@ -163,7 +163,7 @@ class Memory(State):
             raise ArgumentError(f"segment is {segment}; it must be at least 1")
         self.segment = segment
         self._tokens: Parts | None = None
-        self._held: Positions | None = None
+        self._token_positions: Positions | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -174,12 +174,12 @@ class Memory(State):
         """Append tokens to the stored ones; return all tokens and their positions."""
         check_update(memory, positions)
         self._check_goes_on(positions)
-        if self._tokens is not None and self._held is not None:
+        if self._tokens is not None and self._token_positions is not None:
             check_same_layout(self._tokens, memory)
             joined = zip(self._tokens, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
-            positions = concat_positions(self._held, positions)
-        self._tokens, self._held = memory, positions
+            positions = concat_positions(self._token_positions, positions)
+        self._tokens, self._token_positions = memory, positions
         return memory, positions
 
     def store(self, state: Parts, positions: Positions) -> None:
@@ -187,16 +187,18 @@ class Memory(State):
         segments.
         """
         super().store(state, positions)
-        if self._tokens is not None and self._held is not None:
+        if self._tokens is not None and self._token_positions is not None:
             first = self._open()
             compiling = is_compiling()  # lengths that change make new graphs
-            if isinstance(self._held, Span) and isinstance(first, int) and not compiling:
-                start = min(max(first - self._held.start, 0), self._held.length)
+            if isinstance(self._token_positions, Span) and isinstance(first, int) and not compiling:
+                start = min(
+                    max(first - self._token_positions.start, 0), self._token_positions.length
+                )
                 self._tokens = tuple(m[:, :, start:] for m in self._tokens)
-                self._held = self._held[start:]
+                self._token_positions = self._token_positions[start:]
             else:
-                where = as_tensor(self._held, self._tokens[0].device)
-                self._tokens, self._held = _compact(
+                where = as_tensor(self._token_positions, self._tokens[0].device)
+                self._tokens, self._token_positions = _compact(
                     self._tokens, where, where >= first, self.segment - 1
                 )
 
@@ -216,13 +218,15 @@ class Memory(State):
                 "and cannot be forgotten "
                 "one by one; keep a fork() from before, or run the prompt again"
             )
-        if self._tokens is not None and self._held is not None:
-            kept = positions_before(self._held, length)
-            if isinstance(kept, Span):
-                self._tokens = tuple(m[:, :, : kept.length] for m in self._tokens)
-                self._held = kept
+        if self._tokens is not None and self._token_positions is not None:
+            remaining = positions_before(self._token_positions, length)
+            if isinstance(remaining, Span):
+                self._tokens = tuple(m[:, :, : remaining.length] for m in self._tokens)
+                self._token_positions = remaining
             else:
-                self._tokens, self._held = _compact(self._tokens, kept, kept >= 0, self.segment - 1)
+                self._tokens, self._token_positions = _compact(
+                    self._tokens, remaining, remaining >= 0, self.segment - 1
+                )
         if isinstance(last, int):
             self._positions = Span(min(last, length - 1), 1)
         else:
@@ -233,27 +237,29 @@ class Memory(State):
         """Return the state, the last position of each row, and the tokens of open segments with
         positions.
         """
-        found = super().contents()
-        if self._tokens is not None and self._held is not None:
-            found |= {**named_parts(self._tokens), HELD_POSITIONS: self._held}
-        return found
+        contents = super().contents()
+        if self._tokens is not None and self._token_positions is not None:
+            contents |= {**named_parts(self._tokens), HELD_POSITIONS: self._token_positions}
+        return contents
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the state and the tokens."""
         super().fill(contents)
-        held = contents.get(HELD_POSITIONS)
-        self._held = None if isinstance(held, int) else held
-        self._tokens = None if self._held is None else parts_of(contents)
+        positions = contents.get(HELD_POSITIONS)
+        self._token_positions = None if isinstance(positions, int) else positions
+        self._tokens = None if self._token_positions is None else parts_of(contents)
 
     @property
     def bytes(self) -> int:
         """Bytes of the state and of the stored tokens, without positions."""
-        held = self._held
-        where = held.numel() * held.element_size() if isinstance(held, Tensor) else 0
-        return super().bytes - where
+        positions = self._token_positions
+        position_bytes = (
+            positions.numel() * positions.element_size() if isinstance(positions, Tensor) else 0
+        )
+        return super().bytes - position_bytes
 
     def __len__(self) -> int:
-        return 0 if self._held is None else slot_count(self._held)
+        return 0 if self._token_positions is None else slot_count(self._token_positions)
 
     def _open(self) -> int | Tensor:
         """Return the first position of each row's open segment."""

@@ -1,4 +1,6 @@
-"""Writing a file or a folder whole or not at all: in a folder beside it, synced, then renamed."""
+"""Writing of files and folders, completely or not at all: written in a temporary folder beside the
+target, synced, then renamed.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,21 @@ from regard.files.folder_lock import (
 
 @contextmanager
 def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
-    """A new folder beside a target, which is gone at the end unless it was renamed; what killed
-    writers left is swept.
+    """Create a folder beside a target, and delete it at the end of the block unless it was renamed.
+
+    Folders that killed processes left behind are deleted first.
 
     Args:
-        target: what will be written; its parent folder exists.
-        alone: refuse while somebody else is writing the same target; otherwise the last one to
-            rename wins.
+        target: the file or folder that will be written; its parent folder must exist.
+        alone: whether to raise if another process is writing the same target; otherwise the last
+            one to rename wins.
+
+    Yields:
+        The path of the temporary folder.
 
     Raises:
-        FileError: `alone`, and another run writes the target.
-        OSError: the folder cannot be made.
+        FileError: `alone` is True, and another process writes the target.
+        OSError: the folder cannot be created.
 
     >>> with temporary_folder(Path("model")) as folder:
     ...     _ = (folder / "config.json").write_text("{}")
@@ -42,27 +48,27 @@ def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     ['config.json']
     """
     delete_abandoned(target.parent, target.name)
-    made, handle = _locked_new_folder(target, alone=alone)
+    folder, handle = _locked_new_folder(target, alone=alone)
     try:
-        yield made
+        yield folder
     finally:
-        if is_same_folder(handle, made):
-            shutil.rmtree(made, ignore_errors=True)
+        if is_same_folder(handle, folder):
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
 
 
 def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
-    """A folder that is there, empty, and locked by this process."""
+    """Create an empty folder and lock it; return its path and the file descriptor of the lock."""
     while True:
         mark = "" if alone else f"-{secrets.token_hex(4)}"
-        made = target.parent / f"{WRITING_PREFIX}{short_label(target.name)}{mark}"
-        made.mkdir(exist_ok=alone)
+        folder = target.parent / f"{WRITING_PREFIX}{short_label(target.name)}{mark}"
+        folder.mkdir(exist_ok=alone)
         try:
-            handle = try_lock(made)
+            handle = try_lock(folder)
         except FileNotFoundError:  # swept, or renamed by its owner, before the lock was had
             continue
         if handle is not None:
-            return made, handle
+            return folder, handle
         if alone:
             raise in_use_error(target)
         # another writer looks whether this new folder was left behind: take a new name
@@ -70,24 +76,27 @@ def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Where to write a file, which is then synced and put in its place; after an error the old one
-    is as it was.
+    """Yield a path to write a file to, which is then synced and renamed; an error leaves the old
+    file.
 
     A file that is replaced keeps its permissions.
 
     Args:
-        path: the file; its folder exists.
+        path: the file; its folder must exist.
+
+    Yields:
+        The path to write to.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the file cannot be written.
 
     >>> with write_atomically(Path("notes")) as place:
     ...     _ = place.write_text("whole")
     >>> Path("notes").read_text()
     'whole'
     """
-    with temporary_folder(path) as folder:
-        made = folder / path.name
+    with temporary_folder(path) as workspace:
+        made = workspace / path.name
         yield made
         if path.exists():
             made.chmod(stat.S_IMODE(path.stat().st_mode))
@@ -98,11 +107,16 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_user_file(path: Path) -> Iterator[Path]:
-    """Write a file whose name a user gave, whole or not at all, and raise the package's own error
-    if that fails.
+    """Write a file that the user named, completely or not at all.
+
+    Args:
+        path: the file; its folder must exist.
+
+    Yields:
+        The path to write to.
 
     Raises:
-        FileError: as `check_writable`, or the disk refuses.
+        FileError: `check_writable` refuses the path, or the file cannot be written.
 
     >>> with write_user_file(Path("page.html")) as place:
     ...     _ = place.write_text("<p>")
@@ -118,10 +132,10 @@ def write_user_file(path: Path) -> Iterator[Path]:
 
 
 def check_is_file_name(path: Path) -> None:
-    """Refuse a path that does not name a file of a folder that is there.
+    """Raise unless a path names a file in an existing folder.
 
     Raises:
-        FileError: it is a folder or a device, or its folder is missing.
+        FileError: the path is a folder or a device, or its folder is missing.
 
     >>> check_is_file_name(Path("no such folder/page.html"))
     Traceback (most recent call last):
@@ -139,10 +153,10 @@ def check_is_file_name(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that cannot be written, before anything is computed.
+    """Raise if a path cannot be written, before anything is computed.
 
     Raises:
-        FileError: as `check_is_file_name`; or the file or its folder cannot be written.
+        FileError: `check_is_file_name` refuses the path, or the file or its folder is not writable.
 
     >>> check_writable(Path("page.html"))
     """
@@ -152,7 +166,9 @@ def check_writable(path: Path) -> None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have a file or folder reach the disk: a rename must not be there before what it names."""
+    """Flush a file or folder to disk, so that a rename is never on disk before the renamed
+    contents.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,9 +1,8 @@
-"""Who writes where: a folder belongs to one process at a time, and what a killed one left is known
-from what is in use.
+"""Locks on folders: one process at a time writes a folder, and folders that killed processes left
+behind can be told from those in use.
 
-A lock is the system's own (`flock`) on the folder itself: it needs no file, and it ends with the
-process that holds it, however that ends. Where a system or a file system has no such locks, nothing
-is refused.
+A lock is the system's `flock` on the folder itself: it needs no extra file, and it ends with the
+process that holds it. On a system or file system without such locks, no folder is refused.
 """
 
 from __future__ import annotations
@@ -24,19 +23,21 @@ except ImportError:  # pragma: no cover  (Windows)
     fcntl = None  # type: ignore[assignment]
 
 WRITING_PREFIX = ".writing-"
-"""What the name of a folder begins with while it is being written."""
+"""The prefix of the name of a folder while it is being written."""
 
 
 @contextmanager
 def folder_locked(folder: Path) -> Iterator[None]:
-    """Keep every other process, and every other part of this one, from locking a folder while the
-    block runs.
+    """Lock a folder while the block runs, against other processes and other parts of this one.
 
     Args:
-        folder: a folder that exists.
+        folder: an existing folder.
+
+    Yields:
+        None.
 
     Raises:
-        FileError: it is locked already; or it cannot be opened.
+        FileError: the folder is locked already, or cannot be opened.
 
     >>> with folder_locked(Path()):
     ...     with folder_locked(Path()):
@@ -58,19 +59,20 @@ def folder_locked(folder: Path) -> Iterator[None]:
 
 
 def in_use_error(folder: Path) -> FileError:
-    """The error of a folder that another run is writing."""
+    """Return the error for a folder that another process is writing."""
     return FileError(
         f"{folder} is being written by another run; wait until that ends, or give another folder"
     )
 
 
 def try_lock(folder: Path) -> int | None:
-    """Lock a folder and give the descriptor that holds the lock until it is closed; None if
-    somebody else has it.
+    """Lock a folder, and return the file descriptor that holds the lock until it is closed.
+
+    Returns:
+        The descriptor; None if the folder is locked already.
 
     Raises:
-        OSError: the folder is missing, a link, or no folder, or it was replaced by another one
-            meanwhile.
+        OSError: the folder is missing, a link, or not a folder, or was replaced in the meantime.
     """
     flags = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     # a folder that the user names may be a link; those that are swept may not
@@ -91,7 +93,7 @@ def try_lock(folder: Path) -> int | None:
 
 
 def is_same_folder(handle: int, folder: Path) -> bool:
-    """Whether a path is still the folder that a descriptor has open."""
+    """Return whether a path is still the folder that a descriptor has open."""
     try:
         return os.path.samestat(os.fstat(handle), folder.stat(follow_symlinks=False))
     except OSError:
@@ -99,15 +101,14 @@ def is_same_folder(handle: int, folder: Path) -> bool:
 
 
 def delete_abandoned(folder: Path, name: str | None = None) -> int:
-    """Delete the folders that killed writers left; those of living ones, which hold their locks,
-    stay.
+    """Delete the folders that killed processes left behind; folders in use are locked, and stay.
 
     Args:
-        folder: where to look.
-        name: only what was to become a file or folder of this name; None: everything.
+        folder: the folder to search.
+        name: delete only what was to become a file or folder of this name; None means everything.
 
     Returns:
-        How many were deleted.
+        The number of deleted folders.
 
     >>> Path(".writing-model-1").mkdir()
     >>> delete_abandoned(Path())
@@ -134,8 +135,6 @@ def delete_abandoned(folder: Path, name: str | None = None) -> int:
 
 
 def short_label(name: str) -> str:
-    """A name as it stands in the name of a folder that is being written: no longer than a file
-    system allows.
-    """
+    """Return a name for use in a temporary folder's name, shortened to what file systems allow."""
     whole = name.encode("utf-8", "surrogateescape")
     return name if len(whole) <= 100 else f"{name[:20]}-{zlib.crc32(whole):08x}"

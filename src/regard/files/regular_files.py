@@ -1,4 +1,4 @@
-"""Opening regular files, and nothing else: no pipe, device or folder is waited for."""
+"""Opening of regular files only: a pipe, device or folder is refused without waiting for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class FileState:
-    """What tells one state of a file from another."""
+    """Values that change when a file is replaced or written.
+
+    Attributes:
+        device: the device of the file.
+        inode: its inode.
+        size: its size in bytes.
+        changed: the time of its last change, in nanoseconds.
+    """
 
     device: int
     inode: int
@@ -37,20 +44,23 @@ class FileState:
 
 
 def checked_path(folder: Path, name: str) -> Path:
-    """The path of a regular file of a model folder, whoever chose its name.
+    """Return the path of a regular file in a model folder; the name may be untrusted.
 
-    The name is plain: no separator, no "..", no drive, no control character. A link may lead to a
-    file of the same folder, or, as Hugging Face's cache lays it out, from
-    `models--x--y/snapshots/z/` to `models--x--y/blobs/`, and from there to the store that all
-    repositories of that cache share, `blobs/12/1234...`; no link leads anywhere else.
+    The name must not contain a separator, "..", a drive or a control character. A link may point to
+    a file of the same folder or, as in the Hugging Face cache, from `models--x--y/snapshots/z/` to
+    `models--x--y/blobs/`, and from there to the store that all repositories of that cache share,
+    `blobs/12/1234...`. Any other link is refused.
 
     Args:
         folder: the folder that the user named.
-        name: the file's name, which may come from a file.
+        name: the name of the file, which may come from another file.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        FileError: the name is not plain; or there is no such file, it is not regular, or a link
-            leads out.
+        FileError: the name is not allowed; the file is missing or not regular; or a link points to
+            another folder.
 
     >>> checked_path(Path("model"), "../secrets")
     Traceback (most recent call last):
@@ -74,11 +84,10 @@ def checked_path(folder: Path, name: str) -> Path:
 
 
 def check_file_name(folder: Path, name: str) -> None:
-    """Refuse a file's name that could lead out of a folder: one with a separator, a drive or a
-    control character, or "..".
+    """Raise if a file name could lead out of its folder.
 
     Raises:
-        FileError: the name is not plain.
+        FileError: the name is "..", or contains a separator, a drive or a control character.
     """
     plain = name not in ("", ".", "..") and len(name) <= _MAX_NAME_LENGTH and name.isprintable()
     if not plain or any(mark in name for mark in "/\\:"):
@@ -118,16 +127,17 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> FileError:
-    said = error.strerror if isinstance(error, OSError) else None
-    return FileError(f"{path} cannot be read: {said or error}")
+    reason = error.strerror if isinstance(error, OSError) else None
+    return FileError(f"{path} cannot be read: {reason or error}")
 
 
 def checked_path_or_none(folder: Path, name: str) -> Path | None:
-    """Return the checked path of a file that a folder may lack: None where nothing has the name,
-    not even a broken link.
+    """Return the checked path of an optional file, or None if there is no entry with this name.
+
+    A broken link counts as an entry.
 
     Raises:
-        FileError: as `checked_path`.
+        FileError: `checked_path` refuses the entry.
 
     >>> checked_path_or_none(Path(), "no such file") is None
     True
@@ -141,12 +151,15 @@ def checked_path_or_none(folder: Path, name: str) -> Path | None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
-    """A regular file for reading, unbuffered, and what tells its present state from another.
+    """Open a regular file for reading, unbuffered.
 
-    Nothing that is not regular is waited for: a pipe without a writer is refused at once.
+    A pipe without a writer is refused at once.
+
+    Yields:
+        The open file, and its state, by which a later change can be detected.
 
     Raises:
-        FileError: it is missing, not regular, or cannot be read.
+        FileError: the file is missing, not regular, or cannot be read.
 
     >>> _ = Path("notes").write_text("abc")
     >>> with open_regular(Path("notes")) as (file, mark):
@@ -169,7 +182,7 @@ def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
 
 
 def file_state(file: FileIO) -> FileState:
-    """The present state of an open file."""
+    """Return the present state of an open file."""
     return _state_from_stat(os.fstat(file.fileno()))
 
 
@@ -178,10 +191,10 @@ def _state_from_stat(status: os.stat_result) -> FileState:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file that is no larger than a limit.
+    """Return all bytes of a regular file of at most `limit` bytes.
 
     Raises:
-        FileError: it is missing, not regular, larger, or cannot be read.
+        FileError: the file is missing, not regular, larger, or cannot be read.
 
     >>> _ = Path("notes").write_text("abc")
     >>> read_bytes(Path("notes"), 3)
@@ -194,10 +207,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """A regular file as UTF-8 text.
+    """Return a regular file of at most `limit` bytes as UTF-8 text.
 
     Raises:
-        FileError: as `read_bytes`, or it is not UTF-8.
+        FileError: `read_bytes` refuses the file, or it is not UTF-8.
 
     >>> _ = Path("notes").write_text("né", "utf-8")
     >>> read_text(Path("notes"), 3)
@@ -210,23 +223,23 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
-    """The next so many bytes of a file.
+    """Read the next `count` bytes of a file.
 
     Raises:
-        FileError: it ends before.
+        FileError: the file ends before.
 
     >>> _ = Path("notes").write_text("abc")
     >>> with open_regular(Path("notes")) as (file, _):
     ...     read_exactly(file, 3, Path("notes"))
     b'abc'
     """
-    found = bytearray(count)
-    read_into(file, memoryview(found), path)
-    return bytes(found)
+    buffer = bytearray(count)
+    read_into(file, memoryview(buffer), path)
+    return bytes(buffer)
 
 
 def read_into(file: FileIO, place: memoryview, path: Path) -> None:
-    """Read a file into memory until the memory is full; one call of the system may give less.
+    """Read from a file until a buffer is full; one system call may return less.
 
     Raises:
         FileError: the file ends before.

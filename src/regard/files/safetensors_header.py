@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what it holds, and where each tensor lies.
+"""The header of a safetensors file: the names, dtypes, shapes and places of its tensors.
 
 A file is 8 bytes (the header's length N, little-endian), N bytes of JSON, and the data:
 
@@ -6,18 +6,20 @@ A file is 8 bytes (the header's length N, little-endian), N bytes of JSON, and t
     ...}
 
 The library `safetensors` checks that types are right, sizes fit their bytes, and the tensors fill
-the data without a hole and without an overlap. It says no offsets, so the header is also parsed
-here; and these checks, which it does not make, are ours (measured with version 0.8):
+the data without gaps or overlaps. It does not return the offsets, so this module parses the header
+too. It also makes the following checks, which the library does not make (measured with version
+0.8):
 
-- It waits for ever for the writer of a named pipe, and it follows any link; only regular files are
-  opened here.
-- It takes the second of two tensors of one name, and forgives whatever Python's JSON reader would.
-- A header of 95 MB with 1.4 million tensors takes it 9 s, and one of 90 MB of brackets 6 s; here
-  the number of brackets, commas and tensors is bounded first, in 0.4 s.
-- It accepts names of any length, tensors of 26 dimensions and shapes such as [0, 2^62, 2^40], of
-  which torch refuses operations, and numbers of less than a byte, which torch has not.
-- Of a file that is something else, or a partial download, it says "header too large" and "file not
-  fully covered"; here the message says what the file seems to be, and how many bytes are missing.
+- The library waits forever for the writer of a named pipe, and follows any link; this module opens
+  regular files only.
+- The library takes the second of two tensors with one name, and accepts whatever Python's JSON
+  parser accepts.
+- The library needs 9 s for a header of 95 MB with 1.4 million tensors, and 6 s for 90 MB of
+  brackets; this module first limits the number of brackets, commas and tensors, in 0.4 s.
+- The library accepts names of any length, tensors of 26 dimensions, shapes such as [0, 2^62, 2^40],
+  for which torch refuses operations, and dtypes of less than a byte, which torch does not have.
+- For another file format, or a partial download, the library reports "header too large" or "file
+  not fully covered"; this module names the probable format, or the number of missing bytes.
 
 Source: the format's specification, github.com/huggingface/safetensors.
 """
@@ -39,12 +41,12 @@ from regard.files.regular_files import FileState, open_regular, read_exactly
 from regard.untrusted_text import error_text, short_repr
 
 HEADER_LIMIT = 100_000_000
-"""Most bytes of a header: the official reader's bound."""
+"""The largest number of bytes of a header, the same as in the official reader."""
 TENSOR_LIMIT = 1 << 18
-"""Most tensors of a file; the largest models have a third of that in all."""
+"""The largest number of tensors in a file; the largest models have a third of that in all."""
 NAME_LIMIT = 1024
 DIMENSION_LIMIT = 25
-"""Most dimensions of a tensor: more than that, several operations of torch refuse."""
+"""The largest number of dimensions of a tensor; several torch operations refuse more."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -72,8 +74,16 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `bytes` bytes of `file`, from `start` on, little-endian and row by
-    row.
+    """The place of a tensor in a file: `bytes` bytes from `start`, little-endian, in row-major
+    order.
+
+    Attributes:
+        name: the name of the tensor.
+        dtype: its dtype.
+        shape: its shape.
+        file: the file.
+        start: the offset of its first byte in the file.
+        bytes: the number of its bytes.
     """
 
     name: str
@@ -86,8 +96,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file holds, in the order of its data, and the state of the file that was
-    checked.
+    """The checked header of a safetensors file.
+
+    Attributes:
+        file: the file.
+        tensors: the tensors, in the order of their data.
+        metadata: the strings under `__metadata__`.
+        mark: the state of the file when the header was checked.
     """
 
     file: Path
@@ -97,15 +112,18 @@ class Header:
 
 
 def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
-    """Read and check the header of a safetensors file; of the data nothing is read.
+    """Read and check the header of a safetensors file, without its data.
 
     Args:
-        path: of the file.
-        limit: the most tensors that it may hold.
+        path: the file.
+        limit: the largest number of tensors that is allowed.
+
+    Returns:
+        The header.
 
     Raises:
-        FileError: the file is no whole safetensors file; the message says what it has, and what it
-            seems to be.
+        FileError: the file is not a complete safetensors file; the message says what is wrong, and
+            of which format the file seems to be.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.zeros(2, 3)}, "a.safetensors")
@@ -125,15 +143,17 @@ def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
         if len(table) > limit:
             raise ArgumentError(f"names {len(table)} tensors; at most {limit} are read")
         _check_with_library(path, table, data, mark.size)
-        found = [_stored_tensor(name, entry, path, 8 + length) for name, entry in table.items()]
+        tensors = [_stored_tensor(name, entry, path, 8 + length) for name, entry in table.items()]
     except ArgumentError as e:
         raise invalid_file(path, f"its header {e}") from e
-    found.sort(key=lambda x: (x.start, x.bytes))  # an empty tensor before the one that begins there
-    return Header(path, tuple(found), metadata, mark)
+    tensors.sort(
+        key=lambda x: (x.start, x.bytes)
+    )  # an empty tensor before the one that begins there
+    return Header(path, tuple(tensors), metadata, mark)
 
 
 def _length(path: Path, head: bytes, size: int) -> int:
-    """The header's length, which fits into the file."""
+    """Return the length of the header, and raise unless it fits into the file."""
     length = int.from_bytes(head[:8], "little")
     allowed = 2 <= length <= HEADER_LIMIT
     # lengths such as 0x580 begin with the byte of a pickle: what follows them decides
@@ -156,7 +176,7 @@ def _partial(size: int) -> str:
 
 
 def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: int) -> None:
-    """Have the library check the types, the sizes and the offsets of all entries."""
+    """Check the types, sizes and offsets of all entries with the safetensors library."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -171,7 +191,7 @@ def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: i
 
 
 def _check_length(path: Path, table: Mapping[str, Any], data: int, size: int) -> None:
-    """The data is as long as the header says: the commonest damage has a message of its own."""
+    """Raise if the data is shorter or longer than the header says, the most common damage."""
     end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
     if data < end:
         raise invalid_file(
@@ -188,7 +208,7 @@ def _check_length(path: Path, table: Mapping[str, Any], data: int, size: int) ->
 
 
 def _stored_tensor(name: str, entry: Any, path: Path, base: int) -> StoredTensor:
-    """One entry that the library has accepted, and whether torch can hold it."""
+    """Check an entry that the library has accepted, and that torch supports its dtype and shape."""
     if len(name) > NAME_LIMIT:
         raise ArgumentError(f"has a name of {len(name)} letters; at most {NAME_LIMIT} are allowed")
     dtype = entry.get("dtype") if isinstance(entry, dict) else None
@@ -227,11 +247,12 @@ then {.
 """
 
 DOWNLOAD_AGAIN = "download it again, or write it again with safetensors"
-"""The next step where a file is damaged."""
+"""The next step in messages about damaged files."""
 
 
 def identify_format(head: bytes) -> str:
-    """What the first bytes of a file say it is, with the next step; "" where they say nothing.
+    """Return a message that names the format of a file by its first bytes, with advice; "" if
+    unknown.
 
     >>> identify_format(b"PK and so on")
     'it is a zip or a PyTorch pickle, which is never opened; convert it to safetensors elsewhere'
@@ -245,7 +266,8 @@ def identify_format(head: bytes) -> str:
 def invalid_file(
     path: Path, reason: str, step: str = f"it is damaged; {DOWNLOAD_AGAIN}"
 ) -> FileError:
-    """The error of a file that is no safetensors file: what is wrong with it, and what to do.
+    """Return the error for a file that is not a safetensors file, with the reason and the next
+    step.
 
     >>> print(invalid_file(Path("a"), "its header is no JSON", "write it again"))
     a is not a whole safetensors file (its header is no JSON): write it again

@@ -1,19 +1,18 @@
-"""Reading the tensors of safetensors files, by several threads, into memory of their own.
+"""Reading of tensors from safetensors files by several threads, into memory of their own.
 
-The library `safetensors` maps a file instead of reading it. What that would lose is why tensors are
-read here (measured with version 0.8 on a file of 0.44 GB, on 1 thread):
+The library `safetensors` maps a file instead of reading it. This module reads, for these reasons
+(measured with version 0.8 on a file of 0.44 GB, on 1 thread):
 
-- A mapped file that is truncated kills the process with SIGBUS. Here the file is refused.
-- A mapped file that is written later changes the weights of the running model. Here a tensor owns
-  its memory, and a file that has changed since its header was checked is refused.
-- A mapped file lies in pages of 4 KiB, from which one core reads weights at 23 GB/s instead of 32
-  (LOG.md, `regard.huge_pages`). A copy into large pages costs the same time as reading does here
-  (0.07 s for both), and its peak is 1.85 times the file, with the mapped pages; here it is 1.02
+- If a mapped file is truncated, the process is killed with SIGBUS. Here the file is refused.
+- If a mapped file is written later, the weights of the running model change. Here a tensor owns its
+  memory, and a file that has changed since its header was checked is refused.
+- A mapped file has pages of 4 KiB, from which one core reads weights at 23 GB/s instead of 32
+  (LOG.md, `regard.huge_pages`). Copying it to huge pages takes as long as reading does here (0.07 s
+  for both), and its peak memory is 1.85 times the file, mapped pages included; here it is 1.02
   times.
-- The library takes any byte for a boolean. Here it is 0 or 1.
+- The library accepts any byte as a boolean. Here it must be 0 or 1.
 
-`load_tensors` reads a whole file in the same way; caches, recordings and training checkpoints use
-it.
+`load_tensors` reads a whole file; caches, recordings and training checkpoints use it.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from regard.untrusted_text import short_repr
 class ReadBuffering(NamedTuple):
     """How much of a file is read at a time.
 
-    The time goes into fresh memory, which the kernel clears page by page. On two busy cores a
-    second thread brings nothing and costs a tenth of the processor's time (bench/load.py), so there
-    the caller reads alone.
+    Most of the time is spent in clearing new memory pages in the kernel. On two busy cores a second
+    thread gains nothing and costs a tenth of the processor time (bench/load.py), so that the
+    calling thread then reads alone.
 
     Attributes:
-        piece: bytes that one thread reads at a time: a large tensor is shared among all.
-        ahead: bytes that may be read before they are asked for; a tensor larger than that is read
-            alone.
-        threads: how many threads read, the caller's among them; None is half of torch's threads,
-            and at most 4.
+        piece: the number of bytes that one thread reads at a time; threads share a large tensor.
+        ahead: the number of bytes that may be read before they are requested; a larger tensor is
+            read alone.
+        threads: the number of reading threads, the calling one included; None is half of torch's
+            threads, and at most 4.
     """
 
     piece: int = 8 << 20
@@ -73,16 +72,19 @@ def read_tensors(
     marks: Mapping[Path, FileState],
     buffering: ReadBuffering = DEFAULT_BUFFERING,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, in the order wanted. Whoever stops early leaves no thread behind.
+    """Read tensors in the requested order. If iteration stops early, no thread keeps running.
 
     Args:
-        wanted: checked entries.
-        marks: the state of each file in which its header was checked.
+        wanted: checked entries of headers.
+        marks: the state of each file when its header was checked.
         buffering: how much is read at a time.
 
+    Yields:
+        The name of each tensor, and the tensor.
+
     Raises:
-        FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or
-            there is not enough memory.
+        FileError: a file has changed since its header was checked, cannot be read, or contains a
+            byte that is not a boolean; or there is not enough memory.
 
     >>> from regard.files.safetensors_header import read_header
     >>> from safetensors.torch import save_file
@@ -104,10 +106,16 @@ def read_tensors(
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
-    """All tensors of a safetensors file by name, and the texts of its `__metadata__`.
+    """Read all tensors of a safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The tensors by name, and the strings under `__metadata__`.
 
     Raises:
-        FileError: as `read_header` and `read_tensors`.
+        FileError: `read_header` or `read_tensors` refuses the file.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.ones(2)}, "a.safetensors", metadata={"by": "hand"})
@@ -147,10 +155,10 @@ def _start(
             "which are "
             "not to be had"
         ) from e
-    place = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
+    buffer = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
     pieces = [
-        partial(_read_piece, stored, mark, place[at : at + size], at)
-        for at in range(0, stored.bytes, size)
+        partial(_read_piece, stored, mark, buffer[offset : offset + size], offset)
+        for offset in range(0, stored.bytes, size)
     ]
     return _PendingTensor(
         stored, tensor, [(pool.submit(piece) if pool else None, piece) for piece in pieces]
@@ -161,13 +169,13 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _read_piece(stored: StoredTensor, mark: FileState, place: memoryview, at: int) -> None:
-    with open_regular(stored.file) as (file, found):
-        if found == mark:
-            file.seek(stored.start + at)
-            read_into(file, place, stored.file)
-            found = file_state(file)
-    if found != mark:
+def _read_piece(stored: StoredTensor, mark: FileState, buffer: memoryview, offset: int) -> None:
+    with open_regular(stored.file) as (file, state):
+        if state == mark:
+            file.seek(stored.start + offset)
+            read_into(file, buffer, stored.file)
+            state = file_state(file)
+    if state != mark:
         raise FileError(f"{stored.file} was changed after its header was read; load it again")
 
 

@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: what Python's reader forgives is refused."""
+"""Strict parsing of JSON from untrusted files: input that Python's parser tolerates is refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from regard.files.regular_files import read_bytes
 from regard.untrusted_text import short_repr
 
 MAX_DEPTH = 128
-"""How deep lists and objects may nest."""
+"""The deepest nesting of lists and objects."""
 MAX_BYTES = 16 << 20
-"""Bytes of a JSON file that nothing else bounds: a config.json with the longest label tables has
-some 2 MB.
-"""
+"""The default limit for a JSON file: a config.json with the longest label tables has some 2 MB."""
 
 _MARKS = 1 << 22
 _DIGITS = 20  # those of the largest number of 64 bits
@@ -31,15 +29,18 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[Any] = dict) -> Any:
-    """What a JSON file holds, read as `parse_json` does.
+    """Read a JSON file.
 
     Args:
-        path: of a regular file.
-        limit: the most bytes that it may have.
-        kind: what it must hold, `dict` or `list`.
+        path: a regular file.
+        limit: the largest number of bytes that is allowed.
+        kind: the required type, `dict` or `list`.
+
+    Returns:
+        The parsed value.
 
     Raises:
-        FileError: it is missing, not regular, too long, or `parse_json` refuses what it holds.
+        FileError: the file is missing, not regular, too large, or refused by `parse_json`.
 
     >>> _ = Path("a.json").write_text('{"a": 1}')
     >>> read_json(Path("a.json"))
@@ -52,18 +53,22 @@ def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[Any] = dict) -> 
 
 
 def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
-    """A JSON object, or a list: UTF-8, no key twice, no NaN, no number without end, not too many
-    parts, not too deep.
+    """Parse a JSON object or list, strictly.
 
-    Python's reader needs up to 25 bytes of memory for a byte of brackets; their number is bounded
-    first.
+    The text must be UTF-8, without repeated keys, NaN, numbers of unbounded length, too many parts
+    or too deep nesting. Python's parser needs up to 25 bytes of memory per bracket, so that their
+    number is checked first.
 
     Args:
         raw: the text.
-        kind: what it must be, `dict` or `list`.
+        kind: the required type, `dict` or `list`.
+
+    Returns:
+        The parsed value.
 
     Raises:
-        ArgumentError: it is not; its message begins with a verb: the caller says what it is about.
+        ArgumentError: the text is refused. The message begins with a verb; the caller adds the
+            subject.
 
     >>> parse_json(b'{"a": {"b": [1, 2]}}')
     {'a': {'b': [1, 2]}}
@@ -77,7 +82,7 @@ def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
     if _depth(raw) > MAX_DEPTH:
         raise ArgumentError(f"is nested too deep; at most {MAX_DEPTH} levels are read")
     try:
-        found = json.loads(
+        value = json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_int=_int,
@@ -88,29 +93,29 @@ def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
         raise
     except ValueError as e:  # UnicodeDecodeError and JSONDecodeError are among them
         raise ArgumentError(f"is no JSON: {e}") from None
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         wanted = "an object" if kind is dict else "a list"
-        raise ArgumentError(f"is a JSON {type(found).__name__}; it must be {wanted}")
+        raise ArgumentError(f"is a JSON {type(value).__name__}; it must be {wanted}")
     if _SURROGATE.search(raw):
-        half = next((text for text in _texts(found) if _is_half(text)), None)
+        half = next((text for text in _texts(value) if _is_half(text)), None)
         if half is not None:
             raise ArgumentError(f"has half a character in {short_repr(half)}")
-    return found
+    return value
 
 
 def _depth(raw: bytes) -> int:
-    """How deep the brackets nest, those in strings left out."""
+    """Return how deep the brackets outside of strings are nested."""
     brackets = _STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
     return max(accumulate(1 if mark in b"[{" else -1 for mark in brackets), default=0)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ArgumentError(f"has the key {short_repr(twice)} twice")
-    return found
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        earlier: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in earlier or earlier.add(key))  # type: ignore[func-returns-value]
+        raise ArgumentError(f"has the key {short_repr(repeated)} twice")
+    return mapping
 
 
 def _int(digits: str) -> int:
@@ -120,11 +125,11 @@ def _int(digits: str) -> int:
 
 
 def _float(digits: str) -> float:
-    if len(digits) > _FLOAT or not math.isfinite(found := float(digits)):
+    if len(digits) > _FLOAT or not math.isfinite(number := float(digits)):
         raise ArgumentError(
             f"has the number {short_repr(digits, 20)}, which no computer's number holds"
         )
-    return found
+    return number
 
 
 def _constant(name: str) -> NoReturn:
@@ -132,16 +137,16 @@ def _constant(name: str) -> NoReturn:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names of keys too."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict):
-            left += [*one, *one.values()]
-        elif isinstance(one, list):
-            left += one
+    """Iterate over all strings in a JSON value, including keys."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            pending += [*item, *item.values()]
+        elif isinstance(item, list):
+            pending += item
 
 
 def _is_half(text: str) -> bool:

@@ -289,17 +289,17 @@ class Mask(Serializable, ABC):
         [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
         """
         device = device_of_positions(q_positions, k_positions, device)
-        where = CallSlice(q_positions, k_positions, rows, columns, device)
-        out, keys = self._block(where), slice_positions(k_positions, columns)
+        part = CallSlice(q_positions, k_positions, rows, columns, device)
+        out, keys = self._block(part), slice_positions(k_positions, columns)
         if not isinstance(keys, Span) or keys.start < 0:
-            out = out & (where.k >= 0)[:, None, None]
+            out = out & (part.k >= 0)[:, None, None]
         if (empty := find_empty_slots(slice_positions(q_positions, rows), device)) is not None:
             out = out & ~empty[:, None, :, None]
         return out.expand(-1, -1, slot_count(slice_positions(q_positions, rows)), slot_count(keys))
 
-    def _block(self, where: CallSlice) -> Tensor:
+    def _block(self, part: CallSlice) -> Tensor:
         """Return the rule for a slice of a call as a 4-D tensor, without regard to empty slots."""
-        return to_4d(self.allows(where.q[:, None, :, None], where.k[:, None, None, :]))
+        return to_4d(self.allows(part.q[:, None, :, None], part.k[:, None, None, :]))
 
     def intervals(
         self, q: Positions, *, device: torch.device | str | None = None
@@ -323,15 +323,15 @@ class Mask(Serializable, ABC):
         ([[[[0], [4]]]], [[[[1], [6]]]])
         """
         positions = as_tensor(q, device)
-        found = self._ranges(positions if device is None else positions.to(device))
-        if found is None or (empty := find_empty_slots(q, device)) is None:
-            return found
-        return clear_rows(found, empty)
+        ranges = self._ranges(positions if device is None else positions.to(device))
+        if ranges is None or (empty := find_empty_slots(q, device)) is None:
+            return ranges
+        return clear_rows(ranges, empty)
 
     def _ranges(self, q: Tensor) -> Intervals | None:
         """Return the normalized intervals of queries `[B or 1, t]`."""
-        found = self._intervals(q.long()[:, None, :, None])
-        return None if found is None else normalize_intervals(Intervals(*broadcast(*found)))
+        ranges = self._intervals(q.long()[:, None, :, None])
+        return None if ranges is None else normalize_intervals(Intervals(*broadcast(*ranges)))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         """Return the ranges of key positions by the rule alone, or None if there is no closed form.
@@ -413,34 +413,34 @@ class Mask(Serializable, ABC):
         def evaluate(columns: slice) -> Tensor:
             return self.block(q_positions, k_positions, rows, columns, device=device)
 
-        where = CallSlice(q_positions, k_positions, rows, ALL_SLOTS, device)
-        if (found := self.intervals(queries, device=device)) is not None:
-            states = states_from_intervals(found, where.keys, bk)
+        part = CallSlice(q_positions, k_positions, rows, ALL_SLOTS, device)
+        if (ranges := self.intervals(queries, device=device)) is not None:
+            states = states_from_intervals(ranges, part.keys, bk)
         else:
             states = states_without_rows(
-                self._undecided(where, bk), find_empty_slots(queries, device)
+                self._undecided(part, bk), find_empty_slots(queries, device)
             )
         return evaluate_unknown_blocks(
             states, count_held(k_positions, bk).to(device), S, bk, evaluate
         )
 
-    def _states(self, where: CallSlice, bk: int) -> Tensor:
+    def _states(self, part: CallSlice, bk: int) -> Tensor:
         """Return the tile states `[B, H, nK]` by the rule alone, UNKNOWN where it must be
         evaluated.
 
         Only slots that hold a key are counted.
         """
-        found = self._ranges(where.q)
+        ranges = self._ranges(part.q)
         return (
-            self._undecided(where, bk)
-            if found is None
-            else states_from_intervals(found, where.keys, bk)
+            self._undecided(part, bk)
+            if ranges is None
+            else states_from_intervals(ranges, part.keys, bk)
         )
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
         """Return the tile states for a mask without intervals: UNKNOWN everywhere by default."""
-        nK = -(-slot_count(where.k_positions) // bk)
-        return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=where.device)
+        nK = -(-slot_count(part.k_positions) // bk)
+        return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=part.device)
 
     def visible(
         self,
@@ -464,10 +464,10 @@ class Mask(Serializable, ABC):
         [[[4, 4, 3, 2]]]
         """
         device = device_of_positions(q_positions, k_positions, device)
-        found = self.intervals(q_positions, device=device)
-        if found is not None:
+        ranges = self.intervals(q_positions, device=device)
+        if ranges is not None:
             keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
-            return count_visible(found, keys)
+            return count_visible(ranges, keys)
         T = max(slot_count(q_positions), 1)
         lines = [
             self.block(q_positions, k_positions, slice(i, i + ROWS_AT_ONCE), device=device).sum(-1)
@@ -525,12 +525,12 @@ class Mask(Serializable, ABC):
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             row = b * (q_all.shape[0] > 1)
             q, k = q_all[row, q_idx], k_all[b * (k_all.shape[0] > 1), kv_idx]
-            seen = self._at(SlotPair(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
-            return seen if empty is None else seen & ~empty[row, q_idx]
+            visible = self._allows_pair(SlotPair(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
+            return visible if empty is None else visible & ~empty[row, q_idx]
 
         return mask_mod
 
-    def _at(self, slot: SlotPair) -> Tensor:
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
         """Evaluate the rule for one pair of slots, as a scalar tensor; it runs under vmap."""
         out = to_4d(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
@@ -746,15 +746,15 @@ class _Combination(Mask):
         for mask in self.masks:
             mask.require(B, H, T, S)
 
-    def _found(self, q: Tensor) -> list[Intervals] | None:
+    def _member_intervals(self, q: Tensor) -> list[Intervals] | None:
         """Return the intervals of each member, or None if a member has none."""
-        found = []
+        intervals = []
         for mask in self.masks:
-            x = mask._ranges(q[:, 0, :, 0])
-            if x is None:
+            ranges = mask._ranges(q[:, 0, :, 0])
+            if ranges is None:
                 return None
-            found.append(x)
-        return found
+            intervals.append(ranges)
+        return intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -777,18 +777,18 @@ class All(_Combination):
         """Return the logical and of the members' rules."""
         return reduce(torch.logical_and, (mask.allows(q, k) for mask in self.masks))
 
-    def _block(self, where: CallSlice) -> Tensor:
-        return reduce(torch.logical_and, (mask._block(where) for mask in self.masks))
+    def _block(self, part: CallSlice) -> Tensor:
+        return reduce(torch.logical_and, (mask._block(part) for mask in self.masks))
 
-    def _at(self, slot: SlotPair) -> Tensor:
-        return reduce(torch.logical_and, (mask._at(slot) for mask in self.masks))
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return reduce(torch.logical_and, (mask._allows_pair(slot) for mask in self.masks))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self._found(q)
-        return None if found is None else reduce(intersect, found)
+        intervals = self._member_intervals(q)
+        return None if intervals is None else reduce(intersect, intervals)
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
-        return reduce(and_states, (mask._states(where, bk) for mask in self.masks))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return reduce(and_states, (mask._states(part, bk) for mask in self.masks))
 
     def terms(self) -> tuple[Mask, ...]:
         """Return the masks that are combined."""
@@ -825,18 +825,18 @@ class Any(_Combination):
         """Return the logical or of the members' rules."""
         return reduce(torch.logical_or, (mask.allows(q, k) for mask in self.masks))
 
-    def _block(self, where: CallSlice) -> Tensor:
-        return reduce(torch.logical_or, (mask._block(where) for mask in self.masks))
+    def _block(self, part: CallSlice) -> Tensor:
+        return reduce(torch.logical_or, (mask._block(part) for mask in self.masks))
 
-    def _at(self, slot: SlotPair) -> Tensor:
-        return reduce(torch.logical_or, (mask._at(slot) for mask in self.masks))
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return reduce(torch.logical_or, (mask._allows_pair(slot) for mask in self.masks))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self._found(q)
-        return None if found is None else reduce(union, found)
+        intervals = self._member_intervals(q)
+        return None if intervals is None else reduce(union, intervals)
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
-        return reduce(or_states, (mask._states(where, bk) for mask in self.masks))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return reduce(or_states, (mask._states(part, bk) for mask in self.masks))
 
     def reach(self) -> Reach:
         """Return a reach that covers the reach of each member."""
@@ -877,18 +877,18 @@ class Not(Mask):
         """Return the logical not of the mask's rule."""
         return ~self.mask.allows(q, k)
 
-    def _block(self, where: CallSlice) -> Tensor:
-        return ~self.mask._block(where)
+    def _block(self, part: CallSlice) -> Tensor:
+        return ~self.mask._block(part)
 
-    def _at(self, slot: SlotPair) -> Tensor:
-        return ~self.mask._at(slot)
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return ~self.mask._allows_pair(slot)
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self.mask._ranges(q[:, 0, :, 0])
-        return None if found is None else complement(found)
+        ranges = self.mask._ranges(q[:, 0, :, 0])
+        return None if ranges is None else complement(ranges)
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
-        return not_states(self.mask._states(where, bk))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return not_states(self.mask._states(part, bk))
 
     def select_heads(self, heads: slice) -> Mask:
         """Return the complement of the mask of these heads."""

@@ -50,8 +50,8 @@ def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
         return torch.searchsorted(bounds[0], x.contiguous(), right=True)
     x = to_4d(x)
     x = x.expand(bounds.shape[0], *x.shape[1:])
-    found = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
-    return found.reshape(x.shape)
+    counts = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
+    return counts.reshape(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,14 +151,14 @@ class Document(Mask):
         >>> Document.from_lengths([3, 2])
         Document(bounds=(0, 3, 5))
         """
-        found: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        many = len(found) > 0 and not isinstance(found[0], int)
+        values: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        many = len(values) > 0 and not isinstance(values[0], int)
         rows = []
-        for x in found if many else (found,):
-            ends = [0]
+        for x in values if many else (values,):
+            bounds = [0]
             for n in check_ints("Document lengths", x, 0):
-                ends.append(ends[-1] + n)
-            rows.append(tuple(ends))
+                bounds.append(bounds[-1] + n)
+            rows.append(tuple(bounds))
         return cls(tuple(rows) if many else rows[0])
 
     @property
@@ -177,8 +177,8 @@ class Document(Mask):
         """Return the document number of each position, from 1, and whether the position is in a
         document.
         """
-        found = count_bounds_up_to(bounds, x)
-        return found, (found > 0) & (found < bounds.shape[1])
+        document = count_bounds_up_to(bounds, x)
+        return document, (document > 0) & (document < bounds.shape[1])
 
     def _intervals(self, q: Tensor) -> Intervals:
         bounds = padded_table(self._rows, None, q)
@@ -199,14 +199,14 @@ class Document(Mask):
 
 
 def _check_bounds(bounds: object) -> tuple[int, ...]:
-    found = check_ints("Document bounds", bounds, 0)
-    if len(found) < 2 or list(found) != sorted(found):
+    values = check_ints("Document bounds", bounds, 0)
+    if len(values) < 2 or list(values) != sorted(values):
         raise ArgumentError(
-            f"Document bounds is {found}; it must be the rising starts of the documents and the "
+            f"Document bounds is {values}; it must be the rising starts of the documents and the "
             "end: "
             "(0, 3, 5) is documents of 3 and 2; Document.from_lengths([3, 2]) makes it"
         )
-    return found
+    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,18 +231,18 @@ class Padding(Mask):
     runs: Sequence[Sequence[tuple[int, int]]]
 
     def __post_init__(self) -> None:
-        given: object = self.runs
+        value: object = self.runs
         try:
             rows = tuple(tuple(tuple(run) for run in runs) for runs in self.runs)
         except TypeError:
             raise ArgumentTypeError(
-                f"Padding runs is {type(given).__name__} {given!r}; it must be one tuple of "
+                f"Padding runs is {type(value).__name__} {value!r}; it must be one tuple of "
                 "(start, stop) pairs "
                 "per batch row"
             ) from None
         for i, runs in enumerate(check_not_empty(rows, "Padding")):
-            ends = check_ints(f"Padding runs[{i}]", [end for run in runs for end in run], 0)
-            if any(len(run) != 2 for run in runs) or list(ends) != sorted(ends):
+            bounds = check_ints(f"Padding runs[{i}]", [bound for run in runs for bound in run], 0)
+            if any(len(run) != 2 for run in runs) or list(bounds) != sorted(bounds):
                 raise ArgumentError(
                     f"Padding runs[{i}] is {runs}; it must be rising, disjoint (start, stop) pairs"
                 )
@@ -324,17 +324,17 @@ class Padding(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return whether k lies in a range, that is, whether an odd number of bounds are <= k."""
-        return count_bounds_up_to(self._ends(k), k) % 2 == 1
+        return count_bounds_up_to(self._bounds(k), k) % 2 == 1
 
-    def _ends(self, like: Tensor) -> Tensor:
+    def _bounds(self, like: Tensor) -> Tensor:
         return padded_table(tuple(sum(runs, ()) for runs in self.runs), UNBOUNDED, like)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        ends = self._ends(q)
-        if ends.shape[1] == 0:
+        bounds = self._bounds(q)
+        if bounds.shape[1] == 0:
             return Intervals(torch.zeros_like(q), torch.zeros_like(q))
-        shape = (max(len(ends), q.shape[0]), 1, q.shape[2], -1)
-        starts, stops = (ends[:, None, None, i::2].expand(shape) for i in (0, 1))
+        shape = (max(len(bounds), q.shape[0]), 1, q.shape[2], -1)
+        starts, stops = (bounds[:, None, None, i::2].expand(shape) for i in (0, 1))
         return Intervals(starts, stops)
 
     def refusal(self) -> Refusal:

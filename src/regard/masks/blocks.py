@@ -50,8 +50,10 @@ def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
     steps = torch.nn.functional.pad(
         line.to(torch.int8), (1, 1)
     ).diff()  # 1 opens a run, -1 closes it
-    at = torch.arange(nK + 1, device=q.device) * size
-    starts, stops = (torch.where(steps == x, at, UNBOUNDED).sort(-1).values for x in (1, -1))
+    block_starts = torch.arange(nK + 1, device=q.device) * size
+    starts, stops = (
+        torch.where(steps == x, block_starts, UNBOUNDED).sort(-1).values for x in (1, -1)
+    )
     n = max(int((starts < UNBOUNDED).sum(-1).max()), 1) if starts.numel() else 1
     return Intervals(starts[..., :n], stops[..., :n])
 
@@ -185,13 +187,13 @@ class BigBird(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return whether the block of q sees the block of k."""
-        found = look_up_blocks(self.table[None, None], self.block_size, q, k)
-        return found & (k <= q) if self.causal else found
+        visible = look_up_blocks(self.table[None, None], self.block_size, q, k)
+        return visible & (k <= q) if self.causal else visible
 
     def _intervals(self, q: Tensor) -> Intervals:
-        found = visible_block_ranges(self.table[None, None], self.block_size, q)
+        ranges = visible_block_ranges(self.table[None, None], self.block_size, q)
         past = Intervals(torch.zeros_like(q), q + 1)
-        return intersect(normalize_intervals(found), past) if self.causal else found
+        return intersect(normalize_intervals(ranges), past) if self.causal else ranges
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the blocks cover all keys of the call."""
@@ -210,8 +212,8 @@ def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
 
 @lru_cache(maxsize=64)
 def _bigbird_table(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
-    at = torch.arange(n, device="cpu")  # kept for later calls, under any default device
-    table = (at[:, None] - at).abs() <= window // 2
+    blocks = torch.arange(n, device="cpu")  # kept for later calls, under any default device
+    table = (blocks[:, None] - blocks).abs() <= window // 2
     table[[0, -1]] = True
     table[:, [0, -1]] = True
     generator = torch.Generator(device="cpu").manual_seed(
@@ -284,10 +286,10 @@ class Selected(Mask):
             "or give Blocks for a rule on positions"
         )
 
-    def _block(self, where: CallSlice) -> Tensor:
-        return self._spread(self.table[:, :, where.rows].to(where.device), where.k)
+    def _block(self, part: CallSlice) -> Tensor:
+        return self._expand_columns(self.table[:, :, part.rows].to(part.device), part.k)
 
-    def _spread(self, lines: Tensor, k: Tensor) -> Tensor:
+    def _expand_columns(self, lines: Tensor, k: Tensor) -> Tensor:
         """Expand table rows `[B, H, t, N]` to the key positions k `[B or 1, s]`, giving `[B, H, t,
         s]`.
         """
@@ -295,8 +297,8 @@ class Selected(Mask):
         N = lines.shape[3]
         inside = (k >= 0) & (column >= 0) & (column < N)
         B = max(lines.shape[0], column.shape[0])
-        at = column.clamp(0, N - 1)[:, None, None].expand(B, *lines.shape[1:3], -1)
-        return lines.expand(B, -1, -1, -1).gather(3, at) & inside[:, None, None]
+        index = column.clamp(0, N - 1)[:, None, None].expand(B, *lines.shape[1:3], -1)
+        return lines.expand(B, -1, -1, -1).gather(3, index) & inside[:, None, None]
 
     def _column(self, k: Tensor) -> Tensor:
         """Return the table column of each key position `[b, s]`; for position -1 it may be any
@@ -305,16 +307,16 @@ class Selected(Mask):
         first = 0 if self.first is None else self.first.to(k.device)[:, None]
         return k.long() // self.size - first
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
         # Decided from the rows of the table joined: t x S scores are never looked at.
-        lines, k = self.table[:, :, where.rows].to(where.device), where.k
+        lines, k = self.table[:, :, part.rows].to(part.device), part.k
         some, each = (
-            self._spread(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
+            self._expand_columns(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
         )  # [B,H,1,s]
         empty = (k < 0)[:, None, None]  # a slot that holds nothing speaks neither for nor against
         full = block_states(each | empty, bk) == block_states(torch.ones_like(each), bk)
         states = block_states(some, bk).clamp(max=PARTIAL)
-        n_held = count_held(where.k_positions, bk).to(where.device)[:, None]
+        n_held = count_held(part.k_positions, bk).to(part.device)[:, None]
         return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_held == 0, 0)
 
     def select_heads(self, heads: slice) -> Mask:
@@ -337,7 +339,7 @@ class Selected(Mask):
                 "call it was made for"
             )
 
-    def _at(self, slot: SlotPair) -> Tensor:
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
         b, h = (i * (n > 1) for i, n in zip((slot.b, slot.h), self.table.shape, strict=False))
         row = 0 if self.first is None else self.first[slot.b * (self.first.shape[0] > 1)]
         column, N = slot.k.long() // self.size - row, self.table.shape[3]

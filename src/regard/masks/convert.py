@@ -82,9 +82,9 @@ def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
     dropped = mask <= torch.finfo(mask.dtype).min / 2
     other = ~dropped & (mask != 0)
     if bool(other.any()):
-        at = other.nonzero()[0].tolist()
+        index = other.nonzero()[0].tolist()
         raise ArgumentError(
-            f"additive mask has {float(mask[tuple(at)])} at {at}; it must be 0 or at most "
+            f"additive mask has {float(mask[tuple(index)])} at {index}; it must be 0 or at most "
             "finfo.min / 2: "
             "numbers in between are a bias, pass them as bias="
         )

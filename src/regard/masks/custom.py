@@ -57,24 +57,24 @@ class Heads(Mask):
         q, k = to_4d(q), to_4d(k)
         return _join_heads([to_4d(mask.allows(q, k)) for mask in self.masks])
 
-    def _block(self, where: CallSlice) -> Tensor:
-        return _join_heads([mask._block(where) for mask in self.masks])
+    def _block(self, part: CallSlice) -> Tensor:
+        return _join_heads([mask._block(part) for mask in self.masks])
 
-    def _at(self, slot: SlotPair) -> Tensor:
-        heads = torch.stack([mask._at(slot) for mask in self.masks])
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        heads = torch.stack([mask._allows_pair(slot) for mask in self.masks])
         return heads[slot.h]
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         heads = []
         for h, mask in enumerate(self.masks):
-            found = mask._ranges(q[:, 0, :, 0])
-            if found is None:
+            ranges = mask._ranges(q[:, 0, :, 0])
+            if ranges is None:
                 return None
-            heads.append(Intervals(*(_select_head(x, h) for x in found)))
+            heads.append(Intervals(*(_select_head(x, h) for x in ranges)))
         return stack_heads(heads)
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
-        return _join_heads([mask._states(where, bk) for mask in self.masks])
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return _join_heads([mask._states(part, bk) for mask in self.masks])
 
     def select_heads(self, heads: slice) -> Mask:
         """Return the masks of these heads."""
@@ -104,9 +104,9 @@ def _select_head(x: Tensor, h: int) -> Tensor:
     return x[:, h : h + 1] if x.shape[1] > 1 else x
 
 
-def _join_heads(found: list[Tensor]) -> Tensor:
+def _join_heads(tensors: list[Tensor]) -> Tensor:
     """Join head h of the h-th tensor along the head dimension."""
-    heads = broadcast(*(_select_head(x, h) for h, x in enumerate(found)))
+    heads = broadcast(*(_select_head(x, h) for h, x in enumerate(tensors)))
     return torch.cat(heads, 1)
 
 
@@ -159,10 +159,10 @@ class Dense(Mask):
             "or write the rule as Fn(rule, name)"
         )
 
-    def _block(self, where: CallSlice) -> Tensor:
+    def _block(self, part: CallSlice) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
-        rows = where.rows if x.shape[2] > 1 or slot_count(where.q_positions) == 1 else slice(None)
-        return x[:, :, rows, where.columns].to(where.device)
+        rows = part.rows if x.shape[2] > 1 or slot_count(part.q_positions) == 1 else slice(None)
+        return x[:, :, rows, part.columns].to(part.device)
 
     def select_heads(self, heads: slice) -> Mask:
         """Return the table of these heads if there is one per head."""
@@ -184,10 +184,10 @@ class Dense(Mask):
                 + padding * (shape == (B, S))
             )
 
-    def _at(self, slot: SlotPair) -> Tensor:
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
-        where = (slot.b, slot.h, slot.q_idx)
-        return x[*(i * (n > 1) for i, n in zip(where, x.shape, strict=False)), slot.kv_idx]
+        indices = (slot.b, slot.h, slot.q_idx)
+        return x[*(i * (n > 1) for i, n in zip(indices, x.shape, strict=False)), slot.kv_idx]
 
     @property
     def by_slot(self) -> bool:

@@ -120,10 +120,10 @@ class _ExpressionReader:
             raise self.error(f'unknown mask "{error_text(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)
-        given = [self.value(x, depth + 1) for x in arguments]
+        values = [self.value(x, depth + 1) for x in arguments]
         named = {str(key): self.value(x, depth + 1) for key, x in keywords.items()}
         try:
-            return self.known[word](*given, **named)
+            return self.known[word](*values, **named)
         except TypeError as problem:
             if isinstance(problem, RegardError):
                 raise self.error(str(problem), node) from None
@@ -170,8 +170,14 @@ def _column(problem: Exception, text: str) -> int | None:
 
     An expression that ends too early has its error at its end.
     """
-    at, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
-    return None if at is None or line != 1 or "\n" in text else len(text) if at < 1 else at - 1
+    offset, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
+    return (
+        None
+        if offset is None or line != 1 or "\n" in text
+        else len(text)
+        if offset < 1
+        else offset - 1
+    )
 
 
 def _error(what: str, text: str, column: int | None) -> ArgumentError:

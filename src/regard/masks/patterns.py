@@ -92,8 +92,8 @@ class Window(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return q - k < size, and k - q <= ahead if `ahead` is given."""
-        near = q - k < self.size
-        return near if self.ahead is None else near & (k - q <= self.ahead)
+        in_window = q - k < self.size
+        return in_window if self.ahead is None else in_window & (k - q <= self.ahead)
 
     def _intervals(self, q: Tensor) -> Intervals:
         stops = torch.full_like(q, UNBOUNDED) if self.ahead is None else q + (self.ahead + 1)
@@ -187,9 +187,9 @@ class Dilated(Mask):
         # a quotient, not size * step, which may be beyond 64 bits
         return (back // self.step < self.size) & (back % self.step == 0)
 
-    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
-        hull = Window(min(self.size * self.step, MAX_INT))._states(where, bk)
-        return torch.where(hull == EMPTY, hull, super()._undecided(where, bk))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        hull = Window(min(self.size * self.step, MAX_INT))._states(part, bk)
+        return torch.where(hull == EMPTY, hull, super()._undecided(part, bk))
 
     def reach(self) -> Reach:
         """Return a reach of the window with its gaps."""
@@ -259,8 +259,8 @@ class Global(Mask):
     positions: Sequence[int]
 
     def __post_init__(self) -> None:
-        found = check_ints("Global positions", self.positions, 0)
-        object.__setattr__(self, "positions", tuple(sorted(set(found))))
+        positions = check_ints("Global positions", self.positions, 0)
+        object.__setattr__(self, "positions", tuple(sorted(set(positions))))
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return whether q or k is a global position."""
@@ -275,8 +275,8 @@ class Global(Mask):
         Returns:
             A bool tensor with the shape of `x`.
         """
-        found = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
-        return (x[..., None] == found).any(-1)  # isin knows no vmap
+        positions = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
+        return (x[..., None] == positions).any(-1)  # isin knows no vmap
 
     def _intervals(self, q: Tensor) -> Intervals:
         runs: list[list[int]] = []
@@ -285,11 +285,11 @@ class Global(Mask):
                 runs[-1][1] = p + 1
             else:
                 runs.append([p, p + 1])
-        ends = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
-        all_of_them = torch.zeros_like(ends)
-        all_of_them[0, 1] = UNBOUNDED
-        mine = torch.where(self.has(q)[..., None], all_of_them, ends)  # [B,1,t,n,2]
-        return Intervals(mine[..., 0], mine[..., 1])
+        bounds = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
+        everything = torch.zeros_like(bounds)
+        everything[0, 1] = UNBOUNDED
+        ranges = torch.where(self.has(q)[..., None], everything, bounds)  # [B,1,t,n,2]
+        return Intervals(ranges[..., 0], ranges[..., 1])
 
     def refusal(self) -> Refusal:
         """Explain that neither the query nor the key is global."""

@@ -80,8 +80,8 @@ def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
 
 def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors, expanded to their common broadcast shape."""
-    found: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(*tensors))
-    return found
+    expanded: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(*tensors))
+    return expanded
 
 
 def union(a: Intervals, b: Intervals) -> Intervals:
@@ -102,15 +102,15 @@ def complement(a: Intervals) -> Intervals:
     )
 
 
-def clear_rows(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
+def clear_rows(intervals: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
     """Return the intervals with all ranges of some queries made empty.
 
     >>> two = Intervals(torch.tensor([[[[0], [0]]]]), torch.tensor([[[[2], [3]]]]))
     >>> (clear_rows(two, torch.tensor([[True, False]])).starts == UNBOUNDED).tolist()
     [[[[True], [False]]]]
     """
-    at = rows[:, None, :, None]
-    return Intervals(*(x.masked_fill(at, UNBOUNDED) for x in found))
+    cleared = rows[:, None, :, None]
+    return Intervals(*(x.masked_fill(cleared, UNBOUNDED) for x in intervals))
 
 
 def stack_heads(heads: Sequence[Intervals]) -> Intervals:
@@ -141,7 +141,7 @@ def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
 
 
 def states_from_intervals(
-    found: Intervals, k_positions: Positions, bk: int
+    intervals: Intervals, k_positions: Positions, bk: int
 ) -> Int8[Tensor, "B H nK"]:
     """Return the states of key blocks for queries with these normalized intervals.
 
@@ -150,54 +150,54 @@ def states_from_intervals(
     it.
     """
     if isinstance(k_positions, Span):
-        seen = _count_span(found, k_positions, bk)  # [B,H,t,nK]
+        visible = _count_span(intervals, k_positions, bk)  # [B,H,t,nK]
     else:
-        seen = _count_stored(found, k_positions, bk)
-    n_held = count_held(k_positions, bk).to(seen.device)[:, None]
-    states = torch.full_like(seen[:, :, 0], PARTIAL, dtype=torch.int8)
-    states = states.masked_fill((seen == n_held[:, :, None]).all(2), FULL)
-    return states.masked_fill((seen == 0).all(2), EMPTY)
+        visible = _count_stored(intervals, k_positions, bk)
+    n_held = count_held(k_positions, bk).to(visible.device)[:, None]
+    states = torch.full_like(visible[:, :, 0], PARTIAL, dtype=torch.int8)
+    states = states.masked_fill((visible == n_held[:, :, None]).all(2), FULL)
+    return states.masked_fill((visible == 0).all(2), EMPTY)
 
 
-def _count_span(found: Intervals, keys: Span, bk: int) -> Tensor:
-    lo, hi = _block_bounds(keys, bk, found.starts.device)
-    seen = torch.zeros((), dtype=torch.int64, device=lo.device)
-    for start, stop in zip(found.starts.unbind(-1), found.stops.unbind(-1), strict=True):
-        seen = seen + (
+def _count_span(intervals: Intervals, keys: Span, bk: int) -> Tensor:
+    lo, hi = _block_bounds(keys, bk, intervals.starts.device)
+    visible = torch.zeros((), dtype=torch.int64, device=lo.device)
+    for start, stop in zip(intervals.starts.unbind(-1), intervals.stops.unbind(-1), strict=True):
+        visible = visible + (
             torch.minimum(stop[..., None], hi) - torch.maximum(start[..., None], lo)
         ).clamp(min=0)
-    return seen
+    return visible
 
 
-def _count_stored(found: Intervals, keys: Tensor, bk: int) -> Tensor:
+def _count_stored(intervals: Intervals, keys: Tensor, bk: int) -> Tensor:
     inside = (
         _split_into_blocks(torch.where(keys >= 0, keys.long(), UNBOUNDED), bk, UNBOUNDED)
         .sort(-1)
         .values
     )  # [B,nK,bk]
-    B = max(inside.shape[0], found.starts.shape[0])
-    _, H, t, n = found.starts.shape
+    B = max(inside.shape[0], intervals.starts.shape[0])
+    _, H, t, n = intervals.starts.shape
     nK = inside.shape[1]
     inside = inside.expand(B, -1, -1).contiguous()
 
-    def below(ends: Tensor) -> Tensor:
-        ends = ends.expand(B, -1, -1, -1).reshape(B, 1, -1).expand(-1, nK, -1).contiguous()
-        return torch.searchsorted(inside, ends)
+    def below(bounds: Tensor) -> Tensor:
+        bounds = bounds.expand(B, -1, -1, -1).reshape(B, 1, -1).expand(-1, nK, -1).contiguous()
+        return torch.searchsorted(inside, bounds)
 
-    seen = (below(found.stops) - below(found.starts)).clamp(min=0)  # [B,nK,H*t*n]
-    return seen.reshape(B, nK, H, t, n).sum(-1).permute(0, 2, 3, 1)
+    visible = (below(intervals.stops) - below(intervals.starts)).clamp(min=0)  # [B,nK,H*t*n]
+    return visible.reshape(B, nK, H, t, n).sum(-1).permute(0, 2, 3, 1)
 
 
-def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
+def count_visible(intervals: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
     """Count the keys that each query sees."""
     S = slot_count(k_positions)
-    if S == 0 or found.starts.shape[2] == 0:
+    if S == 0 or intervals.starts.shape[2] == 0:
         B = 1 if isinstance(k_positions, Span) else k_positions.shape[0]
-        shape = broadcast_shape((B, 1, 1), found.starts.shape[:-1])
-        return torch.zeros(shape, dtype=torch.int64, device=found.starts.device)
+        shape = broadcast_shape((B, 1, 1), intervals.starts.shape[:-1])
+        return torch.zeros(shape, dtype=torch.int64, device=intervals.starts.device)
     if isinstance(k_positions, Span):
-        return _count_span(found, k_positions, S)[..., 0]
-    return _count_stored(found, k_positions, S)[..., 0]
+        return _count_span(intervals, k_positions, S)[..., 0]
+    return _count_stored(intervals, k_positions, S)[..., 0]
 
 
 def and_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:

@@ -446,7 +446,7 @@ def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> A
     )
     recent = torch.zeros(1, 2, 2, 8, dtype=kind)
     wide: Any = torch.zeros(1, 2, slots + 2, 8)
-    wide.coded = SimpleNamespace(made=made, axis=axis, bits=8, recent=recent)
+    wide.coded = SimpleNamespace(groups=made, axis=axis, bits=8, recent=recent)
     return wide
 
 
@@ -465,7 +465,7 @@ def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
     """A zero that was filled in by hand may lie otherwise than its scale."""
     keys = coded("channel")
     zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
-    keys.coded.made.zero = zero
+    keys.coded.groups.zero = zero
     found = decode.quantized_segment(keys, coded("token"))
     assert found is not None
     _, scale, read = found.owners[:3]

@@ -139,19 +139,19 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     values: QuantizedSlots | None = getattr(v, "coded", None)
     if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
         return None
-    if keys.made.scale.dtype != values.made.scale.dtype:
+    if keys.groups.scale.dtype != values.groups.scale.dtype:
         return None
     slots = k.shape[2] - keys.recent.shape[2]
     if slots != v.shape[2] - values.recent.shape[2]:  # one loop over codes reads both
         return None
     (of_k, owners), (of_v, more) = _code_memory(keys), _code_memory(values)
     recent = keys.recent, values.recent
-    return QuantizedSegment(of_k, of_v, keys.made.scale.dtype, slots, recent, (*owners, *more))
+    return QuantizedSegment(of_k, of_v, keys.groups.scale.dtype, slots, recent, (*owners, *more))
 
 
 def _code_memory(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """The numbers of a `records.Coded` field, and the tensors that they are of."""
-    codes, scale, zero = x.made.codes, x.made.scale, x.made.zero
+    codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     if zero.stride() != scale.stride():  # filled in by hand
         scale, zero = scale.contiguous(), zero.contiguous()
