@@ -88,9 +88,9 @@ def test_every_kind_of_field_comes_back() -> None:
 
 
 def test_what_is_no_plain_data() -> None:
-    with pytest.raises(NotSerializable, match="function is no plain data"):
+    with pytest.raises(NotSerializable, match="function cannot be stored as plain data"):
         written(Rule(lambda: None), {})
-    with pytest.raises(NotSerializable, match="Bare is no dataclass"):
+    with pytest.raises(NotSerializable, match="Bare is not a dataclass"):
         written(Bare(1), {})
 
 

@@ -233,15 +233,17 @@ def test_what_never_happened_is_said_when_the_trace_closes() -> None:
         model(x)
     said = str(error.value)
     assert said.startswith(
-        "the edit of 'layers.7.z' never ran: no such tap was passed while the trace was open; "
+        "the edit of 'layers.7.z' never ran: no such tap was reached while the trace was open; "
     )
     assert "did you mean 'layers.1.z'?" in said or "did you mean 'layers.0.z'?" in said
     assert (
-        "the taps passed were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, "
+        "the taps reached were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, "
         "layers.1.q" in said
     )
     with (
-        pytest.raises(regard.ArgumentError, match="no tap was passed at all: run the model within"),
+        pytest.raises(
+            regard.ArgumentError, match="no tap was reached at all: run the model within"
+        ),
         Trace(edit={"z": zero}),
     ):
         pass

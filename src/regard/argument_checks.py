@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span
+from regard.units import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +75,9 @@ def check_finite(**tensors: Tensor) -> None:
         if bool(bad.any()):
             n, first = int(bad.sum()), bad.nonzero()[0].tolist()
             raise ArgumentError(
-                f"{name} has {n} non-finite value{'s' * (n > 1)}, first at {first}; "
-                "look at what produced it (this check was asked for by regard.checks(finite=True))"
+                f"{name} has {plural(n, 'non-finite value')}, first at {first}; "
+                "find the operation that produced it (regard.checks(finite=True) enables this "
+                "check)"
             )
 
 
@@ -231,7 +233,8 @@ def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
     if heads < 1 or dim % heads:
         allowed = ", ".join(map(str, divisors(dim)))
         raise ArgumentError(
-            f"dim {dim} is not divisible by {heads} heads; give head_dim, or one of {allowed} heads"
+            f"dim {dim} is not divisible by {plural(heads, 'head')}; give head_dim, or heads "
+            f"among {allowed}"
         )
     return dim // heads
 

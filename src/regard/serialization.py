@@ -48,7 +48,7 @@ class Serializable:
         """
         names = _field_names(type(self))
         if names is None:
-            raise NotSerializable(f"{type(self).__name__} is no dataclass")
+            raise NotSerializable(f"{type(self).__name__} is not a dataclass")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -97,7 +97,7 @@ def to_data(
             return [plain(y) for y in value]
         if isinstance(value, Serializable):
             return convert_nested(value)
-        raise NotSerializable(f"{type(value).__name__} is no plain data")
+        raise NotSerializable(f"{type(value).__name__} cannot be stored as plain data")
 
     values = x.plain_fields() or {"": None}
     names = (x.kind, *list(values)[1:])

@@ -219,14 +219,14 @@ class Trace:
         unused = [name for name in self.edit if name not in opening.done]
         if unused:
             raise ArgumentError(
-                f"the edit of {_quoted(unused)} never ran: no such tap was passed while the trace "
+                f"the edit of {_quoted(unused)} never ran: no such tap was reached while the trace "
                 "was open; "
                 f"{_passed_taps(opening, unused)}"
             )
         missing = sorted(name for name in self.wants if name not in opening.done)
         if missing and self.missing == "warn":
             warnings.warn(
-                f"{_quoted(missing)} was never captured: no such tap was passed while the trace "
+                f"{_quoted(missing)} was never captured: no such tap was reached while the trace "
                 "was "
                 "open; "
                 f"{_passed_taps(opening, missing)}",
@@ -368,10 +368,12 @@ def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
     names.
     """
     if not opening.passed:
-        return "no tap was passed at all: run the model within the `with` block, in the same thread"
+        return (
+            "no tap was reached at all: run the model within the `with` block, in the same thread"
+        )
     matches = [close for name in names for close in close_matches(name, opening.passed)]
     hint = f"did you mean {matches[0]!r}? " if matches else ""
-    return f"{hint}the taps passed were {_shortened(opening.passed, 16)}"
+    return f"{hint}the taps reached were {_shortened(opening.passed, 16)}"
 
 
 def _shortened(names: Iterable[str], most: int = 8) -> str:

@@ -294,7 +294,7 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "another batch": (
         lambda h, t: t.update(positions=torch.zeros(3, 3, dtype=torch.int64)),
-        "its tensors have [2, 3] rows; all must have one batch, or 1",
+        "its tensors have batch sizes [2, 3]; all must have one batch size, or 1",
         None,
     ),
     "positions that are no integers": (
@@ -368,7 +368,7 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "slots that hold nothing": (
         lambda h, t: t.update(positions=torch.tensor([[0, 1, -1], [0, 1, -1]])),
-        "positions is (2, 3), and comes to (2, 2)",
+        "positions is (2, 3), and becomes (2, 2)",
         paged,
     ),
     "a negative length": (
@@ -444,7 +444,7 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
         load(path)
     save_file({"x": torch.ones(1)}, path, metadata={"regard.cache": "["})
     with pytest.raises(
-        regard.FileError, match=r"the header of its cache is no JSON: Expecting value: line 1"
+        regard.FileError, match=r"the header of its cache is not JSON: Expecting value: line 1"
     ):
         load(path)
     cache = Growing()

@@ -18,10 +18,10 @@ from regard.files.strict_json import parse_json, read_json
     [
         (b'{"a": 1, "a": 2}', "has the key 'a' twice"),
         (b"[1]", "is a JSON list; it must be an object"),
-        (b'{"a": NaN}', "has the constant NaN, which is no JSON"),
-        (b'{"a": 1e999}', "has the number '1e999', which no computer's number holds"),
+        (b'{"a": NaN}', "has the constant NaN, which is not JSON"),
+        (b'{"a": 1e999}', "has the number '1e999', which float64 cannot represent"),
         (b'{"a": ' + b"1" * 21 + b"}", "has a number of 21 digits; at most 20 are read"),
-        (b'{"a": 0.' + b"1" * 500 + b"}", "which no computer's number holds"),
+        (b'{"a": 0.' + b"1" * 500 + b"}", "which float64 cannot represent"),
         (b'{"a": "\\ud800"}', "has half a character in '\\ud800'"),
         (b'{"\\udc00": 1}', "has half a character in '\\udc00'"),
         (
@@ -32,7 +32,7 @@ from regard.files.strict_json import parse_json, read_json
             b'{"a": [' + b"[]," * (1 << 22) + b"[]]}",
             "brackets and commas; at most 4194304 are read",
         ),
-        (b'{"' + b'\\"' * (1 << 20), "is no JSON: Unterminated string"),
+        (b'{"' + b'\\"' * (1 << 20), "is not JSON: Unterminated string"),
     ],
     ids=lambda x: repr(x)[:20],
 )
@@ -70,5 +70,5 @@ def test_only_regular_files_of_a_bounded_size_are_opened(tmp_path: Path) -> None
     (tmp_path / "long").write_bytes(b"\xff" * 9)
     with pytest.raises(FileError, match="long has 9 bytes; at most 8 are read"):
         read_json(tmp_path / "long", limit=8)
-    with pytest.raises(FileError, match="long is no text: not UTF-8 at byte 0"):
+    with pytest.raises(FileError, match="long is not text: not UTF-8 at byte 0"):
         read_text(tmp_path / "long", 9)

@@ -446,7 +446,7 @@ def test_a_block_without_attention_is_no_layer() -> None:
         (masks.Document.from_lengths([3, 3]), {"other document"}),
         (masks.Padding.right([4]), {"padding"}),
         (masks.Global((1,)), {"not global"}),
-        (masks.Dense(torch.eye(6, dtype=torch.bool)), {"the given matrix says no"}),
+        (masks.Dense(torch.eye(6, dtype=torch.bool)), {"not allowed by the given matrix"}),
         (masks.Strided(2), {f"outside {masks.Strided(2)}"}),
     ],
 )

@@ -249,7 +249,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
             step(d).update(mask={"text": "padding((((0, 3),),))"})
             or step(d).update(mask={"heads": [{"text": "causal"}]})
         ),
-        "Heads holds 1 masks, but the call has 4",
+        "Heads holds 1 mask, but the call has 4",
     ),
     "mask none": (lambda d, t: step(d).update(mask={}), "a mask with [] is unknown"),
     "bias": (

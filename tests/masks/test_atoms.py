@@ -218,7 +218,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         lambda: Dense(BOOL).allows(torch.tensor([0]), torch.tensor([0])),
         ArgumentError,
         (
-            "a Dense mask speaks of the slots of one call, not of positions: ask "
+            "a Dense mask is indexed by the slots of one call, not by positions: call "
             "mask.block(q_positions, k_positions), or "
             "write the rule as Fn(rule, name)"
         ),

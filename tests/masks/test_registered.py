@@ -196,10 +196,10 @@ def test_words_of_a_refusal(text: str) -> None:
 
 def test_words_of_masks_that_the_caller_gave() -> None:
     table = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    assert masks.Dense(table).refusal()[:2] == ("the given matrix says no", "given")
+    assert masks.Dense(table).refusal()[:2] == ("not allowed by the given matrix", "given")
     assert masks.Selected(table, 2).refusal()[:2] == ("not selected", "selected")
     rule = masks.Fn(lambda q, k: k <= q, "past")
-    assert rule.refusal() == ("the given function says no", "given", "past")
+    assert rule.refusal() == ("not allowed by the given function", "given", "past")
 
 
 def test_what_speaks_of_slots() -> None:

@@ -107,7 +107,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "bad manifest": (
         lambda p: (p / "manifest.json").write_text("[1"),
-        r"cannot be read: .*manifest\.json is no JSON",
+        r"cannot be read: .*manifest\.json is not JSON",
     ),
     "odd manifest": (
         lambda p: (p / "manifest.json").write_text("[1]"),

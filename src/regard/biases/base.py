@@ -13,6 +13,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.registry import Registry
 from regard.serialization import Serializable
 from regard.span import Positions, as_tensor, slice_positions
+from regard.units import plural
 
 ALL_SLOTS = slice(None)
 
@@ -130,7 +131,7 @@ class Bias(Serializable):
             ArgumentError: the class does not support this.
         """
         raise ArgumentError(
-            f"{self} cannot be cut by heads; write `select_heads` for its class, or use another "
+            f"{self} cannot be split by heads; define `select_heads` in its class, or use another "
             "method"
         )
 
@@ -149,7 +150,8 @@ class Bias(Serializable):
         own = self._heads()
         if own not in (None, H):
             raise ArgumentError(
-                f"{self} has {own} heads and the query has {H}; make the bias for {H} heads"
+                f"{self} has {plural(own, 'head')} and the query has {H}; create the bias with "
+                f"heads={H}"
             )
 
     def __add__(self, other: object) -> Bias:
@@ -182,7 +184,8 @@ class Bias(Serializable):
     def _check_count(self, tensors: Sequence[Tensor], n: int) -> None:
         if len(tensors) != n:
             raise ArgumentError(
-                f"{self} has {n} tensors and got {len(tensors)}; give one for each of tensors()"
+                f"{self} has {plural(n, 'tensor')} and got {len(tensors)}; give one for each of "
+                "tensors()"
             )
 
 

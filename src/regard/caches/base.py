@@ -14,6 +14,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.registry import Registry
 from regard.span import Positions, Span, as_tensor, next_positions, slot_count
+from regard.units import plural
 
 Parts: TypeAlias = tuple[Tensor, ...]
 """The tensors that a projection stores for each token, each `[B, n, T, d]`, such as keys and
@@ -367,7 +368,7 @@ def check_update(memory: Parts, positions: Positions) -> None:
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
             raise ArgumentError(
-                f"memory {i} is {tuple(new.shape)} at {length} positions; "
+                f"memory {i} is {tuple(new.shape)} at {plural(length, 'position')}; "
                 "it must be [batch, heads, length, dim] with one position per slot"
             )
         batches[new.shape[0]] = None

@@ -17,6 +17,7 @@ from regard.caches.base import (
 )
 from regard.errors import ArgumentError
 from regard.span import Positions, Span, slot_count
+from regard.units import plural
 
 
 class Cross(Cache):
@@ -105,7 +106,8 @@ class Cross(Cache):
             stop = int(where.max()) + 1 if where.numel() else 0
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but a Cross cache holds a source of {stop} positions, of "
+                f"crop to {length}, but a Cross cache holds a source of "
+                f"{plural(stop, 'position')}, of "
                 "which a decoder forgets nothing; "
                 "crop the caches of the target, or reset() this one"
             )

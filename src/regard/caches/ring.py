@@ -185,7 +185,8 @@ class SlotPositions(NamedTuple):
             row, column = early.nonzero()[0].tolist()
             stored = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
-                f"row {row} comes to position {int(p[row, column])} and the cache holds position "
+                f"row {row} has the new position {int(p[row, column])}, and the cache holds "
+                "position "
                 f"{stored}: a ring is filled in the "
                 "order of positions; crop it first, or use a Growing cache"
             )

@@ -24,6 +24,7 @@ from regard.files.safetensors_reader import load_tensors as read_tensors
 from regard.files.strict_json import parse_json
 from regard.registry import is_builtin
 from regard.span import Span, slot_count
+from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
 _KEY = "regard.cache"
@@ -268,7 +269,9 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
     """Raise unless tensors have rows of one batch, and memory has one slot per position."""
     rows = {x.shape[0] if x.ndim else 0 for x in contents.values() if isinstance(x, Tensor)} - {1}
     if len(rows) > 1:
-        raise ArgumentError(f"its tensors have {sorted(rows)} rows; all must have one batch, or 1")
+        raise ArgumentError(
+            f"its tensors have batch sizes {sorted(rows)}; all must have one batch size, or 1"
+        )
     positions = contents.get(HELD_POSITIONS, contents.get("positions"))
     if isinstance(positions, Tensor) and (
         positions.ndim != 2 or positions.dtype not in _INTEGER_DTYPES
@@ -290,7 +293,8 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
     for i, x in enumerate(parts_of(contents)):
         if x.ndim != 4 or slots not in (None, x.shape[2]):
             raise ArgumentError(
-                f"memory.{i} is {tuple(x.shape)} for {slots} positions; it must be [batch, heads, "
+                f"memory.{i} is {tuple(x.shape)} for {plural(slots or 0, 'position')}; it must be "
+                "[batch, heads, "
                 "slots, dim]"
             )
 
@@ -305,4 +309,4 @@ def _check_same_contents(saved: Contents, loaded: Contents) -> None:
     for name, x in saved.items():
         y = loaded[name]
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-            raise ArgumentError(f"{name} is {tuple(x.shape)}, and comes to {tuple(y.shape)}")
+            raise ArgumentError(f"{name} is {tuple(x.shape)}, and becomes {tuple(y.shape)}")

@@ -25,6 +25,7 @@ from regard.caches.base import (
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
+from regard.units import plural
 
 
 class State(Cache):
@@ -87,7 +88,8 @@ class State(Cache):
         stop = last.stop if isinstance(last, Span) else int(last.max()) + 1
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but the state has seen {stop} positions and cannot forget "
+                f"crop to {length}, but the state has seen {plural(stop, 'position')} and cannot "
+                "forget "
                 "some of them; "
                 "keep a fork() from before, or run the prompt again"
             )

@@ -64,7 +64,7 @@ def checked_path(folder: Path, name: str) -> Path:
 
     >>> checked_path(Path("model"), "../secrets")
     Traceback (most recent call last):
-    regard.errors.FileError: model: '../secrets' is no plain file name; a model's
+    regard.errors.FileError: model: '../secrets' is not a plain file name; a model's
     files lie in its own folder
     """
     check_file_name(folder, name)
@@ -92,7 +92,8 @@ def check_file_name(folder: Path, name: str) -> None:
     plain = name not in ("", ".", "..") and len(name) <= _MAX_NAME_LENGTH and name.isprintable()
     if not plain or any(mark in name for mark in "/\\:"):
         raise FileError(
-            f"{folder}: {short_repr(name)} is no plain file name; a model's files lie in its own "
+            f"{folder}: {short_repr(name)} is not a plain file name; a model's files lie in its "
+            "own "
             "folder"
         )
 
@@ -219,7 +220,7 @@ def read_text(path: Path, limit: int) -> str:
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as e:
-        raise FileError(f"{path} is no text: not UTF-8 at byte {e.start}") from None
+        raise FileError(f"{path} is not text: not UTF-8 at byte {e.start}") from None
 
 
 def read_exactly(file: FileIO, count: int, path: Path) -> bytes:

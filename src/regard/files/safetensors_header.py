@@ -38,6 +38,7 @@ from safetensors import SafetensorError, safe_open
 from regard.errors import ArgumentError, FileError
 from regard.files import strict_json
 from regard.files.regular_files import FileState, open_regular, read_exactly
+from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
 HEADER_LIMIT = 100_000_000
@@ -141,7 +142,7 @@ def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
         table = strict_json.parse_json(raw)
         metadata = table.pop("__metadata__", {})
         if len(table) > limit:
-            raise ArgumentError(f"names {len(table)} tensors; at most {limit} are read")
+            raise ArgumentError(f"names {plural(len(table), 'tensor')}; at most {limit} are read")
         _check_with_library(path, table, data, mark.size)
         tensors = [_stored_tensor(name, entry, path, 8 + length) for name, entry in table.items()]
     except ArgumentError as e:
@@ -163,7 +164,7 @@ def _length(path: Path, head: bytes, size: int) -> int:
         raise invalid_file(path, f"its header alone needs {8 + length}", _partial(size))
     kind = identify_format(head)
     if kind:
-        raise invalid_file(path, "its first bytes are no header's length", kind)
+        raise invalid_file(path, "its first bytes are not the length of a header", kind)
     if len(head) < 8:
         raise invalid_file(path, "a header's length has 8", _partial(size))
     if not allowed:
@@ -182,7 +183,7 @@ def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: i
             pass
     except MemoryError:  # it maps the file; a sparse one may be larger than any address space
         raise FileError(
-            f"{path} has {size} bytes, and the memory to map them is not to be had"
+            f"{path} has {size} bytes, and there is not enough memory to map them"
         ) from None
     except (SafetensorError, OSError) as e:
         if "ncomplete" in str(e):  # how it says that the data is longer or shorter than described
@@ -227,7 +228,7 @@ def _stored_tensor(name: str, entry: Any, path: Path, base: int) -> StoredTensor
     return StoredTensor(name, DTYPES[dtype], tuple(shape), path, base + start, end - start)
 
 
-PICKLE_ADVICE = "which is never opened; convert it to safetensors elsewhere"
+PICKLE_ADVICE = "which regard does not open; convert it to safetensors with another program"
 _BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with `git lfs pull`",
     b"<": "a web page, not the file; download it again",
@@ -238,8 +239,8 @@ _BEGINNINGS = {
     b"\x28\xb5\x2f\xfd": "a zstandard archive; unpack it with `unzstd`",
     b"\xfd7zXZ": "an xz archive; unpack it with `unxz`",
     b"GGUF": "a GGUF file of llama.cpp; get the safetensors of the model, before its quantisation",
-    b"\x89HDF": "an HDF5 file of Keras; convert it to safetensors elsewhere",
-    b"\x93NUMPY": "a NumPy array; convert it to safetensors elsewhere",
+    b"\x89HDF": "an HDF5 file of Keras; convert it to safetensors with another program",
+    b"\x93NUMPY": "a NumPy array; convert it to safetensors with another program",
     b"{": "JSON text, not the file: an error message of a server, or an index; download it again",
 }
 """First bytes of a file -> what it is. A safetensors file begins with the length of its header, and
@@ -254,8 +255,8 @@ def identify_format(head: bytes) -> str:
     """Return a message that names the format of a file by its first bytes, with advice; "" if
     unknown.
 
-    >>> identify_format(b"PK and so on")
-    'it is a zip or a PyTorch pickle, which is never opened; convert it to safetensors elsewhere'
+    >>> identify_format(b"BZh and so on")
+    'it is a bzip2 archive; unpack it with `bunzip2`'
     """
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     return next(
@@ -269,7 +270,7 @@ def invalid_file(
     """Return the error for a file that is not a safetensors file, with the reason and the next
     step.
 
-    >>> print(invalid_file(Path("a"), "its header is no JSON", "write it again"))
-    a is not a whole safetensors file (its header is no JSON): write it again
+    >>> print(invalid_file(Path("a"), "its header is not JSON", "write it again"))
+    a is not a whole safetensors file (its header is not JSON): write it again
     """
     return FileError(f"{path} is not a whole safetensors file ({reason}): {step}")

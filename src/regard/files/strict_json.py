@@ -92,7 +92,7 @@ def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
     except ArgumentError:
         raise
     except ValueError as e:  # UnicodeDecodeError and JSONDecodeError are among them
-        raise ArgumentError(f"is no JSON: {e}") from None
+        raise ArgumentError(f"is not JSON: {e}") from None
     if not isinstance(value, kind):
         wanted = "an object" if kind is dict else "a list"
         raise ArgumentError(f"is a JSON {type(value).__name__}; it must be {wanted}")
@@ -127,13 +127,13 @@ def _int(digits: str) -> int:
 def _float(digits: str) -> float:
     if len(digits) > _FLOAT or not math.isfinite(number := float(digits)):
         raise ArgumentError(
-            f"has the number {short_repr(digits, 20)}, which no computer's number holds"
+            f"has the number {short_repr(digits, 20)}, which float64 cannot represent"
         )
     return number
 
 
 def _constant(name: str) -> NoReturn:
-    raise ArgumentError(f"has the constant {name}, which is no JSON")
+    raise ArgumentError(f"has the constant {name}, which is not JSON")
 
 
 def _texts(value: Any) -> Iterator[str]:

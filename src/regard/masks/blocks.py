@@ -23,6 +23,7 @@ from regard.masks.tiling import (
     intersect,
     normalize_intervals,
 )
+from regard.units import plural
 
 
 def look_up_blocks(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
@@ -121,7 +122,8 @@ class Blocks(Mask):
         check_batch_rows("Blocks", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Blocks holds {heads} heads, but the call has {H}; give one table per head, or "
+                f"Blocks holds {plural(heads, 'head')}, but the call has {H}; give one table per "
+                "head, or "
                 "one for all"
             )
         check_coverage("Blocks", nK, self.size, S)
@@ -204,7 +206,8 @@ def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
     """Raise unless the blocks cover S keys."""
     if blocks * size < S:
         raise ArgumentError(
-            f"{name} covers {blocks} blocks of {size} = {blocks * size} positions, but there are "
+            f"{name} covers {plural(blocks, 'block')} of {size} = "
+            f"{plural(blocks * size, 'position')}, but there are "
             f"{S} keys; "
             f"give {-(-S // size)} blocks"
         )
@@ -330,12 +333,14 @@ class Selected(Mask):
         check_batch_rows("Selected", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Selected holds {heads} heads, but the call has {H}; give one table per head, or "
+                f"Selected holds {plural(heads, 'head')}, but the call has {H}; give one table "
+                "per head, or "
                 "one for all"
             )
         if queries != T:
             raise ArgumentError(
-                f"Selected holds {queries} queries, but the call has {T}; a selection serves the "
+                f"Selected holds {plural(queries, 'query')}, but the call has {T}; a selection "
+                "serves the "
                 "call it was made for"
             )
 

@@ -16,6 +16,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import CallSlice, Mask, Reach, Refusal, SlotPair, to_4d, widest_reach
 from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
 from regard.span import slot_count
+from regard.units import plural
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,8 @@ class Heads(Mask):
         """Check that there is one mask per query head."""
         if len(self.masks) != H:
             raise ArgumentError(
-                f"Heads holds {len(self.masks)} masks, but the call has {H} query heads; give one "
+                f"Heads holds {plural(len(self.masks), 'mask')}, but the call has "
+                f"{plural(H, 'query head')}; give one "
                 "mask per head"
             )
         for mask in self.masks:
@@ -154,7 +156,7 @@ class Dense(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Raise, because the tensor is indexed by slots of one call, not by positions."""
         raise ArgumentError(
-            "a Dense mask speaks of the slots of one call, not of positions: ask "
+            "a Dense mask is indexed by the slots of one call, not by positions: call "
             "mask.block(q_positions, k_positions), "
             "or write the rule as Fn(rule, name)"
         )
@@ -196,7 +198,7 @@ class Dense(Mask):
 
     def refusal(self) -> Refusal:
         """Explain that the tensor of the caller forbids the key."""
-        return Refusal("the given matrix says no", "given", str(self))
+        return Refusal("not allowed by the given matrix", "given", str(self))
 
     def __str__(self) -> str:
         return f"dense({'x'.join(map(str, self.table.shape))})"
@@ -256,7 +258,7 @@ class Fn(Mask):
 
     def refusal(self) -> Refusal:
         """Explain that the function of the caller forbids the key."""
-        return Refusal("the given function says no", "given", str(self))
+        return Refusal("not allowed by the given function", "given", str(self))
 
     def __str__(self) -> str:
         return self.name

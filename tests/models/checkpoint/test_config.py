@@ -56,18 +56,18 @@ def test_older_and_newer_configs(folder: Path) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "{}/config.json is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"", "{}/config.json is not JSON: Expecting value: line 1 column 1 (char 0)"),
         (
             b'{"a": 1,',
             (
-                "{}/config.json is no JSON: Expecting property name enclosed in double quotes: "
+                "{}/config.json is not JSON: Expecting property name enclosed in double quotes: "
                 "line 1 column 9 (char 8)"
             ),
         ),
         (
             b"\xff\xfe",
             (
-                "{}/config.json is no JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
+                "{}/config.json is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
                 "invalid start byte"
             ),
         ),

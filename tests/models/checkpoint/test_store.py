@@ -129,10 +129,10 @@ def test_an_index_may_lack_sizes(tmp_path: Path) -> None:
 A_B = {"a": ONE, "b": ONE}
 INDICES = {
     "a list": ("[]", f"{INDEX} is a JSON list; it must be an object"),
-    "no JSON": ("{", f"{INDEX} is no JSON: Expecting property name"),
+    "no JSON": ("{", f"{INDEX} is not JSON: Expecting property name"),
     "a web page": (
         "<html>",
-        f"{INDEX} is no JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not",
+        f"{INDEX} is not JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not",
     ),
     "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
     "nothing": (
@@ -216,7 +216,7 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     for place in (tmp_path / "secret.safetensors", folder / "sub" / "x.safetensors"):
         save_file({"a": torch.ones(1)}, place)
     with pytest.raises(
-        FileError, match=r"is no plain file name; a model's files lie in its own folder$"
+        FileError, match=r"is not a plain file name; a model's files lie in its own folder$"
     ):
         checked_path(folder, name)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
@@ -465,7 +465,7 @@ def test_the_header_is_checked_before_anything_is_allocated(
     single(tmp_path)
     monkeypatch.setattr(torch, "empty", refuse)
     store = Store.open(tmp_path)
-    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not to be had$"):
+    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not available$"):
         next(store.read())
 
 

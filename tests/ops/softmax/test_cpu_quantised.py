@@ -42,7 +42,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         axes.append(axis)
         return right(made, axis, shape, bits=bits)
 
-    monkeypatch.setattr(quantization, "dequantise", count)
+    monkeypatch.setattr(quantization, "dequantize", count)
     return axes
 
 
