@@ -51,7 +51,7 @@ class Bare(Box):
 
 BOXES: Registry[Serializable] = Registry("box")
 for _kind in (Box, Empty):
-    BOXES.enter(_kind.kind, _kind)
+    BOXES.register(_kind.kind, _kind)
 
 
 def written(x: Serializable, kept: dict[str, Tensor]) -> dict[str, object]:

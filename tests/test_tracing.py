@@ -512,3 +512,19 @@ def test_the_old_module_name_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"regard\.tap\.NAMES is now .*TAP_NAMES"):
         from regard.tap import NAMES
     assert NAMES is TAP_NAMES
+
+
+def test_a_trace_that_is_written_with_the_old_attributes_works_and_warns() -> None:
+    seen: list[str] = []
+    with pytest.warns(DeprecationWarning, match="is now"):
+
+        class Old(Trace):
+            watches = True
+
+            def saw(self, call: Any, result: Any, kernel: str) -> None:
+                seen.append(kernel)
+
+    q = torch.ones(1, 1, 2, 4)
+    with Old():
+        regard.attend(q, q, q)
+    assert len(seen) == 1

@@ -136,7 +136,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"regard.{name}")
     else:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # the next access finds the value directly
     return value
 
 

@@ -65,7 +65,7 @@ def check_finite(**tensors: Tensor) -> None:
     active.
     """
     from regard.process_state import (
-        is_compiling,  # it needs torch, which must not be there at the start
+        is_compiling,  # imports torch, which `import regard` must not do
     )
 
     if is_compiling() or not _finite.get():

@@ -57,6 +57,6 @@ def close_matches(
     >>> close_matches("fourty", ["forty", "four", "two"], most=2)
     ['forty', 'four']
     """
-    import difflib  # only an error needs it
+    import difflib  # imported here, since only errors need it
 
     return difflib.get_close_matches(str(name)[:longest], list(known), most, cutoff)

@@ -78,5 +78,5 @@ def module_to_huge_pages(module: nn.Module) -> None:
     >>> torch.equal(layer.weight, before)
     True
     """
-    for parameter in module.parameters():  # each once, shared or not
+    for parameter in module.parameters():  # yields a shared parameter once
         parameter.data = to_huge_pages(parameter.data)

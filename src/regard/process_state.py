@@ -23,7 +23,7 @@ _lock = RLock()
 def _new_lock_after_fork() -> None:
     """Replace the lock in a forked child, in which the thread that held it does not exist."""
     global _lock
-    _lock = RLock()  # the thread that held it is not in the child
+    _lock = RLock()  # the child does not have the thread that held the lock
 
 
 if hasattr(os, "register_at_fork"):
@@ -39,8 +39,9 @@ def is_compiling() -> bool:
     >>> is_compiling()
     False
     """
-    # In a graph dynamo takes the first for True and sees no more; elsewhere it is False. The second
-    # is what `torch.compiler.is_compiling()` reads: this line is passed for every layer and token.
+    # Inside a graph, dynamo evaluates the first term to True and stops; outside it is False. The
+    # flag in the second term is the one that `torch.compiler.is_compiling()` reads. It is read here
+    # directly, because this line runs for every layer and token.
     return torch.compiler.is_dynamo_compiling() or (
         torch.compiler._is_compiling_flag and _this_thread_compiles()
     )

@@ -30,7 +30,7 @@ class Registry(Generic[T]):
         what: the kind of the classes in messages, such as "mask".
 
     >>> numbers: Registry[int] = Registry("number")
-    >>> numbers.enter("small", int)
+    >>> numbers.register("small", int)
     >>> numbers.find("small")
     <class 'int'>
     >>> numbers.find("smal")
@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         self.what = what
         self._classes: dict[str, type[T]] = {}
 
-    def enter(self, name: str, kind: type[T]) -> None:
+    def register(self, name: str, kind: type[T]) -> None:
         """Register a class under a name.
 
         Raises:

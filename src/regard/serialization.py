@@ -141,7 +141,7 @@ def from_data(
         kind = registry.get(name)
         if kind is None:
             continue
-        # where it was written out, for want of the class, the other keys are those of the class
+        # an object that was written out as a tensor has, besides, the keys of its own class
         names = (
             [] if name in FALLBACK_KEYS else [x for x in data if x not in (name, *FALLBACK_KEYS)]
         )

@@ -70,7 +70,7 @@ class Span:
     def __getitem__(self, part: slice) -> Span:
         if part.step not in (None, 1):
             raise ArgumentError(f"a Span takes slices of step 1, not {part.step}")
-        # not slice.indices, which ties a compiled graph to the length
+        # slice.indices would make a compiled graph specialize on the length
         start = 0 if part.start is None else _index(part.start, self.length)
         stop = self.length if part.stop is None else _index(part.stop, self.length)
         return Span(self.start + start, max(0, stop - start), self.tokens)

@@ -47,7 +47,7 @@ def display_width(text: str) -> int:
     """
     if text.isascii():
         return len(text)
-    import unicodedata  # most tables are ASCII
+    import unicodedata  # imported here, since most tables are ASCII
 
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
+from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, ArgumentTypeError
 
@@ -38,7 +39,7 @@ class _ThreadState(threading.local):
 
     def __init__(
         self,
-    ) -> None:  # of each thread; a default on the class would escape the compiler's guards
+    ) -> None:  # per thread; the compiler does not guard class defaults
         self.stack: tuple[ActiveTrace, ...] = ()
         self.places: tuple[str, ...] = ()
 
@@ -107,8 +108,15 @@ class Trace:
     torch.Size([1, 1, 3, 3])
     """
 
-    watches: ClassVar[bool] = False
-    """Whether `saw` is called with every attention call and its result."""
+    observes_calls: ClassVar[bool] = False
+    """Whether `on_attention_call` is called with every attention call and its result."""
+
+    watches = renamed_attribute("observes_calls")
+    saw = renamed_attribute("on_attention_call")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_attributes(cls, watches="observes_calls", saw="on_attention_call")
 
     def __init__(
         self,
@@ -144,7 +152,7 @@ class Trace:
         if opening.times:
             return
         _state.stack = tuple(each for each in _state.stack if each is not opening)
-        if kind is None:  # an exception in flight is not masked
+        if kind is None:  # do not hide an exception of the block
             self._settle(opening)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -154,7 +162,7 @@ class Trace:
         return bool(self._matches(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._heard))  # another thread may capture something more meanwhile
+        return iter(list(self._heard))  # a copy, since another thread may capture more
 
     def __len__(self) -> int:
         return len(self._heard)
@@ -170,8 +178,9 @@ class Trace:
         """
         return list(self._heard[self._resolve(name)])
 
-    def saw(self, call: Any, result: Any, kernel: str) -> None:
-        """Receive an attention call after a kernel has run it; called only if `watches` is True.
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
+        """Receive an attention call after a kernel has run it; called only if `observes_calls` is
+        True.
 
         Args:
             call: the checked call, a `regard.ops.softmax.call.Call`.
@@ -208,7 +217,7 @@ class Trace:
         opening.passed[full] = None
         keys = [key for key in (full, name) if key in self.wants]
         if keys:
-            # keys and values may be a cache's own memory, which later tokens overwrite
+            # keys and values may be a cache's own buffers, which later tokens overwrite
             captured = x.detach().clone() if name in ("k", "v") else x.detach()
             self._heard.setdefault(full, []).append(captured)
             for key in keys:
@@ -327,14 +336,14 @@ def call_observers() -> list[Trace]:
 
     if is_compiling():
         return []
-    return [opening.trace for opening in _state.stack if opening.trace.watches]
+    return [opening.trace for opening in _state.stack if opening.trace.observes_calls]
 
 
 def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
     """Apply an edit to x, and check that the result has its shape, dtype and device."""
     import torch
 
-    # an edit that works in place must not reach what a cache keeps
+    # an edit in place must not change the buffers of a cache
     edited = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
     if not isinstance(edited, torch.Tensor):
         raise ArgumentTypeError(
@@ -347,7 +356,7 @@ def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
         raise ArgumentError(
             f"the edit of {key!r} returned {_describe(edited)} at {opening.full(name)}; it must "
             "return "
-            "what it was given, "
+            "a tensor like its argument, "
             f"{_describe(x)}"
         )
     opening.done[key] = None

@@ -40,8 +40,8 @@ def test_the_names() -> None:
 def test_what_a_name_makes(name: str) -> None:
     size, settings, mask = NAMES[name]
     kind = CACHES.find(name)
-    assert kind.narrowing(9) == mask
-    assert kind.forgets == (mask is not None)
+    assert kind.narrowing_mask(9) == mask
+    assert kind.evicts == (mask is not None)
     if size is not None:
         made = kind.for_layer(size)
         assert type(made) is kind
@@ -51,7 +51,7 @@ def test_what_a_name_makes(name: str) -> None:
         assert kind.needs_slots == (size.slots is not None)
     else:
         assert reach(mask).tokens == 9, "a cache that forgets keeps max_context tokens"
-        assert kind.least == (5 if "sinks" in str(mask) else 1)
+        assert kind.min_context == (5 if "sinks" in str(mask) else 1)
 
 
 @pytest.mark.parametrize("name", ["fixed", "paged"])
@@ -114,3 +114,22 @@ def test_a_part_that_is_not_quantised_is_its_own_code() -> None:
     made = QuantizedGroups(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)
     assert dequantize(made, "exact", (1, 2, 5, 4), bits=8) is x
     assert group_shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape
+
+
+def test_a_cache_that_is_written_with_the_old_attributes_works_and_warns() -> None:
+    with CACHES.temporary(), pytest.warns(DeprecationWarning, match="is now") as warned:
+
+        class Old(Growing):
+            kind = "old"
+            forgets = True
+            least = 3
+
+            @classmethod
+            def narrowing(cls, most: int) -> masks.Mask:
+                return masks.Window(most)
+
+        assert (Old.evicts, Old.min_context) == (True, 3)
+        assert Old.narrowing_mask(4) == masks.Window(4)
+    assert len(warned) == 3
+    with pytest.warns(DeprecationWarning, match=r"Cache\.forgets is now Cache\.evicts"):
+        assert Growing.forgets is False

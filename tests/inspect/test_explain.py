@@ -245,9 +245,9 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     number.
     """
     change, wrong = LIES[lie]
-    honest = Watch.saw
+    honest = Watch.on_attention_call
     monkeypatch.setattr(
-        Watch, "saw", lambda self, call, result, name: honest(self, *change(call, result), name)
+        Watch, "on_attention_call", lambda self, call, result, name: honest(self, *change(call, result), name)
     )
     found = explain(model(), TEXT, layer=1, head=2, query=5)
     told = {

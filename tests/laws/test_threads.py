@@ -446,7 +446,7 @@ def test_numbers_that_another_thread_has_written_to_stay(
             overtake(x)
             return found
 
-        monkeypatch.setattr(home, "dequantise", slow)
+        monkeypatch.setattr(home, "dequantize", slow)
     x.numbers()
     assert torch.equal(x.numbers(), real + 1) is (kind is LazyDequantizedTensor)
 
@@ -635,7 +635,7 @@ def test_a_compilation_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPa
         with pytest.raises(regard.ArgumentError), regard.checks(finite=True):
             regard.attend(q, k, v)
         # the broken form: in this thread it is as if it compiled
-        monkeypatch.setattr(process_state, "_of_this_thread", lambda: True)
+        monkeypatch.setattr(process_state, "_this_thread_compiles", lambda: True)
         with pytest.raises(regard.KernelRefusal, match="no part of a compiled graph"):
             work()
 

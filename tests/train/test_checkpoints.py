@@ -333,7 +333,7 @@ def test_what_is_synced_and_in_which_order(tmp_path: Path, monkeypatch: pytest.M
         events.append(f"rename {Path(target).name}")
         return plain_rename(self, target)
 
-    monkeypatch.setattr(checkpoints, "sync", sync)
+    monkeypatch.setattr(checkpoints, "sync_to_disk", sync)
     monkeypatch.setattr(Path, "rename", rename)
     folder = tmp_path / "all"
     checkpoints.save(folder, make(1))

@@ -19,7 +19,7 @@ __all__ = [
     "t5_bucket",
 ]
 
-# a bias in a file of its own is found without a line here, as `regard.biases.<Name>`
+# Biases in other files of this folder become `regard.biases.<Name>` without an entry here.
 import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in BIASES if kind.__module__.startswith(f"{__name__}.")

@@ -93,7 +93,7 @@ class ALiBi(Bias):
             if not self.slopes.is_floating_point():
                 raise ArgumentTypeError("slopes is a tensor of integers; use .float()")
         elif self.slopes is not None:
-            object.__setattr__(self, "slopes", tuple(self.slopes))  # hashable, also from a list
+            object.__setattr__(self, "slopes", tuple(self.slopes))  # hashable
             for h, slope in enumerate(self.slopes):
                 check_number(f"slopes[{h}]", slope, -float("inf"), float("inf"), "finite")
 

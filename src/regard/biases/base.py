@@ -44,7 +44,7 @@ class Bias(Serializable):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
-        BIASES.enter(cls.kind, cls)
+        BIASES.register(cls.kind, cls)
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bias of pairs of positions.

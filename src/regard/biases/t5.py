@@ -82,10 +82,10 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     starts = list(range(e))
     for m in range(n):
         bound = max_distance**m * e ** (n - m)
-        # a logarithm says where about; whole numbers decide
+        # the logarithm is an estimate; the search below is exact
         estimate = e * math.exp(m / n * math.log(max_distance / e))
         low, high = int(estimate * (1 - 1e-9)), int(estimate * (1 + 1e-9)) + 2
-        while low < high:  # by hand, since a compiled graph cannot trace the bisect module
+        while low < high:  # a bisection; dynamo cannot trace the bisect module
             middle = (low + high) // 2
             low, high = (low, middle) if middle**n >= bound else (middle + 1, high)
         starts.append(low)
@@ -140,7 +140,7 @@ class T5Relative(Bias):
             self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
         )
         n = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
-        # not a field: it follows from the others, and every block needs it
+        # cached, since every block needs it; not a field, since it follows from the fields
         object.__setattr__(self, "_starts", bucket_starts(n, self.max_distance))
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:

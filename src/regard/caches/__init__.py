@@ -46,7 +46,7 @@ __all__ = [
     "save",
 ]
 
-# a cache in a file of its own is found without a line here
+# Caches in other files of this folder register without an entry here.
 import_all(__name__, __path__)
 
 

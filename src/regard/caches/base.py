@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.registry import Registry
@@ -56,9 +57,9 @@ class Cache(ABC):
     leaves the cache unchanged.
 
     A subclass with a `kind`, in this package or in your own code, can be requested by that name:
-    `generate(cache=kind)`, `--cache`. `for_layer` creates it; `forgets`, `needs_slots`,
-    `needs_widths`, `least` and `narrowing` define how it works together with `max_context`. `save`
-    and `load` store classes from outside this package by their `kind`.
+    `generate(cache=kind)`, `--cache`. `for_layer` creates it; `evicts`, `needs_slots`,
+    `needs_widths`, `min_context` and `narrowing_mask` define how it works together with
+    `max_context`. `save` and `load` store classes from outside this package by their `kind`.
 
     A cache may be used by one thread at a time: if two threads update it at once, tokens are lost.
     Several threads may fork the same cache while no thread changes it, and each may change its own
@@ -67,7 +68,7 @@ class Cache(ABC):
 
     kind: ClassVar[str | None] = None
     """The name by which generation requests the cache; None if only modules create it."""
-    forgets: ClassVar[bool] = False
+    evicts: ClassVar[bool] = False
     """Whether the cache evicts old tokens, so that generation never fills it; it needs
     `max_context`.
     """
@@ -75,16 +76,21 @@ class Cache(ABC):
     """Whether memory is allocated once, so that the number of slots must be known."""
     needs_widths: ClassVar[bool] = False
     """Whether the dimensions of the keys and values must be known."""
-    least: ClassVar[int] = 1
+    min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
+
+    forgets = renamed_attribute("evicts")
+    least = renamed_attribute("min_context")
+    narrowing = renamed_attribute("narrowing_mask")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        take_old_attributes(cls, forgets="evicts", least="min_context", narrowing="narrowing_mask")
         if kind := cls.__dict__.get("kind"):
-            CACHES.enter(kind, cls)
+            CACHES.register(kind, cls)
 
     @classmethod
-    def for_layer(cls, size: LayerSize) -> Cache:  # noqa: ARG003  (the size of some)
+    def for_layer(cls, size: LayerSize) -> Cache:  # noqa: ARG003  (subclasses use it)
         """Create an empty cache for a layer of a model in which no mask limits what is visible.
 
         Args:
@@ -96,11 +102,11 @@ class Cache(ABC):
         return cls()
 
     @classmethod
-    def narrowing(cls, most: int) -> Mask | None:  # noqa: ARG003  (of some)
+    def narrowing_mask(cls, max_context: int) -> Mask | None:  # noqa: ARG003  (subclasses use it)
         """Return the additional mask that a layer needs so that this cache can serve it.
 
         Args:
-            most: the number of tokens that the cache may hold, `max_context`.
+            max_context: the number of tokens that the cache may hold.
 
         Returns:
             The mask; None if none is needed.
@@ -300,7 +306,7 @@ def make_full_cache(
     >>> make_full_cache("paged", 100, rows=2).settings
     {'page_size': 16, 'pages': 14}
     """
-    kind_class = CACHES.find(kind, [name for name, x in CACHES if not x.forgets])
+    kind_class = CACHES.find(kind, [name for name, x in CACHES if not x.evicts])
     if kind_class.needs_slots and slots is None:
         raise ArgumentError(f"a {kind} cache needs slots, the most that a row holds")
     return kind_class.for_layer(LayerSize(slots, rows, tuple(widths)))
@@ -342,7 +348,7 @@ class rollback_on_error:  # noqa: N801  (a context manager, used like a function
             if cache is not None:
                 offered = cache.__dict__.pop(_OFFERED_MARK, None)
                 marks.append((cache, cache.mark() if offered is None else offered[0]))
-        if self._layers:  # a cache that is named twice has one mark, and offers the first
+        if self._layers:  # a cache that is passed twice offers its first mark
             for cache, mark in reversed(marks):
                 cache.__dict__[_OFFERED_MARK] = (mark,)
 
@@ -409,7 +415,7 @@ def check_same_layout(stored: Parts, memory: Parts) -> None:
         a, b = old.shape, new.shape
         fits = fits and a[:2] == b[:2] and a[3] == b[3]
         fits = fits and old.dtype == new.dtype and old.device == new.device
-    if fits:  # what is wrong is found out only when something is
+    if fits:  # the details are computed only for an error
         return
     expected, actual = ([_layout(m) for m in ms] for ms in (stored, memory))
     if expected != actual:
@@ -468,5 +474,5 @@ def _copy(x: Tensor | Span | int) -> Tensor | Span | int:
 
 def _select_rows(x: Tensor | Span | int, rows: Tensor, batch: int | None) -> Tensor | Span | int:
     if not isinstance(x, Tensor) or x.shape[0] != batch:
-        return x  # the same for every row
+        return x  # shared by all rows
     return x.index_select(0, rows.to(x.device))

@@ -22,10 +22,10 @@ def can_write_in_place(buffers: Parts, new: Parts) -> bool:
     (True, False)
     """
     if any(x.requires_grad for x in buffers):
-        return False  # its graph may have kept it
+        return False  # the autograd graph may have saved it
     outside = not is_compiling() and not torch.is_inference_mode_enabled()
     if outside and any(x.is_inference() for x in buffers):
-        return False  # torch forbids it
+        return False  # torch forbids writes to inference tensors
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in new))
 
 

@@ -132,7 +132,7 @@ class Fixed(Cache):
             raise ArgumentError(f"Fixed capacity is {capacity}; it must be at least 1")
         self.capacity = capacity
         self._buffers: Parts | None = None
-        self._positions: Positions = Span(0, 0)  # a tensor is a view of the table
+        self._positions: Positions = Span(0, 0)  # if a tensor, a view of the table
         self._table: Tensor | None = None  # [B or 1, capacity], while positions are no Span
 
     @classmethod
@@ -177,7 +177,7 @@ class Fixed(Cache):
         positions = positions_before(self._positions, length)
         n = written_length(positions)
         if not isinstance(positions, Span) and self._table is not None:
-            # a copy: the positions that were given out are views of the old table
+            # a copy, because earlier results are views of the old table
             self._table = self._table.clone()
             self._table[:, : positions.shape[1]] = positions
             positions = self._table

@@ -120,7 +120,7 @@ class Cross(Cache):
         return {**named_parts(self._memory), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the source."""
+        """Replace the stored source and its positions."""
         positions = contents.get("positions")
         self._memory = parts_of(contents) if contents else None
         self._positions = None if isinstance(positions, int) else positions

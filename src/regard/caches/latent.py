@@ -65,7 +65,7 @@ class Latent(Cache):
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append one part `[B, 1, T, rank + rotary]`, and return all memory and all positions."""
-        if not self._store.contents():  # later ones must fit it
+        if not self._store.contents():  # later updates are compared with the first one
             self._check(memory)
         return self._store.update(memory, positions)
 

@@ -34,6 +34,7 @@ from regard.span import (
     slice_positions,
     slot_count,
 )
+from regard.units import plural
 
 PAGE_SIZE = 16
 """Tokens per page of a paged cache that generation creates."""
@@ -72,8 +73,8 @@ class PagePool:
         self.page_size, self.pages = page_size, pages
         self.parts: Parts = ()
         self.counts = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # the last is given out first
-        # the thread that holds it may collect a cache, which then gives its pages back
+        self._free = list(range(pages - 1, -1, -1))  # pages are taken from the end
+        # reentrant, since garbage collection in the locking thread may release pages
         self.lock = RLock()
 
     @property
@@ -129,7 +130,8 @@ class PagePool:
         """
         if pages > self.free:
             raise ArgumentError(
-                f"{pages} pages of {self.page_size} tokens are needed, and {self.free} of the "
+                f"needs {plural(pages, 'page')} of {plural(self.page_size, 'token')}, and "
+                f"{self.free} of the "
                 f"pool's {self.pages} are free; "
                 "crop or reset a cache of this pool, or start with more pages"
             )
@@ -317,9 +319,7 @@ class Paged(Cache):
     """
 
     _table: PageTable
-    _positions: (
-        Positions | None
-    )  # of the slots of a row, in the order they came: [B,S], or of all rows
+    _positions: Positions | None  # per slot in the order of arrival: [B,S], or shared by all rows
 
     kind: ClassVar[str | None] = "paged"
     needs_slots: ClassVar[bool] = True
@@ -424,7 +424,7 @@ class Paged(Cache):
         if positions is None or isinstance(positions, int):
             return
         memory = parts_of(contents)
-        # slots stay where they are: only those behind the last token of a row are left out
+        # slots keep their places; only those after the last token of a row are dropped
         used = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
         self._place(memory, positions, used.flip(1).cummax(1).values.flip(1) > 0)
 
@@ -467,7 +467,7 @@ class Paged(Cache):
         return other
 
     def __del__(self) -> None:
-        if hasattr(self, "_table"):  # not if the constructor raised
+        if hasattr(self, "_table"):  # false if the constructor raised
             self._table.release()
 
     def _hold(self, table: PageTable, positions: Positions | None) -> None:
@@ -482,8 +482,8 @@ class Paged(Cache):
         table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
         before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
         counts, real = real.sum(1).tolist(), real.to(device)
-        row_slots = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real
-        with self.pool.lock:  # what was counted holds until the pages are taken and written
+        row_slots = (before + real.cumsum(1) - 1).clamp(min=0)  # row slot of each real token
+        with self.pool.lock:  # no other thread takes pages in between
             self.pool.fit(memory)
             table.grow(counts)
             self.pool.write(
@@ -501,7 +501,7 @@ class Paged(Cache):
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(stored, Tensor):
             both = positions if stored is None else concat_positions(stored, positions)
             return both if isinstance(both, Span) else both.expand(B, -1)
-        slots = max(slots, len(self))  # a batch without rows may have slots
+        slots = max(slots, len(self))  # a batch of size 0 may have slots
         joined = torch.full((B, slots), -1, device=real.device)
         if stored is not None:
             old = as_tensor(stored, real.device)

@@ -82,12 +82,12 @@ def quantize(
     if axis == "exact":
         return QuantizedGroups(x, none, none, none.long(), none)
     in_use = used[:, None, :, None].expand_as(x)
-    fits = x.abs() <= torch.finfo(x.dtype).max / 4  # false for NaN
+    fits = x.abs() <= torch.finfo(x.dtype).max / 4  # False for NaN
     strange = in_use & ~fits
     usable, lines = _view_as_groups(in_use & fits, axis, group), _view_as_groups(x, axis, group)
     low = lines.masked_fill(~usable, float("inf")).amin(-1, keepdim=True)
     high = lines.masked_fill(~usable, float("-inf")).amax(-1, keepdim=True)
-    low, high = (y.where(y.isfinite(), 0) for y in (low, high))  # a group without a token
+    low, high = (y.where(y.isfinite(), 0) for y in (low, high))  # inf if the group has no token
     levels, zero = 2**bits - 1, low.double()
     scale = _round_up((high.double() - zero) / levels, x.dtype)
     code = (lines.double() - zero) / scale.double()
@@ -226,7 +226,8 @@ def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     y = x.to(dtype)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
-    above = (y.contiguous().view(whole) + 1).view(dtype)  # the bits of floats are in their order
+
+    above = (y.contiguous().view(whole) + 1).view(dtype)
     return torch.where(y.double() < x, above, y)
 
 
@@ -296,8 +297,8 @@ class LazyDequantizedTensor(Tensor):
     _coded: QuantizedAndRecent
     _numbers: Tensor | None = None
 
-    # operations arrive at __torch_dispatch__, below autograd; properties cost what they cost on any
-    # tensor
+    # Operations are handled in __torch_dispatch__, below autograd, so that properties stay as fast
+    # as those of any tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -330,8 +331,8 @@ class LazyDequantizedTensor(Tensor):
             groups, axis, bits, recent = self._coded
             shape = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
             values = dequantize(groups, axis, shape, bits=bits)
-            # Another thread may have made them meanwhile, and somebody may have written to those or
-            # know their address: the first ones stay.
+            # Another thread may have stored its result first. That one stays, because it may have
+            # been modified, or its address may be in use.
             self.__dict__.setdefault("_numbers", torch.cat([values, recent], dim=2))
         numbers: Tensor = self.__dict__["_numbers"]
         return numbers

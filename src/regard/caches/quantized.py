@@ -177,7 +177,7 @@ class QuantizedPart:
         odd_at, odd = (
             torch.cat(both, 1) for both in ((self.odd_at, new.odd_at), (self.odd, new.odd))
         )
-        # a copy: a view would keep the whole of a long prompt alive
+        # a copy, because a view would keep a long prompt in memory
         return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=GrowingTensor(rest.clone()))
 
     def cut(self, old: int, length: int) -> QuantizedPart:
@@ -206,7 +206,7 @@ def _growing_fields(groups: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor,
     """Return the fields of the codes that grow slot by slot."""
     if axis == "exact":
         return (GrowingTensor(groups.codes),)
-    inner = axis == "token"  # where a line of the kernel's is a slot
+    inner = axis == "token"  # the kernel reads one slot per line
     codes, scale, zero, *_ = groups
     return GrowingTensor(codes), GrowingTensor(scale, inner=inner), GrowingTensor(zero, inner=inner)
 
@@ -347,7 +347,7 @@ class Quantised(Cache):
             return
         old, positions = self.quantised, positions_before(self._positions, length)
         n = written_length(positions)
-        if n < old:  # whole groups stay, and what was behind n in the last one is empty
+        if n < old:  # whole groups stay; slots after n in the last group become empty
             old = -(-n // self.group) * self.group
             positions = _pad_positions(slice_positions(positions, slice(0, n)), old)
         self._parts = tuple(x.cut(old, n) for x in self._parts)
@@ -413,9 +413,9 @@ class Quantised(Cache):
                 and not -1 <= int(places.min()) <= int(places.max()) < quantised * n * d
             ):
                 raise ArgumentError(
-                    f"codes of part {i} have exceptions at {int(places.min())} to "
+                    f"codes of part {i} have outliers at {int(places.min())} to "
                     f"{int(places.max())}; "
-                    f"{quantised} slots of {n} x {d} numbers have places 0 to "
+                    f"{quantised} slots of {n} x {d} values have places 0 to "
                     f"{quantised * n * d - 1}, "
                     "and -1 for none"
                 )

@@ -222,7 +222,7 @@ class SlotPositions(NamedTuple):
         p = p.expand(now.positions.shape[0], -1)
         last = torch.cat([now.positions, p], 1).amax(1, keepdim=True)
         is_kept = (p >= 0) & ((p > last - slots.ring) | (p < slots.sinks))
-        # what is not kept goes to one slot more, which is cut off
+        # tokens that are not kept go to an extra slot, which is dropped
         where = torch.where(is_kept, slots.slot(p), slots.size)
         new, index = (
             torch.full_like(last, EMPTY).expand(-1, slots.size + 1),
@@ -339,7 +339,7 @@ class RingBase(Cache):
         if isinstance(positions, Tensor) and isinstance(lost, Tensor):
             self._stored = SlotPositions(
                 positions.long(), lost.long()
-            )  # what later steps write into them
+            )  # the dtype that later steps write
         elif isinstance(positions, Span) and isinstance(lost, int):
             self._stored = ContiguousRun(positions.start, positions.stop, lost)
 
@@ -360,7 +360,7 @@ class RingBase(Cache):
         return self._stored.count(self._slots)
 
     def _allocate(self, memory: Parts) -> Parts:
-        # zeros: garbage in an unwritten slot would cost every kernel a clean-up
+        # zeros, so that kernels need not clean up unwritten slots
         size = self._slots.size
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
 
@@ -370,8 +370,8 @@ class RingBase(Cache):
         """
         stored, compiling = self._stored, is_compiling()
         if isinstance(stored, ContiguousRun):
-            # a graph would be tied to numbers that change with every step: there, slots have
-            # positions
+            # A compiled graph would specialize on numbers that change in every step; there, each
+            # slot has its own position.
             if isinstance(positions, Span) and positions.start >= 0 and not compiling:
                 if stored.first == stored.stop and stored.lost < 0:
                     return ContiguousRun(positions.start, positions.start)
@@ -395,7 +395,7 @@ class RingBase(Cache):
         p = torch.arange(start, start + T, device=device)[None]
         if (
             after.stop - start <= self.rewind + 1
-        ):  # nothing that a query of the step sees is overwritten
+        ):  # no key that a query of the step sees is overwritten
             self._write(buffers, new, p, after)
             return self._visible(), slots.positions(after, device)
         answer, where = self._in_order(buffers, new, run)
@@ -493,7 +493,7 @@ class Ring(RingBase):
     """
 
     kind: ClassVar[str | None] = "ring"
-    forgets: ClassVar[bool] = True
+    evicts: ClassVar[bool] = True
 
     def __init__(self, window: int, *, rewind: int = 0) -> None:
         if window < 1 or rewind < 0:
@@ -504,9 +504,9 @@ class Ring(RingBase):
         super().__init__(0, window, rewind)
 
     @classmethod
-    def narrowing(cls, most: int) -> Mask:
-        """Return a window of the last `most` tokens."""
-        return Window(most)
+    def narrowing_mask(cls, max_context: int) -> Mask:
+        """Return a window of the last `max_context` tokens."""
+        return Window(max_context)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -543,8 +543,8 @@ class Streaming(RingBase):
     """
 
     kind: ClassVar[str | None] = "streaming"
-    forgets: ClassVar[bool] = True
-    least: ClassVar[int] = STREAMING_SINKS + 1
+    evicts: ClassVar[bool] = True
+    min_context: ClassVar[int] = STREAMING_SINKS + 1
 
     def __init__(self, sinks: int, recent: int, *, rewind: int = 0) -> None:
         if sinks < 0 or recent < 1 or rewind < 0:
@@ -555,9 +555,9 @@ class Streaming(RingBase):
         super().__init__(sinks, recent, rewind)
 
     @classmethod
-    def narrowing(cls, most: int) -> Mask:
-        """Return a mask of the first 4 tokens and the last ones, `most` in all."""
-        return Window(most - STREAMING_SINKS) | Sinks(STREAMING_SINKS)
+    def narrowing_mask(cls, max_context: int) -> Mask:
+        """Return a mask of the first 4 tokens and the last ones, `max_context` in all."""
+        return Window(max_context - STREAMING_SINKS) | Sinks(STREAMING_SINKS)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -582,6 +582,6 @@ def for_reach(reach: Reach) -> Cache:
     """
     if reach.window is None:
         return Growing()
-    # a query may see nothing but sinks: a ring of one slot still tells where the next token stands
+    # If queries see sinks only, a ring of one slot still records the last position.
     window = max(1, reach.window)
     return Streaming(reach.sinks, window) if reach.sinks else Ring(window)

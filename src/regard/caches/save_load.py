@@ -66,7 +66,7 @@ def save(cache: Cache, path: str | Path) -> None:
     contents = cache.contents()
     spans = {name: [x.start, x.length] for name, x in contents.items() if isinstance(x, Span)}
     numbers = {name: x for name, x in contents.items() if isinstance(x, int)}
-    # copies: two names may look at one memory, which the format does not allow
+    # copies, because the format does not allow two names for one storage
     tensors = {
         name: x.detach().to("cpu", copy=True).contiguous()
         for name, x in contents.items()
@@ -224,8 +224,7 @@ def _span(name: str, value: Any) -> Span:
     if not whole or abs(value[0]) > MAX_POSITION or not 0 <= value[1] <= MAX_POSITION:
         raise ArgumentError(
             f"has the span {short_repr(value)} of {short_repr(name)}; it must be a start and a "
-            "length, at "
-            f"most {MAX_POSITION} positions"
+            f"length, both at most {MAX_POSITION}"
         )
     return Span(*value)
 
@@ -283,7 +282,7 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
     lost = contents.get("lost")
     if isinstance(lost, Tensor) and lost.dtype not in _INTEGER_DTYPES:
         raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
-    # a ring's span says what it saw, not what its slots are
+    # the span of a ring covers all tokens it has seen, not its slots
     is_ring_span = isinstance(cache, RingBase) and isinstance(positions, Span)
     slots = (
         None

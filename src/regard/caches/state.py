@@ -48,7 +48,7 @@ class State(Cache):
 
     def __init__(self) -> None:
         self._state: Parts | None = None
-        self._positions: Positions | None = None  # of the last token of each row: [B or 1, 1]
+        self._positions: Positions | None = None  # last position of each row, [B or 1, 1]
 
     @property
     def state(self) -> Parts | None:
@@ -191,7 +191,7 @@ class Memory(State):
         super().store(state, positions)
         if self._tokens is not None and self._token_positions is not None:
             first = self._open()
-            compiling = is_compiling()  # lengths that change make new graphs
+            compiling = is_compiling()  # changing lengths would cause recompilation
             if isinstance(self._token_positions, Span) and isinstance(first, int) and not compiling:
                 start = min(
                     max(first - self._token_positions.start, 0), self._token_positions.length
@@ -265,7 +265,7 @@ class Memory(State):
 
     def _open(self) -> int | Tensor:
         """Return the first position of each row's open segment."""
-        assert self._positions is not None, "asked for behind the first tokens"
+        assert self._positions is not None, "called after the first tokens"
         last = _last_position(self._positions)
         if isinstance(last, int):
             return (last + 1) // self.segment * self.segment

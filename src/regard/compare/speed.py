@@ -42,13 +42,13 @@ class Kernels(Trace):
     ['reference']
     """
 
-    watches: ClassVar[bool] = True
+    observes_calls: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def saw(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
         """One call more."""
         name = kernel.partition(",")[0]
         if name not in self.names:

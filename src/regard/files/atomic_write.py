@@ -65,13 +65,13 @@ def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
         folder.mkdir(exist_ok=alone)
         try:
             handle = try_lock(folder)
-        except FileNotFoundError:  # swept, or renamed by its owner, before the lock was had
+        except FileNotFoundError:  # deleted or renamed by another process before it was locked
             continue
         if handle is not None:
             return folder, handle
         if alone:
             raise in_use_error(target)
-        # another writer looks whether this new folder was left behind: take a new name
+        # another process is checking whether this new folder is abandoned: use a new name
 
 
 @contextmanager
@@ -96,12 +96,12 @@ def write_atomically(path: Path) -> Iterator[Path]:
     'whole'
     """
     with temporary_folder(path) as workspace:
-        made = workspace / path.name
-        yield made
+        new_file = workspace / path.name
+        yield new_file
         if path.exists():
-            made.chmod(stat.S_IMODE(path.stat().st_mode))
-        sync_to_disk(made)
-        made.replace(path)
+            new_file.chmod(stat.S_IMODE(path.stat().st_mode))
+        sync_to_disk(new_file)
+        new_file.replace(path)
         sync_to_disk(path.parent)
 
 

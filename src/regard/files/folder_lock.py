@@ -1,5 +1,5 @@
 """Locks on folders: one process at a time writes a folder, and folders that killed processes left
-behind can be told from those in use.
+behind are distinguished from those in use.
 
 A lock is the system's `flock` on the folder itself: it needs no extra file, and it ends with the
 process that holds it. On a system or file system without such locks, no folder is refused.
@@ -75,7 +75,7 @@ def try_lock(folder: Path) -> int | None:
         OSError: the folder is missing, a link, or not a folder, or was replaced in the meantime.
     """
     flags = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
-    # a folder that the user names may be a link; those that are swept may not
+    # only a folder that the user named may be a link
     folder = folder if folder.name.startswith(WRITING_PREFIX) else folder.resolve()
     handle = os.open(folder, os.O_RDONLY | flags)
     try:
@@ -85,7 +85,7 @@ def try_lock(folder: Path) -> int | None:
         os.close(handle)
         return None
     except OSError:
-        pass  # a file system without locks
+        pass  # the file system has no locks
     if not is_same_folder(handle, folder):
         os.close(handle)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
@@ -125,7 +125,7 @@ def delete_abandoned(folder: Path, name: str | None = None) -> int:
     for path in left:
         try:
             handle = try_lock(path)
-        except OSError:  # gone, or none of ours
+        except OSError:  # already deleted, or not created by regard
             continue
         if handle is not None:
             shutil.rmtree(path, ignore_errors=True)

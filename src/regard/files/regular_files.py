@@ -77,7 +77,7 @@ def checked_path(folder: Path, name: str) -> Path:
         raise FileError(f"{path} is missing") from None
     except FileError:
         raise
-    # RuntimeError: how Python before 3.13 tells of a loop of links
+    # Python before 3.13 raises RuntimeError for a loop of links
     except (OSError, RuntimeError) as e:
         raise _unreadable(path, e) from e
     return path

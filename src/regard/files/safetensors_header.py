@@ -147,9 +147,7 @@ def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
         tensors = [_stored_tensor(name, entry, path, 8 + length) for name, entry in table.items()]
     except ArgumentError as e:
         raise invalid_file(path, f"its header {e}") from e
-    tensors.sort(
-        key=lambda x: (x.start, x.bytes)
-    )  # an empty tensor before the one that begins there
+    tensors.sort(key=lambda x: (x.start, x.bytes))  # empty tensors first
     return Header(path, tuple(tensors), metadata, mark)
 
 
@@ -157,7 +155,7 @@ def _length(path: Path, head: bytes, size: int) -> int:
     """Return the length of the header, and raise unless it fits into the file."""
     length = int.from_bytes(head[:8], "little")
     allowed = 2 <= length <= HEADER_LIMIT
-    # lengths such as 0x580 begin with the byte of a pickle: what follows them decides
+    # lengths such as 0x580 begin like a pickle, so that the following bytes must decide
     if len(head) >= 8 and allowed and head[8:9] in (b"{", b""):
         if length <= size - 8:
             return length
@@ -181,12 +179,12 @@ def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: i
     try:
         with safe_open(path, framework="numpy"):
             pass
-    except MemoryError:  # it maps the file; a sparse one may be larger than any address space
+    except MemoryError:  # the library maps the file, which may be sparse and larger than memory
         raise FileError(
             f"{path} has {size} bytes, and there is not enough memory to map them"
         ) from None
     except (SafetensorError, OSError) as e:
-        if "ncomplete" in str(e):  # how it says that the data is longer or shorter than described
+        if "ncomplete" in str(e):  # the data is longer or shorter than described
             _check_length(path, table, data, size)
         raise invalid_file(path, f"its header is refused by safetensors: {error_text(e)}") from e
 

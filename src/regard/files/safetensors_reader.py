@@ -140,7 +140,7 @@ def _read(
             coming.append(_start(stored, marks[stored.file], buffering.piece, pool))
             ahead += stored.bytes
         ahead -= coming[0].stored.bytes
-        # no name here holds the tensor while the caller has it: it may drop it at once
+        # keep no reference to the tensor here, so that the caller can free it
         yield coming[0].stored.name, _finish(coming.popleft())
 
 
@@ -181,9 +181,7 @@ def _read_piece(stored: StoredTensor, mark: FileState, buffer: memoryview, offse
 
 def _finish(coming: _PendingTensor) -> Tensor:
     for future, piece in coming.pieces:
-        if (
-            future is None or future.cancel()
-        ):  # no thread has come to it yet: rather than wait, do it here
+        if future is None or future.cancel():  # no thread has started it, so read it here
             piece()
         else:
             future.result()

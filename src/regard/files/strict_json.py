@@ -20,9 +20,9 @@ MAX_BYTES = 16 << 20
 """The default limit for a JSON file: a config.json with the longest label tables has some 2 MB."""
 
 _MARKS = 1 << 22
-_DIGITS = 20  # those of the largest number of 64 bits
-_FLOAT = 400  # letters of a number with a fraction
-# with or without its end, so that no text is looked at twice
+_DIGITS = 20  # digits of the largest 64-bit number
+_FLOAT = 400  # characters of a number with a fraction
+# also matches an unterminated string, so that matching takes linear time
 _STRING = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -91,7 +91,7 @@ def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
         )
     except ArgumentError:
         raise
-    except ValueError as e:  # UnicodeDecodeError and JSONDecodeError are among them
+    except ValueError as e:  # includes UnicodeDecodeError and JSONDecodeError
         raise ArgumentError(f"is not JSON: {e}") from None
     if not isinstance(value, kind):
         wanted = "an object" if kind is dict else "a list"

@@ -64,7 +64,7 @@ __all__ = [
     "to_drop",
 ]
 
-# a mask in a file of its own is found without a line here, as `regard.masks.<Name>`
+# Masks in other files of this folder become `regard.masks.<Name>` without an entry here.
 import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in MASKS if kind.__module__.startswith(f"{__name__}.")

@@ -246,7 +246,7 @@ class Mask(Serializable, ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
-        MASKS.enter(cls.kind, cls)
+        MASKS.register(cls.kind, cls)
 
     @abstractmethod
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
@@ -716,7 +716,7 @@ def widest_reach(bounds: Sequence[Reach]) -> Reach:
 class _Combination(Mask):
     """Masks combined by one operation, flattened: (a & b) & c stores a, b and c."""
 
-    has_text: ClassVar[bool] = False  # written with operators
+    has_text: ClassVar[bool] = False  # text uses the operators instead
 
     masks: tuple[Mask, ...]
 
@@ -863,7 +863,7 @@ class Not(Mask):
     causal & ~window(4)
     """
 
-    has_text: ClassVar[bool] = False  # written with an operator
+    has_text: ClassVar[bool] = False  # text uses the operator instead
 
     mask: Mask
 

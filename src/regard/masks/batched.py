@@ -44,7 +44,7 @@ def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
 
     `x` has up to 4 dimensions; if it has 4, the first is the batch.
     """
-    if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
+    if x.numel() == 1:  # searchsorted does not support vmap, in which mask_mod runs
         return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
     if bounds.shape[0] == 1:
         return torch.searchsorted(bounds[0], x.contiguous(), right=True)

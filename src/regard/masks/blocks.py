@@ -50,7 +50,7 @@ def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
     line = line & ((q >= 0) & (q < nQ))[:, None, :, None]
     steps = torch.nn.functional.pad(
         line.to(torch.int8), (1, 1)
-    ).diff()  # 1 opens a run, -1 closes it
+    ).diff()  # 1 starts a run, -1 ends it
     block_starts = torch.arange(nK + 1, device=q.device) * size
     starts, stops = (
         torch.where(steps == x, block_starts, UNBOUNDED).sort(-1).values for x in (1, -1)
@@ -177,9 +177,9 @@ class BigBird(Mask):
                 f"BigBird window is {self.window}; it must be odd, the own block in the middle: "
                 f"{self.window - 1} or {self.window + 1}"
             )
-        # drawn here, because a generator cannot be made inside a compiled graph
+        # drawn here, because a compiled graph cannot create a generator
         drawn = _bigbird_table(self.blocks, self.window, self.random, self.seed, self.causal)
-        object.__setattr__(self, "_table", drawn.clone())  # its own: other masks share what is kept
+        object.__setattr__(self, "_table", drawn.clone())  # a copy of the cached table
 
     @property
     def table(self) -> Tensor:
@@ -208,20 +208,19 @@ def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
         raise ArgumentError(
             f"{name} covers {plural(blocks, 'block')} of {size} = "
             f"{plural(blocks * size, 'position')}, but there are "
-            f"{S} keys; "
-            f"give {-(-S // size)} blocks"
+            f"{plural(S, 'key')}; give {plural(-(-S // size), 'block')}"
         )
 
 
 @lru_cache(maxsize=64)
 def _bigbird_table(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
-    blocks = torch.arange(n, device="cpu")  # kept for later calls, under any default device
+    blocks = torch.arange(n, device="cpu")  # cached, so always on the CPU
     table = (blocks[:, None] - blocks).abs() <= window // 2
     table[[0, -1]] = True
     table[:, [0, -1]] = True
     generator = torch.Generator(device="cpu").manual_seed(
         seed
-    )  # its own: the global one stays where it is
+    )  # does not change the global random state
     for i in range(1, n - 1):
         free = (~table[i, : i if causal else n]).nonzero()[:, 0]
         table[i, free[torch.randperm(len(free), generator=generator, device="cpu")[:random]]] = True
@@ -311,12 +310,12 @@ class Selected(Mask):
         return k.long() // self.size - first
 
     def _undecided(self, part: CallSlice, bk: int) -> Tensor:
-        # Decided from the rows of the table joined: t x S scores are never looked at.
+        # Joining the rows of the table first avoids a t x S mask.
         lines, k = self.table[:, :, part.rows].to(part.device), part.k
         some, each = (
             self._expand_columns(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
         )  # [B,H,1,s]
-        empty = (k < 0)[:, None, None]  # a slot that holds nothing speaks neither for nor against
+        empty = (k < 0)[:, None, None]  # empty slots do not influence the state
         full = block_states(each | empty, bk) == block_states(torch.ones_like(each), bk)
         states = block_states(some, bk).clamp(max=PARTIAL)
         n_held = count_held(part.k_positions, bk).to(part.device)[:, None]

@@ -8,6 +8,7 @@ import re
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, RegardError
 from regard.masks.base import MASKS, Mask
+from regard.units import plural
 from regard.untrusted_text import error_text, escape_controls
 
 
@@ -33,7 +34,7 @@ MAX_TEXT_LENGTH = 1 << 16
 """The largest number of characters of an expression."""
 MAX_MASKS = 1 << 9
 """The largest number of masks in an expression; each of them costs as much work as a mask alone."""
-_CONTEXT_CHARACTERS = 80  # letters of a line in front of an error, and behind it, that are shown
+_CONTEXT_CHARACTERS = 80  # shown before and after an error
 MAX_DEPTH = 50
 """The deepest nesting of an expression, so that untrusted text cannot exhaust the stack."""
 
@@ -67,7 +68,7 @@ def parse(text: str) -> Mask:
         raise _error(
             f"an expression of {len(text)} letters; at most {MAX_TEXT_LENGTH} are read", text, None
         )
-    try:  # `global` is a word of Python's own: a capital keeps its place
+    try:  # `global` is a Python keyword; `Global` has the same length
         tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         reason = getattr(problem, "msg", None) or "the expression is too deep"
@@ -113,7 +114,7 @@ class _ExpressionReader:
         """Build a mask from a call of a known class."""
         self.masks += 1
         if self.masks > MAX_MASKS:
-            raise self.error(f"more than {MAX_MASKS} masks", node)
+            raise self.error(f"more than {plural(MAX_MASKS, 'mask')}", node)
         word = name.id.lower()
         if word not in self.known:
             hint = suggest(word, self.known, most=2, cutoff=0.5)
@@ -133,7 +134,7 @@ class _ExpressionReader:
             raise self.error(f"{word}: {error_text(reason)}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
-        except ValueError as problem:  # of a class from elsewhere
+        except ValueError as problem:  # raised by a class outside this package
             raise self.error(f"{word}: {error_text(problem)}", node) from None
 
     def value(self, node: ast.expr, depth: int) -> object:
@@ -160,7 +161,7 @@ class _ExpressionReader:
 
     def error(self, what: str, node: ast.expr) -> ArgumentError:
         """Return the error for a node, with its column."""
-        # ast counts columns in bytes of UTF-8
+        # ast counts columns in UTF-8 bytes
         column = len(self.text.encode()[: node.col_offset].decode(errors="ignore"))
         return _error(what, self.text, column if node.lineno == 1 else None)
 

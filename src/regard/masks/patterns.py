@@ -184,7 +184,7 @@ class Dilated(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return q - k < size * step and (q - k) % step == 0 for each pair."""
         back = q - k
-        # a quotient, not size * step, which may be beyond 64 bits
+        # a quotient, because size * step may not fit into 64 bits
         return (back // self.step < self.size) & (back % self.step == 0)
 
     def _undecided(self, part: CallSlice, bk: int) -> Tensor:
@@ -276,7 +276,7 @@ class Global(Mask):
             A bool tensor with the shape of `x`.
         """
         positions = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
-        return (x[..., None] == positions).any(-1)  # isin knows no vmap
+        return (x[..., None] == positions).any(-1)  # isin does not support vmap
 
     def _intervals(self, q: Tensor) -> Intervals:
         runs: list[list[int]] = []
@@ -330,7 +330,7 @@ class Strided(Mask):
                 "Strided stride",
                 self.stride,
                 self.fixed,
-                f"fixed={self.fixed} columns fit in a block",
+                f"a block must have at least fixed={self.fixed} columns",
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:

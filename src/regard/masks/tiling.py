@@ -44,9 +44,7 @@ def normalize_intervals(raw: Intervals) -> Intervals:
         starts = torch.cat([starts[..., :1], torch.maximum(starts[..., 1:], before)], -1)
         starts, stops = _sort(starts, stops)
     used = (starts < stops).flatten(0, 2).any(0)
-    n = max(
-        int(used.sum()), 1
-    )  # empty ranges are last in every row, so the used columns come first
+    n = max(int(used.sum()), 1)  # empty ranges are last in each row
     return Intervals(starts[..., :n], stops[..., :n])
 
 
@@ -232,7 +230,7 @@ def states_without_rows(
     if rows is None:
         return states
     some, every = (x[:, None, None] for x in (rows.any(1), rows.all(1)))
-    # what was full is so for the others; what was partial may have been so for these alone
+    # full tiles stay full for the other queries only; partial ones may become empty or full
     less = torch.where(states == FULL, PARTIAL, torch.where(states == PARTIAL, UNKNOWN, states))
     return torch.where(some, less, states).masked_fill(every, EMPTY)
 

@@ -451,7 +451,7 @@ def test_a_file_that_changes_while_it_is_read(
         fill(*args)
         os.utime(path, (1, 1))
 
-    monkeypatch.setattr(safetensors_reader, "fill", write_after)
+    monkeypatch.setattr(safetensors_reader, "read_into", write_after)
     with pytest.raises(FileError, match="was changed after its header was read"):
         dict(store.read())
 

@@ -245,7 +245,9 @@ def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> N
     breaks: dict[str, Any] = {
         "load": patch.object(subject, "measure", side_effect=ZeroDivisionError),
         "save": patch.object(writing, "save", side_effect=KeyboardInterrupt),
-        "disk": patch.object(writing, "sync", side_effect=OSError(28, "No space left on device")),
+        "disk": patch.object(
+            writing, "sync_to_disk", side_effect=OSError(28, "No space left on device")
+        ),
         "rename": patch.object(Path, "rename", side_effect=OSError(5, "Input/output error")),
     }
     with breaks[where], pytest.raises((ZeroDivisionError, KeyboardInterrupt, FileError)) as caught:

@@ -421,7 +421,7 @@ class Recorder(Trace):
     [1.0, 1.0, 1.0]
     """
 
-    watches: ClassVar[bool] = True
+    observes_calls: ClassVar[bool] = True
 
     def __init__(self, **select: Unpack[Selection]) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ class Recorder(Trace):
         self._originals: dict[int, tuple[object, object]] = {}
         self._one_at_a_time = threading.RLock()  # threads may share a recorder
 
-    def saw(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
         """One call more at the current place."""
         here = self.where
         with torch.no_grad(), self._one_at_a_time:

@@ -152,7 +152,7 @@ def _shown(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> Res
         else:
             result = kernel.run(asked)
     for watcher in watching:
-        watcher.saw(call, result, name)
+        watcher.on_attention_call(call, result, name)
     return result
 
 
