@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, make_
 from regard.caches.base import check_same_layout, check_update
 from regard.caches.quantization import QuantizedGroups, dequantize, group_shapes
 from regard.cli.generate import generate
-from regard.masks import Sinks, Window, reach
+from regard.masks import Mask, Sinks, Window, reach
 from regard.registry import is_builtin
 from regard.span import Span
 
@@ -116,20 +117,17 @@ def test_a_part_that_is_not_quantised_is_its_own_code() -> None:
     assert group_shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape
 
 
+def narrowing(cls: type[Cache], most: int) -> Mask:
+    return Window(most)
+
+
 def test_a_cache_that_is_written_with_the_old_attributes_works_and_warns() -> None:
-    with CACHES.temporary(), pytest.warns(DeprecationWarning, match="is now") as warned:
-
-        class Old(Growing):
-            kind = "old"
-            forgets = True
-            least = 3
-
-            @classmethod
-            def narrowing(cls, most: int) -> masks.Mask:
-                return masks.Window(most)
-
-        assert (Old.evicts, Old.min_context) == (True, 3)
-        assert Old.narrowing_mask(4) == masks.Window(4)
+    body = {"kind": "old", "forgets": True, "least": 3, "narrowing": classmethod(narrowing)}
+    with CACHES.temporary():
+        with pytest.warns(DeprecationWarning, match="is now") as warned:
+            old: Any = type("Old", (Growing,), body)
+        assert (old.evicts, old.min_context) == (True, 3)
+        assert old.narrowing_mask(4) == Window(4)
     assert len(warned) == 3
     with pytest.warns(DeprecationWarning, match=r"Cache\.forgets is now Cache\.evicts"):
         assert Growing.forgets is False

@@ -424,9 +424,7 @@ def test_a_pool_that_is_too_small_for_the_file(tmp_path: Path) -> None:
     cache = Paged(2, 4)
     cache.update((torch.ones(1, 1, 6, 2),), Span(0, 6))
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(pages=2), cache)
-    with pytest.raises(
-        regard.FileError, match="3 pages of 2 tokens are needed, and 2 of the pool's 2"
-    ):
+    with pytest.raises(regard.FileError, match="needs 3 pages of 2 tokens, and 2 of the pool's 2"):
         load(path)
 
 

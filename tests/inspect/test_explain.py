@@ -247,7 +247,9 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     change, wrong = LIES[lie]
     honest = Watch.on_attention_call
     monkeypatch.setattr(
-        Watch, "on_attention_call", lambda self, call, result, name: honest(self, *change(call, result), name)
+        Watch,
+        "on_attention_call",
+        lambda self, call, result, name: honest(self, *change(call, result), name),
     )
     found = explain(model(), TEXT, layer=1, head=2, query=5)
     told = {

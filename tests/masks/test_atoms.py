@@ -147,7 +147,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
     (
         lambda: Strided(4, fixed=5),
         ArgumentError,
-        "Strided stride is 4; it must be 5 or more: fixed=5 columns fit in a block",
+        "Strided stride is 4; it must be 5 or more: a block must have at least fixed=5 columns",
     ),
     (lambda: BigBird(0, 4), ArgumentError, "BigBird block size is 0; it must be 1 or more"),
     (lambda: BigBird(4, 0), ArgumentError, "BigBird blocks is 0; it must be 1 or more"),
