@@ -75,9 +75,8 @@ def check_finite(**tensors: Tensor) -> None:
         if bool(bad.any()):
             n, first = int(bad.sum()), bad.nonzero()[0].tolist()
             raise ArgumentError(
-                f"{name} has {plural(n, 'non-finite value')}, first at {first}; "
-                "find the operation that produced it (regard.checks(finite=True) enables this "
-                "check)"
+                f"{name} has {plural(n, 'non-finite value')}, first at {first}; find the operation "
+                "that produced it (regard.checks(finite=True) enables this check)"
             )
 
 
@@ -112,8 +111,8 @@ def check_tensor(name: str, x: object) -> None:
         raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a torch tensor")
     if not x.is_floating_point():
         raise ArgumentTypeError(
-            f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: "
-            f"use {name}.float()"
+            f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: use "
+            f"{name}.float()"
         )
 
 
@@ -139,8 +138,8 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
     check_batch("key", k, q.shape[0])
     if q.shape[3] != k.shape[3] or q.shape[3] == 0:
         raise ArgumentError(
-            f"query dim {q.shape[3]} and key dim {k.shape[3]} must be equal and at least 1 "
-            f"(query {_shape(q)}, key {_shape(k)})"
+            f"query dim {q.shape[3]} and key dim {k.shape[3]} must be equal and at least 1 (query "
+            f"{_shape(q)}, key {_shape(k)})"
         )
     check_groups(q.shape[1], k.shape[1])
 
@@ -204,8 +203,8 @@ def check_batch(name: str, x: Tensor, batch: int) -> None:
     """Raise unless x has the batch size of the query; batches do not broadcast silently."""
     if x.shape[0] != batch:
         raise ArgumentError(
-            f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: "
-            f"if one {name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
+            f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: if one "
+            f"{name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
         )
 
 
@@ -214,8 +213,8 @@ def check_groups(heads: int, groups: int) -> None:
     if groups < 1 or heads < 1 or heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
-            f"{heads} query heads are not divisible by {groups} key/value heads; "
-            f"allowed key/value heads: {allowed or 'none'}"
+            f"{heads} query heads are not divisible by {groups} key/value heads; allowed key/value "
+            f"heads: {allowed or 'none'}"
         )
 
 
@@ -233,8 +232,8 @@ def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
     if heads < 1 or dim % heads:
         allowed = ", ".join(map(str, divisors(dim)))
         raise ArgumentError(
-            f"dim {dim} is not divisible by {plural(heads, 'head')}; give head_dim, or heads "
-            f"among {allowed}"
+            f"dim {dim} is not divisible by {plural(heads, 'head')}; give head_dim, or heads among "
+            f"{allowed}"
         )
     return dim // heads
 
@@ -260,8 +259,8 @@ def check_positions(name: str, positions: Positions, batch: int, length: int) ->
     if isinstance(positions, Span):
         if positions.length != length:
             raise ArgumentError(
-                f"{name} is {positions} but there are {length} slots; give "
-                f"Span({positions.start}, {length})"
+                f"{name} is {positions} but there are {length} slots; give Span({positions.start}, "
+                f"{length})"
             )
         return
     if not isinstance(positions, torch.Tensor):

@@ -150,6 +150,5 @@ def from_data(
         return make(**kind.plain_arguments(value(data[name]), others))
     raise ArgumentError(
         f"a {registry.what} with {short_repr(sorted(map(str, data)))} is unknown; import the "
-        "module "
-        f"that defines its class. Known: {', '.join(name for name, _ in registry)}"
+        f"module that defines its class. Known: {', '.join(name for name, _ in registry)}"
     )

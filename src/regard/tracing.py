@@ -41,7 +41,7 @@ class _ThreadState(threading.local):
         self,
     ) -> None:  # per thread; the compiler does not guard class defaults
         self.stack: tuple[ActiveTrace, ...] = ()
-        self.places: tuple[str, ...] = ()
+        self.scopes: tuple[str, ...] = ()
 
 
 _state = _ThreadState()
@@ -65,7 +65,7 @@ class ActiveTrace:
 
     def full(self, *names: str) -> str:
         """Return the full name of a tap in the current scope, or in a scope within it."""
-        return ".".join((*_state.places[self.depth :], *names))
+        return ".".join((*_state.scopes[self.depth :], *names))
 
     def edits(self, *names: str) -> list[str]:
         """Return the names under which the trace edits a tap in the current scope, or in a scope
@@ -134,12 +134,12 @@ class Trace:
         if missing not in get_args(OnMissing):
             raise ArgumentError(f"missing is {missing!r}; it must be 'warn' or 'ignore'")
         self.missing = missing
-        self._heard: dict[str, list[Tensor]] = {}
+        self._captured: dict[str, list[Tensor]] = {}
 
     def __enter__(self) -> Self:
         opening = self._opening()
         if opening is None:
-            _state.stack = (*_state.stack, ActiveTrace(self, len(_state.places)))
+            _state.stack = (*_state.stack, ActiveTrace(self, len(_state.scopes)))
         else:
             opening.times += 1
         return self
@@ -156,16 +156,16 @@ class Trace:
             self._settle(opening)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._heard[self._resolve(name)][-1]
+        return self._captured[self._resolve(name)][-1]
 
     def __contains__(self, name: str) -> bool:
         return bool(self._matches(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._heard))  # a copy, since another thread may capture more
+        return iter(list(self._captured))  # a copy, since another thread may capture more
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._captured)
 
     def every(self, name: str) -> list[Tensor]:
         """Return all tensors that were captured under a name.
@@ -176,7 +176,7 @@ class Trace:
         Returns:
             The tensors in the order of the calls.
         """
-        return list(self._heard[self._resolve(name)])
+        return list(self._captured[self._resolve(name)])
 
     def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
         """Receive an attention call after a kernel has run it; called only if `observes_calls` is
@@ -194,7 +194,7 @@ class Trace:
         not open.
         """
         opening = self._opening()
-        return "" if opening is None else ".".join(_state.places[opening.depth :])
+        return "" if opening is None else ".".join(_state.scopes[opening.depth :])
 
     def needs(self) -> frozenset[str]:
         """Return the bare names of the taps that are captured or edited.
@@ -219,7 +219,7 @@ class Trace:
         if keys:
             # keys and values may be a cache's own buffers, which later tokens overwrite
             captured = x.detach().clone() if name in ("k", "v") else x.detach()
-            self._heard.setdefault(full, []).append(captured)
+            self._captured.setdefault(full, []).append(captured)
             for key in keys:
                 opening.done[key] = None
 
@@ -229,29 +229,26 @@ class Trace:
         if unused:
             raise ArgumentError(
                 f"the edit of {_quoted(unused)} never ran: no such tap was reached while the trace "
-                "was open; "
-                f"{_passed_taps(opening, unused)}"
+                f"was open; {_passed_taps(opening, unused)}"
             )
         missing = sorted(name for name in self.wants if name not in opening.done)
         if missing and self.missing == "warn":
             warnings.warn(
                 f"{_quoted(missing)} was never captured: no such tap was reached while the trace "
-                "was "
-                "open; "
-                f"{_passed_taps(opening, missing)}",
+                f"was open; {_passed_taps(opening, missing)}",
                 stacklevel=3,
             )
 
     def _matches(self, name: str) -> list[str]:
-        if name in self._heard:
+        if name in self._captured:
             return [name]
-        return [full for full in list(self._heard) if full.rpartition(".")[2] == name]
+        return [full for full in list(self._captured) if full.rpartition(".")[2] == name]
 
     def _resolve(self, name: str) -> str:
         matches = self._matches(name)
         if len(matches) == 1:
             return matches[0]
-        captured = _shortened(self._heard) if self._heard else "nothing"
+        captured = _shortened(self._captured) if self._captured else "nothing"
         if not matches:
             raise ArgumentError(f"{name!r} was not captured; captured: {captured}")
         raise ArgumentError(
@@ -266,10 +263,10 @@ class _NamedScope:
         self._name = name
 
     def __enter__(self) -> None:
-        _state.places = (*_state.places, self._name)
+        _state.scopes = (*_state.scopes, self._name)
 
     def __exit__(self, *problem: object) -> None:
-        _state.places = _state.places[:-1]
+        _state.scopes = _state.scopes[:-1]
 
 
 def tap(name: str, x: Tensor) -> Tensor:
@@ -348,16 +345,12 @@ def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
     if not isinstance(edited, torch.Tensor):
         raise ArgumentTypeError(
             f"the edit of {key!r} returned {type(edited).__name__} at {opening.full(name)}; it "
-            "must "
-            "return the tensor that "
-            "takes the place of its argument"
+            "must return the tensor that takes the place of its argument"
         )
     if edited.shape != x.shape or edited.dtype != x.dtype or edited.device != x.device:
         raise ArgumentError(
             f"the edit of {key!r} returned {_describe(edited)} at {opening.full(name)}; it must "
-            "return "
-            "a tensor like its argument, "
-            f"{_describe(x)}"
+            f"return a tensor like its argument, {_describe(x)}"
         )
     opening.done[key] = None
     return edited

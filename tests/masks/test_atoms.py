@@ -154,7 +154,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
     (
         lambda: BigBird(4, 4, window=2),
         ArgumentError,
-        "BigBird window is 2; it must be odd, the own block in the middle: 1 or 3",
+        "BigBird window is 2; it must be odd, so that the block itself is in the middle: 1 or 3",
     ),
     (lambda: BigBird(4, 4, random=-1), ArgumentError, "BigBird random is -1; it must be 0 or more"),
     (lambda: BigBird(4, 4, seed=-1), ArgumentError, "BigBird seed is -1; it must be 0 or more"),

@@ -44,9 +44,8 @@ class DenseBias(Bias):
         if self.tensor.ndim not in (2, 4):
             raise ArgumentError(
                 f"bias has {self.tensor.ndim} dimensions, {tuple(self.tensor.shape)}; it must be "
-                "[T, S] or "
-                "[B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], with "
-                "[None] if it is [H, T, S]"
+                "[T, S] or [B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], "
+                "with [None] if it is [H, T, S]"
             )
 
     def block(
@@ -80,8 +79,8 @@ class DenseBias(Bias):
             fits = b in (1, B) and h in (1, H) and t in (1, T) and s == S
         if not fits:
             raise ArgumentError(
-                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, "
-                f"{T} or 1, {S})"
+                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, {T} "
+                f"or 1, {S})"
             )
 
     def __str__(self) -> str:
@@ -136,8 +135,7 @@ class FnBias(Bias):
         if x.ndim != 4 or x.shape[2] not in (1, q.shape[2]) or x.shape[3] not in (1, k.shape[3]):
             raise ArgumentError(
                 f"{self} gave {tuple(x.shape)} for positions {tuple(q.shape)} and "
-                f"{tuple(k.shape)}; it must give "
-                "[B or 1, H or 1, t or 1, s or 1]"
+                f"{tuple(k.shape)}; it must give [B or 1, H or 1, t or 1, s or 1]"
             )
         return x.to(dtype)
 

@@ -149,9 +149,8 @@ class Cache(ABC):
         """Return all contents by name.
 
         Returns:
-            Tensors, spans and numbers; empty if the cache is empty. The tensors are the cache's
-            own, not
-            copies.
+            Tensors, spans and numbers; empty if the cache is empty. They are the cache's own
+            tensors, not copies.
         """
 
     @abstractmethod
@@ -374,8 +373,8 @@ def check_update(memory: Parts, positions: Positions) -> None:
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
             raise ArgumentError(
-                f"memory {i} is {tuple(new.shape)} at {plural(length, 'position')}; "
-                "it must be [batch, heads, length, dim] with one position per slot"
+                f"memory {i} is {tuple(new.shape)} at {plural(length, 'position')}; it must be "
+                "[batch, heads, length, dim] with one position per slot"
             )
         batches[new.shape[0]] = None
     if len(batches) > 1:
@@ -384,8 +383,8 @@ def check_update(memory: Parts, positions: Positions) -> None:
     for B in batches:
         if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
             raise ArgumentError(
-                f"positions are {tuple(positions.shape)} for memory of batch {B}; "
-                f"they must be ({B}, {length}) or (1, {length})"
+                f"positions are {tuple(positions.shape)} for memory of batch {B}; they must be "
+                f"({B}, {length}) or (1, {length})"
             )
 
 
@@ -420,8 +419,8 @@ def check_same_layout(stored: Parts, memory: Parts) -> None:
     expected, actual = ([_layout(m) for m in ms] for ms in (stored, memory))
     if expected != actual:
         raise ArgumentError(
-            f"memory {actual} does not fit what is held, {expected}; "
-            "start a new cache for another batch or model"
+            f"memory {actual} does not fit what is held, {expected}; start a new cache for another "
+            "batch or model"
         )
     for i, (old, new) in enumerate(zip(stored, memory, strict=True)):
         if old.device != new.device:

@@ -161,9 +161,9 @@ class Fixed(Cache):
         length, added = len(self), slot_count(positions)
         if length + added > self.capacity:
             raise ArgumentError(
-                f"Fixed holds {length} of {self.capacity} slots and {added} more do not fit; "
-                "crop it, or start with a larger capacity, a Growing cache, or a Ring for a "
-                "windowed mask"
+                f"Fixed holds {length} of {self.capacity} slots and {added} more do not fit; crop "
+                "it, or start with a larger capacity, a Growing cache, or a Ring for a windowed "
+                "mask"
             )
         if self._buffers is None:
             self._buffers = self._allocate(memory)

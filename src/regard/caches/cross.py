@@ -72,8 +72,7 @@ class Cross(Cache):
         if self._positions is not None:
             raise ArgumentError(
                 f"a Cross cache is written once, and holds {len(self)} slots of a source already; "
-                "read() them, or reset() it for "
-                "another source"
+                "read() them, or reset() it for another source"
             )
         self._memory, self._positions = tuple(memory), positions
         return self._memory, positions
@@ -107,9 +106,8 @@ class Cross(Cache):
         if length < stop:
             raise ArgumentError(
                 f"crop to {length}, but a Cross cache holds a source of "
-                f"{plural(stop, 'position')}, of "
-                "which a decoder forgets nothing; "
-                "crop the caches of the target, or reset() this one"
+                f"{plural(stop, 'position')}, of which a decoder forgets nothing; crop the caches "
+                "of the target, or reset() this one"
             )
         return None
 

@@ -103,7 +103,6 @@ class Latent(Cache):
         if len(memory) != 1 or memory[0].ndim != 4 or shapes[0][1::2] != (1, self.elements):
             raise ArgumentError(
                 f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, "
-                f"{self.elements}], "
-                f"{self.rank} latent and {self.rotary} rotary numbers: remember the latent, and "
-                "expand it on recall"
+                f"{self.elements}], {self.rank} latent and {self.rotary} rotary numbers: remember "
+                "the latent, and expand it on recall"
             )

@@ -114,9 +114,7 @@ class PagePool:
             actual = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
             raise ArgumentError(
                 f"memory {actual} does not fit the pool's pages, {expected}, of which {self.used} "
-                "are "
-                "in use; "
-                "start a new cache for another model"
+                "are in use; start a new cache for another model"
             )
         self.parts = tuple(
             m.new_zeros(shape) for m, (shape, *_) in zip(memory, wanted, strict=True)
@@ -131,9 +129,8 @@ class PagePool:
         if pages > self.free:
             raise ArgumentError(
                 f"needs {plural(pages, 'page')} of {plural(self.page_size, 'token')}, and "
-                f"{self.free} of the "
-                f"pool's {self.pages} are free; "
-                "crop or reset a cache of this pool, or start with more pages"
+                f"{self.free} of the pool's {self.pages} are free; crop or reset a cache of this "
+                "pool, or start with more pages"
             )
 
     def take(self, pages: int) -> list[int]:

@@ -188,19 +188,15 @@ def check_groups(
     ):
         raise ArgumentError(
             f"codes and scales of {name} are {got}, not {wanted} for {slots} slots in front of "
-            f"{tuple(recent.shape)}, "
-            f"by {axis} in {bits} bits and groups of {group}"
+            f"{tuple(recent.shape)}, by {axis} in {bits} bits and groups of {group}"
         )
     kind = recent.dtype if axis == "exact" else torch.uint8
     kinds = {groups.scale.dtype, groups.zero.dtype, groups.odd.dtype}
     if groups.codes.dtype != kind or kinds != {recent.dtype} or groups.odd_at.dtype != torch.int64:
         raise ArgumentError(
             f"codes of {name} are {groups.codes.dtype} with scales {groups.scale.dtype}, zeros "
-            f"{groups.zero.dtype} and exceptions "
-            f"{groups.odd.dtype} at {groups.odd_at.dtype}; they must be {kind} with "
-            f"{recent.dtype}, "
-            "as the recent slots are, "
-            "at torch.int64"
+            f"{groups.zero.dtype} and exceptions {groups.odd.dtype} at {groups.odd_at.dtype}; they "
+            f"must be {kind} with {recent.dtype}, as the recent slots are, at torch.int64"
         )
     if {x.device for x in groups} != {recent.device}:
         raise ArgumentError(

@@ -267,8 +267,8 @@ class Quantised(Cache):
             raise ArgumentError(f"bits is {bits}; it must be 8, 4 or 2")
         if group < 1 or group % (8 // bits):
             raise ArgumentError(
-                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes "
-                f"of {bits} bits fill a byte"
+                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes of "
+                f"{bits} bits fill a byte"
             )
         if residual < 0:
             raise ArgumentError(f"residual is {residual}; it must be 0 or more")
@@ -414,10 +414,8 @@ class Quantised(Cache):
             ):
                 raise ArgumentError(
                     f"codes of part {i} have outliers at {int(places.min())} to "
-                    f"{int(places.max())}; "
-                    f"{quantised} slots of {n} x {d} values have places 0 to "
-                    f"{quantised * n * d - 1}, "
-                    "and -1 for none"
+                    f"{int(places.max())}; {quantised} slots of {n} x {d} values have places 0 to "
+                    f"{quantised * n * d - 1}, and -1 for none"
                 )
 
     def _group(self, axis: Axis, channels: int) -> int:
@@ -448,8 +446,7 @@ class Quantised(Cache):
                 allowed = ", ".join(str(g) for g in range(per, d + 1, per) if d % g == 0)
                 raise ArgumentError(
                     f"memory {i} has {d} channels, which make no groups of {group} codes of "
-                    f"{self.bits} bits; "
-                    f"allowed groups: {allowed or 'none'}"
+                    f"{self.bits} bits; allowed groups: {allowed or 'none'}"
                 )
 
 

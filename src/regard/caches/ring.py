@@ -186,9 +186,8 @@ class SlotPositions(NamedTuple):
             stored = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
                 f"row {row} has the new position {int(p[row, column])}, and the cache holds "
-                "position "
-                f"{stored}: a ring is filled in the "
-                "order of positions; crop it first, or use a Growing cache"
+                f"position {stored}: a ring is filled in the order of positions; crop it first, or "
+                "use a Growing cache"
             )
         if p.shape[1] > 1:
             order = p.sort(1).values
@@ -308,9 +307,8 @@ class RingBase(Cache):
         if least > length:
             raise ArgumentError(
                 f"crop to {length}, but the tokens that a window of {self.window} needs in front "
-                "of it are overwritten; "
-                f"crop to {least} or more, or to {self._slots.sinks} or less, or give the cache a "
-                f"larger rewind than {self.rewind}"
+                f"of it are overwritten; crop to {least} or more, or to {self._slots.sinks} or "
+                f"less, or give the cache a larger rewind than {self.rewind}"
             )
         self._stored = stored.crop(length, self._slots)
 
@@ -549,8 +547,8 @@ class Streaming(RingBase):
     def __init__(self, sinks: int, recent: int, *, rewind: int = 0) -> None:
         if sinks < 0 or recent < 1 or rewind < 0:
             raise ArgumentError(
-                f"Streaming(sinks={sinks}, recent={recent}, rewind={rewind}): "
-                "sinks and rewind must be at least 0 and recent at least 1"
+                f"Streaming(sinks={sinks}, recent={recent}, rewind={rewind}): sinks and rewind "
+                "must be at least 0 and recent at least 1"
             )
         super().__init__(sinks, recent, rewind)
 

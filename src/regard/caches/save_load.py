@@ -213,8 +213,7 @@ def _header(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
         name = wrong[0]
         raise ArgumentError(
             f"lists {short_repr(name)} as {short_repr(fields['tensors'].get(name))}, and the file "
-            "holds "
-            f"{short_repr(shapes.get(name))}"
+            f"holds {short_repr(shapes.get(name))}"
         )
     return _Header(fields["class"], fields["settings"], spans, fields["numbers"])
 
@@ -259,8 +258,7 @@ def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, max_b
     if needed > max_bytes or of("pages") > max_bytes // 64:
         raise ArgumentError(
             f"its settings {short_repr(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
-            f"bytes, more than {max_bytes:,}; if that is meant, "
-            "load(path, max_bytes=...) allows it"
+            f"bytes, more than {max_bytes:,}; if that is meant, load(path, max_bytes=...) allows it"
         )
 
 
@@ -293,8 +291,7 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
         if x.ndim != 4 or slots not in (None, x.shape[2]):
             raise ArgumentError(
                 f"memory.{i} is {tuple(x.shape)} for {plural(slots or 0, 'position')}; it must be "
-                "[batch, heads, "
-                "slots, dim]"
+                "[batch, heads, slots, dim]"
             )
 
 

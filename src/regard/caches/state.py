@@ -89,9 +89,7 @@ class State(Cache):
         if length < stop:
             raise ArgumentError(
                 f"crop to {length}, but the state has seen {plural(stop, 'position')} and cannot "
-                "forget "
-                "some of them; "
-                "keep a fork() from before, or run the prompt again"
+                "forget some of them; keep a fork() from before, or run the prompt again"
             )
         return None
 
@@ -217,8 +215,8 @@ class Memory(State):
         if length < need:
             raise ArgumentError(
                 f"crop to {length}, but the tokens in front of position {need} are in the memory "
-                "and cannot be forgotten "
-                "one by one; keep a fork() from before, or run the prompt again"
+                "and cannot be forgotten one by one; keep a fork() from before, or run the prompt "
+                "again"
             )
         if self._tokens is not None and self._token_positions is not None:
             remaining = positions_before(self._token_positions, length)
@@ -285,8 +283,8 @@ class Memory(State):
         if back:
             raise ArgumentError(
                 f"positions {positions} go back to a token in front of the last one, at {last}; a "
-                "memory is written in the "
-                "order of positions: give those that follow, or start a new cache"
+                "memory is written in the order of positions: give those that follow, or start a "
+                "new cache"
             )
 
 

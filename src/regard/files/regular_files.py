@@ -93,8 +93,7 @@ def check_file_name(folder: Path, name: str) -> None:
     if not plain or any(mark in name for mark in "/\\:"):
         raise FileError(
             f"{folder}: {short_repr(name)} is not a plain file name; a model's files lie in its "
-            "own "
-            "folder"
+            "own folder"
         )
 
 
@@ -116,8 +115,7 @@ def _check_link(path: Path, folder: Path) -> None:
     if target.parent not in allowed:
         raise FileError(
             f"{path} is a link out of its folder, to {short_repr(str(target))}, and is not "
-            "followed; "
-            f"if that is meant, copy the files: `cp -rL {folder} COPY`"
+            f"followed; if that is meant, copy the files: `cp -rL {folder} COPY`"
         )
 
 

@@ -151,9 +151,8 @@ def _start(
         tensor = huge_pages.empty(stored.shape, dtype=stored.dtype)
     except (RuntimeError, MemoryError) as e:
         raise FileError(
-            f"{stored.file}: {short_repr(stored.name)} needs {stored.bytes} bytes of memory, "
-            "which are "
-            "not to be had"
+            f"{stored.file}: {short_repr(stored.name)} needs {stored.bytes} bytes of memory, which "
+            "are not to be had"
         ) from e
     buffer = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
     pieces = [
@@ -190,7 +189,6 @@ def _finish(coming: _PendingTensor) -> Tensor:
         if largest > 1:
             raise FileError(
                 f"{coming.stored.file}: {short_repr(coming.stored.name)} is BOOL and holds a byte "
-                f"{largest}; "
-                "only 0 and 1 are booleans"
+                f"{largest}; only 0 and 1 are booleans"
             )
     return coming.tensor

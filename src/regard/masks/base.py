@@ -151,8 +151,8 @@ def check_batch_rows(mask: str, rows: int, B: int) -> None:
     """Raise unless a mask that stores `rows` batch rows fits a call of batch size `B`."""
     if rows not in (1, B):
         raise ArgumentError(
-            f"{mask} holds {rows} batch rows, but the call has batch {B}; "
-            f"give one entry per batch row, or one for all"
+            f"{mask} holds {rows} batch rows, but the call has batch {B}; give one entry per batch "
+            "row, or one for all"
         )
 
 

@@ -203,8 +203,7 @@ def _check_bounds(bounds: object) -> tuple[int, ...]:
     if len(values) < 2 or list(values) != sorted(values):
         raise ArgumentError(
             f"Document bounds is {values}; it must be the rising starts of the documents and the "
-            "end: "
-            "(0, 3, 5) is documents of 3 and 2; Document.from_lengths([3, 2]) makes it"
+            "end: (0, 3, 5) is documents of 3 and 2; Document.from_lengths([3, 2]) makes it"
         )
     return values
 
@@ -237,8 +236,7 @@ class Padding(Mask):
         except TypeError:
             raise ArgumentTypeError(
                 f"Padding runs is {type(value).__name__} {value!r}; it must be one tuple of "
-                "(start, stop) pairs "
-                "per batch row"
+                "(start, stop) pairs per batch row"
             ) from None
         for i, runs in enumerate(check_not_empty(rows, "Padding")):
             bounds = check_ints(f"Padding runs[{i}]", [bound for run in runs for bound in run], 0)
@@ -283,8 +281,8 @@ class Padding(Mask):
         sizes = check_ints("Padding lengths", lengths, 0)
         if sizes and max(sizes) > total:
             raise ArgumentError(
-                f"Padding lengths has {max(sizes)}; none may exceed total {total}: give the "
-                "padded length"
+                f"Padding lengths has {max(sizes)}; none may exceed total {total}: give the padded "
+                "length"
             )
         return cls(tuple(((total - n, total),) for n in sizes))
 
@@ -303,8 +301,8 @@ class Padding(Mask):
         """
         if keep.dtype != torch.bool:
             raise ArgumentTypeError(
-                f"keep is {str(keep.dtype).removeprefix('torch.')}; it must be bool, True = a "
-                "real key: use keep.bool()"
+                f"keep is {str(keep.dtype).removeprefix('torch.')}; it must be bool, True = a real "
+                "key: use keep.bool()"
             )
         if keep.ndim != 2:
             raise ArgumentError(f"keep is {tuple(keep.shape)}; it must be [batch, keys]")

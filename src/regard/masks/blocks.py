@@ -95,9 +95,8 @@ class Blocks(Mask):
             )
         if self.table.ndim not in (2, 4) or self.table.numel() == 0:
             raise ArgumentError(
-                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key "
-                "blocks] or "
-                "[batch or 1, heads or 1, query blocks, key blocks], and not empty"
+                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key blocks] "
+                "or [batch or 1, heads or 1, query blocks, key blocks], and not empty"
             )
 
     @property
@@ -123,8 +122,7 @@ class Blocks(Mask):
         if heads not in (1, H):
             raise ArgumentError(
                 f"Blocks holds {plural(heads, 'head')}, but the call has {H}; give one table per "
-                "head, or "
-                "one for all"
+                "head, or one for all"
             )
         check_coverage("Blocks", nK, self.size, S)
 
@@ -174,8 +172,8 @@ class BigBird(Mask):
         check_int("BigBird seed", self.seed, 0)
         if check_int("BigBird window", self.window, 1) % 2 == 0:
             raise ArgumentError(
-                f"BigBird window is {self.window}; it must be odd, the own block in the middle: "
-                f"{self.window - 1} or {self.window + 1}"
+                f"BigBird window is {self.window}; it must be odd, so that the block itself is in "
+                f"the middle: {self.window - 1} or {self.window + 1}"
             )
         # drawn here, because a compiled graph cannot create a generator
         drawn = _bigbird_table(self.blocks, self.window, self.random, self.seed, self.causal)
@@ -207,8 +205,8 @@ def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
     if blocks * size < S:
         raise ArgumentError(
             f"{name} covers {plural(blocks, 'block')} of {size} = "
-            f"{plural(blocks * size, 'position')}, but there are "
-            f"{plural(S, 'key')}; give {plural(-(-S // size), 'block')}"
+            f"{plural(blocks * size, 'position')}, but there are {plural(S, 'key')}; give "
+            f"{plural(-(-S // size), 'block')}"
         )
 
 
@@ -266,9 +264,8 @@ class Selected(Mask):
             )
         if self.table.ndim != 4 or 0 in (*self.table.shape[:2], self.table.shape[3]):
             raise ArgumentError(
-                f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or "
-                "1, queries, key blocks], "
-                "with at least one row, head and block"
+                f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or 1, "
+                "queries, key blocks], with at least one row, head and block"
             )
         first = self.first
         if first is not None and (
@@ -276,16 +273,14 @@ class Selected(Mask):
         ):
             raise ArgumentError(
                 f"Selected first is {first.dtype} {tuple(first.shape)}; it must be int64 "
-                f"({self.table.shape[0]},) or (1,): "
-                "the number of the first block of each row"
+                f"({self.table.shape[0]},) or (1,): the number of the first block of each row"
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Raise, because the rows of the table are query indices of one call, not positions."""
         raise ArgumentError(
             "a Selected mask has a row for each query slot of one call: ask "
-            "mask.block(q_positions, k_positions), "
-            "or give Blocks for a rule on positions"
+            "mask.block(q_positions, k_positions), or give Blocks for a rule on positions"
         )
 
     def _block(self, part: CallSlice) -> Tensor:
@@ -332,15 +327,13 @@ class Selected(Mask):
         check_batch_rows("Selected", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Selected holds {plural(heads, 'head')}, but the call has {H}; give one table "
-                "per head, or "
-                "one for all"
+                f"Selected holds {plural(heads, 'head')}, but the call has {H}; give one table per "
+                "head, or one for all"
             )
         if queries != T:
             raise ArgumentError(
                 f"Selected holds {plural(queries, 'query')}, but the call has {T}; a selection "
-                "serves the "
-                "call it was made for"
+                "serves the call it was made for"
             )
 
     def _allows_pair(self, slot: SlotPair) -> Tensor:

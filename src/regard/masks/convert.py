@@ -85,8 +85,7 @@ def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
         index = other.nonzero()[0].tolist()
         raise ArgumentError(
             f"additive mask has {float(mask[tuple(index)])} at {index}; it must be 0 or at most "
-            "finfo.min / 2: "
-            "numbers in between are a bias, pass them as bias="
+            "finfo.min / 2: numbers in between are a bias, pass them as bias="
         )
     return Dense(~dropped)
 

@@ -87,8 +87,7 @@ class Heads(Mask):
         if len(self.masks) != H:
             raise ArgumentError(
                 f"Heads holds {plural(len(self.masks), 'mask')}, but the call has "
-                f"{plural(H, 'query head')}; give one "
-                "mask per head"
+                f"{plural(H, 'query head')}; give one mask per head"
             )
         for mask in self.masks:
             mask.require(B, H, T, S)
@@ -149,16 +148,15 @@ class Dense(Mask):
         if x.ndim not in (2, 4):
             hint = "mask[:, None] if the first is the batch, mask[None] if it is the heads"
             raise ArgumentError(
-                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or "
-                "1, queries or 1, keys]" + (f": use {hint}" if x.ndim == 3 else "")
+                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or 1, "
+                "queries or 1, keys]" + (f": use {hint}" if x.ndim == 3 else "")
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Raise, because the tensor is indexed by slots of one call, not by positions."""
         raise ArgumentError(
             "a Dense mask is indexed by the slots of one call, not by positions: call "
-            "mask.block(q_positions, k_positions), "
-            "or write the rule as Fn(rule, name)"
+            "mask.block(q_positions, k_positions), or write the rule as Fn(rule, name)"
         )
 
     def _block(self, part: CallSlice) -> Tensor:
@@ -251,8 +249,8 @@ class Fn(Mask):
         ):
             raise ArgumentError(
                 f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and "
-                f"{tuple(k.shape)}; it must give "
-                "a shape that broadcasts to [batch, heads, queries, keys]"
+                f"{tuple(k.shape)}; it must give a shape that broadcasts to [batch, heads, "
+                "queries, keys]"
             )
         return out
 

@@ -101,7 +101,7 @@ class _ExpressionReader:
             return self.make(
                 node, node.func, node.args, {x.arg: x.value for x in node.keywords}, depth
             )
-        raise self.error("a mask must stand here", node)
+        raise self.error("a mask is expected here", node)
 
     def make(
         self,
@@ -157,7 +157,7 @@ class _ExpressionReader:
             isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert)
         ):
             return self.mask(node, depth + 1)
-        raise self.error("only whole numbers, tuples and masks may stand here", node)
+        raise self.error("only whole numbers, tuples and masks are allowed here", node)
 
     def error(self, what: str, node: ast.expr) -> ArgumentError:
         """Return the error for a node, with its column."""
@@ -193,6 +193,5 @@ def _error(what: str, text: str, column: int | None) -> ArgumentError:
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
         f"{what}{place}\n  known masks: {', '.join(parsable_masks())}; joined by & | ~ and "
-        "parentheses, "
-        "for example: causal & window(4) | sinks(1)"
+        "parentheses, for example: causal & window(4) | sinks(1)"
     )
