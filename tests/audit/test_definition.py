@@ -14,7 +14,7 @@ from regard.audit.definition import WRONG, Given, Steps, attend, slopes
 from regard.audit.diagnosis import candidates
 from regard.audit.probe import gap
 from regard.audit.subject import Projections
-from regard.error_rule import allowed_error
+from regard.tolerance import allowed_error
 
 H, G, D, M, T = 4, 2, 4, 12, 5
 W = 3

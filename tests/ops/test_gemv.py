@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from regard import pages
+from regard import huge_pages
 from regard.ops import gemv as module
 from regard.ops import rms_norm as rms_norm_module
 from regard.ops.gemv import gemv, try_gemv
@@ -132,12 +132,12 @@ def test_norms_with_gradients_and_in_fp64() -> None:
 def test_pages(size: tuple[int, int]) -> None:
     """Writable, aligned to a line, and of the shape and dtype asked for; large or not."""
     for dtype in (*DTYPES, torch.uint8):
-        x = pages.empty(size, dtype=dtype)
+        x = huge_pages.empty(size, dtype=dtype)
         assert (x.shape, x.dtype, x.is_contiguous()) == (torch.Size(size), dtype, True)
         assert x.data_ptr() % 16 == 0
         x.fill_(1)
         assert x.sum(dtype=torch.float64) == size[0] * size[1]
-    assert pages.empty((2,), dtype=torch.float32, device="meta").is_meta
+    assert huge_pages.empty((2,), dtype=torch.float32, device="meta").is_meta
 
 
 def test_parameters_settle() -> None:
@@ -146,7 +146,7 @@ def test_parameters_settle() -> None:
     both = torch.nn.ModuleList([large, torch.nn.Linear(1100, 1024, bias=False), small])
     both[1].weight = large.weight
     weight, values, at = large.weight, large.weight.detach().clone(), small.weight.data_ptr()
-    pages.settle(both)
+    huge_pages.module_to_huge_pages(both)
     assert both[1].weight is large.weight is weight
     assert torch.equal(weight, values)
     assert weight.data_ptr() % 64 == 0

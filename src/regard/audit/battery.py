@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
-from regard.arguments import check_names
+from regard.argument_checks import check_keyword_names
 from regard.audit import rotary
 from regard.audit.adapters.find import ValueOverflow, find
 from regard.audit.checks import cached, explained, leaks, masks, numbers, repeat
@@ -17,7 +17,7 @@ from regard.audit.findings import FAULTS, Audit, Checked, Finding, NotTried, cau
 from regard.audit.probe import Probe, begun, smaller
 from regard.audit.subject import CannotTry, Claim, NotApplicable
 from regard.errors import ArgumentError
-from regard.process import quiet
+from regard.process_state import ignore_warnings
 
 MOST, LONGEST = 8, 24
 SHRUNK_BY_LENGTH = (
@@ -197,10 +197,10 @@ def audit(
     strange = sorted(set(accept) - set(FAULTS))
     if strange:
         raise ArgumentError(f"{strange[0]!r} is no fault; there are {', '.join(FAULTS)}")
-    check_names("audit", claims, Claims.__annotations__)
+    check_keyword_names("audit", claims, Claims.__annotations__)
     claim = Claim(**claims)
     said = {name: value for name, value in claims.items() if value is not None}
-    with quiet():  # what the code warns of is its own affair
+    with ignore_warnings():  # what the code warns of is its own affair
         if adapter == "rotary":
             return _accepted(
                 rotary.audited(target, claim, dtype=dtype, seed=seed, said=said), accept

@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.audit.adapters.calibrate import Heard
 from regard.audit.adapters.functions import Function
 from regard.audit.subject import NEW, Ask, CannotTry, NotApplicable, Reply, Subject, influence
-from regard.error_rule import allowed_error
+from regard.tolerance import allowed_error
 
 MOST_NUMBERS = 500_000_000
 """Parameters of which no second copy in float64 is made."""

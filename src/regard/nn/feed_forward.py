@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import check_device, check_number, check_tensor
+from regard.argument_checks import check_device, check_number, check_tensor
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.ops.gemv import check_linear_map

@@ -30,7 +30,7 @@ from regard.ops.memory.compressive import UpdateRule
 from regard.ops.memory.infini_attention import EmptyMemoryRule, check_options
 from regard.positions import Rotary
 from regard.span import Positions, Span
-from regard.tap import tap
+from regard.tracing import tap
 
 
 def check_unrotated(project: Projection, why: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_groups
+from regard.argument_checks import check_groups
 from regard.caches import Cache, Growing, Parts
 from regard.cost import Description, Figure
 from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, SelectedSpec, Selection
@@ -44,8 +44,8 @@ from regard.ops.selection.nsa import (
 )
 from regard.ops.selection.position_blocks import BlockLayout, block_layout
 from regard.ops.softmax import attend, attention_weights
-from regard.span import Positions, Span, count
-from regard.tap import place, tap
+from regard.span import Positions, Span, slot_count
+from regard.tracing import named_scope, tap
 
 
 @runtime_checkable
@@ -221,7 +221,7 @@ class SelectedAttention(Mixer):
             if self.project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
             memory, seen = cache.update(memory, positions)
-        project = select_form(self.project, x.shape[1], count(seen))
+        project = select_form(self.project, x.shape[1], slot_count(seen))
         q = tap("q", adjust_query(project, project.query(x, positions), positions, seen))
         k, v = project.recall(memory[:n], seen)
         k, v = tap("k", k), tap("v", v)
@@ -442,7 +442,7 @@ class NSA(Mixer):
         for name, k, v, mask, where in zip(
             BRANCHES, keys, values, masks, (at, seen, seen), strict=True
         ):
-            with place(name):
+            with named_scope(name):
                 zs.append(
                     attend(
                         q,

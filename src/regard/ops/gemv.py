@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
 from regard.ops.jit.argument_structs import GEMV_STRUCT
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """The most vectors, by dtype; for more, torch's matrix products are faster."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.arguments import check_tensor
+from regard.argument_checks import check_tensor
 from regard.errors import ArgumentError
 from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.arguments import check_query_key_value
+from regard.argument_checks import check_query_key_value
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask, Selected

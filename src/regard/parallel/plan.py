@@ -10,7 +10,7 @@ from regard import units
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
 from regard.parallel.shards import Shards, needed
-from regard.table import table
+from regard.text_table import format_table
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Plan:
             work = units.count(max(cost.flops), "FLOP")
             cells = [units.ABSENT] * 3 if cost.why_not else [*most, work]
             rows.append([mark, cost.method, *cells, cost.why_not])
-        text = table(rows, left=(0, 1, 5), gap=2)
+        text = format_table(rows, left=(0, 1, 5), gap=2)
         return f"{text}\nthe ranks' work is balanced to {self.efficiency:.2f}"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask
-from regard.masks.base import whole
+from regard.masks.base import check_int
 from regard.span import Span
 
 CHUNKS = 4
@@ -308,13 +308,13 @@ def _hull(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
 
 
 def _ranks(W: int) -> int:
-    return whole("the number of ranks", W, 1)
+    return check_int("the number of ranks", W, 1)
 
 
 def _cut(S: int, n: int, start: int) -> list[Span]:
     """n runs of nearly equal length; the longer ones come first."""
-    whole("the number of positions", S, 0)
-    whole("start", start, 0)
+    check_int("the number of positions", S, 0)
+    check_int("start", start, 0)
     size, more = divmod(S, n)
     bounds = [start]
     for i in range(n):

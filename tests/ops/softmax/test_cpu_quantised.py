@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks
-from regard.caches import Growing, Quantised, codes
+from regard.caches import Growing, Quantised, quantization
 from regard.nn import Attention, Heads, Separate
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
@@ -36,13 +36,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The axes of all parts that are widened while the test runs."""
     axes: list[str] = []
-    right = codes.dequantise
+    right = quantization.dequantize
 
     def count(made: Any, axis: Any, shape: Any, *, bits: int) -> Tensor:
         axes.append(axis)
         return right(made, axis, shape, bits=bits)
 
-    monkeypatch.setattr(codes, "dequantise", count)
+    monkeypatch.setattr(quantization, "dequantize", count)
     return axes
 
 
@@ -450,7 +450,7 @@ def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> A
     )
     recent = torch.zeros(1, 2, 2, 8, dtype=kind)
     wide: Any = torch.zeros(1, 2, slots + 2, 8)
-    wide.coded = SimpleNamespace(made=made, axis=axis, bits=8, recent=recent)
+    wide.coded = SimpleNamespace(groups=made, axis=axis, bits=8, recent=recent)
     return wide
 
 
@@ -469,7 +469,7 @@ def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
     """A zero that was filled in by hand may lie otherwise than its scale."""
     keys = coded("channel")
     zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
-    keys.coded.made.zero = zero
+    keys.coded.groups.zero = zero
     found = decode.quantized_segment(keys, coded("token"))
     assert found is not None
     _, scale, read = found.owners[:3]

@@ -33,7 +33,9 @@ def test_on_cpu_it_infers_when_it_is_asked_for() -> None:
     q, k, v = qkv()
     sink, mask = torch.randn(2), masks.Causal() & masks.Window(5)
     bias = (
-        biases.ALiBi(2) + biases.T5Relative(torch.randn(32, 2)) + biases.Dense(torch.randn(20, 20))
+        biases.ALiBi(2)
+        + biases.T5Relative(torch.randn(32, 2))
+        + biases.DenseBias(torch.randn(20, 20))
     )
     options = {"mask": mask, "bias": bias, "sink": sink, "softcap": 2.0}
     out = regard.attend(q, k, v, backend="flex", **options)

@@ -155,7 +155,7 @@ CASES = {
     "dense": Case(masks.Dense(TABLE), 20, 40),
     "dense, two dims": Case(masks.Dense(TABLE[0, 0]), 20, 40),
     "nothing visible": Case(masks.Dense(torch.zeros(20, 40, dtype=torch.bool)), 20, 40),
-    "bias": Case(None, 20, 40, {"bias": biases.Dense(SMALL_BIAS)}),
+    "bias": Case(None, 20, 40, {"bias": biases.DenseBias(SMALL_BIAS)}),
     "alibi and causal": Case(CAUSAL, 50, 50, {"bias": biases.ALiBi(4)}),
     "alibi and window": Case(LOCAL, 50, 50, {"bias": biases.ALiBi(4)}),
     "E > D": Case(LOCAL, 40, 40, D=5, E=12),
@@ -362,7 +362,7 @@ GRADCHECKED = {
     "window by pieces": Case(CAUSAL & masks.Window(3), 18, 18, B=1, H=2, G=1, D=1, E=1),
     "padding": Case(CAUSAL & masks.Padding.right([5]), 16, 16, B=1, H=1, G=1, D=1, E=1),
     "bias": Case(
-        None, 2, 16, {"bias": biases.Dense(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2
+        None, 2, 16, {"bias": biases.DenseBias(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2
     ),
 }
 
@@ -479,7 +479,7 @@ def test_a_bad_key_stays_behind_the_triangle(bad: float, at: int) -> None:
 
 def test_refusals() -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
-    learned = biases.Dense(torch.zeros(16, 16, requires_grad=True))
+    learned = biases.DenseBias(torch.zeros(16, 16, requires_grad=True))
     leak = ["a NaN or infinity behind a mask would leak through 0 x NaN"]
     assert reasons(q, k, v) == []
     assert reasons(q, k, v, softcap=30.0) == ["no softcap"]

@@ -118,11 +118,11 @@ def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:
     slope = torch.randn(2, dtype=torch.float64, requires_grad=True)
     bias = (
         biases.T5Relative(table)
-        + biases.Dense(dense)
-        + biases.Dense(frozen)
+        + biases.DenseBias(dense)
+        + biases.DenseBias(frozen)
         + biases.ALiBi(slopes=slope)
-        + biases.Dense(dense * 2)
-        + biases.Fn(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
+        + biases.DenseBias(dense * 2)
+        + biases.FnBias(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
     )
     found = []
     for kernel in (SMALL, ReferenceKernel()):
@@ -143,7 +143,7 @@ def test_a_bias_that_ignores_its_tensors_gives_them_nothing() -> None:
         lambda q, k, w: 0.1 * (q - k).float(),
         lambda q, k, w: w.detach()[:, None, None] * (q - k),
     ):
-        out = KERNEL.run(make_call(*qkv(), bias=biases.Fn(fn, (w,)))).out
+        out = KERNEL.run(make_call(*qkv(), bias=biases.FnBias(fn, (w,)))).out
         assert torch.equal(torch.autograd.grad(out.sum(), w)[0], torch.zeros(2))
 
 

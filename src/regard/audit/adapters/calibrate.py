@@ -13,7 +13,7 @@ from regard.audit.adapters.arguments import Form, Keywords, Reading
 from regard.audit.adapters.functions import Function
 from regard.audit.adapters.modules import Module
 from regard.audit.subject import Ask, Subject, influence
-from regard.process import quiet
+from regard.process_state import ignore_warnings
 
 T = 5
 KEEP = torch.tensor(
@@ -153,7 +153,7 @@ def _hear(subject: Module | Function, form: Form) -> str:
         return told.ask(x, Ask(keep=KEEP[None])).out
 
     try:
-        with quiet():
+        with ignore_warnings():
             seen = influence(run, x, _changed).seen
             moved = not torch.equal(run(x), told.ask(x).out)
     except Exception as error:  # the code's own way to say that it wants another form
@@ -199,7 +199,7 @@ def _hear_tokens(keywords: Keywords, subject: Module | Function) -> bool:
         return told.ask(x, Ask(tokens=tokens)).out
 
     try:
-        with quiet():
+        with ignore_warnings():
             seen = [influence(lambda x, b=b: run(x)[b : b + 1], x, _changed).seen for b in (0, 1)]  # type: ignore[misc]
     except Exception:
         return False

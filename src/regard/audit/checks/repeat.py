@@ -11,7 +11,7 @@ import torch
 from regard.audit.findings import Finding, finding
 from regard.audit.probe import Probe
 from regard.audit.subject import Subject, influence
-from regard.process import seeded
+from regard.process_state import seeded
 
 CALLS = 6
 

@@ -32,7 +32,7 @@ from regard.integrations.pytorch.dense_masks import Memory
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Span
 
 M = TypeVar("M", bound=nn.Module)

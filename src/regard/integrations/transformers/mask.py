@@ -21,7 +21,7 @@ from regard import masks
 from regard.integrations.transformers.rule import NOTHING, MaskRule
 from regard.integrations.transformers.support import takes_bool
 from regard.masks import Causal, Chunk, Document, Full, Mask, Padding, Window
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Span
 
 Indices = Callable[..., Any]

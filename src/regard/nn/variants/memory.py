@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from regard.argument_checks import resolve_head_dim
 from regard.nn.infini import InfiniAttention
 from regard.nn.streaming import StreamingAttention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.nn.variants.registry import variant
 from regard.ops.memory.compressive import UpdateRule
 from regard.ops.memory.infini_attention import EmptyMemoryRule
@@ -100,7 +101,7 @@ def _infini(
     empty: EmptyMemoryRule,
     update: UpdateRule,
 ) -> InfiniAttention:
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, heads if groups is None else groups, D)
     return InfiniAttention(
         project,
@@ -153,6 +154,6 @@ def streaming(
 
     Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2; sinks and recent as in its code.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, heads if groups is None else groups, D, Rotary(D, base))
     return StreamingAttention(project, join(dim, heads, D), sinks=sinks, recent=recent)

@@ -104,7 +104,7 @@ class QuantizedSlots(Protocol):
     """
 
     @property
-    def made(self) -> QuantizedCodes:
+    def groups(self) -> QuantizedCodes:
         """The codes of the earlier slots."""
 
     @property
@@ -148,7 +148,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     values: QuantizedSlots | None = getattr(v, "coded", None)
     if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
         return None
-    if keys.made.scale.dtype != values.made.scale.dtype:
+    if keys.groups.scale.dtype != values.groups.scale.dtype:
         return None
     slots = k.shape[2] - keys.recent.shape[2]
     if slots != v.shape[2] - values.recent.shape[2]:  # one loop reads the codes of both
@@ -159,13 +159,13 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     )
     recent = keys.recent, values.recent
     return QuantizedSegment(
-        k_codes, v_codes, keys.made.scale.dtype, slots, recent, (*k_owners, *v_owners)
+        k_codes, v_codes, keys.groups.scale.dtype, slots, recent, (*k_owners, *v_owners)
     )
 
 
 def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """Return the numbers of a `QuantizedField`, and the tensors whose memory they describe."""
-    codes, scale, zero = x.made.codes, x.made.scale, x.made.zero
+    codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     if zero.stride() != scale.stride():  # the strides of scale and zero must be equal
         scale, zero = scale.contiguous(), zero.contiguous()

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.ops.linear.chunk_decays import (
     decay_since_start,
     decay_until_end,

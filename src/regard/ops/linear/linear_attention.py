@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.errors import ArgumentError
 from regard.ops.linear.feature_maps import FeatureMap, feature_map_of, normalised_query_features
 from regard.ops.linear.linear_recurrence import linear_recurrence

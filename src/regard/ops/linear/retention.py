@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.ops.linear.validation import (
     check_call,

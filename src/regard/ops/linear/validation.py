@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, float32, float64
 from torch import dtype as Dtype
 
-from regard.arguments import (
+from regard.argument_checks import (
     check_device,
     check_number,
     check_positions,
@@ -16,7 +16,7 @@ from regard.arguments import (
     check_tensor,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import Positions, vacant
+from regard.span import Positions, find_empty_slots
 from regard.units import plural
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
@@ -91,7 +91,7 @@ def empty_slot_mask(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B 
     """Return which slots `[B or 1, T]` are empty; None if it is known without reading a tensor
     that none is.
     """
-    return None if positions is None else vacant(positions, q.device)
+    return None if positions is None else find_empty_slots(positions, q.device)
 
 
 def zero_empty_slots(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.arguments import check_groups, check_sizes, check_tensor
+from regard.argument_checks import check_groups, check_sizes, check_tensor
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentTypeError
 

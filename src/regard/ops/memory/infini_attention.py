@@ -11,10 +11,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_device, check_positions, check_query_key_value, check_tensor
+from regard.argument_checks import (
+    check_device,
+    check_positions,
+    check_query_key_value,
+    check_tensor,
+)
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
-from regard.masks.base import whole
+from regard.masks.base import check_int
 from regard.ops.memory.compressive import (
     CompressiveState,
     MemoryRead,
@@ -25,8 +30,8 @@ from regard.ops.memory.compressive import (
     write,
 )
 from regard.ops.softmax import attend
-from regard.process import is_compiling
-from regard.span import Positions, Span, as_tensor, count, part
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, slice_positions, slot_count
 from regard.units import plural
 
 
@@ -62,7 +67,7 @@ def segments_of_call(
     >>> [(segment.queries, segment.keys, segment.closed) for segment in segments]
     [(slice(0, 1, None), slice(0, 4, None), True), (slice(1, 3, None), slice(4, 6, None), False)]
     """
-    if count(positions) == 0:
+    if slot_count(positions) == 0:
         return
     compiling = is_compiling()
     if isinstance(positions, Span) and (size <= T or not compiling):
@@ -221,7 +226,7 @@ def infini_attention(
         v,
         mask=Causal() & Chunk(segment),
         k_positions=positions,
-        q_positions=part(positions, slice(k.shape[2] - T, None)),
+        q_positions=slice_positions(positions, slice(k.shape[2] - T, None)),
         backend=backend,
     )
     memory = empty_state(k, v) if state is None else CompressiveState(*state)
@@ -308,7 +313,7 @@ def _rotated_or_plain(
 
 def check_options(segment: int, update: str, empty: str) -> None:
     """Check that a segment has at least one position and that the two options are valid."""
-    whole("segment", segment, 1)
+    check_int("segment", segment, 1)
     for name, value, allowed in (
         ("update", update, ("linear", "delta")),
         ("empty", empty, ("zero", "skip")),

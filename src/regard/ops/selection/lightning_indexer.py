@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.arguments import check_positions, check_sizes, check_tensor
+from regard.argument_checks import check_positions, check_sizes, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Dense, Mask
 from regard.ops.selection.position_blocks import in_query_chunks, top_k_mask, without_gradient

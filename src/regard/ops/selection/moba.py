@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_positions, check_query_key
+from regard.argument_checks import check_positions, check_query_key
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.position_blocks import (

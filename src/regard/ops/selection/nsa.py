@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.arguments import check_positions, check_query_key, divisors
+from regard.argument_checks import check_positions, check_query_key, divisors
 from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected

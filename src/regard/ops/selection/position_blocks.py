@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from regard.deprecation import renamed_attribute
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 MAX_CHUNK_BYTES = 2**27

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.biases import Bias, Dense, Sum
+from regard.biases import Bias, DenseBias, Sum
 from regard.ops.softmax.call import Call
 
 EVERY_ROW = slice(None)
@@ -53,7 +53,7 @@ class BiasGradient:
         """Add the contribution of a block, given the gradient `d_s` of its scores `[..., t, s]`."""
         d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
         for learner in self.learners:
-            if isinstance(learner.term, Dense):
+            if isinstance(learner.term, DenseBias):
                 # added in place: autograd would return a gradient of the full size for each block
                 total = self.sums[learner.first]
                 total = total[None, None] if total.ndim == 2 else total

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard import arguments, biases, masks, tap
+from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process import is_compiling
-from regard.span import EMPTY, Positions, Span, count
+from regard.process_state import is_compiling
+from regard.span import EMPTY, Positions, Span, slot_count
 from regard.units import plural
 
 
@@ -113,7 +113,7 @@ def check_custom_rules(
     Raises:
         ArgumentError: a custom rule returns another batch size or number of heads.
     """
-    if count(q) == 0 or count(k) == 0:
+    if slot_count(q) == 0 or slot_count(k) == 0:
         return
     first_slot = slice(0, 1)
     for name, rule in (("mask", mask), ("bias", bias)):
@@ -138,7 +138,9 @@ def _has_custom_code(rule: Mask | Bias) -> bool:
     """Return whether a mask or bias contains a user-defined function or class."""
     if _NO_CUSTOM_CODE in rule.__dict__:
         return False
-    if isinstance(rule, (masks.Fn, biases.Fn)) or not type(rule).__module__.startswith("regard."):
+    if isinstance(rule, (masks.Fn, biases.FnBias)) or not type(rule).__module__.startswith(
+        "regard."
+    ):
         return True
     values = [getattr(rule, x.name) for x in fields(rule)]
     inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
@@ -158,7 +160,7 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
     if bias is None or isinstance(bias, Bias):
         return bias
     if isinstance(bias, Tensor):
-        return biases.Dense(bias)
+        return biases.DenseBias(bias)
     raise ArgumentTypeError(
         f"bias is {type(bias).__name__}; it must be a regard.biases bias, a float tensor or None"
     )
@@ -476,22 +478,24 @@ def make_call(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
     """
-    arguments.check_query_key_value(q, k, v)
+    argument_checks.check_query_key_value(q, k, v)
     if scale is not None:
-        arguments.check_number("scale", scale, -math.inf, math.inf, "finite and not 0")
+        argument_checks.check_number("scale", scale, -math.inf, math.inf, "finite and not 0")
         if scale == 0:
             raise ArgumentError("scale is 0; it must be finite and not 0; None means 1/sqrt(D)")
     if softcap is not None:
-        arguments.check_number("softcap", softcap, 0, math.inf, "greater than 0: None turns it off")
+        argument_checks.check_number(
+            "softcap", softcap, 0, math.inf, "greater than 0: None turns it off"
+        )
     if type(dropout) is not float or dropout:
-        arguments.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        argument_checks.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
     (B, H, T, D), S = q.shape, k.shape[2]
     if sink is not None:
-        arguments.check_sink(sink, H, q)
+        argument_checks.check_sink(sink, H, q)
     if k_positions is not None:
-        arguments.check_positions("k_positions", k_positions, B, S)
+        argument_checks.check_positions("k_positions", k_positions, B, S)
     if q_positions is not None:
-        arguments.check_positions("q_positions", q_positions, B, T)
+        argument_checks.check_positions("q_positions", q_positions, B, T)
     elif k_positions is not None:
         q_positions = default_query_positions(k_positions, T)
     else:
@@ -516,10 +520,10 @@ def make_call(
         q_positions,
         k_positions,
         wants_lse,
-        tap.needed() & {"scores", "pattern"},
+        tracing.requested_taps() & {"scores", "pattern"},
     )
-    if not call.compiling and arguments.checks_finite():
-        arguments.check_finite(query=q, key=k, value=v)
+    if not call.compiling and argument_checks.finite_checks_enabled():
+        argument_checks.check_finite(query=q, key=k, value=v)
     return call
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import masks
 from regard.biases import ALiBi, Bias
-from regard.masks.tiling import FAR
+from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba
 from regard.ops.jit.argument_structs import DTYPES
 from regard.ops.jit.decode import (
@@ -24,7 +24,7 @@ from regard.ops.jit.decode import (
 )
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
-from regard.span import Span, vacant
+from regard.span import Span, find_empty_slots
 from regard.units import plural
 
 _NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
@@ -34,7 +34,7 @@ _NO_BIAS = torch.empty(1, 1, 1, 0)
 _NO_SLOPES = torch.empty(0)
 _START_AT_ZERO, _STOP_NOWHERE = (
     torch.zeros(1, 1, 1, 1, dtype=torch.int64),
-    torch.full((1, 1, 1, 1), FAR),
+    torch.full((1, 1, 1, 1), UNBOUNDED),
 )
 
 
@@ -53,7 +53,7 @@ def decode_args(call: Call) -> DecodeArgs:
         key_positions = k_positions.long().contiguous()
     q = call.q.float()
     all_tokens = isinstance(q_positions, Span) and q_positions.start >= 0
-    empty_queries = None if all_tokens else vacant(q_positions)
+    empty_queries = None if all_tokens else find_empty_slots(q_positions)
     if empty_queries is not None:  # an empty slot may hold NaN
         q = q.masked_fill(empty_queries[:, None, :, None], 0)
     q = q.reshape(call.B, call.G, call.H // call.G * call.T, call.D).contiguous()
@@ -110,7 +110,9 @@ def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Ten
         empty: which queries `[B, T]` are empty slots, or None.
     """
     if isinstance(call.mask, masks.Full):
-        stops = _STOP_NOWHERE if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
+        stops = (
+            _STOP_NOWHERE if empty is None else torch.where(empty, 0, UNBOUNDED)[:, None, :, None]
+        )
         return _START_AT_ZERO, stops.contiguous(), _NO_VISIBLE
     if isinstance(call.q_positions, Span) and call.mask.is_static:
         intervals = _cached_intervals(call.mask, call.q_positions)

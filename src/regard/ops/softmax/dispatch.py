@@ -13,7 +13,8 @@ from threading import Lock
 
 import torch
 
-from regard import tap
+from regard import tracing
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
 from regard.ops.softmax.call import Call, Kernel, KernelResult
 from regard.ops.softmax.cpu import CpuKernel
@@ -22,8 +23,7 @@ from regard.ops.softmax.gemm import GemmKernel
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.sdpa import SdpaKernel
 from regard.ops.softmax.tiled import TiledKernel
-from regard.span import Span, vacant
-from regard.suggest import suggest
+from regard.span import Span, find_empty_slots
 
 KERNELS: tuple[Kernel, ...] = (
     CpuKernel(),
@@ -143,7 +143,7 @@ def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
     """Run a call on the kernel that `choose_kernel` returned, and pass the call and its result to
     the open traces.
     """
-    if watching := tap.watchers():
+    if watching := tracing.call_observers():
         return _run_observed(kernel, call, watching)
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
@@ -152,7 +152,7 @@ def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
         return kernel.run(call)
 
 
-def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> KernelResult:
+def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> KernelResult:
     """Run the kernel that was chosen for the call without observers, request its lse as well, and
     show the call and the result to the observers.
 
@@ -224,7 +224,7 @@ def zero_empty_slots(call: Call) -> Call:
             not call.compiling and call.finite
         ):
             continue
-        if (empty := vacant(positions, call.q.device)) is not None:
+        if (empty := find_empty_slots(positions, call.q.device)) is not None:
             for name in names:
                 changes[name] = getattr(call, name).masked_fill(empty[:, None, :, None], 0)
     return replace(call, **changes) if changes else call

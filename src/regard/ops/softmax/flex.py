@@ -24,7 +24,7 @@ from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
-from regard.span import Positions, Span, as_tensor, part
+from regard.span import Positions, Span, as_tensor, slice_positions
 
 BLOCK_SIZE = 128
 """The side of a block of the mask, and the shortest length on CUDA; for shorter inputs the
@@ -140,11 +140,11 @@ def _cuda_reasons(call: Call) -> list[str]:
             f"head dimensions are not multiples of 16 from {low} to {high} (D {call.D}, E {call.E})"
         )
     for term in bias_terms(call.bias):
-        if not isinstance(term, (biases.ALiBi, biases.Dense)):
+        if not isinstance(term, (biases.ALiBi, biases.DenseBias)):
             reasons.append(f"no generated kernel for the bias {term}")
         elif any(x.requires_grad for x in term.tensors()):
             reasons.append("no gradient for a bias")
-    first = part(call.q_positions, slice(0, 1))
+    first = slice_positions(call.q_positions, slice(0, 1))
     table = call.B * call.H * call.T * call.S
     if (
         not isinstance(call.mask, masks.Dense)

@@ -13,13 +13,13 @@ from torch import Tensor
 from regard import masks
 from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
-from regard.masks.tiling import FAR
+from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba
 from regard.ops.jit.argument_structs import DTYPES
 from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, round_up
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
-from regard.span import as_tensor, part
+from regard.span import as_tensor, slice_positions
 
 MIN_PRODUCTS = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
 """From this many products B H T S (D + E) on, it is the first choice for inference, by dtype;
@@ -215,9 +215,12 @@ def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | 
     """Return the ranges of positions that queries see as starts and stops `[b, h, t, n]`, or
     None if the mask has no ranges.
     """
-    positions, zero = part(call.q_positions, rows), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    positions, zero = (
+        slice_positions(call.q_positions, rows),
+        torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+    )
     if call.sees_everything:
-        return zero, torch.full((1, 1, 1, 1), FAR)
+        return zero, torch.full((1, 1, 1, 1), UNBOUNDED)
     if isinstance(call.mask, masks.Causal):
         return zero, as_tensor(positions).long()[:, None, :, None] + 1
     return call.mask.intervals(positions)

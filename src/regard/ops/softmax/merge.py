@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.arguments import check_device, check_sink, check_tensor
+from regard.argument_checks import check_device, check_sink, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.softmax.call import Partial
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard import units
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
-from regard.tap import edited, tap
+from regard.tracing import is_edited, tap
 
 EVERYTHING = slice(None)
 
@@ -238,5 +238,5 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
     finite = not call.compiling and call.finite
     out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
     return KernelResult(
-        out, sums.lse, s if edited("scores") else None, pattern if edited("pattern") else None
+        out, sums.lse, s if is_edited("scores") else None, pattern if is_edited("pattern") else None
     )

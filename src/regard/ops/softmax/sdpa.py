@@ -27,7 +27,7 @@ from regard.ops.softmax.mask_lowering import (
     lower_mask,
 )
 from regard.ops.softmax.merge import apply_sink, merge
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Span
 from regard.units import plural
 

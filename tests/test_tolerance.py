@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.error_rule import FACTOR, GRADIENT_FACTOR, allowed_error, two_roundings
+from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error, two_roundings
 from tests.rules import assert_close_rule
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def test_they_are_never_0_by_luck(dtype: torch.dtype) -> None:
         assert two_roundings(large.double(), dtype) == 2.0**12 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("factor", [FACTOR, GRADIENT_FACTOR])
+@pytest.mark.parametrize("factor", [ERROR_FACTOR, GRADIENT_ERROR_FACTOR])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_it_allows_the_rule_of_the_tests_accepts_and_nothing_more(
     dtype: torch.dtype, factor: float

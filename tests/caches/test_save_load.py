@@ -29,11 +29,11 @@ from regard.caches import (
     Ring,
     State,
     Streaming,
-    files,
     load,
     save,
+    save_load,
 )
-from regard.files import write
+from regard.files import atomic_write
 from regard.span import Span, as_tensor
 from tests.caches.contract import Run, Step
 from tests.caches.kinds import KINDS, Kind
@@ -153,7 +153,7 @@ def test_a_failed_write_leaves_the_old_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for module, place in ((files, "save_file"), (write, "sync")):
+    for module, place in ((save_load, "save_file"), (atomic_write, "sync_to_disk")):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, full)
             with pytest.raises(
@@ -172,10 +172,10 @@ def test_a_write_is_synced_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    sync, replace = write.sync, Path.replace
+    sync, replace = atomic_write.sync_to_disk, Path.replace
     monkeypatch.setattr(
-        write,
-        "sync",
+        atomic_write,
+        "sync_to_disk",
         lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)),
     )
     monkeypatch.setattr(Path, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
@@ -294,7 +294,7 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "another batch": (
         lambda h, t: t.update(positions=torch.zeros(3, 3, dtype=torch.int64)),
-        "its tensors have [2, 3] rows; all must have one batch, or 1",
+        "its tensors have batch sizes [2, 3]; all must have one batch size, or 1",
         None,
     ),
     "positions that are no integers": (
@@ -368,7 +368,7 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "slots that hold nothing": (
         lambda h, t: t.update(positions=torch.tensor([[0, 1, -1], [0, 1, -1]])),
-        "positions is (2, 3), and comes to (2, 2)",
+        "positions is (2, 3), and becomes (2, 2)",
         paged,
     ),
     "a negative length": (
@@ -424,9 +424,7 @@ def test_a_pool_that_is_too_small_for_the_file(tmp_path: Path) -> None:
     cache = Paged(2, 4)
     cache.update((torch.ones(1, 1, 6, 2),), Span(0, 6))
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(pages=2), cache)
-    with pytest.raises(
-        regard.FileError, match="3 pages of 2 tokens are needed, and 2 of the pool's 2"
-    ):
+    with pytest.raises(regard.FileError, match="needs 3 pages of 2 tokens, and 2 of the pool's 2"):
         load(path)
 
 
@@ -444,7 +442,7 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
         load(path)
     save_file({"x": torch.ones(1)}, path, metadata={"regard.cache": "["})
     with pytest.raises(
-        regard.FileError, match=r"the header of its cache is no JSON: Expecting value: line 1"
+        regard.FileError, match=r"the header of its cache is not JSON: Expecting value: line 1"
     ):
         load(path)
     cache = Growing()
@@ -480,10 +478,12 @@ def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
     with pytest.raises(
         regard.FileError,
-        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, most=...\) allows it",
+        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, max_bytes=...\) allows it",
     ):
-        load(path, most=31_999)
-    assert load(path, most=32_000).settings == {"capacity": 1000}
+        load(path, max_bytes=31_999)
+    assert load(path, max_bytes=32_000).settings == {"capacity": 1000}
+    with pytest.warns(DeprecationWarning, match=r"most=.* is now .*max_bytes="):
+        assert load(path, most=32_000).settings == {"capacity": 1000}
     path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
     with pytest.raises(
         regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"

@@ -16,8 +16,16 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing, Quantised
-from regard.caches.codes import Coded, Packed, _pack, _rounded_up, _unpack, dequantise, quantise
-from regard.caches.quantised import Appended
+from regard.caches.quantization import (
+    LazyDequantizedTensor,
+    QuantizedAndRecent,
+    _pack,
+    _round_up,
+    _unpack,
+    dequantize,
+    quantize,
+)
+from regard.caches.quantized import GrowingTensor
 from regard.span import Positions, Span, as_tensor
 
 GROUP, RESIDUAL = 4, 6
@@ -379,7 +387,7 @@ def test_packing_and_rounding_up() -> None:
     assert _pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [0x21]
     for dtype in FLOATS:
         x = torch.cat([torch.randn(200).double().abs(), torch.tensor([0.0, 1.0, 3.3e-7]).double()])
-        up = _rounded_up(x, dtype).double()
+        up = _round_up(x, dtype).double()
         assert (up >= x).all()
         assert (
             (up - x) <= torch.finfo(dtype).eps * x.clamp(min=torch.finfo(dtype).smallest_normal)
@@ -391,7 +399,7 @@ def test_rounding_the_scale_down_would_break_the_bound() -> None:
     maximum.
     """
     x = tokens(64)[0].bfloat16()
-    made = quantise(x, torch.ones(1, 64, dtype=torch.bool), "channel", bits=8, group=64)
+    made = quantize(x, torch.ones(1, 64, dtype=torch.bool), "channel", bits=8, group=64)
     lines = x.transpose(-1, -2)[:, :, None]
     span = (lines.amax(-1, keepdim=True).double() - lines.amin(-1, keepdim=True).double()) / 255
     nearest = made._replace(scale=span.bfloat16())
@@ -403,7 +411,7 @@ def test_rounding_the_scale_down_would_break_the_bound() -> None:
     ]
     assert reach[0] >= -1e-12
     assert reach[1] < -1e-3
-    assert dequantise(made, "channel", (2, 3, 64, 8), bits=8).dtype == torch.bfloat16
+    assert dequantize(made, "channel", (2, 3, 64, 8), bits=8).dtype == torch.bfloat16
 
 
 def held_by(cache: Quantised) -> list[int]:
@@ -459,16 +467,16 @@ def test_appended_memory_that_may_not_be_written() -> None:
     keeps its values.
     """
     x = torch.ones(1, 1, 2, 3, 1, requires_grad=True)
-    held = Appended(torch.zeros(1, 1, 1, 3, 1)).append(x).append(2 * x)
+    held = GrowingTensor(torch.zeros(1, 1, 1, 3, 1)).append(x).append(2 * x)
     held.view.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
     with torch.inference_mode():
-        before = Appended(torch.zeros(1, 1, 1, 3, 1)).append(torch.ones(1, 1, 1, 3, 1), room=9)
+        before = GrowingTensor(torch.zeros(1, 1, 1, 3, 1)).append(torch.ones(1, 1, 1, 3, 1), room=9)
     after = before.append(torch.ones(1, 1, 1, 3, 1))
     assert after.view.untyped_storage().data_ptr() != before.view.untyped_storage().data_ptr()
     assert after.view[0, 0, :, 0, 0].tolist() == [0, 1, 1]
-    inner = Appended(torch.zeros(1, 1, 1, 3, 1), inner=True).append(torch.ones(1, 1, 4, 3, 1))
+    inner = GrowingTensor(torch.zeros(1, 1, 1, 3, 1), inner=True).append(torch.ones(1, 1, 4, 3, 1))
     assert inner.view.stride(2) == 1
     assert inner.cut(2).append(torch.full((1, 1, 1, 3, 1), 5.0)).view[0, 0, :, 2, 0].tolist() == [
         0,
@@ -477,12 +485,12 @@ def test_appended_memory_that_may_not_be_written() -> None:
     ]
 
 
-def packed_memory() -> tuple[Packed, Tensor]:
+def packed_memory() -> tuple[LazyDequantizedTensor, Tensor]:
     """A part in codes, and the same as numbers."""
     parts = tuple(x.float() for x in tokens(21))
     cache = Quantised(8, group=GROUP, residual=RESIDUAL)
     (keys, _), _ = fed(cache, parts, [21])
-    assert isinstance(keys, Packed)
+    assert isinstance(keys, LazyDequantizedTensor)
     return keys, cache.fork().update(tuple(x[:, :, :0] for x in parts), Span(21, 0))[0][0].clone()
 
 
@@ -611,8 +619,13 @@ def test_errors() -> None:
 def test_codes_of_other_sizes_or_dtypes_are_refused() -> None:
     """A kernel reads codes by their address: what does not fit is refused where it comes in."""
     x, seen = torch.randn(1, 2, 8, 4), torch.ones(1, 8, dtype=torch.bool)
-    made = quantise(x, seen, "channel", bits=8, group=8)
-    assert Packed.of(Coded(made, "channel", 8, x)).shape == (1, 2, 16, 4)
+    made = quantize(x, seen, "channel", bits=8, group=8)
+    assert LazyDequantizedTensor.of(QuantizedAndRecent(made, "channel", 8, x)).shape == (
+        1,
+        2,
+        16,
+        4,
+    )
     for wrong, message in (
         (
             made._replace(codes=made.codes[:, :1]),
@@ -624,7 +637,7 @@ def test_codes_of_other_sizes_or_dtypes_are_refused() -> None:
         (made._replace(zero=made.zero.to("meta")), "codes of the memory are not all on cpu"),
     ):
         with pytest.raises(regard.ArgumentError) as error:
-            Packed.of(Coded(wrong, "channel", 8, x))
+            LazyDequantizedTensor.of(QuantizedAndRecent(wrong, "channel", 8, x))
         assert message in str(error.value)
 
 
@@ -647,9 +660,9 @@ def test_keys_and_values_of_two_memories_are_opened() -> None:
     x, seen = torch.randn(1, 2, 16, 8), torch.ones(1, 16, dtype=torch.bool)
     q = torch.randn(1, 2, 1, 8)
 
-    def packed(axis: str, slots: int) -> Packed:
-        made = quantise(x[:, :, :slots], seen[:, :slots], axis, bits=8, group=8)
-        return Packed.of(Coded(made, axis, 8, x[:, :, slots:]))
+    def packed(axis: str, slots: int) -> LazyDequantizedTensor:
+        made = quantize(x[:, :, :slots], seen[:, :slots], axis, bits=8, group=8)
+        return LazyDequantizedTensor.of(QuantizedAndRecent(made, axis, 8, x[:, :, slots:]))
 
     k, v = packed("channel", 16), packed("token", 8)
     with torch.no_grad():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import present, text
-from regard.files.strict import parse, read_json
+from regard.files.regular_files import checked_path_or_none, read_text
+from regard.files.strict_json import parse_json, read_json
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,10 @@ from regard.files.strict import parse, read_json
     [
         (b'{"a": 1, "a": 2}', "has the key 'a' twice"),
         (b"[1]", "is a JSON list; it must be an object"),
-        (b'{"a": NaN}', "has the constant NaN, which is no JSON"),
-        (b'{"a": 1e999}', "has the number '1e999', which no computer's number holds"),
+        (b'{"a": NaN}', "has the constant NaN, which is not JSON"),
+        (b'{"a": 1e999}', "has the number '1e999', which float64 cannot represent"),
         (b'{"a": ' + b"1" * 21 + b"}", "has a number of 21 digits; at most 20 are read"),
-        (b'{"a": 0.' + b"1" * 500 + b"}", "which no computer's number holds"),
+        (b'{"a": 0.' + b"1" * 500 + b"}", "which float64 cannot represent"),
         (b'{"a": "\\ud800"}', "has half a character in '\\ud800'"),
         (b'{"\\udc00": 1}', "has half a character in '\\udc00'"),
         (
@@ -32,20 +32,20 @@ from regard.files.strict import parse, read_json
             b'{"a": [' + b"[]," * (1 << 22) + b"[]]}",
             "brackets and commas; at most 4194304 are read",
         ),
-        (b'{"' + b'\\"' * (1 << 20), "is no JSON: Unterminated string"),
+        (b'{"' + b'\\"' * (1 << 20), "is not JSON: Unterminated string"),
     ],
     ids=lambda x: repr(x)[:20],
 )
 def test_what_is_refused(raw: bytes, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        parse(raw)
+        parse_json(raw)
 
 
 def test_what_is_read() -> None:
     brackets = b'{"a": "' + b"[" * 500 + b'\\"[", "b": ["\\ud83d\\ude00", 1.5, -2, null]}'
-    assert parse(brackets) == {"a": "[" * 500 + '"[', "b": ["😀", 1.5, -2, None]}
-    assert parse(b'{"a":' + b"[" * 127 + b"]" * 127 + b"}")["a"] != []
-    assert parse(b"[3]", list) == [3]
+    assert parse_json(brackets) == {"a": "[" * 500 + '"[', "b": ["😀", 1.5, -2, None]}
+    assert parse_json(b'{"a":' + b"[" * 127 + b"]" * 127 + b"}")["a"] != []
+    assert parse_json(b"[3]", list) == [3]
 
 
 def test_only_regular_files_of_a_bounded_size_are_opened(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_only_regular_files_of_a_bounded_size_are_opened(tmp_path: Path) -> None
     with pytest.raises(
         FileError, match=re.escape(r"gone is a link to '\x1b[2J', which is missing")
     ):
-        present(tmp_path, "gone")
-    assert present(tmp_path, "no") is None
+        checked_path_or_none(tmp_path, "gone")
+    assert checked_path_or_none(tmp_path, "no") is None
     (tmp_path / "long").write_bytes(b"\xff" * 9)
     with pytest.raises(FileError, match="long has 9 bytes; at most 8 are read"):
         read_json(tmp_path / "long", limit=8)
-    with pytest.raises(FileError, match="long is no text: not UTF-8 at byte 0"):
-        text(tmp_path / "long", 9)
+    with pytest.raises(FileError, match="long is not text: not UTF-8 at byte 0"):
+        read_text(tmp_path / "long", 9)

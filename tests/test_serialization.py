@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.plain_data import NotPlain, Plain, from_data, to_data
 from regard.registry import Registry
+from regard.serialization import NotSerializable, Serializable, from_data, to_data
 
 
 @dataclass(frozen=True)
-class Box(Plain):
+class Box(Serializable):
     """A field of each kind."""
 
     kind: ClassVar[str] = "box"
@@ -30,14 +30,14 @@ class Box(Plain):
 
 
 @dataclass(frozen=True)
-class Empty(Plain):
+class Empty(Serializable):
     """No field at all."""
 
     kind: ClassVar[str] = "empty"
 
 
 @dataclass(frozen=True)
-class Rule(Plain):
+class Rule(Serializable):
     """A function."""
 
     kind: ClassVar[str] = "rule"
@@ -49,12 +49,12 @@ class Bare(Box):
     """No dataclass of its own."""
 
 
-BOXES: Registry[Plain] = Registry("box")
+BOXES: Registry[Serializable] = Registry("box")
 for _kind in (Box, Empty):
-    BOXES.enter(_kind.kind, _kind)
+    BOXES.register(_kind.kind, _kind)
 
 
-def written(x: Plain, kept: dict[str, Tensor]) -> dict[str, object]:
+def written(x: Serializable, kept: dict[str, Tensor]) -> dict[str, object]:
     def keep(y: Tensor) -> str:
         kept[f"t{len(kept)}"] = y
         return f"t{len(kept) - 1}"
@@ -62,7 +62,7 @@ def written(x: Plain, kept: dict[str, Tensor]) -> dict[str, object]:
     return to_data(x, keep, lambda y: written(y, kept))
 
 
-def read(data: object, kept: dict[str, Tensor]) -> Plain:
+def read(data: object, kept: dict[str, Tensor]) -> Serializable:
     return from_data(BOXES, data, kept, lambda y: read(y, kept))
 
 
@@ -88,9 +88,9 @@ def test_every_kind_of_field_comes_back() -> None:
 
 
 def test_what_is_no_plain_data() -> None:
-    with pytest.raises(NotPlain, match="function is no plain data"):
+    with pytest.raises(NotSerializable, match="function cannot be stored as plain data"):
         written(Rule(lambda: None), {})
-    with pytest.raises(NotPlain, match="Bare is no dataclass"):
+    with pytest.raises(NotSerializable, match="Bare is not a dataclass"):
         written(Bare(1), {})
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.files import strict
-from regard.files.header import DTYPES, instead, read_header
-from regard.foreign import shown
+from regard.files import strict_json
+from regard.files.safetensors_header import DTYPES, identify_format, read_header
 from regard.models.checkpoint.store import Store, without_weights
+from regard.untrusted_text import short_repr
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
@@ -90,17 +90,17 @@ LIBRARY = "is refused by safetensors: Error while deserializing header: "
 HEADERS = {
     "no object": ("[]", "does not begin with { but with b'[]"),
     "spaces first": (' {"a":1}', "does not begin with { but with b' {\"a\":1}'"),
-    "cut": ('{"a":', "is no JSON: Expecting value: line 1 column 6 (char 5)"),
-    "two objects": ("{}{}", "is no JSON: Extra data: line 1 column 3 (char 2)"),
-    "not UTF-8": (b'{"\xff":1}', "is no JSON: 'utf-8' codec can't decode byte 0xff in position 2"),
-    "a raw control character": ('{"a\n":1}', "is no JSON: Invalid control character at"),
+    "cut": ('{"a":', "is not JSON: Expecting value: line 1 column 6 (char 5)"),
+    "two objects": ("{}{}", "is not JSON: Extra data: line 1 column 3 (char 2)"),
+    "not UTF-8": (b'{"\xff":1}', "is not JSON: 'utf-8' codec can't decode byte 0xff in position 2"),
+    "a raw control character": ('{"a\n":1}', "is not JSON: Invalid control character at"),
     "a name twice": (f'{{"a":{json.dumps(A)},"a":{json.dumps(A)}}}', "has the key 'a' twice"),
     "a key twice": ('{"a":{"dtype":"F32","dtype":"I8"}}', "has the key 'dtype' twice"),
     "NaN": (
         '{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,1]}}',
-        "has the constant NaN, which is no JSON",
+        "has the constant NaN, which is not JSON",
     ),
-    "-Infinity": ('{"a":-Infinity}', "has the constant -Infinity, which is no JSON"),
+    "-Infinity": ('{"a":-Infinity}', "has the constant -Infinity, which is not JSON"),
     "a long number": ('{"a":' + "9" * 30 + "}", "has a number of 30 digits; at most 20 are read"),
     "a number beyond Python's": (
         '{"a":' + "9" * 9999 + "}",
@@ -281,11 +281,11 @@ FILES = {
     ),
     "a zip": (
         b"PK\x03\x04 and so on",
-        ": it is a zip or a PyTorch pickle, which is never opened; convert it to",
+        ": it is a zip or a PyTorch pickle, which regard does not open; convert it to",
     ),
     "a pickle": (
         b"\x80\x02}q\x00.\x00\x00\x00",
-        ": it is a pickle, which is never opened; convert it to safetensors",
+        ": it is a pickle, which regard does not open; convert it to safetensors",
     ),
     "a gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00", ": it is a gzip archive; unpack it"),
     "GGUF": (
@@ -294,7 +294,7 @@ FILES = {
     ),
     "HDF5": (
         b"\x89HDF\r\n\x1a\n",
-        ": it is an HDF5 file of Keras; convert it to safetensors elsewhere",
+        ": it is an HDF5 file of Keras; convert it to safetensors with another program",
     ),
     "JSON": (
         b'{"error": "not found"}',
@@ -309,7 +309,7 @@ def test_files_that_are_none(name: str, tmp_path: Path) -> None:
     said = error_of(tmp_path / "a.safetensors", content)
     assert says in said
     if says.startswith(": "):
-        assert said.startswith("(its first bytes are no header's length): it is ")
+        assert said.startswith("(its first bytes are not the length of a header): it is ")
 
 
 @pytest.mark.parametrize("sign", [b"<", b"\x80", b"{", b" "])
@@ -353,7 +353,7 @@ SPARSE = """
 import resource, sys
 from pathlib import Path
 from regard.errors import FileError
-from regard.files.header import read_header
+from regard.files.safetensors_header import read_header
 path = Path(sys.argv[1])
 print(read_header(path).tensors[0].bytes)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 37, 1 << 37))
@@ -379,7 +379,7 @@ def test_a_sparse_file_that_cannot_be_mapped(tmp_path: Path) -> None:
         check=True,
         timeout=60,
     )
-    said = f"{path} has {path.stat().st_size} bytes, and the memory to map them is not to be had"
+    said = f"{path} has {path.stat().st_size} bytes, and there is not enough memory to map them"
     assert done.stdout.splitlines() == [str(size), said]
 
 
@@ -421,17 +421,17 @@ def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
 
 
 def test_json_says_what_it_is() -> None:
-    assert strict.parse(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
+    assert strict_json.parse_json(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
         "a": {"b": [1, -2, 1.5, None, "x"]}
     }
     with pytest.raises(ArgumentError, match="is a JSON list; it must be an object"):
-        strict.parse(b"[1]")
+        strict_json.parse_json(b"[1]")
 
 
 def test_names_and_beginnings() -> None:
-    assert shown("é" * 200) == repr("é" * 100) + "..."
-    assert instead(b"\xef\xbb\xbf<html>").startswith("it is a web page")
-    assert instead(b"anything") == instead(b"") == ""
+    assert short_repr("é" * 200) == repr("é" * 100) + "..."
+    assert identify_format(b"\xef\xbb\xbf<html>").startswith("it is a web page")
+    assert identify_format(b"anything") == identify_format(b"") == ""
     assert str(without_weights(Path("x"), [])).startswith(
         "x/model.safetensors is missing; a model "
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from regard.table import columns_of, table
+from regard.text_table import display_width, format_table
 
 
 def test_names_stand_left_and_numbers_right() -> None:
     rows = [["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"], ["gated-delta", "-", "state"]]
-    assert table(rows, left=(0, 2)).splitlines() == [
+    assert format_table(rows, left=(0, 2)).splitlines() == [
         "                cache  kernel",
         "mha          16.0 MiB  cpu",
         "gated-delta         -  state",
@@ -15,16 +15,19 @@ def test_names_stand_left_and_numbers_right() -> None:
 
 
 def test_all_to_the_right_with_an_indent_and_a_gap() -> None:
-    assert table([["1", "10"], ["100", "1"]], left=(), indent="> ", gap=1) == ">   1 10\n> 100  1"
+    assert (
+        format_table([["1", "10"], ["100", "1"]], left=(), indent="> ", gap=1)
+        == ">   1 10\n> 100  1"
+    )
 
 
 def test_wide_characters_take_two_columns() -> None:
-    lines = table([["名", "1"], ["ab", "22"]]).splitlines()
+    lines = format_table([["名", "1"], ["ab", "22"]]).splitlines()
     assert lines == ["名   1", "ab  22"]
-    assert {columns_of(line) for line in lines} == {6}
-    assert columns_of("名") != len("名"), "negative control"
+    assert {display_width(line) for line in lines} == {6}
+    assert display_width("名") != len("名"), "negative control"
 
 
 def test_a_short_row_ends_early() -> None:
-    assert table([["a", "b", "c"], ["long"]]).splitlines() == ["a     b  c", "long"]
-    assert table([]) == ""
+    assert format_table([["a", "b", "c"], ["long"]]).splitlines() == ["a     b  c", "long"]
+    assert format_table([]) == ""

@@ -16,9 +16,9 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import regard
-from regard import masks, tap
+from regard import masks, tracing
 from regard.nn import Attention, Heads, Separate
-from regard.tap import NAMES, Trace, needed, place
+from regard.tracing import TAP_NAMES, Trace, named_scope, requested_taps
 from tests.rules import assert_close_rule
 
 CAUSAL = masks.Causal()
@@ -38,17 +38,17 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         for i, layer in enumerate(self.layers):
-            with place(f"layers.{i}"):
+            with named_scope(f"layers.{i}"):
                 x = x + layer(x, backend=backend)
         return x
 
 
 def test_captures_every_name_in_the_order_computed() -> None:
     model, x = attention(), torch.randn(2, 5, 8)
-    with Trace(*NAMES) as trace:
+    with Trace(*TAP_NAMES) as trace:
         out = model(x)
-    assert tuple(trace) == NAMES
-    assert len(trace) == len(NAMES)
+    assert tuple(trace) == TAP_NAMES
+    assert len(trace) == len(TAP_NAMES)
     shapes = {name: tuple(trace[name].shape) for name in trace}
     assert shapes == {
         "q": (2, 4, 5, 2),
@@ -73,10 +73,10 @@ def test_captures_every_name_in_the_order_computed() -> None:
 def test_what_is_captured_is_what_is_computed_without_a_trace() -> None:
     model, x = Two(), torch.randn(1, 6, 8)
     bare = model(x, backend="reference")
-    with Trace(*NAMES) as trace:
+    with Trace(*TAP_NAMES) as trace:
         traced = model(x)
     assert torch.equal(bare, traced)
-    assert len(trace) == 2 * len(NAMES)
+    assert len(trace) == 2 * len(TAP_NAMES)
 
 
 def test_nothing_is_kept_when_off() -> None:
@@ -86,10 +86,12 @@ def test_nothing_is_kept_when_off() -> None:
     model(x)
     assert len(trace) == 0
     assert "pattern" not in trace
-    assert tap._open.stack == ()
-    assert needed() == frozenset()
-    assert place("layers.0") is place("layers.1"), "a place costs nothing when nobody listens"
-    assert tap.tap("q", x) is x
+    assert tracing._state.stack == ()
+    assert requested_taps() == frozenset()
+    assert named_scope("layers.0") is named_scope("layers.1"), (
+        "a place costs nothing when nobody listens"
+    )
+    assert tracing.tap("q", x) is x
 
 
 def test_places_and_names() -> None:
@@ -102,8 +104,8 @@ def test_places_and_names() -> None:
     )
     assert "pattern" in trace
     assert "layers.0.z" not in trace
-    with place("nowhere"), Trace("q") as trace, place("a"), place("b"):
-        tap.tap("q", x)
+    with named_scope("nowhere"), Trace("q") as trace, named_scope("a"), named_scope("b"):
+        tracing.tap("q", x)
     assert list(trace) == ["a.b.q"]
 
 
@@ -152,11 +154,11 @@ def test_every_open_trace_listens() -> None:
         model(x)
         with Trace("k") as inner:
             model(x)
-            assert needed() == {"q", "k"}
+            assert requested_taps() == {"q", "k"}
         model(x)
     assert len(outer.every("q")) == 3
     assert list(inner) == ["k"]
-    assert tap._open.stack == ()
+    assert tracing._state.stack == ()
 
 
 def test_edits_compose_from_the_outside_and_captures_see_what_is_used() -> None:
@@ -179,12 +181,12 @@ def test_edits_compose_from_the_outside_and_captures_see_what_is_used() -> None:
 
 def test_a_trace_names_places_from_where_it_was_opened() -> None:
     x = torch.ones(1)
-    with Trace("q") as outer, place("a"), Trace("q") as inner, place("b"):
-        tap.tap("q", x)
+    with Trace("q") as outer, named_scope("a"), Trace("q") as inner, named_scope("b"):
+        tracing.tap("q", x)
         assert (outer.where, inner.where) == ("a.b", "b")
     assert (list(outer), list(inner)) == (["a.b.q"], ["b.q"])
     assert outer.where == ""
-    assert tap._open.places == ()
+    assert tracing._state.places == ()
 
 
 @pytest.mark.parametrize(
@@ -208,8 +210,8 @@ def test_an_edit_gives_back_what_it_was_given(
     refused = pytest.raises(kind, match=re.escape(f"the edit of 'z' {message}"))
     with refused, Trace(edit={"z": edit}):
         model(x)
-    assert tap._open.stack == ()
-    assert tap._open.places == ()
+    assert tracing._state.stack == ()
+    assert tracing._state.places == ()
 
 
 def test_an_edit_in_place_does_not_reach_a_cache() -> None:
@@ -231,22 +233,24 @@ def test_what_never_happened_is_said_when_the_trace_closes() -> None:
         model(x)
     said = str(error.value)
     assert said.startswith(
-        "the edit of 'layers.7.z' never ran: no such tap was passed while the trace was open; "
+        "the edit of 'layers.7.z' never ran: no such tap was reached while the trace was open; "
     )
     assert "did you mean 'layers.1.z'?" in said or "did you mean 'layers.0.z'?" in said
     assert (
-        "the taps passed were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, "
+        "the taps reached were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, "
         "layers.1.q" in said
     )
     with (
-        pytest.raises(regard.ArgumentError, match="no tap was passed at all: run the model within"),
+        pytest.raises(
+            regard.ArgumentError, match="no tap was reached at all: run the model within"
+        ),
         Trace(edit={"z": zero}),
     ):
         pass
     trace = Trace("layers.1.z", "scores", "q")
     trace.__enter__()
-    with place("layers.0"):
-        tap.tap("q", x)
+    with named_scope("layers.0"):
+        tracing.tap("q", x)
     with pytest.warns(
         UserWarning, match="'layers.1.z', 'scores' was never captured: .* layers.0.q"
     ) as told:
@@ -284,7 +288,7 @@ def test_a_trace_is_closed_where_it_was_opened() -> None:
     thread.join()
     assert told == ["a Trace is closed in a thread that did not open it; use `with`"]
     trace.__exit__(None)
-    assert tap._open.stack == ()
+    assert tracing._state.stack == ()
 
 
 def test_a_trace_may_be_entered_again_also_within_itself() -> None:
@@ -297,16 +301,16 @@ def test_a_trace_may_be_entered_again_also_within_itself() -> None:
     with trace:
         model(x)
     assert len(trace.every("q")) == 3
-    assert tap._open.stack == ()
+    assert tracing._state.stack == ()
 
 
 def test_an_exception_ends_trace_and_place() -> None:
     trace = Trace("q")
-    with pytest.raises(ZeroDivisionError), trace, place("a"):
+    with pytest.raises(ZeroDivisionError), trace, named_scope("a"):
         raise ZeroDivisionError
-    assert tap._open.stack == ()
+    assert tracing._state.stack == ()
     with trace:
-        tap.tap("q", torch.ones(1))
+        tracing.tap("q", torch.ones(1))
     assert list(trace) == ["q"]
 
 
@@ -322,7 +326,7 @@ def test_threads_do_not_hear_one_another() -> None:
             heard[i] = []
             ready.wait()
             return
-        with Trace("q") as trace, place(f"thread.{i}"):
+        with Trace("q") as trace, named_scope(f"thread.{i}"):
             ready.wait()
             for _ in range(i + 1):
                 model(torch.randn(1, i + 1, 8))
@@ -339,7 +343,7 @@ def test_threads_do_not_hear_one_another() -> None:
         1: ["thread.1.q (1, 4, 2, 2)"] * 2,
         2: [],
     }
-    assert tap._open.stack == ()
+    assert tracing._state.stack == ()
 
 
 @pytest.fixture
@@ -360,14 +364,14 @@ def test_threads_that_take_turns_at_every_step(hasty: None) -> None:
 
     def work(i: int) -> None:
         own = Trace("z", edit={f"thread.{i}.z": lambda z: z + i})
-        with shared, own, place(f"thread.{i}"):
+        with shared, own, named_scope(f"thread.{i}"):
             for n in range(200):
-                with place("inner"):
-                    tap.tap("q", x * n)
-                if own.where != f"thread.{i}" or not torch.equal(tap.tap("z", x), x + i):
+                with named_scope("inner"):
+                    tracing.tap("q", x * n)
+                if own.where != f"thread.{i}" or not torch.equal(tracing.tap("z", x), x + i):
                     wrong.append((i, n))
-                tap.tap("k", x)
-        if list(own) != [f"thread.{i}.z"] or tap._open.stack or tap._open.places:
+                tracing.tap("k", x)
+        if list(own) != [f"thread.{i}.z"] or tracing._state.stack or tracing._state.places:
             wrong.append((i, -1))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -392,7 +396,7 @@ def test_a_fused_kernel_refuses_what_it_cannot_show() -> None:
         assert regard.plan(q, q, q).kernel == "reference"
         with pytest.raises(regard.KernelRefusal, match=r"does not expose \['pattern'\]"):
             regard.attend(q, q, q, backend="sdpa")
-        with place("layers.3"):
+        with named_scope("layers.3"):
             regard.attend(q, q, q)
 
 
@@ -411,8 +415,8 @@ def test_errors() -> None:
     assert str(error.value) == "'q' was not captured; captured: nothing"
     with trace:
         for i in range(10):
-            with place(f"layers.{i}"):
-                tap.tap("q", torch.ones(1))
+            with named_scope(f"layers.{i}"):
+                tracing.tap("q", torch.ones(1))
     with pytest.raises(regard.ArgumentError) as error:
         trace["z"]
     listed = ", ".join(f"layers.{i}.q" for i in range(8)) + ", and 2 more"
@@ -475,7 +479,7 @@ def test_compiles_with_a_trace_around_it(compiler: str) -> None:
     assert float((bare - traced).abs().max()) < 1e-5
     assert torch.equal(bare, again)
     assert not torch.equal(bare, edited)
-    assert tap._open.stack == ()
+    assert tracing._state.stack == ()
 
 
 @pytest.mark.full
@@ -500,3 +504,25 @@ def test_a_compiled_graph_belongs_to_the_traces_of_its_thread() -> None:
     assert torch.equal(zeroed, model.output.bias.expand(1, 4, 8))
     assert torch.equal(found["out"], bare)
     assert not torch.equal(bare, zeroed)
+
+
+def test_the_old_module_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"regard\.tap\.place is now .*named_scope"):
+        assert regard.tap.place is named_scope
+    with pytest.warns(DeprecationWarning, match=r"regard\.tap\.NAMES is now .*TAP_NAMES"):
+        from regard.tap import NAMES
+    assert NAMES is TAP_NAMES
+
+
+def test_a_trace_that_is_written_with_the_old_attributes_works_and_warns() -> None:
+    seen: list[str] = []
+
+    def saw(self: Trace, call: Any, result: Any, kernel: str) -> None:
+        seen.append(kernel)
+
+    with pytest.warns(DeprecationWarning, match="is now"):
+        old: Any = type("Old", (Trace,), {"watches": True, "saw": saw})
+    q = torch.ones(1, 1, 2, 4)
+    with old():
+        regard.attend(q, q, q)
+    assert len(seen) == 1

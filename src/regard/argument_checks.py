@@ -1,8 +1,8 @@
-"""Checks of arguments, made before torch is called: torch's fused CPU kernel reads past the keys
-when lengths differ.
+"""Checks of arguments that raise errors with the actual values, made before torch is called.
 
-Each check raises with what, where, got, allowed and the next step. Constructors and the public
-functions of `ops` check; inner code trusts.
+torch's fused CPU kernel reads past the keys when lengths differ. Each check says what is wrong,
+where, which value was passed, what is allowed, and the next step. Constructors and the public
+functions of `ops` check their arguments; internal functions rely on this.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span
-from regard.suggest import suggest
+from regard.units import plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,15 +26,20 @@ _finite: ContextVar[bool] = ContextVar("finite", default=False)
 
 @contextmanager
 def checks(*, finite: bool = True) -> Iterator[None]:
-    """While the block runs, every attention call names the first non-finite value of q, k or v, and
-    raises.
+    """Check the inputs of every attention call in the block for NaN and infinities.
 
-    Off by default, because it reads every input once more; a NaN in visible data then propagates to
-    the output.
+    This is off by default, because it reads every input once more; a NaN in a visible value then
+    propagates to the output.
+
+    Args:
+        finite: whether q, k and v must be finite.
+
+    Yields:
+        None.
 
     Raises:
-        ArgumentError: from the attention call, with the tensor's name, the count and the first
-            index.
+        ArgumentError: from the attention call, with the name of the tensor, the number of
+            non-finite values and the index of the first.
 
     >>> import torch, regard
     >>> q = torch.full((1, 1, 2, 4), float("nan"))
@@ -49,14 +55,18 @@ def checks(*, finite: bool = True) -> Iterator[None]:
         _finite.reset(token)
 
 
-def checks_finite() -> bool:
-    """Whether `checks(finite=True)` is on."""
+def finite_checks_enabled() -> bool:
+    """Return whether a `checks(finite=True)` block is active."""
     return _finite.get()
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
-    from regard.process import is_compiling  # it needs torch, which must not be there at the start
+    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is
+    active.
+    """
+    from regard.process_state import (
+        is_compiling,  # imports torch, which `import regard` must not do
+    )
 
     if is_compiling() or not _finite.get():
         return
@@ -65,28 +75,27 @@ def check_finite(**tensors: Tensor) -> None:
         if bool(bad.any()):
             n, first = int(bad.sum()), bad.nonzero()[0].tolist()
             raise ArgumentError(
-                f"{name} has {n} non-finite value{'s' * (n > 1)}, first at {first}; "
-                "look at what produced it (this check was asked for by regard.checks(finite=True))"
+                f"{name} has {plural(n, 'non-finite value')}, first at {first}; find the operation "
+                "that produced it (regard.checks(finite=True) enables this check)"
             )
 
 
-def check_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
-    """Raise for a keyword argument that a function does not have: one that is dropped would do
-    nothing without a word.
+def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:
+    """Raise if a keyword argument is not one of those that a function accepts.
 
     Args:
-        function: its name, for the message.
-        given: the names that were given.
-        allowed: the names that it has.
+        function: the name of the function, for the message.
+        names: the names of the arguments that were passed.
+        allowed: the names that the function accepts.
 
     Raises:
-        ArgumentTypeError: a name is not allowed; the message has the nearest one that is.
+        ArgumentTypeError: a name is not accepted; the message suggests the most similar one.
 
-    >>> check_names("record", ["head"], ["heads", "rows"])
+    >>> check_keyword_names("record", ["head"], ["heads", "rows"])
     Traceback (most recent call last):
     regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
     """
-    for name in given:
+    for name in names:
         if name not in allowed:
             hint = suggest(name, allowed, otherwise=".")
             raise ArgumentTypeError(
@@ -95,20 +104,22 @@ def check_names(function: str, given: Collection[str], allowed: Collection[str])
 
 
 def check_tensor(name: str, x: object) -> None:
-    """x is a torch tensor of a floating dtype."""
+    """Raise unless x is a torch tensor of a floating dtype."""
     import torch
 
     if not isinstance(x, torch.Tensor):
         raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a torch tensor")
     if not x.is_floating_point():
         raise ArgumentTypeError(
-            f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: "
-            f"use {name}.float()"
+            f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: use "
+            f"{name}.float()"
         )
 
 
 def check_query_key(q: Tensor, k: Tensor) -> None:
-    """q [B,H,T,D] and k [B,G,S,D] can be scored together: one batch, one D > 0, G divides H."""
+    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit together: one batch, D > 0, G
+    divides H.
+    """
     for name, x in (("query", q), ("key", k)):
         check_tensor(name, x)
         if x.ndim != 4:
@@ -127,15 +138,15 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
     check_batch("key", k, q.shape[0])
     if q.shape[3] != k.shape[3] or q.shape[3] == 0:
         raise ArgumentError(
-            f"query dim {q.shape[3]} and key dim {k.shape[3]} must be equal and at least 1 "
-            f"(query {_shape(q)}, key {_shape(k)})"
+            f"query dim {q.shape[3]} and key dim {k.shape[3]} must be equal and at least 1 (query "
+            f"{_shape(q)}, key {_shape(k)})"
         )
     check_groups(q.shape[1], k.shape[1])
 
 
 def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """As `check_query_key`, and v [B,G,S,E] goes with k."""
-    if _fit(q, k, v):
+    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k."""
+    if _all_fit(q, k, v):
         return
     check_query_key(q, k)
     check_tensor("value", v)
@@ -163,8 +174,10 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _fit(q: object, k: object, v: object) -> bool:
-    """All of it at once, for the common case: what is wrong is found out only when something is."""
+def _all_fit(q: object, k: object, v: object) -> bool:
+    """Return whether all conditions hold; only if they do not, the details are checked one
+    by one.
+    """
     import torch
 
     if not (
@@ -187,31 +200,31 @@ def _fit(q: object, k: object, v: object) -> bool:
 
 
 def check_batch(name: str, x: Tensor, batch: int) -> None:
-    """x has the batch of the query: batches do not broadcast silently."""
+    """Raise unless x has the batch size of the query; batches do not broadcast silently."""
     if x.shape[0] != batch:
         raise ArgumentError(
-            f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: "
-            f"if one {name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
+            f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: if one "
+            f"{name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
         )
 
 
 def check_groups(heads: int, groups: int) -> None:
-    """G key/value heads serve H query heads: G divides H."""
+    """Raise unless G key/value heads can serve H query heads, that is, unless G divides H."""
     if groups < 1 or heads < 1 or heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
-            f"{heads} query heads are not divisible by {groups} key/value heads; "
-            f"allowed key/value heads: {allowed or 'none'}"
+            f"{heads} query heads are not divisible by {groups} key/value heads; allowed key/value "
+            f"heads: {allowed or 'none'}"
         )
 
 
-def head_size(dim: int, heads: int, head_dim: int | None) -> int:
-    """The given head dim, or dim / heads where that is whole.
+def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
+    """Return `head_dim` if it is given, else dim / heads.
 
     Raises:
-        ArgumentError: no head dim is given, and dim is not divisible by heads.
+        ArgumentError: `head_dim` is None, and dim is not divisible by heads.
 
-    >>> head_size(32, 4, None)
+    >>> resolve_head_dim(32, 4, None)
     8
     """
     if head_dim is not None:
@@ -219,14 +232,14 @@ def head_size(dim: int, heads: int, head_dim: int | None) -> int:
     if heads < 1 or dim % heads:
         allowed = ", ".join(map(str, divisors(dim)))
         raise ArgumentError(
-            f"dim {dim} is not divisible by {heads} heads; give head_dim, or one of {allowed} heads"
+            f"dim {dim} is not divisible by {plural(heads, 'head')}; give head_dim, or heads among "
+            f"{allowed}"
         )
     return dim // heads
 
 
 def divisors(n: int) -> list[int]:
-    """What divides a number without a rest, in order; none for numbers below 1 and for those that
-    nobody means.
+    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -238,14 +251,16 @@ def divisors(n: int) -> list[int]:
 
 
 def check_positions(name: str, positions: Positions, batch: int, length: int) -> None:
-    """Positions are a Span of the length, or an integer tensor [batch or 1, length]."""
+    """Raise unless positions are a `Span` of the length, or an integer tensor `[batch or 1,
+    length]`.
+    """
     import torch
 
     if isinstance(positions, Span):
         if positions.length != length:
             raise ArgumentError(
-                f"{name} is {positions} but there are {length} slots; give "
-                f"Span({positions.start}, {length})"
+                f"{name} is {positions} but there are {length} slots; give Span({positions.start}, "
+                f"{length})"
             )
         return
     if not isinstance(positions, torch.Tensor):
@@ -264,7 +279,15 @@ def check_positions(name: str, positions: Positions, batch: int, length: int) ->
 
 
 def check_number(name: str, x: float | None, low: float, high: float, allowed: str) -> None:
-    """x is None or a finite number with low < x < high; `allowed` says so in words."""
+    """Raise unless x is None or a finite number with low < x < high.
+
+    Args:
+        name: the name of the argument in the message.
+        x: the value.
+        low: the lower bound, which x may not reach.
+        high: the upper bound, which x may not reach.
+        allowed: the bounds in words, for the message.
+    """
     if x is None:
         return
     if isinstance(x, bool) or not isinstance(x, (int, float)):
@@ -273,18 +296,18 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
         raise ArgumentError(f"{name} is {x}; it must be {allowed}")
 
 
-def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
-    """Each tensor has a dimension for every letter, a letter is one size in all of them, and all
-    are on one device.
+def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
+    """Check that tensors agree in the dimensions that have the same letter, and are on one device.
 
     Args:
-        given: by name, a tensor and its letters; "#B" is B or 1, "1" is 1.
+        tensors: for each name a tensor and its dimensions as letters; "#B" is B or 1, "1" is 1.
 
     Returns:
         The size of each letter.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a tensor does not fit those before it, or is none.
+        ArgumentError, ArgumentTypeError: a value is not a tensor, or its shape does not agree with
+            those before it.
 
     >>> import torch
     >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
@@ -295,7 +318,7 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
 
     sizes: dict[str, tuple[int, str]] = {"1": (1, "")}
     device = None
-    for name, (x, letters) in given.items():
+    for name, (x, letters) in tensors.items():
         words = letters.split()
         if not isinstance(x, torch.Tensor):
             raise ArgumentTypeError(
@@ -311,10 +334,12 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
             letter = word.removeprefix("#")
             size, first = sizes.setdefault(letter, (n, name))
             if n != size:
-                found = f"{letter} is {size} in {first} {_shape(given[first][0])}" if first else ""
+                conflict = (
+                    f"{letter} is {size} in {first} {_shape(tensors[first][0])}" if first else ""
+                )
                 raise ArgumentError(
                     f"{name} is {_shape(x)}, which is [{', '.join(words)}], but "
-                    f"{found or 'it must be 1'}; all must agree"
+                    f"{conflict or 'it must be 1'}; all must agree"
                 )
         if device is not None and x.device != device[0]:
             raise ArgumentError(
@@ -325,7 +350,7 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
 
 
 def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> None:
-    """x is where another tensor of the call is."""
+    """Raise unless x is on the device of another tensor of the call."""
     if x.device != like.device:
         raise ArgumentError(
             f"{other} is on {like.device} and {name} on {x.device}; move one with .to()"
@@ -333,8 +358,8 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
-    """The sink is None or one logit per query head, a float tensor [H] where another tensor of the
-    call is.
+    """Raise unless the sink is None or one logit per query head: a float tensor `[H]` on the device
+    of `like`.
     """
     if sink is None:
         return

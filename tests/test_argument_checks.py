@@ -15,7 +15,7 @@ from torch import Tensor
 
 import regard
 from regard import ArgumentError, ArgumentTypeError, Span, biases, masks
-from regard.arguments import check_groups, check_number, check_positions
+from regard.argument_checks import check_groups, check_number, check_positions
 from regard.ops.softmax import dispatch
 
 NAN, INF = float("nan"), float("inf")
@@ -479,8 +479,8 @@ def test_bytes_are_told_before_they_are_allocated() -> None:
 def test_checks_finite() -> None:
     inputs = make(T=3, S=5)
     message = (
-        "{} has {}, first at {}; look at what produced it (this check was asked for by "
-        "regard.checks(finite=True))"
+        "{} has {}, first at {}; find the operation that produced it "
+        "(regard.checks(finite=True) enables this check)"
     )
     for i, name in enumerate(("query", "key", "value")):
         for bad, n in ((NAN, 1), (INF, 2), (-INF, 1)):

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import regard
-from regard.suggest import nearest, suggest
+from regard.did_you_mean import close_matches, suggest
 
 KNOWN = ["window", "windows", "groups", "causal"]
 
@@ -16,7 +16,7 @@ KNOWN = ["window", "windows", "groups", "causal"]
 def test_the_nearest_name_is_offered() -> None:
     assert suggest("widow", KNOWN) == "; did you mean 'window'?"
     assert suggest("windo", KNOWN, most=2) == "; did you mean 'window' or 'windows'?"
-    assert nearest("cuasal", KNOWN) == ["causal"]
+    assert close_matches("cuasal", KNOWN) == ["causal"]
 
 
 def test_where_nothing_is_near_the_sentence_ends_as_it_was_told() -> None:
@@ -40,4 +40,4 @@ def test_no_other_module_looks_for_near_names() -> None:
         for path in source.rglob("*.py")
         if re.search(r"get_close_matches|^\s*import difflib", path.read_text("utf-8"), re.MULTILINE)
     ]
-    assert users == ["suggest.py"]
+    assert users == ["did_you_mean.py"]
