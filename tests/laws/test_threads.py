@@ -186,7 +186,7 @@ def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPa
     """Callers share one team; ours grows while others wait for it."""
     monkeypatch.setattr(openmp, "THREAD_POOL", openmp.ThreadPool())
     if own:
-        monkeypatch.setattr(openmp, "openmp", lambda: None)
+        monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
     count = threading.local()
     monkeypatch.setattr(openmp, "thread_count", lambda: getattr(count, "n", 2))
     q, k, v = inputs(1, 4 * decode.ELEMENTS_PER_THREAD // 64)  # work for four threads
