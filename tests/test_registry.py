@@ -17,33 +17,33 @@ def kind(name: str, module: str = "elsewhere") -> type[object]:
 def test_a_name_of_the_package_stays_its_own() -> None:
     found: Registry[object] = Registry("mask")
     ours, theirs, later = kind("Ours", "regard.masks"), kind("Theirs"), kind("Later")
-    found.enter("a", ours)
+    found.register("a", ours)
     with pytest.raises(ArgumentError) as error:
-        found.enter("a", theirs)
+        found.register("a", theirs)
     assert str(error.value) == (
         "elsewhere.Theirs would be the mask 'a', which regard.masks.Ours is already; give it "
         'another name by `kind = "..."` in the class, or rename it'
     )
     assert found.get("a") is ours
-    found.enter("b", theirs)
-    found.enter("b", later)  # a notebook that runs a cell again
+    found.register("b", theirs)
+    found.register("b", later)  # a notebook that runs a cell again
     assert found.get("b") is later
     again = kind("Ours", "regard.masks")
-    found.enter("a", again)
+    found.register("a", again)
     assert found.get("a") is again
 
 
 def test_what_starts_like_the_package_is_not_of_it() -> None:
     found: Registry[object] = Registry("mask")
-    found.enter("a", kind("A", "regard.masks"))
+    found.register("a", kind("A", "regard.masks"))
     with pytest.raises(ArgumentError, match=r"regardless\.A would be the mask 'a'"):
-        found.enter("a", kind("A", "regardless"))
+        found.register("a", kind("A", "regardless"))
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     found: Registry[object] = Registry("cache")
     for name in ("growing", "fixed", "ring"):
-        found.enter(name, kind(name))
+        found.register(name, kind(name))
     with pytest.raises(ArgumentError) as error:
         found.find("rings")
     assert str(error.value) == (
@@ -64,17 +64,17 @@ def test_abstract_and_private_classes_are_not_found() -> None:
 
     found: Registry[object] = Registry("mask")
     for made in (Abstract, kind("_Private"), kind("Public")):
-        found.enter(made.__name__, made)
+        found.register(made.__name__, made)
     assert [name for name, _ in found] == ["Public"]
 
 
 def test_what_is_entered_for_a_while_is_forgotten() -> None:
     found: Registry[object] = Registry("mask")
-    found.enter("a", kind("A"))
+    found.register("a", kind("A"))
 
     def fail() -> None:
         with found.temporary():
-            found.enter("b", kind("B"))
+            found.register("b", kind("B"))
             found.remove(found.find("a"))
             assert [name for name, _ in found] == ["b"]
             raise ZeroDivisionError

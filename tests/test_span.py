@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard
-from regard.span import EMPTY, Span, as_tensor, count, follow, part, vacant
+from regard.span import (
+    EMPTY,
+    Span,
+    as_tensor,
+    concat_positions,
+    find_empty_slots,
+    slice_positions,
+    slot_count,
+)
 
 
 def test_a_span_is_its_positions() -> None:
@@ -33,29 +41,29 @@ def test_slices_are_those_of_the_tensor(
     start: int, length: int, a: int | None, b: int | None
 ) -> None:
     span, where = Span(start, length), slice(a, b)
-    assert torch.equal(part(span, where).tensor(), span.tensor()[:, where])  # type: ignore[union-attr]
-    assert torch.equal(as_tensor(part(span.tensor(), where)), span.tensor()[:, where])
+    assert torch.equal(slice_positions(span, where).tensor(), span.tensor()[:, where])  # type: ignore[union-attr]
+    assert torch.equal(as_tensor(slice_positions(span.tensor(), where)), span.tensor()[:, where])
 
 
 def test_count_and_as_tensor() -> None:
     rows = torch.tensor([[0, 1, -1], [5, 6, 7]])
-    assert count(rows) == 3
-    assert count(Span(9, 2)) == 2
+    assert slot_count(rows) == 3
+    assert slot_count(Span(9, 2)) == 2
     assert as_tensor(rows) is rows
     assert torch.equal(as_tensor(Span(9, 2)), torch.tensor([[9, 10]]))
 
 
 def test_follow() -> None:
-    assert follow(Span(0, 3), Span(3, 2)) == Span(0, 5)
-    assert follow(Span(4, 0), Span(4, 2)) == Span(4, 2)
-    gap = follow(Span(0, 2), Span(5, 2))
+    assert concat_positions(Span(0, 3), Span(3, 2)) == Span(0, 5)
+    assert concat_positions(Span(4, 0), Span(4, 2)) == Span(4, 2)
+    gap = concat_positions(Span(0, 2), Span(5, 2))
     assert isinstance(gap, torch.Tensor)
     assert gap.tolist() == [[0, 1, 5, 6]]
     rows = torch.tensor([[-1, 0], [0, 1]])
-    joined = follow(rows, Span(2, 1))
+    joined = concat_positions(rows, Span(2, 1))
     assert isinstance(joined, torch.Tensor)
     assert joined.tolist() == [[-1, 0, 2], [0, 1, 2]]
-    other = follow(Span(0, 1), rows + 1)
+    other = concat_positions(Span(0, 1), rows + 1)
     assert isinstance(other, torch.Tensor)
     assert other.tolist() == [[0, 0, 1], [0, 1, 2]]
 
@@ -75,10 +83,10 @@ def test_errors() -> None:
 
 def test_which_slots_hold_nothing() -> None:
     stored = torch.tensor([[-1, 0, 5], [2, -1, -2]])
-    assert vacant(stored).tolist() == [[True, False, False], [False, True, True]]
-    assert vacant(Span(-2, 4)).tolist() == [[True, True, False, False]]
+    assert find_empty_slots(stored).tolist() == [[True, False, False], [False, True, True]]
+    assert find_empty_slots(Span(-2, 4)).tolist() == [[True, True, False, False]]
     for tokens in (Span(0, 4), Span(7, 1), Span(-1, 0), Span(-2, 4, tokens=True)):
-        assert vacant(tokens) is None
+        assert find_empty_slots(tokens) is None
     assert Span(-2, 4, tokens=True)[1:3] == Span(-1, 2, tokens=True)
     assert (Span(-2, 4).all_tokens, Span(0, 4).all_tokens) == (False, True)
     assert (repr(Span(1, 2)), repr(Span(-1, 2, tokens=True))) == (

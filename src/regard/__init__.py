@@ -1,6 +1,6 @@
-"""regard: every attention mechanism of the language-model literature, exact, fast and visible.
+"""regard: the attention mechanisms of the language-model literature, exact, fast and visible.
 
-Names are loaded when they are first used, so that `import regard` imports no torch.
+Names are imported when they are first used, so that `import regard` does not import torch.
 
 >>> import torch, regard
 >>> q = k = v = torch.eye(2)[None, None]
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
         nn,
         parallel,
         positions,
-        tap,
+        tracing,
         view,
     )
-    from regard.arguments import checks
+    from regard.argument_checks import checks
     from regard.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from regard.ops.softmax.merge import merge
     from regard.ops.softmax.plan import Plan, plan
     from regard.span import EMPTY, Span
-    from regard.tap import Trace
+    from regard.tracing import Trace
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "regard.arguments": ("checks",),
+    "regard.argument_checks": ("checks",),
     "regard.errors": (
         "ArgumentError",
         "ArgumentTypeError",
@@ -72,7 +72,7 @@ _NAMES = {
         "register_kernel",
     ),
     "regard.span": ("EMPTY", "Span"),
-    "regard.tap": ("Trace",),
+    "regard.tracing": ("Trace",),
 }
 _MODULES = (
     "biases",
@@ -85,9 +85,11 @@ _MODULES = (
     "nn",
     "parallel",
     "positions",
-    "tap",
+    "tracing",
     "view",
 )
+_OLD_MODULES = ("tap",)
+"""Modules that have another name now; they warn."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -122,7 +124,7 @@ __all__ = [
     "plan",
     "positions",
     "register_kernel",
-    "tap",
+    "tracing",
     "view",
 ]
 
@@ -130,11 +132,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES:
+    elif name in _MODULES or name in _OLD_MODULES:
         value = importlib.import_module(f"regard.{name}")
     else:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # the next access finds the value directly
     return value
 
 

@@ -31,7 +31,7 @@ def renamed(
     Args:
         module: the module's `__name__`.
         names: old name to new name; a new name with a dot is an attribute of another module of
-            the package, written in full: `"regard.files.reading.read"`.
+            the package, written in full: `"regard.files.safetensors_reader.read_tensors"`.
         otherwise: the `__getattr__` that the module has already, for names that load lazily.
 
     Returns:
@@ -130,3 +130,28 @@ class renamed_attribute:  # noqa: N801  it is used as a function is, as property
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         _warn(f"{self.owner}.{self.old}", f"{self.owner}.{self.new}")
         return getattr(owner if instance is None else instance, self.new)
+
+
+def take_old_attributes(cls: type, **names: str) -> None:
+    """Copy class attributes that a subclass defined under old names to their new names.
+
+    Call it in `__init_subclass__` of a base class whose attributes are meant to be overridden.
+
+    Args:
+        cls: the new subclass.
+        names: old name to new name, as keyword arguments.
+
+    >>> class Base:
+    ...     def __init_subclass__(cls) -> None:
+    ...         take_old_attributes(cls, size="length")
+    >>> with warnings.catch_warnings(record=True) as messages:
+    ...     warnings.simplefilter("always")
+    ...     class Mine(Base):
+    ...         size = 3
+    >>> Mine.length, str(messages[0].message)
+    (3, 'Mine.size is now Mine.length; the old name goes with the next release')
+    """
+    for old, new in names.items():
+        if old in cls.__dict__:
+            _warn(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}", stacklevel=4)
+            setattr(cls, new, cls.__dict__[old])

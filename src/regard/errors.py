@@ -1,13 +1,12 @@
-"""What regard raises. One root, `RegardError`; each kind is also the Python built-in that callers
-expect to catch.
+"""The exceptions that regard raises; each one is also a built-in exception that callers catch.
 
-A message says what went wrong, where (argument, index, file), what it got, what is allowed, and the
-next step.
+A message says what went wrong, where (argument, index, file), which value was passed, what is
+allowed, and the next step.
 """
 
 
 class RegardError(Exception):
-    """Root of every error that regard raises on purpose."""
+    """Base class of all errors that regard raises on purpose."""
 
 
 class ArgumentError(RegardError, ValueError):
@@ -19,12 +18,12 @@ class ArgumentTypeError(RegardError, TypeError):
 
 
 class KernelRefusal(RegardError, NotImplementedError):
-    """An explicitly chosen kernel cannot run this call; the message lists its reasons."""
+    """A kernel that was chosen explicitly cannot run this call; the message lists the reasons."""
 
 
 class FileError(RegardError, OSError):
-    """A file or folder is missing, damaged, or not what it should be."""
+    """A file or folder is missing, damaged, or not of the expected kind."""
 
 
 class ParallelError(RegardError, RuntimeError):
-    """A message between ranks failed: the error names this rank, the call and its step."""
+    """A message between ranks failed; the error names this rank, the call and its step."""

@@ -1,5 +1,7 @@
-"""Mechanisms that keep a state in place of tokens: (q, k, v, ..., state) -> (out, state), in three
-forms that agree.
+"""Linear recurrences: attention mechanisms with a state of fixed size instead of a cache of tokens.
+
+Each function maps (q, k, v, ..., state) to (output, state), in three forms that give the same
+result: token by token, in chunks, and in parallel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The glossary: every letter and word that regard uses, what it means, and what else the field
-calls it.
+"""The glossary: every letter and word that regard uses, its meaning, and other words for it.
 
-A word that is not here is a question for review. `python -m regard.notation` prints the table.
+Use the words of this glossary in code and documents, and add a word before you use a new one.
+`python -m regard.notation` prints the table.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """What a letter or word means, in one sentence, and the field's other words for it.
+    """The meaning of a letter or word in one sentence, and other words that the field uses.
 
     >>> GLOSSARY["lse"].synonyms
     ('logsumexp', 'log normaliser', 'L')
@@ -21,47 +21,70 @@ class Entry(NamedTuple):
 
 
 LETTERS: dict[str, Entry] = {
-    "B": Entry("Batch: how many sequences are computed together.", ("batch size", "N")),
-    "H": Entry("How many query heads there are.", ("num_heads", "n_q", "n_heads")),
+    "B": Entry("Batch size: the number of sequences that are computed together.", ("N",)),
+    "H": Entry("The number of query heads.", ("num_heads", "n_q", "n_heads")),
     "G": Entry(
-        "How many key/value heads there are; query head h uses head h // (H/G), and G divides H.",
+        "The number of key/value heads; query head h uses head h // (H/G), and G divides H.",
         ("num_kv_heads", "kv groups", "n_kv"),
     ),
-    "T": Entry("How many queries there are.", ("query length", "L", "N_q")),
-    "S": Entry("How many keys there are.", ("key length", "kv length", "N_k")),
-    "D": Entry("Width of a query or key head.", ("head_dim", "d_k", "d_qk")),
-    "E": Entry("Width of a value head.", ("v_head_dim", "d_v")),
-    "M": Entry("Width of the model's hidden state.", ("d_model", "hidden_size", "embed_dim")),
-    "V": Entry("How many tokens the vocabulary has.", ("vocab_size",)),
+    "T": Entry("The number of queries.", ("query length", "L", "N_q")),
+    "S": Entry("The number of keys.", ("key length", "kv length", "N_k")),
+    "D": Entry("The width of a query or key head.", ("head_dim", "d_k", "d_qk")),
+    "E": Entry("The width of a value head.", ("v_head_dim", "d_v")),
+    "M": Entry("The width of the model's hidden state.", ("d_model", "hidden_size", "embed_dim")),
+    "V": Entry("The number of tokens in the vocabulary.", ("vocab_size",)),
 }
 
 WORDS: dict[str, Entry] = {
+    "A_log": Entry(
+        "Learned logarithm of the decay rate of a recurrence: decay = exp(-exp(A_log) * dt).",
+        ("log decay rate",),
+    ),
+    "beta": Entry(
+        "The write strength of the delta rule, between 0 and 1, computed by `beta_proj`.",
+        ("write strength", "learning rate of the fast weights"),
+    ),
     "bias": Entry(
-        "A number added to a score that depends on who looks at whom, before the mask.",
+        "A number added to a score before the mask; it depends on the query and key positions.",
         ("relative position bias", "attention bias"),
     ),
     "cache": Entry(
-        "What a projection remembered of earlier tokens, stored together with its positions.",
+        "Keys and values (or other memory) of earlier tokens, stored together with positions.",
         ("KV cache", "past_key_values"),
     ),
+    "dt_bias": Entry("Learned bias of the step size dt of a recurrence.", ("time step bias",)),
+    "eos_ids": Entry("Token ids that end a generated text.", ("eos_token_id", "stop tokens")),
+    "evict": Entry("Remove old tokens from a cache to make room.", ("drop", "discard")),
     "expert": Entry(
-        "One of several feed-forward layers side by side, of which a token uses a few.",
+        "One of several parallel feed-forward layers, of which each token uses a few.",
         ("MoE expert",),
     ),
-    "fallback": Entry("Another kernel than the one asked for; it never happens silently."),
+    "fallback": Entry("Another kernel than the requested one; it is never used silently."),
+    "form": Entry(
+        "One of several equal ways to compute an operation, chosen by the lengths of the call.",
+        ("mode", "absorbed or naive (MLA)", "recurrent, chunked or parallel"),
+    ),
+    "fused_qkv": Entry(
+        "One linear map that computes queries, keys and values together.",
+        ("qkv_proj", "c_attn", "query_key_value"),
+    ),
     "group": Entry("The query heads that share one key/value head.", ("kv group",)),
-    "head": Entry("One of the attentions that run side by side on slices of the width."),
+    "head": Entry("One of several attentions that run in parallel on slices of the width."),
+    "huge page": Entry(
+        "A memory page of 2 MiB instead of 4 KiB, from which a CPU reads faster.",
+        ("large page", "transparent huge page"),
+    ),
     "interval": Entry("A half-open range of key positions that a query may see."),
     "kernel": Entry(
-        "One way to compute the softmax operation; it says which calls it refuses, and why.",
+        "An implementation of softmax attention; it reports reasons for calls that it refuses.",
         ("backend", "implementation"),
     ),
-    "key": Entry("What a token offers to be matched against a query, [B, G, S, D].", ("k",)),
+    "key": Entry("The vector of a token that is compared with queries, [B, G, S, D].", ("k",)),
     "latent": Entry(
-        "The low-rank vector from which keys and values are recalled.", ("compressed kv", "c_kv")
+        "The low-rank vector from which keys and values are computed.", ("compressed kv", "c_kv")
     ),
     "layout": Entry(
-        "Which coordinates rotary embedding pairs: `half` (i, i + D/2) or `interleaved` (2i, "
+        "The coordinate pairs of rotary embedding: `half` (i, i + D/2) or `interleaved` (2i, "
         "2i+1).",
         ("rotate_half", "GPT-NeoX style", "GPT-J style"),
     ),
@@ -70,71 +93,92 @@ WORDS: dict[str, Entry] = {
         ("logsumexp", "log normaliser", "L"),
     ),
     "mask": Entry(
-        "A rule on positions that says which key a query may see; True means it may.",
+        "A rule on positions that says which keys a query may see; True means it may.",
         ("attention mask", "attn_mask"),
     ),
-    "memory": Entry("What `remember` makes of a token, opaque to the cache that stores it."),
+    "memory": Entry(
+        "The tensors that a projection stores for each token, such as keys and values.",
+        ("cached states",),
+    ),
     "merge": Entry(
         "Join partials over disjoint sets of keys into the attention over their union, exactly.",
         ("combine", "LSE reduction", "split-KV reduction"),
     ),
     "mixer": Entry(
-        "A module that lets the tokens of a sequence see one another: any mechanism.",
+        "A module that mixes information between the tokens of a sequence.",
         ("token mixer", "sequence mixer"),
     ),
     "out": Entry(
-        "The heads joined and projected: what attention adds to the hidden state, [B, T, M].",
+        "The joined heads after the output projection, added to the hidden state, [B, T, M].",
         ("attention output", "o_proj output"),
     ),
+    "outlier": Entry("A value that no quantization group can represent; it is stored exactly."),
+    "page": Entry(
+        "A fixed number of slots of a paged cache, which rows and forks may share.",
+        ("KV block", "block (vLLM)"),
+    ),
     "partial": Entry(
-        "Attention over a part of the keys with what is needed to join it to the rest: (out, lse).",
+        "Attention over some of the keys, with what is needed to join it to the rest: (out, lse).",
         ("split", "chunk result"),
     ),
     "pattern": Entry(
-        "The softmax weights: what share of each query's attention every key gets, [B, H, T, S].",
+        "The softmax weights: the share of each query's attention for each key, [B, H, T, S].",
         ("attention weights", "attention probabilities", "attn", "probs"),
     ),
-    "place": Entry("Where in a model a tap stands; it goes in front of the tap's name."),
-    "plan": Entry("Which kernel a call will use, and every other kernel's reasons against it."),
+    "plan": Entry("The kernel that a call will use, and the other kernels' reasons against it."),
     "position": Entry(
-        "A token's absolute index in its sequence; -1 is a slot that holds nothing.",
+        "A token's absolute index in its sequence; -1 is a slot without a token.",
         ("position_ids", "cache_position"),
     ),
-    "query": Entry("What a token looks for in the others, [B, H, T, D].", ("q",)),
-    "recall": Entry("Turn remembered memory into keys and values.", ("up-projection",)),
-    "remember": Entry("Make of hidden states what is worth keeping for later queries."),
+    "quantize": Entry(
+        "Store values in few bits, as integer codes with a scale and a zero per group.",
+        ("int8", "int4", "KIVI"),
+    ),
+    "query": Entry("The vector of a token that is compared with keys, [B, H, T, D].", ("q",)),
+    "reach": Entry("The old keys that later queries may still see under a mask."),
+    "recall": Entry("Compute keys and values from the stored memory.", ("up-projection",)),
+    "remember": Entry("Compute the memory that is stored for later queries from hidden states."),
+    "residual": Entry(
+        "The path that adds the output of a layer to its input.",
+        ("skip connection", "residual stream"),
+    ),
     "rotary": Entry(
-        "Position by rotating pairs of coordinates, so that a score depends on the distance.",
+        "Positions by rotating pairs of coordinates, so that a score depends on the distance.",
         ("RoPE",),
     ),
     "router": Entry(
-        "What chooses a token's experts, and says what each of them counts.",
+        "The layer that chooses the experts of a token, and their weights.",
         ("gate", "gating network"),
     ),
     "scale": Entry("The factor on q.k, 1/sqrt(D) by default.", ("softmax_scale", "sm_scale")),
+    "scope": Entry("A prefix of tap names that says where in a model a tap is.", ("module path",)),
     "score": Entry(
-        "How well a query matches a key, before the softmax, [B, H, T, S].",
+        "The product of a query and a key before the softmax, [B, H, T, S].",
         ("attention logit", "energy", "similarity"),
     ),
     "sink": Entry(
-        "A learnt logit per head that takes part in the denominator only.",
+        "A learned logit per head that is part of the denominator only.",
         ("attention sink logit", "off-by-one softmax when it is 0", "s_aux"),
     ),
-    "slot": Entry("One place along the key axis, whether it holds a token or not."),
+    "slot": Entry("One index along the key axis, with or without a token."),
     "softcap": Entry("cap * tanh(score / cap): keeps scores within (-cap, cap).", ("tanh cap",)),
-    "span": Entry("A contiguous run of positions, carried as two numbers, not as a tensor."),
+    "span": Entry("Contiguous positions, stored as two numbers, not as a tensor."),
     "state": Entry(
-        "What a recurrence carries from one token to the next: of a fixed size, whatever the "
-        "length.",
+        "The tensors that a recurrence passes from token to token, of a fixed size.",
         ("recurrent state", "fast weights"),
     ),
-    "tap": Entry("An identity call at a named place, where a trace can listen or edit.", ("hook",)),
+    "tap": Entry(
+        "A named point in the computation where a trace captures or edits a tensor.",
+        ("hook point", "HookPoint"),
+    ),
     "tile": Entry(
         "A block of queries against a block of keys: empty, partial or full under a mask.",
         ("block",),
     ),
-    "trace": Entry("What captures or edits the tensors that pass the taps.", ("hook manager",)),
-    "value": Entry("What a token gives to a query that attends to it, [B, G, S, E].", ("v",)),
+    "trace": Entry(
+        "A context manager that captures or edits the tensors at taps.", ("hook manager",)
+    ),
+    "value": Entry("The vector that a token adds to the output of a query, [B, G, S, E].", ("v",)),
     "window": Entry(
         "How many keys a query sees looking back, its own included.", ("sliding window", "band")
     ),
@@ -148,10 +192,10 @@ GLOSSARY: dict[str, Entry] = {**LETTERS, **WORDS}
 
 
 def table() -> str:
-    """The glossary as text, one entry a line.
+    """Return the glossary as text, one entry per line.
 
     >>> print(table().splitlines()[0])
-    B          Batch: how many sequences are computed together. (batch size, N)
+    B          Batch size: the number of sequences that are computed together. (N)
     """
     return "\n".join(
         f"{name:<10} {entry.meaning}" + (f" ({', '.join(entry.synonyms)})" * bool(entry.synonyms))

@@ -1,9 +1,8 @@
-"""Positions: where queries and keys stand. A tensor of integers, or a `Span`, a contiguous run
-carried as two numbers.
+"""Positions of queries and keys: an integer tensor, or a `Span`, which is contiguous.
 
-A position is an absolute index into the sequence. `EMPTY` (-1) marks a slot that holds nothing:
-padding, or a cache slot that is not written yet. A `Span` lets a kernel know how queries and keys
-are aligned without reading a tensor.
+A position is an absolute index in the sequence. `EMPTY` (-1) marks a slot without a token: padding,
+or a cache slot that was not written yet. From a `Span`, a kernel knows how queries and keys are
+aligned without reading a tensor.
 """
 
 from __future__ import annotations
@@ -18,17 +17,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EMPTY = -1
-"""The position of a slot that holds nothing."""
+"""The position of a slot without a token."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The positions start, start + 1, ..., start + length - 1, the same for every row of a batch.
+    """The positions start, start + 1, ..., start + length - 1, the same for every batch row.
 
-    `start` may be negative. A position below 0 is a slot that holds nothing, as in a tensor, unless
-    `tokens` is True: where no positions are given and there are more queries than keys, the queries
-    end where the keys end, and the first ones are tokens that stand before every key. They see
-    nothing under a causal mask, and everything without one.
+    A position below 0 is a slot without a token, as in a tensor, unless `tokens` is True. This is
+    the case when no positions are given and there are more queries than keys: the queries end where
+    the keys end, so that the first queries are tokens before every key. They see nothing under a
+    causal mask, and everything without one.
+
+    Args:
+        start: the first position; it may be negative.
+        length: the number of positions.
+        tokens: whether negative positions are tokens.
 
     Raises:
         ArgumentError: `length` is negative.
@@ -54,7 +58,7 @@ class Span:
 
     @property
     def all_tokens(self) -> bool:
-        """Whether no query of these positions is an empty slot."""
+        """Whether every position is a token, and none an empty slot."""
         return self.start >= 0 or self.tokens
 
     def __len__(self) -> int:
@@ -66,62 +70,73 @@ class Span:
     def __getitem__(self, part: slice) -> Span:
         if part.step not in (None, 1):
             raise ArgumentError(f"a Span takes slices of step 1, not {part.step}")
-        # not slice.indices, which ties a compiled graph to the length
+        # slice.indices would make a compiled graph specialize on the length
         start = 0 if part.start is None else _index(part.start, self.length)
         stop = self.length if part.stop is None else _index(part.stop, self.length)
         return Span(self.start + start, max(0, stop - start), self.tokens)
 
     def tensor(self, device: torch.device | str | None = None) -> Tensor:
-        """The positions as an int64 tensor [1, length]."""
+        """Return the positions as a tensor.
+
+        Args:
+            device: the device of the tensor.
+
+        Returns:
+            An int64 tensor `[1, length]`.
+        """
         import torch
 
         return torch.arange(self.start, self.stop, device=device)[None]
 
 
 Positions: TypeAlias = "Span | Tensor"
-"""`Span`, or an integer tensor [B or 1, L] of absolute positions, `EMPTY` where a slot holds
-nothing.
+"""A `Span`, or an integer tensor `[B or 1, L]` of absolute positions, `EMPTY` for slots without a
+token.
 """
 
 
 def _index(i: int, length: int) -> int:
-    """A slice's end, as Python counts it: from the end if negative, and inside."""
+    """Convert one end of a slice to an index from 0 to length, as Python does."""
     return min(i, length) if i >= 0 else max(i + length, 0)
 
 
 def as_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
-    """Positions as an integer tensor [B or 1, L]."""
+    """Return positions as an integer tensor `[B or 1, L]`."""
     return positions.tensor(device) if isinstance(positions, Span) else positions
 
 
-def part(positions: Positions, where: slice) -> Positions:
-    """The positions of a slice of the slots."""
+def slice_positions(positions: Positions, where: slice) -> Positions:
+    """Return the positions of a slice of the slots."""
     return positions[where] if isinstance(positions, Span) else positions[:, where]
 
 
-def vacant(positions: Positions, device: torch.device | str | None = None) -> Tensor | None:
-    """Which slots hold nothing, bool [B or 1, L]; None where every slot holds a token, and no
-    tensor is read to know it.
+def find_empty_slots(
+    positions: Positions, device: torch.device | str | None = None
+) -> Tensor | None:
+    """Return which slots hold no token, bool `[B or 1, L]`.
 
-    >>> vacant(Span(-1, 3)).tolist(), vacant(Span(0, 3))
+    None means that every slot holds a token; this is known without reading a tensor.
+
+    >>> find_empty_slots(Span(-1, 3)).tolist(), find_empty_slots(Span(0, 3))
     ([[True, False, False]], None)
     """
     if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
         return None
-    found = as_tensor(positions, device)
-    return (found if device is None else found.to(device)) <= EMPTY
+    tensor = as_tensor(positions, device)
+    return (tensor if device is None else tensor.to(device)) <= EMPTY
 
 
-def count(positions: Positions) -> int:
-    """How many slots there are."""
+def slot_count(positions: Positions) -> int:
+    """Return the number of slots."""
     return positions.length if isinstance(positions, Span) else positions.shape[-1]
 
 
-def follow(old: Positions, new: Positions) -> Positions:
-    """The positions of `new` slots behind `old` ones: a `Span` where both are and they touch, else
-    a tensor.
+def concat_positions(old: Positions, new: Positions) -> Positions:
+    """Return the positions of two groups of slots, one after the other.
 
-    >>> follow(Span(0, 3), Span(3, 2))
+    The result is a `Span` if both are spans and contiguous, else a tensor.
+
+    >>> concat_positions(Span(0, 3), Span(3, 2))
     Span(start=0, length=5)
     """
     if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
@@ -134,13 +149,13 @@ def follow(old: Positions, new: Positions) -> Positions:
     return torch.cat([first.expand(rows, -1), second.expand(rows, -1)], dim=1)
 
 
-def after(positions: Positions, length: int) -> Positions:
-    """The `length` positions that follow the last token of each row; slots at -1 are no tokens.
+def next_positions(positions: Positions, length: int) -> Positions:
+    """Return the `length` positions after the last token of each row; slots at -1 are ignored.
 
-    >>> after(Span(0, 3), 2)
+    >>> next_positions(Span(0, 3), 2)
     Span(start=3, length=2)
     >>> import torch
-    >>> after(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
+    >>> next_positions(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
     [[2, 3], [3, 4]]
     """
     if isinstance(positions, Span):

@@ -1,8 +1,8 @@
-"""Numbers with their units, as every command and message of regard writes them.
+"""Formatting of numbers with units, the same in every command and message of regard.
 
-Amounts of memory are in binary units: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB is 1024 MiB.
-Everything else is in decimal units, as data sheets write it: 1 GB/s is 1e9 bytes per second,
-1 TFLOP is 1e12 operations. A number has three significant digits; exact ones stand in the JSON.
+Memory sizes have binary units: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB is 1024 MiB. All other
+quantities have decimal units, as in data sheets: 1 GB/s is 1e9 bytes per second, 1 TFLOP is 1e12
+operations. A number has three significant digits; JSON output has the exact ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 ABSENT = "-"
-"""Stands in a table where there is no number."""
+"""The text in a table where there is no number."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P", "E")
@@ -18,7 +18,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def digits(x: float) -> str:
-    """A number with three significant digits; larger ones have all digits before the point.
+    """Format a number with three significant digits; larger ones keep all digits before the point.
 
     >>> digits(1.0), digits(33.333), digits(139.4), digits(1023.0), digits(0.01234)
     ('1.00', '33.3', '139', '1023', '0.0123')
@@ -30,7 +30,7 @@ def digits(x: float) -> str:
 
 
 def size(n: float | None) -> str:
-    """An amount of memory in bytes, KiB, MiB, GiB and so on; None is a dash.
+    """Format a memory size in bytes, KiB, MiB, GiB and so on; None is a dash.
 
     >>> size(512), size(33792), size(32 << 20), size(143771 * 2**20), size(None)
     ('512 B', '33.0 KiB', '32.0 MiB', '140 GiB', '-')
@@ -44,7 +44,7 @@ def size(n: float | None) -> str:
 
 
 def count(n: float | None, unit: str = "") -> str:
-    """A count with a decimal prefix in front of its unit; None is a dash.
+    """Format a count with a decimal prefix and a unit; None is a dash.
 
     >>> count(1.5e12, "FLOP"), count(630e9, "FLOP/s"), count(262144), count(999, "B/s")
     ('1.50 TFLOP', '630 GFLOP/s', '262 k', '999 B/s')
@@ -59,7 +59,7 @@ def count(n: float | None, unit: str = "") -> str:
 
 
 def rate(bytes_per_second: float | None) -> str:
-    """A bandwidth in GB/s, whatever its size: 1 GB is 1e9 bytes; None is a dash.
+    """Format a bandwidth in GB/s, whatever its size; 1 GB is 1e9 bytes, and None is a dash.
 
     >>> rate(23e9), rate(3.35e12), rate(None)
     ('23.0 GB/s', '3350 GB/s', '-')
@@ -68,7 +68,7 @@ def rate(bytes_per_second: float | None) -> str:
 
 
 def seconds(t: float | None) -> str:
-    """A duration in s, ms, µs or ns, whichever gives a number from 1; None is a dash.
+    """Format a duration in s, ms, µs or ns, such that the number is at least 1; None is a dash.
 
     >>> seconds(2.5), seconds(0.0123), seconds(2e-6), seconds(0.0), seconds(None)
     ('2.50 s', '12.3 ms', '2.00 µs', '0 s', '-')
@@ -82,7 +82,7 @@ def seconds(t: float | None) -> str:
 
 
 def span(low: float, high: float) -> str:
-    """Two durations in the unit of the larger one, with at most two decimals.
+    """Format two durations in the unit of the larger one, with at most two decimals.
 
     >>> span(0.0120, 0.0125), span(0.9, 2.5)
     ('12.0..12.5 ms', '0.90..2.50 s')
@@ -116,7 +116,7 @@ def plural(n: int, noun: str, nouns: str | None = None) -> str:
 
 
 def tokens(n: int) -> str:
-    """A number of tokens as a person writes a context: k is 1024 and M is 1024 k, where it divides.
+    """Format a context length: k is 1024 and M is 1024 k, if it is divisible.
 
     >>> tokens(8192), tokens(1 << 20), tokens(4000), tokens(512)
     ('8k', '1M', '4,000', '512')
@@ -128,5 +128,5 @@ def tokens(n: int) -> str:
 
 
 def _unit_of(t: float) -> tuple[float, str]:
-    """The unit in which a duration is a number from 1, by its rounded digits."""
+    """Return the unit in which a rounded duration is at least 1."""
     return next(((s, unit) for s, unit in _SECONDS if abs(t) >= 0.9995 * s), _SECONDS[-1])

@@ -20,7 +20,7 @@ from regard.audit.reference import (
     alibi_slopes,
     reference_attention,
 )
-from regard.error_rule import allowed_error
+from regard.tolerance import allowed_error
 
 H, G, D, M, T = 4, 2, 4, 12, 5
 W = 3

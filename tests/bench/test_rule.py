@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.bench.result import SHARE, compare
-from regard.error_rule import FACTOR, GRADIENT_FACTOR, two_roundings
+from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, two_roundings
 
 REFERENCE = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -22,7 +22,7 @@ def test_fp32_may_be_off_by_a_share_of_the_largest_number() -> None:
         assert verdict.allowed == pytest.approx(SHARE * top)
 
 
-@pytest.mark.parametrize(("name", "factor"), [("out", FACTOR), ("dk", GRADIENT_FACTOR)])
+@pytest.mark.parametrize(("name", "factor"), [("out", ERROR_FACTOR), ("dk", GRADIENT_ERROR_FACTOR)])
 def test_half_types_may_be_off_by_so_many_errors_of_plain(name: str, factor: float) -> None:
     # 1 + 1/4: sums with 0.3 in the rounding term are of a known size
     reference = {name: torch.full((4,), 64.0, dtype=torch.float64)}

@@ -223,7 +223,7 @@ def test_the_json_of_a_run() -> None:
         "peak_bytes",
     }
     assert (right["kernel"], right["ratio"]) == ("some kernel", 1.0)
-    assert wrong["error"] is None  # NaN is no JSON
+    assert wrong["error"] is None  # NaN is not JSON
     assert case["flops"] == found.work.flops if found.work else False
 
 

@@ -146,7 +146,7 @@ def test_learned_slopes():
         (
             lambda: ALiBi(8).require(1, 12, 4, 4),
             ArgumentError,
-            r"alibi\(8\) has 8 heads and the query has 12; make the bias",
+            r"alibi\(8\) has 8 heads and the query has 12; create the bias",
         ),
         (
             lambda: ALiBi(slopes=torch.ones(2)).require(1, 3, 4, 4),

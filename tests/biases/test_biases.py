@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.biases import BIASES, ALiBi, Bias, Dense, Fn, Sum, T5Relative
+from regard import biases
+from regard.biases import BIASES, ALiBi, Bias, DenseBias, FnBias, Sum, T5Relative
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.registry import is_own
+from regard.registry import is_builtin
+from regard.serialization import from_data
 from regard.span import Span
 
 F64 = torch.float64
@@ -36,19 +38,19 @@ def every():
         ALiBi(3),
         ALiBi(slopes=torch.randn(3)),
         T5Relative(TABLE),
-        Dense(torch.randn(4, 7)),
-        Dense(torch.randn(2, 3, 4, 7)),
-        Dense(torch.randn(1, 3, 1, 7)),
-        Fn(slope, (torch.randn(3),)),
-        Fn(squares),
-        ALiBi(3) + Dense(torch.randn(2, 1, 4, 7)) + T5Relative(TABLE),
+        DenseBias(torch.randn(4, 7)),
+        DenseBias(torch.randn(2, 3, 4, 7)),
+        DenseBias(torch.randn(1, 3, 1, 7)),
+        FnBias(slope, (torch.randn(3),)),
+        FnBias(squares),
+        ALiBi(3) + DenseBias(torch.randn(2, 1, 4, 7)) + T5Relative(TABLE),
     ]
 
 
 def uncovered(cases):
     """The biases of the package that no case has."""
     terms = [term for bias in cases for term in (bias, *getattr(bias, "terms", ()))]
-    return {name for name, kind in BIASES if is_own(kind)} - {term.kind for term in terms}
+    return {name for name, kind in BIASES if is_builtin(kind)} - {term.kind for term in terms}
 
 
 def test_every_bias_has_a_case():
@@ -113,22 +115,25 @@ def test_numbers_compare_by_value_and_tensors_by_identity():
     assert ALiBi(8) != 8
     assert ALiBi(slopes=[1.0, 0.5]) == ALiBi(slopes=(1.0, 0.5))
     x = torch.zeros(4, 7)
-    assert Dense(x) == Dense(x) != Dense(x.clone())
-    assert Fn(slope, (x,)) == Fn(slope, (x,)) != Fn(slope, (x.clone(),))
-    assert ALiBi(8) + Dense(x) == ALiBi(8) + Dense(x)
-    assert len({ALiBi(8), ALiBi(8), Dense(x), Dense(x), T5Relative(TABLE), T5Relative(TABLE)}) == 3
+    assert DenseBias(x) == DenseBias(x) != DenseBias(x.clone())
+    assert FnBias(slope, (x,)) == FnBias(slope, (x,)) != FnBias(slope, (x.clone(),))
+    assert ALiBi(8) + DenseBias(x) == ALiBi(8) + DenseBias(x)
+    assert (
+        len({ALiBi(8), ALiBi(8), DenseBias(x), DenseBias(x), T5Relative(TABLE), T5Relative(TABLE)})
+        == 3
+    )
 
 
 def test_how_they_print():
     both = ALiBi(8) + T5Relative(TABLE, bidirectional=False)
     assert str(both) == repr(both) == "alibi(8) + t5_relative(32 buckets)"
     assert str(ALiBi(slopes=(1.0,), symmetric=True)) == "alibi(1 slopes, symmetric)"
-    assert str(Dense(torch.zeros(2, 1, 4, 7))) == "dense(2x1x4x7)"
-    assert str(Fn(slope, (torch.ones(3),))) == "fn(slope)"
+    assert str(DenseBias(torch.zeros(2, 1, 4, 7))) == "dense(2x1x4x7)"
+    assert str(FnBias(slope, (torch.ones(3),))) == "fn(slope)"
 
 
 def test_sums():
-    a, b, c = ALiBi(3), Dense(torch.randn(4, 7)), Fn(slope, (torch.randn(3),))
+    a, b, c = ALiBi(3), DenseBias(torch.randn(4, 7)), FnBias(slope, (torch.randn(3),))
     total = (a + b) + (c + a)
     assert isinstance(total, Sum)
     assert total.terms == (a, b, c, a)
@@ -143,21 +148,21 @@ def test_sums():
 
 def test_dense_speaks_of_slots():
     x = torch.arange(28.0).view(4, 7)
-    assert torch.equal(Dense(x).block(Span(900, 4), Span(500, 7))[0, 0], x)
-    row = Dense(x[None, None, :1])
+    assert torch.equal(DenseBias(x).block(Span(900, 4), Span(500, 7))[0, 0], x)
+    row = DenseBias(x[None, None, :1])
     assert torch.equal(row.block(Q, K, slice(2, 4))[0, 0], x[:1].expand(2, -1))
     x.requires_grad_()
-    Dense(x).block(Q, K, slice(1, 2), slice(0, 3), dtype=F64).sum().backward()
+    DenseBias(x).block(Q, K, slice(1, 2), slice(0, 3), dtype=F64).sum().backward()
     assert x.grad.sum() == 3
     assert x.grad[1, :3].sum() == 3
 
 
 def test_which_biases_speak_of_slots():
-    slots = Dense(torch.zeros(4, 7))
+    slots = DenseBias(torch.zeros(4, 7))
     assert slots.by_slot
     assert (ALiBi(3) + slots).by_slot
     assert not any(
-        x.by_slot for x in (ALiBi(3), T5Relative(TABLE), Fn(squares), ALiBi(3) + ALiBi(3))
+        x.by_slot for x in (ALiBi(3), T5Relative(TABLE), FnBias(squares), ALiBi(3) + ALiBi(3))
     )
 
 
@@ -179,7 +184,7 @@ def test_sums_of_what_is_no_bias():
 
 def test_gradient_of_a_function():
     w = torch.randn(3, dtype=F64, requires_grad=True)
-    bias = Fn(slope, (w,))
+    bias = FnBias(slope, (w,))
     assert torch.autograd.gradcheck(lambda x: bias.with_tensors([x]).block(Q, K, dtype=F64), (w,))
 
 
@@ -198,7 +203,7 @@ def test_gradient_of_a_function():
     ],
 )
 def test_which_dense_shapes_serve_a_call(shape, fits):
-    bias = Dense(torch.zeros(shape))
+    bias = DenseBias(torch.zeros(shape))
     if fits:
         bias.require(2, 3, 4, 7)
         return
@@ -212,40 +217,51 @@ def test_which_dense_shapes_serve_a_call(shape, fits):
     "call, error, message",
     [
         (
-            lambda: Dense(torch.zeros(2, 4, 7)),
+            lambda: DenseBias(torch.zeros(2, 4, 7)),
             ArgumentError,
             r"bias has 3 dimensions, \(2, 4, 7\); it must be \[T, S\]",
         ),
         (
-            lambda: Dense(torch.zeros(4, 7).bool()),
+            lambda: DenseBias(torch.zeros(4, 7).bool()),
             ArgumentTypeError,
             "bias is bool; it must be float64",
         ),
-        (lambda: Dense([[0.0]]), ArgumentTypeError, "bias is list"),
-        (lambda: Fn(3), ArgumentTypeError, r"fn is int; it must be a function fn\(q, k, ...\)"),
+        (lambda: DenseBias([[0.0]]), ArgumentTypeError, "bias is list"),
+        (lambda: FnBias(3), ArgumentTypeError, r"fn is int; it must be a function fn\(q, k, ...\)"),
         (
-            lambda: Fn(slope, (1.0,)),
+            lambda: FnBias(slope, (1.0,)),
             ArgumentTypeError,
             r"parameters\[0\] is float; it must be a tensor",
         ),
         (
-            lambda: Fn(lambda q, k: q - k).block(Q, K),
+            lambda: FnBias(lambda q, k: q - k).block(Q, K),
             ArgumentTypeError,
             "gave torch.int64; it must give a float tensor",
         ),
         (
-            lambda: Fn(constant).block(Q, K),
+            lambda: FnBias(constant).block(Q, K),
             ArgumentTypeError,
             "gave float; it must give a float tensor",
         ),
         (
-            lambda: Fn(lambda q, k: (q - k)[0] * 1.0).block(Q, K),
+            lambda: FnBias(lambda q, k: (q - k)[0] * 1.0).block(Q, K),
             ArgumentError,
             r"gave \(1, 4, 7\) for positions",
         ),
-        (lambda: Fn(short).block(Q, K), ArgumentError, r"gave \(1, 1, 3, 7\)"),
+        (lambda: FnBias(short).block(Q, K), ArgumentError, r"gave \(1, 1, 3, 7\)"),
     ],
 )
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_old_names_warn_and_saved_biases_load_under_them() -> None:
+    with pytest.warns(DeprecationWarning, match=r"biases\.Dense is now .*DenseBias"):
+        assert biases.Dense is DenseBias
+    with pytest.warns(DeprecationWarning, match=r"biases\.Fn is now .*FnBias"):
+        assert biases.Fn is FnBias
+    assert (DenseBias.kind, FnBias.kind) == ("dense", "fn")  # the names in files do not change
+    table = torch.ones(2, 3)
+    saved = from_data(BIASES, {"dense": "t0"}, {"t0": table}, lambda x: x)
+    assert saved == DenseBias(table)

@@ -19,9 +19,9 @@ from regard.caches import (
     Ring,
     Streaming,
 )
-from regard.caches.ring import Rolling
+from regard.caches.ring import RingBase
 from regard.masks import Mask
-from regard.registry import is_own
+from regard.registry import is_builtin
 
 W = 4
 """The window of all examples."""
@@ -188,6 +188,6 @@ def stored() -> set[str]:
     while left:
         kind = left.pop()
         left += kind.__subclasses__()
-        if is_own(kind) and not kind.__name__.startswith("_") and kind is not Rolling:
+        if is_builtin(kind) and not kind.__name__.startswith("_") and kind is not RingBase:
             found.add(kind.__name__)
     return found - set(NO_TOKENS)

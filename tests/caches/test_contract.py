@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.caches import Cache, Fixed, Growing, Parts, Ring, Streaming
-from regard.span import Positions, Span, count, part
+from regard.span import Positions, Span, slice_positions, slot_count
 from tests.caches import contract
 from tests.caches.contract import Run, Step, steps
 from tests.caches.kinds import CAUSAL, KINDS, NO_TOKENS, Kind, W, stored
@@ -122,7 +122,7 @@ def test_a_step_of_several_tokens_answers_all_of_them(kind: Kind) -> None:
         memory, where = driver.cache.update(driver.tokens(positions), positions)
         found = {p for p in regard.span.as_tensor(where)[0].tolist() if p >= 0}
         assert set(range(7, 7 + n)) <= found
-        assert all(m.shape[2] == count(where) for m in memory)
+        assert all(m.shape[2] == slot_count(where) for m in memory)
 
 
 @every
@@ -208,8 +208,8 @@ def test_positions_that_do_not_go_on(kind: Kind) -> None:
     driver.feed(5)
     before = driver.seen()
     for positions, message in (
-        (Span(4, 2), r"^row 0 comes to position 4 and the cache holds position 4: "),
-        (torch.tensor([[5, 6], [-1, 2]]), r"^row 1 comes to position 2 and the cache holds"),
+        (Span(4, 2), r"^row 0 has the new position 4, and the cache holds position 4: "),
+        (torch.tensor([[5, 6], [-1, 2]]), r"^row 1 has the new position 2, and the cache holds"),
         (torch.tensor([[5, 6], [7, 7]]), r"^row 1 has position 7 twice; "),
     ):
         with pytest.raises(regard.ArgumentError, match=message):
@@ -226,8 +226,8 @@ class TrimsFirst(Ring):
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         memory, positions = super().update(memory, positions)
-        last = slice(max(0, count(positions) - self.window), None)
-        return tuple(m[:, :, last] for m in memory), part(positions, last)
+        last = slice(max(0, slot_count(positions) - self.window), None)
+        return tuple(m[:, :, last] for m in memory), slice_positions(positions, last)
 
 
 class ByLength(Ring):
@@ -238,8 +238,8 @@ class ByLength(Ring):
         self.stored = 0
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        start, self.stored = self.stored, self.stored + count(positions)
-        return super().update(memory, Span(start, count(positions)))
+        start, self.stored = self.stored, self.stored + slot_count(positions)
+        return super().update(memory, Span(start, slot_count(positions)))
 
     def next(self, length: int) -> Positions:
         return Span(self.stored, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,12 @@ import typer
 from typer.testing import CliRunner
 
 import regard
-from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, that_keeps_all
-from regard.caches.base import check_fits, check_update
-from regard.caches.codes import Codes, dequantise, shapes
+from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, make_full_cache
+from regard.caches.base import check_same_layout, check_update
+from regard.caches.quantization import QuantizedGroups, dequantize, group_shapes
 from regard.cli.generate import generate
-from regard.masks import Sinks, Window, reach
-from regard.registry import is_own
+from regard.masks import Mask, Sinks, Window, reach
+from regard.registry import is_builtin
 from regard.span import Span
 
 NAMES = {
@@ -33,32 +34,32 @@ NAMES = {
 
 
 def test_the_names() -> None:
-    assert {name for name, kind in CACHES if is_own(kind)} == set(NAMES)
+    assert {name for name, kind in CACHES if is_builtin(kind)} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_name_makes(name: str) -> None:
     size, settings, mask = NAMES[name]
     kind = CACHES.find(name)
-    assert kind.narrowing(9) == mask
-    assert kind.forgets == (mask is not None)
+    assert kind.narrowing_mask(9) == mask
+    assert kind.evicts == (mask is not None)
     if size is not None:
         made = kind.for_layer(size)
         assert type(made) is kind
         assert made.settings == settings
-        again = that_keeps_all(name, size.slots, rows=size.rows, widths=size.widths)
+        again = make_full_cache(name, size.slots, rows=size.rows, widths=size.widths)
         assert (type(again), again.settings) == (kind, settings)
         assert kind.needs_slots == (size.slots is not None)
     else:
         assert reach(mask).tokens == 9, "a cache that forgets keeps max_context tokens"
-        assert kind.least == (5 if "sinks" in str(mask) else 1)
+        assert kind.min_context == (5 if "sinks" in str(mask) else 1)
 
 
 @pytest.mark.parametrize("name", ["fixed", "paged"])
 def test_a_cache_that_is_allocated_once_needs_its_slots(name: str) -> None:
     message = f"a {name} cache needs slots, the most that a row holds"
     with pytest.raises(regard.ArgumentError, match=message):
-        that_keeps_all(name)
+        make_full_cache(name)
 
 
 def test_the_command_names_every_cache() -> None:
@@ -105,12 +106,28 @@ def test_memory_that_does_not_fit() -> None:
     with pytest.raises(regard.ArgumentError, match="memory has parts of batch 1 and 2"):
         check_update((one, two), Span(0, 2))
     with pytest.raises(regard.ArgumentError, match="memory 0 is on meta, and the cache holds it"):
-        check_fits((one,), (one.to("meta"),))
+        check_same_layout((one,), (one.to("meta"),))
 
 
 def test_a_part_that_is_not_quantised_is_its_own_code() -> None:
     x = torch.randn(1, 2, 5, 4)
     none = x.new_zeros(1, 0)
-    made = Codes(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)
-    assert dequantise(made, "exact", (1, 2, 5, 4), bits=8) is x
-    assert shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape
+    made = QuantizedGroups(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)
+    assert dequantize(made, "exact", (1, 2, 5, 4), bits=8) is x
+    assert group_shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape
+
+
+def narrowing(cls: type[Cache], most: int) -> Mask:
+    return Window(most)
+
+
+def test_a_cache_that_is_written_with_the_old_attributes_works_and_warns() -> None:
+    body = {"kind": "old", "forgets": True, "least": 3, "narrowing": classmethod(narrowing)}
+    with CACHES.temporary():
+        with pytest.warns(DeprecationWarning, match="is now") as warned:
+            old: Any = type("Old", (Growing,), body)
+        assert (old.evicts, old.min_context) == (True, 3)
+        assert old.narrowing_mask(4) == Window(4)
+    assert len(warned) == 3
+    with pytest.warns(DeprecationWarning, match=r"Cache\.forgets is now Cache\.evicts"):
+        assert Growing.forgets is False

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.caches import Paged, Pool, rollback_on_error
-from regard.caches.paged import Table
+from regard.caches import Paged, PagePool, rollback_on_error
+from regard.caches.paged import PageTable
 from regard.span import Span, as_tensor
+from regard.units import plural
 
 SIZE = 4
 PAGE = SIZE * 7 * 8  # bytes: tokens, numbers of a token, float64
@@ -48,7 +49,7 @@ def rows(cache: Paged) -> list[dict[int, list[float]]]:
     return found
 
 
-def assert_counted(pool: Pool, *caches: Paged) -> None:
+def assert_counted(pool: PagePool, *caches: Paged) -> None:
     """Every count is the number of rows that refer to the page; pages nobody refers to are free,
     once each.
     """
@@ -183,14 +184,14 @@ def test_a_full_pool_names_its_pages_and_changes_nothing() -> None:
         with pytest.raises(regard.ArgumentError) as error:
             fork.update(tokens(2, n), Span(6, n))
         assert str(error.value) == (
-            f"{needs} pages of 4 tokens are needed, and 1 of the pool's 5 are free; "
+            f"needs {plural(needs, 'page')} of 4 tokens, and 1 of the pool's 5 are free; "
             "crop or reset a cache of this pool, or start with more pages"
         )
         assert rows(fork) == rows(cache) == held
         assert fork.table == cache.table == before
         assert_counted(cache.pool, cache, fork)
     empty = Paged(2, 1)
-    with pytest.raises(regard.ArgumentError, match="2 pages of 2 tokens are needed, and 1 of the"):
+    with pytest.raises(regard.ArgumentError, match="needs 2 pages of 2 tokens, and 1 of the"):
         empty.update(tokens(1, 3), Span(0, 3))
     assert (len(empty), empty.batch, empty.pool.free) == (0, None, 1)
     fork.reset()
@@ -351,8 +352,8 @@ def test_the_count_would_find_a_leak() -> None:
 
 
 def test_a_table_alone() -> None:
-    pool = Pool(2, 3)
-    table = Table(pool, [[], []], [0, 0])
+    pool = PagePool(2, 3)
+    table = PageTable(pool, [[], []], [0, 0])
     with pytest.raises(regard.ArgumentError, match="4 pages of 2 tokens are needed"):
         table.grow([3, 3])
     assert (table.rows, table.lengths, pool.free) == ([[], []], [0, 0], 3)

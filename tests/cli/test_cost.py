@@ -310,7 +310,7 @@ def test_wrong_usage(
 
 def test_a_broken_file_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{")
-    assert "is no JSON" in said(capsys, str(tmp_path), code=1)
+    assert "is not JSON" in said(capsys, str(tmp_path), code=1)
 
 
 CODE = """

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from regard.cli.app import run
-from regard.files.lock import locked
+from regard.files.folder_lock import folder_locked
 from regard.train import checkpoints
 
 
@@ -218,7 +218,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
     more: tuple[str, ...], text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("out").mkdir()
-    with locked(Path("out")):
+    with folder_locked(Path("out")):
         assert run(["train", "--out", "out", *more] if more else TRAIN) == 1
     assert "out is being written by another run; wait until that ends, or give another" in (
         capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 import regard
 from regard.cli.app import run
-from regard.foreign import LINES, inert
+from regard.untrusted_text import MULTILINE, escape_controls
 from tests.inspect.stand_in import model
 
 PROMPT = "a fluffy"
@@ -131,7 +131,7 @@ def test_several_prompts_are_one_batch(capsys: pytest.CaptureFixture[str]) -> No
     assert run(["generate", *prompts, "--max-tokens", "4"]) == 0
     captured = capsys.readouterr()
     # what a terminal would obey is shown: "\r" would write over the line
-    joined = (inert(a + b, keep=LINES) for a, b in zip(prompts, texts, strict=True))
+    joined = (escape_controls(a + b, keep=MULTILINE) for a, b in zip(prompts, texts, strict=True))
     assert captured.out == "\n---\n".join(joined) + "\n"
     assert captured.err.startswith("12 tokens, ")
     assert run(["generate", *prompts, "--max-tokens", "4", "--json"]) == 0

@@ -381,7 +381,7 @@ def test_files(tmp_path: Path) -> None:
     ):
         read_sizes_file(tmp_path)
     path.write_text("{")
-    with pytest.raises(FileError, match="is no JSON"):
+    with pytest.raises(FileError, match="is not JSON"):
         read_sizes_file(path)
     path.write_text("[" * 100_000)
     with pytest.raises(FileError, match="is nested too deep"):

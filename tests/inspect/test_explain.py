@@ -245,9 +245,11 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     number.
     """
     change, wrong = LIES[lie]
-    honest = Watch.saw
+    honest = Watch.on_attention_call
     monkeypatch.setattr(
-        Watch, "saw", lambda self, call, result, name: honest(self, *change(call, result), name)
+        Watch,
+        "on_attention_call",
+        lambda self, call, result, name: honest(self, *change(call, result), name),
     )
     found = explain(model(), TEXT, layer=1, head=2, query=5)
     told = {
@@ -446,7 +448,7 @@ def test_a_block_without_attention_is_no_layer() -> None:
         (masks.Document.from_lengths([3, 3]), {"other document"}),
         (masks.Padding.right([4]), {"padding"}),
         (masks.Global((1,)), {"not global"}),
-        (masks.Dense(torch.eye(6, dtype=torch.bool)), {"the given matrix says no"}),
+        (masks.Dense(torch.eye(6, dtype=torch.bool)), {"not allowed by the given matrix"}),
         (masks.Strided(2), {f"outside {masks.Strided(2)}"}),
     ],
 )

@@ -44,9 +44,9 @@ BIASES: dict[str, Any] = {
     "t5": biases.T5Relative(
         torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), bidirectional=False
     ),
-    "dense": biases.Dense(torch.randn(1, 1, 6, 9, generator=torch.Generator().manual_seed(2))),
-    "sum": biases.ALiBi(4) + biases.Dense(torch.ones(6, 9)),
-    "function": biases.Fn(lambda q, k: -0.1 * (q - k).abs().double()),
+    "dense": biases.DenseBias(torch.randn(1, 1, 6, 9, generator=torch.Generator().manual_seed(2))),
+    "sum": biases.ALiBi(4) + biases.DenseBias(torch.ones(6, 9)),
+    "function": biases.FnBias(lambda q, k: -0.1 * (q - k).abs().double()),
 }
 
 
@@ -249,7 +249,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
             step(d).update(mask={"text": "padding((((0, 3),),))"})
             or step(d).update(mask={"heads": [{"text": "causal"}]})
         ),
-        "Heads holds 1 masks, but the call has 4",
+        "Heads holds 1 mask, but the call has 4",
     ),
     "mask none": (lambda d, t: step(d).update(mask={}), "a mask with [] is unknown"),
     "bias": (

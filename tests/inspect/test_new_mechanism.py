@@ -34,7 +34,7 @@ from regard.nn.explain import (
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import ProjectionShape, attention_spec
 from regard.span import Positions
-from regard.tap import place, tap
+from regard.tracing import named_scope, tap
 from regard.view.explanation import page
 from tests.inspect.stand_in import TEXT, model
 
@@ -243,7 +243,7 @@ class NearAndFar(SigmoidAttention):
         for name, share, mask in zip(
             ("near", "far"), (0.75, 0.25), (masks.Window(3), masks.Full()), strict=True
         ):
-            with place(name):
+            with named_scope(name):
                 z = z + share * attend(q, k, v, mask=masks.Causal() & mask)
         return tap("out", self.output(tap("z", z).transpose(1, 2).flatten(2)))
 

@@ -23,9 +23,9 @@ from regard.inspect import Recorder, Recording
 from regard.inspect.record import recorder as recorder_module
 from regard.nn.variants import VARIANTS
 from regard.ops.softmax import dispatch
-from regard.ops.softmax.call import Call, Kernel, Result, make_call
+from regard.ops.softmax.call import Call, Kernel, KernelResult, make_call
 from regard.ops.softmax.dispatch import KERNELS
-from regard.ops.softmax.sdpa import Sdpa
+from regard.ops.softmax.sdpa import SdpaKernel
 from tests.nn.catalogue import CAUSAL, example, tokens
 
 T = 17
@@ -140,7 +140,7 @@ def test_the_kernel_chosen_is_the_one_without_a_recorder(name: str, dtype: torch
     assert watched(lambda: regard.attend(*given, **options))[1][0].steps[0].kernel == chosen
 
 
-class Mute(Sdpa):
+class Mute(SdpaKernel):
     """A kernel as on an accelerator: it gives no lse."""
 
     name = "mute"
@@ -148,7 +148,7 @@ class Mute(Sdpa):
     def why_not(self, call: Call) -> list[str]:
         return ["gives no lse"] if call.wants_lse else super().why_not(call)
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         assert not call.wants_lse, "it was asked for what it does not have"
         return super().run(call)
 

@@ -17,7 +17,7 @@ from regard import biases, masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recorder, Recording
 from regard.span import Span
-from regard.tap import place
+from regard.tracing import named_scope
 from tests.inspect.written_out import Case, plain_lses, tokens
 from tests.rules import assert_close_rule
 
@@ -252,7 +252,7 @@ def test_a_span_of_queries_behind_the_keys() -> None:
 
 def test_a_notebook_shows_places_and_audits_as_text() -> None:
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    with Recorder() as recorder, place("layers.0<img src=x>"):
+    with Recorder() as recorder, named_scope("layers.0<img src=x>"):
         regard.attend(q, k, k, mask=masks.Causal())
     shown = recorder.recording()._repr_html_()
     assert "<td>layers.0&lt;img src=x&gt;</td>" in shown

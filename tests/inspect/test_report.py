@@ -19,7 +19,7 @@ from regard.inspect import Choice, Recorder, Recording, record
 from regard.inspect.report import report
 from regard.inspect.report.masks import parted
 from regard.inspect.report.page import METRICS, as_bytes, glance
-from regard.tap import place
+from regard.tracing import named_scope
 from tests.view.report.cases import CASES, Case, defined, recorded
 
 
@@ -31,7 +31,7 @@ def run(
     with torch.no_grad(), Recorder() as recorder:
         for n in range(layers):
             q, k, v = (torch.randn(1, heads, T, D, generator=make) for heads in (H, G or H, G or H))
-            with place("layers"), place(str(n)):
+            with named_scope("layers"), named_scope(str(n)):
                 regard.attend(2 * q, k, v, mask=masks.Causal())
     return recorder.recording(pieces=tuple(f"t{i}" for i in range(T)), model="made")
 
@@ -181,7 +181,7 @@ def test_equal_masks_travel_once() -> None:
     [
         (biases.ALiBi(2), "offset"),
         (biases.T5Relative(torch.randn(8, 2), bidirectional=False), "offset"),
-        (biases.ALiBi(2) + biases.Dense(torch.randn(1, 2, 12, 12)), "dense"),
+        (biases.ALiBi(2) + biases.DenseBias(torch.randn(1, 2, 12, 12)), "dense"),
     ],
 )
 def test_a_bias_of_distances_is_a_table_of_distances(bias: biases.Bias, kind: str) -> None:

@@ -18,7 +18,7 @@ from regard import biases, masks
 from regard.inspect import Recorder, Recording, row_sums
 from regard.inspect.record.place import Place, Step
 from regard.ops.softmax import dispatch
-from regard.ops.softmax.call import Call, Result, Work, make_call
+from regard.ops.softmax.call import Call, KernelResult, WorkEstimate, make_call
 from regard.ops.softmax.dispatch import KERNELS
 from regard.span import Span
 
@@ -269,10 +269,10 @@ class Faulty:
     def priority(self, call: Call) -> float | None:
         return 100
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         return KERNELS[-1].run(self.mistake(call))
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         return KERNELS[-1].work(call)
 
 

@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import regard
-from regard import biases, masks, process
+from regard import biases, masks, process_state
 from regard.audit import audit
 from regard.caches import Cache, Paged, Quantised
-from regard.caches.codes import Packed
-from regard.caches.paged import Pool
-from regard.files import write
+from regard.caches.paged import PagePool
+from regard.caches.quantization import LazyDequantizedTensor
+from regard.files import atomic_write
 from regard.inspect import Recorder
 from regard.inspect.explain import capture, layer
 from regard.inspect.explain.reading import reading
@@ -40,7 +40,7 @@ from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary
 from regard.ops.gemv import gemv
 from regard.ops.jit import decode, openmp
-from regard.ops.norm import rms_norm
+from regard.ops.rms_norm import rms_norm
 from regard.ops.softmax import cpu, flex
 from regard.ops.softmax.dispatch import KERNELS
 from regard.positions import DynamicNTK, Rotary
@@ -163,7 +163,7 @@ def test_kept_tables_are_read_only_and_survive_being_thrown_out(
             )
     check_crowd(calls, 1)
     where, rule = Span(7, 2), masks.Causal() & masks.Window(4)
-    kept = [*cpu._run(where), *(cpu._ranges(rule, where) or ())]
+    kept = [*cpu._span_positions(where), *(cpu._cached_intervals(rule, where) or ())]
     q, k, v = inputs(2, 9)
     for mask in (masks.Causal(), rule):
         regard.attend(q, k, v, mask=mask, backend="cpu")
@@ -184,12 +184,12 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(openmp, "POOL", openmp.Pool())
+    monkeypatch.setattr(openmp, "THREAD_POOL", openmp.ThreadPool())
     if own:
-        monkeypatch.setattr(openmp, "openmp", lambda: None)
+        monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
     count = threading.local()
-    monkeypatch.setattr(openmp, "threads", lambda: getattr(count, "n", 2))
-    q, k, v = inputs(1, 4 * decode.PART // 64)  # work for four threads
+    monkeypatch.setattr(openmp, "thread_count", lambda: getattr(count, "n", 2))
+    q, k, v = inputs(1, 4 * decode.ELEMENTS_PER_THREAD // 64)  # work for four threads
     alone = {}
     for n in (2, 3, 4):
         count.n = n
@@ -393,7 +393,7 @@ class Counts(list[int]):
 
 @pytest.mark.parametrize("lock", [True, False])
 def test_two_threads_refer_to_a_page_at_once(lock: bool) -> None:
-    held = Pool(2, 4)
+    held = PagePool(2, 4)
     if not lock:
         held.lock = Unlocked()  # type: ignore[assignment]
     (page,) = held.take(1)
@@ -405,15 +405,15 @@ def test_two_threads_refer_to_a_page_at_once(lock: bool) -> None:
     assert (held.counts[page] == 3) is lock
 
 
-def packed(kind: type[Packed] = Packed) -> Packed:
+def packed(kind: type[LazyDequantizedTensor] = LazyDequantizedTensor) -> LazyDequantizedTensor:
     cache = Quantised(8, group=4, residual=2)
     (k, _), _ = filled(cache, ((1, 8), (1, 8)), 0, 16, 0)
-    assert isinstance(k, Packed)
+    assert isinstance(k, LazyDequantizedTensor)
     assert k.coded is not None
     return kind.of(k.coded)
 
 
-class Replaced(Packed):
+class Replaced(LazyDequantizedTensor):
     """Numbers as they were made before: those of whoever comes last."""
 
     def numbers(self) -> Tensor:
@@ -424,31 +424,31 @@ class Replaced(Packed):
         return self._numbers
 
 
-def overtake(x: Packed) -> None:
+def overtake(x: LazyDequantizedTensor) -> None:
     if not x.__dict__.get("overtaken"):
         x.__dict__["overtaken"] = True
         in_another(lambda: x.add_(1))
 
 
-@pytest.mark.parametrize("kind", [Packed, Replaced])
+@pytest.mark.parametrize("kind", [LazyDequantizedTensor, Replaced])
 def test_numbers_that_another_thread_has_written_to_stay(
-    kind: type[Packed], monkeypatch: pytest.MonkeyPatch
+    kind: type[LazyDequantizedTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread makes the numbers and writes to them while another one makes them, too."""
     x, real = packed(kind), packed().numbers().clone()
-    if kind is Packed:
-        from regard.caches import codes as home
+    if kind is LazyDequantizedTensor:
+        from regard.caches import quantization as home
 
-        made = home.dequantise
+        made = home.dequantize
 
         def slow(*given: Any, **more: Any) -> Tensor:
             found = made(*given, **more)
             overtake(x)
             return found
 
-        monkeypatch.setattr(home, "dequantise", slow)
+        monkeypatch.setattr(home, "dequantize", slow)
     x.numbers()
-    assert torch.equal(x.numbers(), real + 1) is (kind is Packed)
+    assert torch.equal(x.numbers(), real + 1) is (kind is LazyDequantizedTensor)
 
 
 def test_codes_are_opened_by_all() -> None:
@@ -489,19 +489,19 @@ def quiet_alone() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("block", [process.quiet, quiet_alone])
+@pytest.mark.parametrize("block", [process_state.ignore_warnings, quiet_alone])
 def test_filters_are_put_back(block: Callable[[], Any]) -> None:
     with warnings.catch_warnings():
         before = list(warnings.filters)
         taking_turns(block)
-        assert (warnings.filters == before) is (block is process.quiet)
+        assert (warnings.filters == before) is (block is process_state.ignore_warnings)
 
 
 def test_flex_leaves_filters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing, and changes no filter: not even for a moment, for that moment is
     everybody's.
     """
-    flex._function.cache_clear()
+    flex._flex_attention_for.cache_clear()
     monkeypatch.setattr(torch_flex, "_WARNINGS_SHOWN", set())
     monkeypatch.setattr(warnings, "filters", before := list(warnings.filters))
     seen: list[bool] = []
@@ -518,14 +518,14 @@ def test_flex_leaves_filters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_may_hold_another_and_a_child_of_a_fork_waits_for_nobody() -> None:
-    with process.alone(), process.quiet(), process.seeded(0):
-        assert in_another(lambda: process._lock.acquire(timeout=0.01)) is False
-        held = process._lock
-        process._fork()
+    with process_state.exclusive(), process_state.ignore_warnings(), process_state.seeded(0):
+        assert in_another(lambda: process_state._lock.acquire(timeout=0.01)) is False
+        held = process_state._lock
+        process_state._new_lock_after_fork()
         try:
-            in_another(lambda: process.quiet().__enter__())
+            in_another(lambda: process_state.ignore_warnings().__enter__())
         finally:
-            process._lock = held
+            process_state._lock = held
 
 
 @contextmanager
@@ -536,7 +536,7 @@ def seeded_alone(seed: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seeded", [process.seeded, seeded_alone])
+@pytest.mark.parametrize("seeded", [process_state.seeded, seeded_alone])
 def test_weights_from_a_seed(seeded: Callable[[int], Any]) -> None:
     """A thread draws between two numbers that are drawn here; where it may not, it waits until this
     block has ended.
@@ -559,7 +559,7 @@ def test_weights_from_a_seed(seeded: Callable[[int], Any]) -> None:
         found.append(float(torch.rand(1)))
     ended.set()
     thread.join()
-    assert (found == right) is (seeded is process.seeded)
+    assert (found == right) is (seeded is process_state.seeded)
 
 
 @pytest.mark.full
@@ -630,13 +630,13 @@ def test_a_compilation_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPa
     assert not any(x.isnan().any() for x in alone)
     with compiled_elsewhere():
         assert torch.compiler.is_compiling()  # torch's flag is one for all threads
-        assert not process.is_compiling()
+        assert not process_state.is_compiling()
         assert same(work(), alone)
         with pytest.raises(regard.ArgumentError), regard.checks(finite=True):
             regard.attend(q, k, v)
         # the broken form: in this thread it is as if it compiled
-        monkeypatch.setattr(process, "_of_this_thread", lambda: True)
-        with pytest.raises(regard.KernelRefusal, match="no part of a compiled graph"):
+        monkeypatch.setattr(process_state, "_this_thread_compiles", lambda: True)
+        with pytest.raises(regard.KernelRefusal, match="not inside a compiled graph"):
             work()
 
 
@@ -645,11 +645,11 @@ def test_a_graph_of_this_thread_is_known() -> None:
 
     class Asks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + 1 if process.is_compiling() else x
+            return x + 1 if process_state.is_compiling() else x
 
     class Eager(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(process.is_compiling())
+            seen.append(process_state.is_compiling())
             return x + 1
 
     x = torch.zeros(2)
@@ -708,7 +708,7 @@ def test_a_recorder_is_asked_while_others_record() -> None:
             yield x
 
     def record(name: str) -> None:
-        with recorder, regard.tap.place(name):
+        with recorder, regard.tracing.named_scope(name):
             regard.attend(q, k, v)
 
     recorder = Recorder(places=[7, "new", "old"])
@@ -727,8 +727,8 @@ def test_a_trace_is_read_while_others_capture() -> None:
     trace = regard.Trace("q")
 
     def hear(name: str) -> None:
-        with trace, regard.tap.place(name):
-            regard.tap.tap("q", torch.zeros(1))
+        with trace, regard.tracing.named_scope(name):
+            regard.tracing.tap("q", torch.zeros(1))
 
     hear("first")
     names = []
@@ -764,7 +764,7 @@ def test_files(tmp_path: Path) -> None:
 
     def put(i: int) -> bool:
         for _ in range(20):  # often enough to meet a writer that sweeps what others left
-            with write.written(target) as place:
+            with atomic_write.write_atomically(target) as place:
                 place.write_text(str(i) * 1000)
             if len(set(target.read_text())) != 1:
                 return False

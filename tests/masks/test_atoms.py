@@ -147,14 +147,14 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
     (
         lambda: Strided(4, fixed=5),
         ArgumentError,
-        "Strided stride is 4; it must be 5 or more: fixed=5 columns fit in a block",
+        "Strided stride is 4; it must be 5 or more: a block must have at least fixed=5 columns",
     ),
     (lambda: BigBird(0, 4), ArgumentError, "BigBird block size is 0; it must be 1 or more"),
     (lambda: BigBird(4, 0), ArgumentError, "BigBird blocks is 0; it must be 1 or more"),
     (
         lambda: BigBird(4, 4, window=2),
         ArgumentError,
-        "BigBird window is 2; it must be odd, the own block in the middle: 1 or 3",
+        "BigBird window is 2; it must be odd, so that the block itself is in the middle: 1 or 3",
     ),
     (lambda: BigBird(4, 4, random=-1), ArgumentError, "BigBird random is -1; it must be 0 or more"),
     (lambda: BigBird(4, 4, seed=-1), ArgumentError, "BigBird seed is -1; it must be 0 or more"),
@@ -218,7 +218,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         lambda: Dense(BOOL).allows(torch.tensor([0]), torch.tensor([0])),
         ArgumentError,
         (
-            "a Dense mask speaks of the slots of one call, not of positions: ask "
+            "a Dense mask is indexed by the slots of one call, not by positions: call "
             "mask.block(q_positions, k_positions), or "
             "write the rule as Fn(rule, name)"
         ),

@@ -134,7 +134,7 @@ def test_bigbird_draws_from_its_seed_alone() -> None:
     first = BigBird(2, 40, seed=11).table
     assert torch.random.get_rng_state().equal(before)
     torch.manual_seed(99)
-    assert masks.blocks._bigbird.__wrapped__(40, 3, 3, 11, False).equal(first)
+    assert masks.blocks._bigbird_table.__wrapped__(40, 3, 3, 11, False).equal(first)
     assert not BigBird(2, 40, seed=12).table.equal(first)
 
 

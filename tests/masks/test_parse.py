@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from regard import masks
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Sinks, Window, parse
-from regard.masks.parse import readable
-from regard.registry import is_own
+from regard.masks.parse import parsable_masks
+from regard.registry import is_builtin
 
 KNOWN = (
     "prefix, document, padding, bigbird, heads, full, causal, window, chunk, dilated, sinks, "
@@ -21,7 +21,7 @@ KNOWN = (
 
 def known() -> str:
     """These, and masks that other test files define."""
-    others = [name for name, kind in readable().items() if not is_own(kind)]
+    others = [name for name, kind in parsable_masks().items() if not is_builtin(kind)]
     return ", ".join((KNOWN, *others))
 
 
@@ -65,14 +65,14 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         ("", "an empty expression"),
         ("   ", "an empty expression"),
         ("causal &", "not a mask expression: invalid syntax\n  causal &\n          ^ column 9"),
-        ("causal + full", "a mask must stand here\n  causal + full\n  ^ column 1"),
-        ("causal and full", "a mask must stand here\n  causal and full\n  ^ column 1"),
+        ("causal + full", "a mask is expected here\n  causal + full\n  ^ column 1"),
+        ("causal and full", "a mask is expected here\n  causal and full\n  ^ column 1"),
         (
             "causal & not full",
             "not a mask expression: invalid syntax\n  causal & not full\n           ^ column 10",
         ),
-        ("-causal", "a mask must stand here\n  -causal\n  ^ column 1"),
-        ("3", "a mask must stand here\n  3\n  ^ column 1"),
+        ("-causal", "a mask is expected here\n  -causal\n  ^ column 1"),
+        ("3", "a mask is expected here\n  3\n  ^ column 1"),
         (
             "window(0)",
             (
@@ -97,19 +97,19 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "window(4.5)",
             (
-                "only whole numbers, tuples and masks may stand here\n  window(4.5)\n         ^ "
+                "only whole numbers, tuples and masks are allowed here\n  window(4.5)\n         ^ "
                 "column 8"
             ),
         ),
-        ("window('4')", "only whole numbers, tuples and masks may stand here"),
-        ("window(-(1,))", "only whole numbers, tuples and masks may stand here"),
+        ("window('4')", "only whole numbers, tuples and masks are allowed here"),
+        ("window(-(1,))", "only whole numbers, tuples and masks are allowed here"),
         ("window(True)", "Window size is bool True; it must be an int, 1 or more"),
         ("window(**{})", "** is not allowed\n  window(**{})\n  ^ column 1"),
-        ("window(*(4,))", "only whole numbers, tuples and masks may stand here"),
-        ("masks.causal", "a mask must stand here\n  masks.causal\n  ^ column 1"),
-        ("__import__('os').system('true')", "a mask must stand here"),
-        ("(lambda: 0)()", "a mask must stand here"),
-        ("[causal][0]", "a mask must stand here"),
+        ("window(*(4,))", "only whole numbers, tuples and masks are allowed here"),
+        ("masks.causal", "a mask is expected here\n  masks.causal\n  ^ column 1"),
+        ("__import__('os').system('true')", "a mask is expected here"),
+        ("(lambda: 0)()", "a mask is expected here"),
+        ("[causal][0]", "a mask is expected here"),
         ("é & causal", 'unknown mask "é"\n  é & causal\n  ^ column 1'),
         ("causal & é", 'unknown mask "é"\n  causal & é\n           ^ column 10'),
         ("full & (causal\n| foo)", 'unknown mask "foo"'),

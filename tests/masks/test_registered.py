@@ -18,9 +18,9 @@ from regard import masks
 from regard.errors import ArgumentError
 from regard.masks import MASKS, Mask, parse
 from regard.masks.base import RefusalKey
-from regard.masks.parse import readable
-from regard.plain_data import NotPlain, from_data, to_data
-from regard.registry import is_own
+from regard.masks.parse import parsable_masks
+from regard.registry import is_builtin
+from regard.serialization import NotSerializable, from_data, to_data
 from regard.span import Span
 from tests.masks.brute import BY_SLOT, CASES, B, Case, H, assert_brute_force, covered, pairs
 
@@ -30,7 +30,7 @@ CALLS = ((Span(0, 11), Span(0, 11)), (Span(6, 4), Span(0, 10)), (Span(13, 1), Sp
 
 def uncovered(cases: dict[str, Case] = CASES) -> set[str]:
     """Kinds of the package without a case."""
-    own = {name for name, kind in MASKS if is_own(kind)}
+    own = {name for name, kind in MASKS if is_builtin(kind)}
     return own - covered(cases) - set(BY_SLOT)
 
 
@@ -65,7 +65,7 @@ def assert_within_reach(mask: Mask, rule: Callable[[int, int, int, int], bool]) 
 
 def assert_reads_what_it_prints(mask: Mask) -> None:
     """Text is read back as the mask, where text can name it and every mask in it."""
-    named = readable()
+    named = parsable_masks()
     if all(x.kind in named or x.operands() or x.kind == "not" for x in (mask, *inside(mask))):
         again = parse(str(mask))
         assert again == mask
@@ -89,7 +89,7 @@ def assert_is_what_its_data_says(mask: Mask) -> None:
 
     try:
         found = data(mask)
-    except NotPlain:
+    except NotSerializable:
         assert any(callable(getattr(x, "rule", None)) for x in (mask, *inside(mask)))
         return
     assert back(found) == mask
@@ -196,10 +196,10 @@ def test_words_of_a_refusal(text: str) -> None:
 
 def test_words_of_masks_that_the_caller_gave() -> None:
     table = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    assert masks.Dense(table).refusal()[:2] == ("the given matrix says no", "given")
+    assert masks.Dense(table).refusal()[:2] == ("not allowed by the given matrix", "given")
     assert masks.Selected(table, 2).refusal()[:2] == ("not selected", "selected")
     rule = masks.Fn(lambda q, k: k <= q, "past")
-    assert rule.refusal() == ("the given function says no", "given", "past")
+    assert rule.refusal() == ("not allowed by the given function", "given", "past")
 
 
 def test_what_speaks_of_slots() -> None:

@@ -361,7 +361,7 @@ def test_errors() -> None:
         (lambda: transformer(V, 8, 2, 1, hidden=0), "hidden is 0; it must be at least 1"),
         (
             lambda: transformer(V, 8, 3, 1),
-            "dim 8 is not divisible by 3 heads; give head_dim, or one of 1, 2, 4, 8 heads",
+            "dim 8 is not divisible by 3 heads; give head_dim, or heads among 1, 2, 4, 8",
         ),
         (
             lambda: transformer(V, 8, 2, 1, dropout=1.0),

@@ -134,7 +134,7 @@ def test_shards(server: Hub, origin: Path) -> None:
 @pytest.mark.parametrize(
     "file, says",
     [
-        ("../../secrets.safetensors", "'../../secrets.safetensors' is no plain file name"),
+        ("../../secrets.safetensors", "'../../secrets.safetensors' is not a plain file name"),
         ("pytorch_model.bin", "names 'pytorch_model.bin', which is no safetensors file"),
     ],
 )

@@ -181,7 +181,7 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
             lambda: (tmp_path / "modules.json").write_text("[3]"),
             "is no list of modules, each with type and path",
         ),
-        (lambda: (tmp_path / "modules.json").write_text("[3"), "is no JSON"),
+        (lambda: (tmp_path / "modules.json").write_text("[3"), "is not JSON"),
         (
             lambda: (tmp_path / "modules.json").write_text('[{"type": "x", "type": "y"}]'),
             "has the key 'type' twice",

@@ -218,10 +218,10 @@ def test_vocabulary_below_the_bytes() -> None:
     [
         (
             b'{"version": "1.0",\n  oops}',
-            r"is no JSON: .*line 2 column 3.*is the download complete",
+            r"is not JSON: .*line 2 column 3.*is the download complete",
         ),
-        (b"\xff\xfe", "is no JSON: .*byte 0xff in position 0"),
-        (b"<!DOCTYPE html>", "is no JSON: .*line 1 column 1"),
+        (b"\xff\xfe", "is not JSON: .*byte 0xff in position 0"),
+        (b"<!DOCTYPE html>", "is not JSON: .*line 1 column 1"),
         (b"[]", "is a JSON list; it must be an object"),
         (b'{"model": {}}', "no 'decoder' at the top level"),
         (b"[" * 100_000, "is nested too deep"),

@@ -167,7 +167,7 @@ def test_sink_bias_and_dropout_are_passed_on() -> None:
     assert torch.equal(module(x), module.output.bias.expand(1, 5, 12)), "such a sink takes all"
     table = torch.zeros(1, 1, 5, 5)
     table[..., 1:] = -1e9
-    module = build(bias=biases.Dense(table))
+    module = build(bias=biases.DenseBias(table))
     first = build(mask=masks.Dense(table == 0))
     assert float((module(x) - first(x)).abs().max()) < 1e-6
 
@@ -313,7 +313,7 @@ def test_a_learned_bias_is_a_parameter_of_the_module() -> None:
     module.load_state_dict(other.state_dict())
     assert torch.equal(module(x), before)
     assert module.double()(x.double()).dtype == torch.float64
-    frozen = biases.Dense(torch.zeros(5, 5)) + biases.Dense(nn.Parameter(torch.zeros(5, 5)))
+    frozen = biases.DenseBias(torch.zeros(5, 5)) + biases.DenseBias(nn.Parameter(torch.zeros(5, 5)))
     with pytest.raises(
         regard.ArgumentError,
         match=r"holds 1 parameters among 2 tensors; make all of them nn\.Parameter",

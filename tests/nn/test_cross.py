@@ -417,7 +417,7 @@ def test_errors() -> None:
         ),
         (
             lambda: cross_attention(9, 4),
-            "dim 9 is not divisible by 4 heads; give head_dim, or one of 1, 3, 9 heads",
+            "dim 9 is not divisible by 4 heads; give head_dim, or heads among 1, 3, 9",
         ),
         (
             lambda: cross_attention(8, 4, memory_dim=-2),

@@ -290,7 +290,7 @@ def test_errors() -> None:
         ),
         (
             lambda: gated_delta_net(10, 4),
-            "dim 10 is not divisible by 4 heads; give head_dim, or one of 1, 2, 5, 10 heads",
+            "dim 10 is not divisible by 4 heads; give head_dim, or heads among 1, 2, 5, 10",
         ),
     ]
     for make, message in cases:

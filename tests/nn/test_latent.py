@@ -262,9 +262,9 @@ def test_absorbing_copies_nothing_and_expands_nothing() -> None:
     calls: list[Any] = []
 
     class Watch(regard.Trace):
-        watches = True
+        observes_calls = True
 
-        def saw(self, call: Any, result: Any, kernel: str) -> None:
+        def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
             calls.append(call)
 
     with regard.Trace("q", "k", "v") as trace, Watch():

@@ -355,7 +355,7 @@ def test_errors() -> None:
         ),
         (
             lambda: retention(10, 4),
-            "dim 10 is not divisible by 4 heads; give head_dim, or one of 1, 2, 5, 10 heads",
+            "dim 10 is not divisible by 4 heads; give head_dim, or heads among 1, 2, 5, 10",
         ),
         (
             lambda: gated_linear(12, 4),

@@ -16,7 +16,7 @@ from regard.nn.linear import linear
 from regard.nn.variants import build
 from regard.ops import gemv as gemv_module
 from regard.ops.gemv import gemv
-from regard.ops.norm import rms_norm
+from regard.ops.rms_norm import rms_norm
 
 
 @pytest.fixture(params=["grad", "no_grad", "no_grad, no Numba"])
@@ -32,7 +32,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_a_linear_map_of_other_features(ways: None, rows: int, size: int) -> None:
     message = (
         rf"^x is \(1, {rows}, {size}\); its last dimension must be 256, as the weight "
-        rf"\(256, 256\) takes it: give it what"
+        rf"\(256, 256\) requires: pass vectors of that size"
     )
     with pytest.raises(regard.ArgumentError, match=message):
         nn.Linear(256, 256)(torch.randn(1, rows, size))
@@ -51,8 +51,8 @@ def test_a_bias_of_other_rows(ways: None) -> None:
 @pytest.mark.parametrize("size", [64, 512])
 def test_a_norm_of_other_features(ways: None, size: int, norm: type[nn.RMSNorm]) -> None:
     message = (
-        rf"^x is \(1, 1, {size}\) and the norm's weight \(256,\); the last dimension of x "
-        rf"must have one number of the weight"
+        rf"^x is \(1, 1, {size}\) and the weight of the norm is \(256,\); the weight "
+        rf"must have one number for each feature of x"
     )
     with pytest.raises(regard.ArgumentError, match=message):
         norm(256)(torch.randn(1, 1, size))

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from regard import pages
+from regard import huge_pages
 from regard.ops import gemv as module
-from regard.ops import norm
-from regard.ops.gemv import few_rows, gemv
-from regard.ops.norm import rms_norm
+from regard.ops import rms_norm as rms_norm_module
+from regard.ops.gemv import gemv, try_gemv
+from regard.ops.rms_norm import rms_norm
 from tests.rules import assert_close_rule
 
 pytest.importorskip("numba", reason="gemv is compiled by Numba")
@@ -29,8 +29,8 @@ NAN, INF = float("nan"), float("inf")
 def test_gemv(
     dtype: torch.dtype, rows: int, M: int, N: int, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openmp, "threads", lambda: workers)
-    monkeypatch.setattr(module, "SHARE", 1)
+    monkeypatch.setattr(openmp, "thread_count", lambda: workers)
+    monkeypatch.setattr(module, "WEIGHTS_PER_THREAD", 1)
     make = torch.Generator().manual_seed(rows * M)
     x, w, b = (torch.randn(s, generator=make).to(dtype) for s in ((rows, M), (N, M), (N,)))
     for bias in (None, b):
@@ -65,7 +65,7 @@ def test_a_wrong_weight_is_noticed() -> None:
 
 
 def suits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
-    return few_rows(x, w, b) is not None
+    return try_gemv(x, w, b) is not None
 
 
 def test_when_it_runs() -> None:
@@ -115,7 +115,7 @@ def test_rms_norm(dtype: torch.dtype, scale: float, offset: float) -> None:
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (w.double() + offset)
     few = rms_norm(x, w, 1e-6, offset)
-    many = rms_norm(x.repeat(1, norm.FEW // 77, 1), w, 1e-6, offset)
+    many = rms_norm(x.repeat(1, rms_norm_module.MAX_COMPILED_SIZE // 77, 1), w, 1e-6, offset)
     single = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     plain = (single * (w.float() + offset)).to(dtype)
     assert few.shape == x.shape
@@ -132,12 +132,12 @@ def test_norms_with_gradients_and_in_fp64() -> None:
 def test_pages(size: tuple[int, int]) -> None:
     """Writable, aligned to a line, and of the shape and dtype asked for; large or not."""
     for dtype in (*DTYPES, torch.uint8):
-        x = pages.empty(size, dtype=dtype)
+        x = huge_pages.empty(size, dtype=dtype)
         assert (x.shape, x.dtype, x.is_contiguous()) == (torch.Size(size), dtype, True)
         assert x.data_ptr() % 16 == 0
         x.fill_(1)
         assert x.sum(dtype=torch.float64) == size[0] * size[1]
-    assert pages.empty((2,), dtype=torch.float32, device="meta").is_meta
+    assert huge_pages.empty((2,), dtype=torch.float32, device="meta").is_meta
 
 
 def test_parameters_settle() -> None:
@@ -146,7 +146,7 @@ def test_parameters_settle() -> None:
     both = torch.nn.ModuleList([large, torch.nn.Linear(1100, 1024, bias=False), small])
     both[1].weight = large.weight
     weight, values, at = large.weight, large.weight.detach().clone(), small.weight.data_ptr()
-    pages.settle(both)
+    huge_pages.module_to_huge_pages(both)
     assert both[1].weight is large.weight is weight
     assert torch.equal(weight, values)
     assert weight.data_ptr() % 64 == 0

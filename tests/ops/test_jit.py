@@ -26,9 +26,22 @@ import numba
 
 from regard.ops.jit import compile as module
 from regard.ops.jit import openmp
-from regard.ops.jit.compile import SourceStamps, compiled, disk_cache, has
-from regard.ops.jit.entries import address_of, array_at, done, record_at, take
-from regard.ops.jit.records import Array, Coded, Integer, Real, Record, Strided
+from regard.ops.jit.argument_structs import (
+    ArrayField,
+    FloatField,
+    IntField,
+    QuantizedField,
+    StridedField,
+    StructLayout,
+)
+from regard.ops.jit.compile import SourceStamps, disk_cache, has_cpu_feature, njit_cached
+from regard.ops.jit.entry_points import (
+    array_4d_at,
+    compile_entry,
+    finish_task,
+    struct_at,
+    take_task,
+)
 
 FOLDER = Path(regard.__file__).parent / "ops" / "jit"
 NAMES = sorted(f.stem for f in FOLDER.glob("*.py") if f.stem != "__init__")
@@ -95,20 +108,26 @@ def test_every_import_of_the_package_is_found(name: str) -> None:
 def test_loops_are_built_upon_loops_only() -> None:
     """Otherwise a change of a door, which is not compiled, would have all loops compiled anew."""
     stamps = SourceStamps("regard.ops.jit", FOLDER)
-    for name in ("decode_loops", "decode_quantised", "gradient_loops", "gemv", "norm"):
+    for name in (
+        "decode_loops",
+        "decode_quantized_loops",
+        "prefill_gradient_loops",
+        "gemv_loops",
+        "rms_norm_loops",
+    ):
         assert not stamps.built_upon(name) & {"decode", "prefill", "openmp"}, name
-    assert "half_precision" in stamps.built_upon("decode_quantised")
+    assert "half_precision" in stamps.built_upon("decode_quantized_loops")
 
 
 TWO = {
     "below": """
-        from regard.ops.jit.compile import SourceStamps, compiled, disk_cache
+        from regard.ops.jit.compile import SourceStamps, disk_cache, njit_cached
         from pathlib import Path
 
         STAMPS = SourceStamps("{package}", Path(__file__).parent)
 
         def kept(function):
-            made = compiled()(function)
+            made = njit_cached()(function)
             made._cache = disk_cache(function, STAMPS.stamp(function.__module__.split(".")[-1]))
             return made
 
@@ -191,7 +210,7 @@ def test_where_no_folder_can_be_written_nothing_is_kept(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module._StampedCache, "__init__", refuse)
 
-    @compiled()
+    @njit_cached()
     def plus_one(x: int) -> int:
         return x + 1
 
@@ -201,11 +220,11 @@ def test_where_no_folder_can_be_written_nothing_is_kept(monkeypatch: pytest.Monk
 
 OWN_PROCESS = """
 import torch
-from regard.ops.jit import norm, gemv
-from regard.ops.jit.entries import _entries
-from regard.ops.norm import rms_norm
+from regard.ops.jit import gemv_loops, rms_norm_loops
+from regard.ops.jit.entry_points import _loaded_entries
+from regard.ops.rms_norm import rms_norm
 rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
-print(sum(entry.cache_hits for entry in _entries), len(_entries))
+print(sum(entry.cache_hits for entry in _loaded_entries), len(_loaded_entries))
 """
 
 
@@ -249,7 +268,14 @@ def test_stamps_in_processes_of_their_own(tmp_path: Path) -> None:
 
 # records of arguments
 
-EVERY = Record(Integer("n"), Real("x"), Array("a"), Strided("k"), Coded("c"), Integer("last"))
+EVERY = StructLayout(
+    IntField("n"),
+    FloatField("x"),
+    ArrayField("a"),
+    StridedField("k"),
+    QuantizedField("c"),
+    IntField("last"),
+)
 
 
 def test_a_record_is_what_its_fields_say() -> None:
@@ -267,11 +293,11 @@ def test_a_record_is_what_its_fields_say() -> None:
     assert read["c_scale_steps"].tolist() == [107, 108, 109, 110]
     assert (read["c_group"], read["c_bits"], read["last"]) == (111, 112, np.iinfo(np.int64).max)
     assert len(packed) * 8 == EVERY.dtype.itemsize
-    assert repr(EVERY.fields[2:4]) == "(Integer('n'), Real('x'))"
+    assert repr(EVERY.fields[2:4]) == "(IntField('n'), FloatField('x'))"
 
 
 def test_numbers_alone_are_given_in_the_order_of_the_list() -> None:
-    record = Record(Integer("n"), Real("x"))
+    record = StructLayout(IntField("n"), FloatField("x"))
     assert record.pack_numbers(5, 0.5) == record.pack(n=5, x=0.5)
     with pytest.raises(Exception, match="expected 4 items"):
         record.pack_numbers(5)
@@ -294,21 +320,21 @@ def test_what_is_missing_or_too_long_is_an_error() -> None:
 
 
 def test_compiled_code_reads_the_same_record() -> None:
-    small = Record(Integer("n"), Real("x"), Array("a"), Integer("out"))
+    small = StructLayout(IntField("n"), FloatField("x"), ArrayField("a"), IntField("out"))
     RECORD = small.dtype
 
     def entry(address: int) -> None:
-        given: Any = record_at(address, RECORD)
-        a = array_at(given.a, given.a_shape, np.float64)
-        out = array_at(given.out, (1, 1, 1, 3), np.float64)
+        given: Any = struct_at(address, RECORD)
+        a = array_4d_at(given.a, given.a_shape, np.float64)
+        out = array_4d_at(given.out, (1, 1, 1, 3), np.float64)
         out[0, 0, 0, 0] = given.n + given.x
         out[0, 0, 0, 1] = a[0, 0, 1, 2]
-        out[0, 0, 0, 2] = take(address) * 100 + take(address) * 10 + done(address)
+        out[0, 0, 0, 2] = take_task(address) * 100 + take_task(address) * 10 + finish_task(address)
 
-    code = address_of(entry)
+    code = compile_entry(entry)
     a, out = torch.arange(6.0, dtype=torch.float64).view(2, 3), torch.zeros(3, dtype=torch.float64)
     packed = small.pack(n=7, x=0.25, a=a, out=out.data_ptr())
-    openmp.run(code, packed, 1)
+    openmp.run_entry(code, packed, 1)
     assert out.tolist() == [7.25, 5.0, 10.0]
     assert packed[:2].tolist() == [2, 1], "the counters"
 
@@ -326,41 +352,46 @@ def test_where_openmp_is_looked_for(tmp_path: Path) -> None:
         f"7f03-7f04 rw-p 0 08:01 3 {own}/libgomp-24e2ab19.so.1.0.0",
     ]
     maps.write_text("\n".join(lines))
-    assert openmp.libraries(maps) == [f"{own}/libgomp-24e2ab19.so.1.0.0", "/usr/lib/libiomp5.so"]
-    assert openmp.libraries(tmp_path / "nothing") == [], "a system without such a file"
+    assert openmp.loaded_openmp_libraries(maps) == [
+        f"{own}/libgomp-24e2ab19.so.1.0.0",
+        "/usr/lib/libiomp5.so",
+    ]
+    assert openmp.loaded_openmp_libraries(tmp_path / "nothing") == [], (
+        "a system without such a file"
+    )
 
 
 def test_the_first_library_that_has_it_is_taken() -> None:
     import _ctypes
 
-    assert openmp.openmp_of([]) is None
-    assert openmp.openmp_of(["/no/such/libgomp.so", _ctypes.__file__]) is None
-    for path in openmp.libraries():
-        assert openmp.openmp_of(["/no/such/libgomp.so", path]) is not None
+    assert openmp.find_gomp_parallel([]) is None
+    assert openmp.find_gomp_parallel(["/no/such/libgomp.so", _ctypes.__file__]) is None
+    for path in openmp.loaded_openmp_libraries():
+        assert openmp.find_gomp_parallel(["/no/such/libgomp.so", path]) is not None
 
 
 @pytest.mark.parametrize("found", [True, False], ids=["openmp", "python threads"])
 def test_all_threads_share_one_record(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if found and openmp.openmp() is None:
+    if found and openmp.torch_openmp() is None:
         pytest.skip("this torch has no OpenMP")
     if not found:
-        monkeypatch.setattr(openmp, "openmp", lambda: None)
-    tasks = Record(Integer("out"), Integer("n"))
+        monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
+    tasks = StructLayout(IntField("out"), IntField("n"))
     RECORD = tasks.dtype
 
     def entry(address: int) -> None:
-        given: Any = record_at(address, RECORD)
-        out = array_at(given.out, (1, 1, 1, given.n), np.int64)
+        given: Any = struct_at(address, RECORD)
+        out = array_4d_at(given.out, (1, 1, 1, given.n), np.int64)
         while True:
-            task = take(address)
+            task = take_task(address)
             if task >= given.n:
                 break
             out[0, 0, 0, task] += task + 1
-            done(address)
+            finish_task(address)
 
     out = torch.zeros(5000, dtype=torch.int64)
     packed = tasks.pack(out=out.data_ptr(), n=len(out))
-    openmp.run(address_of(entry), packed, 3)
+    openmp.run_entry(compile_entry(entry), packed, 3)
     assert torch.equal(out, torch.arange(1, 5001)), "each task once"
     assert packed[1] == 5000
 
@@ -370,11 +401,11 @@ def test_all_threads_share_one_record(found: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 48, 61])
 def test_the_largest_of_a_line(count: int) -> None:
-    from regard.ops.jit.vectors import largest, largest_size
+    from regard.ops.jit.llvm_vectors import max_abs_of, max_of
 
     @numba.njit
     def both(x, at, n):  # type: ignore[no-untyped-def]
-        return largest(x, at, n), largest_size(x, at, n)
+        return max_of(x, at, n), max_abs_of(x, at, n)
 
     x = np.random.default_rng(count).standard_normal((2, 64)).astype(np.float32) - 2
     x[:, :3] = 99, np.inf, -np.inf  # in front of where it begins
@@ -394,13 +425,13 @@ def test_no_instruction_is_named_for_another_processor(monkeypatch: pytest.Monke
     from llvmlite import binding
 
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx2": True, "avx512f": False})
-    assert has("avx2")
-    assert not has("avx512f")
+    assert has_cpu_feature("avx2")
+    assert not has_cpu_feature("avx512f")
     for name in ("CPU_NAME", "CPU_FEATURES"):
         with monkeypatch.context() as told:
             told.setattr(config, name, "generic")
-            assert not has("avx2")
+            assert not has_cpu_feature("avx2")
             told.setattr(config, name, "host")
-            assert has("avx2")
+            assert has_cpu_feature("avx2")
     monkeypatch.setattr(config, "ENABLE_AVX", 0)
-    assert not has("avx2")
+    assert not has_cpu_feature("avx2")

@@ -45,5 +45,5 @@ def test_a_bias(name: str) -> None:
 
 
 def test_a_bias_that_cannot_be_cut_says_so() -> None:
-    with pytest.raises(ArgumentError, match="cannot be cut by heads"):
-        biases.Fn(lambda q, k: -(q - k).abs().float()).select_heads(slice(0, 1))
+    with pytest.raises(ArgumentError, match="cannot be split by heads"):
+        biases.FnBias(lambda q, k: -(q - k).abs().float()).select_heads(slice(0, 1))

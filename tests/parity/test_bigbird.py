@@ -120,7 +120,7 @@ def test_bigbird_in_evaluation_counts_the_first_block_again(
     assert_far(pair.ours(x), y)
     pair.ours.mask = BigBird(BLOCK, BLOCKS, random=0)
     assert_far(pair.ours(x), y)
-    pair.ours.bias = biases.Dense(torch.zeros(SLOTS, SLOTS))
+    pair.ours.bias = biases.DenseBias(torch.zeros(SLOTS, SLOTS))
     pair.ours.bias.tensor[BLOCK:-BLOCK, :BLOCK] = math.log(1 + RANDOM)
     assert_near(pair.ours(x), y)
 

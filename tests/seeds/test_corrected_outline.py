@@ -131,7 +131,7 @@ def test_random_keys_recall_close_to_the_mean_of_all_values() -> None:
     n, D, E = 512, 64, 32
     k = torch.randn(1, 1, n, D, dtype=torch.float64)
     v = torch.randn(1, 1, n, E, dtype=torch.float64)
-    state = compressive.write(k, v, compressive.nothing(k, v))
+    state = compressive.write(k, v, compressive.empty_state(k, v))
     read = compressive.retrieve(k, state).values[0, 0]
     mean, own = v[0, 0].mean(0), v[0, 0]
     to_mean, to_own = (read - mean).norm(dim=-1), (read - own).norm(dim=-1)

@@ -314,7 +314,7 @@ def test_one_file_in_the_package_is_enough(with_toys: Path) -> None:
         with_toys,
         "-c",
         "from regard import biases, caches, masks; print(masks.Band(2, 6), "
-        "biases.Logarithmic(0.5), caches.that_keeps_all('listed').settings, "
+        "biases.Logarithmic(0.5), caches.make_full_cache('listed').settings, "
         "masks.Band(2, 6).is_static)",
     )
     assert told.split("\n")[0] == "band(2, 6) logarithmic(0.5) {} True"

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import regard
-from regard.span import Span, as_tensor, follow
+from regard.span import Span, as_tensor, concat_positions
 from tests import annotations
 
 THIS = sys.modules[__name__]
@@ -101,7 +101,7 @@ def test_a_refused_argument_meets_our_own_error() -> None:
 
 
 def test_the_package_is_checked() -> None:
-    assert follow(Span(0, 3), Span(3, 2)) == Span(0, 5)
+    assert concat_positions(Span(0, 3), Span(3, 2)) == Span(0, 5)
     with pytest.raises(annotations.AnnotationMismatch, match=r"span.as_tensor: positions is str"):
         as_tensor("positions")  # type: ignore[arg-type]
 

@@ -90,7 +90,7 @@ PATCHED = {
     "compare/claims/test_measured.py": 3,
     "compare/test_quality.py": 2,
     "laws/test_threads.py": 1,
-    "ops/selection/test_indexer.py": 1,
+    "ops/selection/test_lightning_indexer.py": 1,
     "ops/selection/test_moba.py": 1,
     "ops/selection/test_nsa.py": 1,
     "ops/softmax/test_cpu_quantised.py": 1,

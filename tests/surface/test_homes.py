@@ -29,7 +29,7 @@ HOMES = {
     r"\bnan_to_num\(": set(),
     r"(from|import) huggingface_hub": {"models/hub.py"},
     # states of the whole process: other threads see them
-    r"compiler\.is_compiling\(|\bfork_rng\(|\bcatch_warnings\(": {"process.py"},
+    r"compiler\.is_compiling\(|\bfork_rng\(|\bcatch_warnings\(": {"process_state.py"},
 }
 
 

@@ -45,7 +45,7 @@ MODULES = {
     "nn",
     "parallel",
     "positions",
-    "tap",
+    "tracing",
     "view",
 }
 CONSTANTS = {"EMPTY", "__version__"}
@@ -108,7 +108,7 @@ def test_all_of_a_package_is_there(package: str) -> None:
 def test_the_glossary() -> None:
     assert set("BHGTSDEM") <= set(LETTERS)
     taps = set("qkvz") | {"scores", "pattern", "out"}
-    assert set(regard.tap.NAMES) == taps
+    assert set(regard.tracing.TAP_NAMES) == taps
     assert {"pattern", "z", "out", "score", "query", "key", "value"} <= set(WORDS)
     for name, entry in GLOSSARY.items():
         assert entry.meaning.endswith("."), name

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError, FileError
-from regard.files import lock, write
+from regard.files import atomic_write, folder_lock
 from regard.train import Checkpoint, checkpoints
 from tests.train.parts import Small, run
 
@@ -107,7 +107,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "bad manifest": (
         lambda p: (p / "manifest.json").write_text("[1"),
-        r"cannot be read: .*manifest\.json is no JSON",
+        r"cannot be read: .*manifest\.json is not JSON",
     ),
     "odd manifest": (
         lambda p: (p / "manifest.json").write_text("[1]"),
@@ -323,7 +323,7 @@ def test_a_failing_disk_and_an_impossible_folder(
 
 def test_what_is_synced_and_in_which_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    plain_sync, plain_rename = write.sync, Path.rename
+    plain_sync, plain_rename = atomic_write.sync_to_disk, Path.rename
 
     def sync(path: Path) -> None:
         events.append(f"sync {path.name}")
@@ -333,7 +333,7 @@ def test_what_is_synced_and_in_which_order(tmp_path: Path, monkeypatch: pytest.M
         events.append(f"rename {Path(target).name}")
         return plain_rename(self, target)
 
-    monkeypatch.setattr(checkpoints, "sync", sync)
+    monkeypatch.setattr(checkpoints, "sync_to_disk", sync)
     monkeypatch.setattr(Path, "rename", rename)
     folder = tmp_path / "all"
     checkpoints.save(folder, make(1))
@@ -396,11 +396,11 @@ def test_two_runs_do_not_write_in_one_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     left = tmp_path / "checkpoints" / ".writing-step-00000009-1"
     left.mkdir()
-    handle = lock.hold(left)
+    handle = folder_lock.try_lock(left)
     assert checkpoints.sweep(tmp_path / "checkpoints") == 0, "another run is writing it"
     os.close(handle)  # type: ignore[arg-type]
     with (
-        lock.locked(tmp_path / "checkpoints"),
+        folder_lock.folder_locked(tmp_path / "checkpoints"),
         pytest.raises(FileError, match="checkpoints is being written by another run"),
     ):
         run(Small(), tmp_path)

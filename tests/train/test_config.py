@@ -98,5 +98,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"run\.toml: is not TOML: "):
         read(written(tmp_path, "[model\n"))
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(FileError, match="is no text: not UTF-8 at byte 0"):
+    with pytest.raises(FileError, match="is not text: not UTF-8 at byte 0"):
         read(tmp_path / "run.toml")

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from regard.errors import FileError
-from regard.files.write import check_target
+from regard.files.atomic_write import check_writable
 from regard.inspect import explain
 from regard.view import explanation, html, palette
 from regard.view.text import columns, fold, number, weight
@@ -224,7 +224,7 @@ def test_targets_that_cannot_be_written_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(FileError) as caught:
-        check_target(tmp_path)
+        check_writable(tmp_path)
     assert (
         str(caught.value)
         == f"{tmp_path} is a folder; give the name of a file, such as {tmp_path / 'page.html'}"
@@ -239,7 +239,7 @@ def test_targets_that_cannot_be_written_are_refused(
     with pytest.raises(
         FileError, match="cannot be written: permission denied; choose another place"
     ):
-        check_target(tmp_path / "page.html")
+        check_writable(tmp_path / "page.html")
 
 
 def test_view_imports_no_torch() -> None:

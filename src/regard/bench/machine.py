@@ -13,7 +13,7 @@ import torch
 
 import regard
 from regard.bench.timing import interleaved, median
-from regard.pages import settled
+from regard.huge_pages import to_huge_pages
 
 FEATURES = (
     "avx2",
@@ -152,7 +152,7 @@ class Ceilings:
         >>> top.read > 0 and top.gemm[torch.float32] > 0
         True
         """
-        x = settled(torch.ones(read_bytes // 4, device=device))
+        x = to_huge_pages(torch.ones(read_bytes // 4, device=device))
         ways: dict[str, Callable[[], object]] = {
             "sum": x.sum,
             "max": x.amax,

@@ -321,7 +321,7 @@ def _page(sizes: PageSizes) -> str:
     from regard.inspect.report import report
     from regard.masks import Causal
     from regard.ops.softmax import attend
-    from regard.tap import place
+    from regard.tracing import named_scope
     from regard.view.report import page
 
     make = torch.Generator().manual_seed(0)
@@ -329,7 +329,7 @@ def _page(sizes: PageSizes) -> str:
         for layer in range(sizes.layers):
             shape = (1, sizes.heads, sizes.tokens, 64)
             q, k, v = (torch.randn(shape, generator=make) for _ in range(3))
-            with place("layers"), place(str(layer)):
+            with named_scope("layers"), named_scope(str(layer)):
                 attend(q, k, v, mask=Causal())
     return page(report(recorder.recording(pieces=tuple(f"t{i}" for i in range(sizes.tokens)))))
 

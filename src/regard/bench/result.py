@@ -15,14 +15,14 @@ from torch import Tensor
 from regard.bench.case import Outputs, Work
 from regard.bench.machine import Ceilings
 from regard.bench.timing import median, quartiles
-from regard.error_rule import FACTOR, GRADIENT_FACTOR, allowed_error
+from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
 SHARE = 1e-4
 """fp32 and fp64: the error that is allowed, as a share of the largest number of the answer."""
 
 SENTENCE = (
-    f"fp32: max|x - ref| <= {SHARE:g} max|ref|; half types: <= {FACTOR:g} max|plain - ref| "
-    f"({GRADIENT_FACTOR:g} for gradients) + two roundings"
+    f"fp32: max|x - ref| <= {SHARE:g} max|ref|; half types: <= {ERROR_FACTOR:g} max|plain - ref| "
+    f"({GRADIENT_ERROR_FACTOR:g} for gradients) + two roundings"
 )
 """The rule in words; `ref` is the answer in a wider dtype, `plain` straightforward computation in
 the same dtype.
@@ -75,7 +75,7 @@ def _bound(name: str, dtype: torch.dtype, reference: Tensor, plain: Tensor | Non
         return 0.0
     if dtype in (torch.float32, torch.float64) or plain is None:
         return SHARE * float(reference.abs().max())
-    factor = GRADIENT_FACTOR if name.startswith("d") else FACTOR
+    factor = GRADIENT_ERROR_FACTOR if name.startswith("d") else ERROR_FACTOR
     return allowed_error([plain], reference, factor)
 
 

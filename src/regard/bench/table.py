@@ -10,7 +10,7 @@ from regard.bench.case import Case, Peer
 from regard.bench.machine import Ceilings
 from regard.bench.result import Measured, Row
 from regard.errors import RegardError
-from regard.table import table as table_of
+from regard.text_table import format_table as table_of
 from regard.view.charts import Bar, RatioBars
 
 HEADS = (

@@ -1,25 +1,28 @@
-"""Biases: numbers added to scores before the softmax."""
+"""Biases: numbers that are added to the attention scores before the softmax."""
 
 from regard.biases.alibi import ALiBi, alibi_slopes
 from regard.biases.base import BIASES, Bias, Sum
-from regard.biases.custom import Dense, Fn
+from regard.biases.custom import DenseBias, FnBias
 from regard.biases.t5 import T5Relative, t5_bucket
+from regard.deprecation import renamed
 from regard.registry import import_all
 
 __all__ = [
     "BIASES",
     "ALiBi",
     "Bias",
-    "Dense",
-    "Fn",
+    "DenseBias",
+    "FnBias",
     "Sum",
     "T5Relative",
     "alibi_slopes",
     "t5_bucket",
 ]
 
-# a bias in a file of its own is found without a line here, as `regard.biases.<Name>`
+# Biases in other files of this folder become `regard.biases.<Name>` without an entry here.
 import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in BIASES if kind.__module__.startswith(f"{__name__}.")
 )
+
+__getattr__ = renamed(__name__, {"Dense": "DenseBias", "Fn": "FnBias"})

@@ -1,4 +1,4 @@
-"""ALiBi: a penalty that grows with distance, at a slope of its own for each head."""
+"""ALiBi: a penalty that grows linearly with distance, with one slope per head."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.biases.base import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """The slope of each head: 2^(-8h/n), h = 1..n, for n = 2^k heads.
+    """Return the slope of each head: 2^(-8h/n), h = 1..n, for n = 2^k heads.
 
-    For another number, those of the power of two n below it, then every other one of those of 2n,
-    from the first.
+    For any other number of heads, these are the slopes of the next smaller power of two n, followed
+    by every other slope of 2n heads, from the first.
+
+    Args:
+        heads: the number of query heads.
+
+    Returns:
+        One slope per head.
 
     Raises:
         ArgumentError: heads is less than 1.
@@ -40,17 +46,19 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ALiBi(Bias):
-    """Attention with linear biases: bias_ij = -m_h (i - j), i and j the positions of query and key.
+    """Attention with linear biases: bias_ij = -m_h (i - j), with i and j the positions of query and
+    key.
 
-    That is the causal form. Above the diagonal, where j > i, it is the same expression and so
-    **positive**: use it under a causal mask, or ask for `symmetric`, -m_h |i - j|, which penalises
-    distance both ways. The row is written out in full (not the shortcut m_h j, which shifts the
-    log-sum-exp of each row), so partial attention merges rightly.
+    This is the causal form. For later keys, j > i, the same expression is **positive**: use it
+    under a causal mask, or pass `symmetric=True` for -m_h |i - j|, which penalises distance in both
+    directions. The bias is not simplified to m_h j, which would shift the log-sum-exp of each row,
+    so that partial attention merges correctly.
 
     Args:
-        heads: the number of query heads H, for the slopes of `alibi_slopes`.
-        slopes: the slopes instead, H numbers, or a tensor [H], which may be learned.
-        symmetric: above.
+        heads: the number of query heads H; the slopes are those of `alibi_slopes`.
+        slopes: the slopes, given instead of `heads`: H numbers, or a tensor `[H]`, which may be
+            learned.
+        symmetric: whether the bias penalises distance in both directions.
 
     Raises:
         ArgumentError: not exactly one of heads and slopes is given, heads is below 1, or slopes is
@@ -85,13 +93,14 @@ class ALiBi(Bias):
             if not self.slopes.is_floating_point():
                 raise ArgumentTypeError("slopes is a tensor of integers; use .float()")
         elif self.slopes is not None:
-            object.__setattr__(self, "slopes", tuple(self.slopes))  # hashable, also from a list
+            object.__setattr__(self, "slopes", tuple(self.slopes))  # hashable
             for h, slope in enumerate(self.slopes):
                 check_number(f"slopes[{h}]", slope, -float("inf"), float("inf"), "finite")
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """-m (i - j), or -m |i - j|. Never in half precision: integers above 256 are not distinct
-        in bfloat16.
+        """Return -m (i - j), or -m |i - j| if the bias is symmetric.
+
+        It is never computed in half precision: bfloat16 cannot represent all integers above 256.
         """
         distance = (q - k).abs() if self.symmetric else q - k
         return -self.slopes_on(q.device, dtype)[:, None, None] * distance.to(dtype)
@@ -100,25 +109,35 @@ class ALiBi(Bias):
         return self.heads if self.heads is not None else len(self.slopes)  # type: ignore[arg-type]
 
     def select_heads(self, heads: slice) -> ALiBi:
-        """The slopes of these heads."""
+        """Return the bias with the slopes of these heads."""
         slopes = alibi_slopes(self._heads()) if self.slopes is None else self.slopes
         return ALiBi(slopes=slopes[heads], symmetric=self.symmetric)
 
     def slopes_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The slopes m [H] as a tensor."""
+        """Return the slopes as a tensor.
+
+        Args:
+            device: the device of the tensor.
+            dtype: its dtype.
+
+        Returns:
+            The slopes m, `[H]`.
+        """
         if isinstance(self.slopes, Tensor):
             return self.slopes.to(device, dtype)
         slopes = alibi_slopes(self._heads()) if self.slopes is None else self.slopes
         return torch.tensor(slopes, dtype=dtype, device=device)
 
     def plain_fields(self) -> dict[str, object]:
-        """The slopes, also where the number of heads gave them."""
+        """Return the slopes and the symmetry; the slopes are stored even if they follow from
+        `heads`.
+        """
         slopes = self.slopes_on(torch.device("cpu"), torch.float64)
         return {"slopes": slopes.detach(), "symmetric": self.symmetric}
 
     @classmethod
     def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
-        """The slopes come first."""
+        """Return the constructor arguments, of which the slopes come first."""
         return {"slopes": first, **others}
 
     def __str__(self) -> str:

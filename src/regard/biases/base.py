@@ -1,6 +1,4 @@
-"""What a bias is: numbers that are added to scores, from positions alone, for any block of a
-call.
-"""
+"""The base class `Bias` of all biases, and their sum."""
 
 from __future__ import annotations
 
@@ -12,28 +10,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.plain_data import Plain
 from regard.registry import Registry
-from regard.span import Positions, as_tensor, part
+from regard.serialization import Serializable
+from regard.span import Positions, as_tensor, slice_positions
+from regard.units import plural
 
-ALL = slice(None)
+ALL_SLOTS = slice(None)
 
 BIASES: Registry[Bias] = Registry("bias")
-"""Every class of biases by its `kind`, by which recordings are read back."""
+"""All bias classes by their `kind`, the name that recordings store."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bias(Plain):
-    """Base of the biases. One rule, `values`; the rest follows from it.
-
-    A new bias is a subclass, `@dataclass(frozen=True, eq=False, repr=False)`, here or in your own
-    code, that writes `values`, and `_heads` where it has numbers for each head. Files know the
-    class by its name in small letters, or by `kind = "..."`.
+class Bias(Serializable):
+    """Base class of biases: numbers that are added to the scores and depend on positions.
 
     score_ij = softcap(scale q_i . k_j) + bias_ij, then mask and softmax
 
-    Biases add up with `+`, compare and hash by their numbers (a tensor by identity), and print as
-    an expression. What a bias says at an empty slot (position -1) means nothing, and is finite.
+    To define a new bias, write a subclass, decorated with `@dataclass(frozen=True, eq=False,
+    repr=False)`, in this package or in your own code. It must define `values`, and `_heads` if it
+    stores numbers per head. Files store the class by its name in lower case, or by `kind = "..."`.
+
+    Biases are added with `+`. They compare and hash by their fields (tensors by identity), and
+    print as an expression. The value at an empty slot (position -1) has no meaning, and is finite.
 
     >>> from regard.biases import ALiBi
     >>> ALiBi(8) + ALiBi(8, symmetric=True)
@@ -45,13 +44,18 @@ class Bias(Plain):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
-        BIASES.enter(cls.kind, cls)
+        BIASES.register(cls.kind, cls)
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bias [B or 1, H or 1, t or 1, s or 1] of query positions q [B or 1,1,t,1] and key
-        positions k [B or 1,1,1,s].
+        """Return the bias of pairs of positions.
 
-        In any float dtype; it need not be more exact than `dtype`, which is fp32 or fp64.
+        Args:
+            q: positions of queries, `[B or 1, 1, t, 1]`.
+            k: positions of keys, `[B or 1, 1, 1, s]`.
+            dtype: float32 or float64: the precision that the caller needs.
+
+        Returns:
+            A tensor `[B or 1, H or 1, t or 1, s or 1]` of any float dtype.
         """
         raise NotImplementedError
 
@@ -59,54 +63,86 @@ class Bias(Plain):
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Float[Tensor, "b h t s"]:
-        """The bias [B or 1, H or 1, t, s] of some rows (queries) and columns (keys) of a call, in a
-        dtype.
+        """Return the bias of some queries and keys of an attention call.
+
+        Args:
+            q_positions: positions of all T queries of the call.
+            k_positions: positions of all S keys of the call.
+            rows: the queries to include, t of them; all by default.
+            columns: the keys to include, s of them; all by default.
+            dtype: the dtype of the result.
+            device: where to compute; by default the device of the positions.
+
+        Returns:
+            A tensor `[B or 1, H or 1, t, s]`.
         """
-        q = as_tensor(part(q_positions, rows), device)[:, None, :, None]
-        k = as_tensor(part(k_positions, columns), device)[:, None, None, :]
+        q = as_tensor(slice_positions(q_positions, rows), device)[:, None, :, None]
+        k = as_tensor(slice_positions(k_positions, columns), device)[:, None, None, :]
         values = self.values(q, k, torch.promote_types(dtype, torch.float32)).to(dtype)
         return values.expand(*values.shape[:2], q.shape[2], k.shape[3])
 
     @property
     def by_slot(self) -> bool:
-        """Whether it has a number for each place in the call, as a dense tensor does, and not for
+        """Whether the values belong to indices in the call, as in a dense tensor, and not to
         positions.
         """
         return False
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors inside, which may want a gradient."""
+        """Return the tensors of the bias, which may require gradients.
+
+        Returns:
+            The tensors, in the order of the fields.
+        """
         return tuple(getattr(self, name) for name in self._tensor_names())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Bias:
-        """The same bias over other tensors, in the order of `tensors()`.
+        """Return the same bias with other tensors.
+
+        Args:
+            tensors: the replacements, in the order of `tensors()`.
+
+        Returns:
+            The new bias.
 
         Raises:
-            ArgumentError: there are not as many tensors as the bias has.
+            ArgumentError: the number of tensors differs.
         """
         names = self._tensor_names()
         self._check_count(tensors, len(names))
         return replace(self, **dict(zip(names, tensors, strict=True)))
 
     def select_heads(self, heads: slice) -> Bias:
-        """The bias of some of the query heads.
+        """Return the bias of some of the query heads.
+
+        Args:
+            heads: the slice of the query heads.
+
+        Returns:
+            A bias for these heads.
 
         Raises:
-            ArgumentError: this kind of bias cannot be cut by heads.
+            ArgumentError: the class does not support this.
         """
         raise ArgumentError(
-            f"{self} cannot be cut by heads; write `select_heads` for its class, or use another "
+            f"{self} cannot be split by heads; define `select_heads` in its class, or use another "
             "method"
         )
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Raise if the bias cannot serve a call of B rows, H query heads, T queries and S keys.
+        """Check that the bias fits an attention call of this shape.
+
+        Args:
+            B: batch size.
+            H: number of query heads.
+            T: number of queries.
+            S: number of keys.
 
         Raises:
             ArgumentError: a size does not fit.
@@ -114,7 +150,8 @@ class Bias(Plain):
         own = self._heads()
         if own not in (None, H):
             raise ArgumentError(
-                f"{self} has {own} heads and the query has {H}; make the bias for {H} heads"
+                f"{self} has {plural(own, 'head')} and the query has {H}; create the bias with "
+                f"heads={H}"
             )
 
     def __add__(self, other: object) -> Bias:
@@ -130,11 +167,11 @@ class Bias(Plain):
         return str(self)
 
     def __str__(self) -> str:
-        shown = ", ".join(_shown(getattr(self, x.name)) for x in fields(self))
+        shown = ", ".join(_short_text(getattr(self, x.name)) for x in fields(self))
         return self.kind + f"({shown})" * bool(shown)
 
     def _heads(self) -> int | None:
-        """How many heads it has numbers for; None if for any."""
+        """Return the number of heads for which the bias stores numbers, or None for any."""
         return None
 
     def _tensor_names(self) -> tuple[str, ...]:
@@ -147,13 +184,17 @@ class Bias(Plain):
     def _check_count(self, tensors: Sequence[Tensor], n: int) -> None:
         if len(tensors) != n:
             raise ArgumentError(
-                f"{self} has {n} tensors and got {len(tensors)}; give one for each of tensors()"
+                f"{self} has {plural(n, 'tensor')} and got {len(tensors)}; give one for each of "
+                "tensors()"
             )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sum(Bias):
-    """Several biases added up; `a + b` makes it.
+    """The sum of several biases; `a + b` creates it.
+
+    Args:
+        terms: the biases to add.
 
     >>> from regard.biases import ALiBi
     >>> from regard.span import Span
@@ -173,20 +214,20 @@ class Sum(Bias):
 
     @property
     def by_slot(self) -> bool:
-        """Whether a term has a number for each place in the call."""
+        """Whether the values of a term belong to indices in the call."""
         return any(term.by_slot for term in self.terms)
 
     def block(
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Float[Tensor, "b h t s"]:
-        """The sum of the terms' blocks."""
+        """Return the sum of the blocks of the terms."""
         first, *others = (
             term.block(q_positions, k_positions, rows, columns, dtype=dtype, device=device)
             for term in self.terms
@@ -196,11 +237,11 @@ class Sum(Bias):
         return first
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the terms, in order."""
+        """Return the tensors of all terms, in order."""
         return tuple(x for term in self.terms for x in term.tensors())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Sum:
-        """Each term over its share of the tensors."""
+        """Replace the tensors of each term."""
         self._check_count(tensors, len(self.tensors()))
         terms, start = [], 0
         for term in self.terms:
@@ -210,11 +251,11 @@ class Sum(Bias):
         return Sum(tuple(terms))
 
     def select_heads(self, heads: slice) -> Sum:
-        """Every term's."""
+        """Apply `select_heads` to each term."""
         return Sum(tuple(term.select_heads(heads) for term in self.terms))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Raise if a term cannot serve the call."""
+        """Check that each term fits the call."""
         for term in self.terms:
             term.require(B, H, T, S)
 
@@ -226,7 +267,7 @@ def _terms(bias: Bias) -> tuple[Bias, ...]:
     return bias.terms if isinstance(bias, Sum) else (bias,)
 
 
-def _shown(value: object) -> str:
+def _short_text(value: object) -> str:
     return "x".join(map(str, value.shape)) if isinstance(value, Tensor) else repr(value)
 
 

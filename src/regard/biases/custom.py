@@ -1,36 +1,41 @@
-"""Biases that the caller supplies: a tensor, or a function of positions."""
+"""Biases supplied by the caller: `DenseBias` (a tensor) and `FnBias` (a function of positions)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_tensor
-from regard.biases.base import ALL, Bias
+from regard.argument_checks import check_tensor
+from regard.biases.base import ALL_SLOTS, Bias
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import Positions, count
+from regard.span import Positions, slot_count
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(Bias):
-    """bias_ij = tensor[..., i, j], where i and j are slots (places in q and k), not positions.
+class DenseBias(Bias):
+    """A bias given by a tensor: bias_ij = tensor[..., i, j].
+
+    i and j are indices of the query and the key in the call, not positions.
 
     Args:
-        tensor: a float tensor [T, S] or [B or 1, H or 1, T or 1, S]. Three dimensions are refused:
-            [B, T, S] and [H, T, S] cannot be told apart.
+        tensor: a float tensor `[T, S]` or `[B or 1, H or 1, T or 1, S]`. Three dimensions are
+            refused, since `[B, T, S]` and `[H, T, S]` cannot be distinguished.
 
     Raises:
-        ArgumentError: another number of dimensions; in a call, a shape that does not fit it.
-        ArgumentTypeError: not a float tensor.
+        ArgumentError: the number of dimensions is not 2 or 4; in a call, the shape does not fit.
+        ArgumentTypeError: `tensor` is not a float tensor.
 
     >>> from regard.span import Span
-    >>> Dense(torch.arange(6.0).view(2, 3)).block(Span(0, 2), Span(0, 3), slice(1, 2)).tolist()
+    >>> DenseBias(torch.arange(6.0).view(2, 3)).block(Span(0, 2), Span(0, 3), slice(1, 2)).tolist()
     [[[[3.0, 4.0, 5.0]]]]
     """
+
+    kind: ClassVar[str] = "dense"
 
     tensor: Tensor
 
@@ -39,34 +44,33 @@ class Dense(Bias):
         if self.tensor.ndim not in (2, 4):
             raise ArgumentError(
                 f"bias has {self.tensor.ndim} dimensions, {tuple(self.tensor.shape)}; it must be "
-                "[T, S] or "
-                "[B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], with "
-                "[None] if it is [H, T, S]"
+                "[T, S] or [B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], "
+                "with [None] if it is [H, T, S]"
             )
 
     def block(
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Float[Tensor, "b h t s"]:
-        """Rows and columns of the tensor."""
+        """Return the rows and columns of the tensor."""
         x = self.tensor if self.tensor.ndim == 4 else self.tensor[None, None]
         if x.shape[2] == 1:
-            x = x.expand(-1, -1, count(q_positions), -1)
+            x = x.expand(-1, -1, slot_count(q_positions), -1)
         return x[:, :, rows, columns].to(device=device, dtype=dtype)
 
     @property
     def by_slot(self) -> bool:
-        """True: a column is a place in the call."""
+        """True, because a column is an index of a key in the call."""
         return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Check that the shape fits the call."""
+        """Check that the shape of the tensor fits the call."""
         shape = tuple(self.tensor.shape)
         if self.tensor.ndim == 2:
             fits = shape == (T, S)
@@ -75,8 +79,8 @@ class Dense(Bias):
             fits = b in (1, B) and h in (1, H) and t in (1, T) and s == S
         if not fits:
             raise ArgumentError(
-                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, "
-                f"{T} or 1, {S})"
+                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, {T} "
+                f"or 1, {S})"
             )
 
     def __str__(self) -> str:
@@ -84,25 +88,28 @@ class Dense(Bias):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Fn(Bias):
-    """bias_ij = fn(q, k, *parameters), with q [B or 1,1,t,1] and k [B or 1,1,1,s] the positions of
-    queries and keys.
+class FnBias(Bias):
+    """A bias given by a function of positions: bias_ij = fn(q, k, *parameters).
 
     Args:
-        fn: gives a float tensor that broadcasts to [B, H, t, s], of 4 dimensions. It is called for
-            any block of a call, so its result for a pair must not depend on the other pairs.
-        parameters: tensors that fn is given, and that get a gradient.
+        fn: a function of the positions q `[B or 1, 1, t, 1]` and k `[B or 1, 1, 1, s]` and of the
+            parameters. It returns a 4-D float tensor that broadcasts to `[B, H, t, s]`. It is
+            called for any block of a call, so its result for one pair must not depend on the other
+            pairs.
+        parameters: tensors that are passed to `fn` and that receive gradients.
 
     Raises:
-        ArgumentTypeError: fn cannot be called, a parameter is no tensor, or the result no float
-            tensor.
+        ArgumentTypeError: `fn` is not callable, a parameter is not a tensor, or the result is not a
+            float tensor.
         ArgumentError: the result has another shape.
 
     >>> from regard.span import Span
-    >>> near = Fn(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
+    >>> near = FnBias(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
     >>> near.block(Span(2, 1), Span(0, 3)).tolist()
     [[[[-1.0, -0.5, -0.0]]]]
     """
+
+    kind: ClassVar[str] = "fn"
 
     fn: Callable[..., Tensor]
     parameters: tuple[Tensor, ...] = ()
@@ -120,7 +127,7 @@ class Fn(Bias):
         object.__setattr__(self, "parameters", tuple(self.parameters))
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the function says."""
+        """Call the function and check its result."""
         x = self.fn(q, k, *self.parameters)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -128,17 +135,16 @@ class Fn(Bias):
         if x.ndim != 4 or x.shape[2] not in (1, q.shape[2]) or x.shape[3] not in (1, k.shape[3]):
             raise ArgumentError(
                 f"{self} gave {tuple(x.shape)} for positions {tuple(q.shape)} and "
-                f"{tuple(k.shape)}; it must give "
-                "[B or 1, H or 1, t or 1, s or 1]"
+                f"{tuple(k.shape)}; it must give [B or 1, H or 1, t or 1, s or 1]"
             )
         return x.to(dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parameters."""
+        """Return the parameters of the function."""
         return self.parameters
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Fn:
-        """The same function over other parameters."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> FnBias:
+        """Return the same function with other parameters."""
         self._check_count(tensors, len(self.parameters))
         return replace(self, parameters=tuple(tensors))
 

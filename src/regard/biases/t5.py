@@ -1,4 +1,4 @@
-"""T5's relative bias: a learned number for each head and each bucket of distances."""
+"""The relative position bias of T5: a learned number for each head and bucket of distances."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.arguments import check_tensor
+from regard.argument_checks import check_tensor
 from regard.biases.base import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 
@@ -23,19 +23,28 @@ def t5_bucket(
     bidirectional: bool = True,
     max_distance: int = 128,
 ) -> Int[Tensor, "*L"]:
-    """The bucket of each relative position j - i (key minus query).
+    """Return the bucket of each relative position j - i (key minus query).
 
-    With n buckets for a direction and e = n // 2: a distance d < e has bucket d, a longer one min(n
-    - 1, e + floor((n - e) ln(d / e) / ln(max_distance / e))). Bidirectional: n = buckets / 2, and
-    keys ahead of the query (j > i) use the upper half. Otherwise n = buckets, and every key ahead
-    falls into bucket 0.
+    For n buckets per direction and e = n // 2, a distance d < e has bucket d, and a larger one has
+    bucket min(n - 1, e + floor((n - e) ln(d / e) / ln(max_distance / e))). If the bias is
+    bidirectional, n = buckets / 2, and keys after the query (j > i) use the upper half. Otherwise n
+    = buckets, and all keys after the query have bucket 0.
 
-    The bounds of the buckets are found in whole numbers, so that distances that sit on one cannot
-    fall to either side of it, as they may with a logarithm in fp32.
+    The bounds of the buckets are computed in integers, so that a distance at a bound has the right
+    bucket; a logarithm in fp32 may round it to either side.
+
+    Args:
+        relative: key positions minus query positions, an integer tensor of any shape.
+        buckets: the number of buckets.
+        bidirectional: whether keys after the query have buckets of their own.
+        max_distance: from this distance on, all keys share the last bucket.
+
+    Returns:
+        Bucket numbers in the shape of `relative`.
 
     Raises:
-        ArgumentError: buckets is too small, too large, odd and bidirectional, or max_distance not
-            above e or too large.
+        ArgumentError: buckets is too small, too large, or odd while bidirectional; or max_distance
+            is not above e, or too large.
         ArgumentTypeError: relative is not a tensor of integers.
 
     >>> t5_bucket(torch.tensor([-128, -16, -1, 0, 1, 16])).tolist()
@@ -60,10 +69,10 @@ def _bucket(relative: Tensor, starts: tuple[int, ...], *, bidirectional: bool) -
 
 
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The smallest distance of each bucket of one direction.
+    """Return the smallest distance of each bucket of one direction.
 
     Bucket e + m starts at the smallest d with (d / e)^(n - e) >= (max_distance / e)^m, compared in
-    whole numbers.
+    integers.
 
     >>> bucket_starts(16, 128)[8:]
     (8, 12, 16, 23, 32, 46, 64, 91)
@@ -73,36 +82,36 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     starts = list(range(e))
     for m in range(n):
         bound = max_distance**m * e ** (n - m)
-        # a logarithm says where about; whole numbers decide
-        near = e * math.exp(m / n * math.log(max_distance / e))
-        low, high = int(near * (1 - 1e-9)), int(near * (1 + 1e-9)) + 2
-        while low < high:  # by hand, since a compiled graph cannot trace the bisect module
+        # the logarithm is an estimate; the search below is exact
+        estimate = e * math.exp(m / n * math.log(max_distance / e))
+        low, high = int(estimate * (1 - 1e-9)), int(estimate * (1 + 1e-9)) + 2
+        while low < high:  # a bisection; dynamo cannot trace the bisect module
             middle = (low + high) // 2
             low, high = (low, middle) if middle**n >= bound else (middle + 1, high)
         starts.append(low)
     return tuple(starts)
 
 
-MOST_BUCKETS = 1 << 10
-"""No table has more buckets: T5's have 32, and the bounds of n take numbers of n digits each."""
-FARTHEST = 1 << 53
-"""No max_distance is larger: no position is."""
+MAX_BUCKETS = 1 << 10
+"""The largest number of buckets; T5 has 32. The bounds of n buckets need integers of n digits."""
+MAX_DISTANCE = 1 << 53
+"""The largest max_distance that is allowed; positions are smaller."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class T5Relative(Bias):
-    """bias_ij = table[bucket(j - i), h].
+    """T5's relative position bias: bias_ij = table[bucket(j - i), h].
 
-    T5 itself scales scores by 1, not by 1/sqrt(D): pass `scale=1.0` to the attention. It has one
-    table, in its first layer, that all layers of a stack share, and none for cross-attention.
+    T5 itself multiplies scores by 1, not by 1/sqrt(D): pass `scale=1.0` to the attention. It has
+    one table, in its first layer, which all layers of a stack share, and none for cross-attention.
 
     Args:
-        table: a float tensor [buckets, H], learned.
+        table: a learned float tensor `[buckets, H]`.
         bidirectional: True in an encoder, False in a decoder.
-        max_distance: from here on, everything is in the last bucket.
+        max_distance: from this distance on, all keys share the last bucket.
 
     Raises:
-        ArgumentError: table is not 2-D, or its buckets do not go with the other arguments.
+        ArgumentError: table is not 2-D, or its number of buckets does not fit the other arguments.
         ArgumentTypeError: table is not a float tensor.
 
     >>> from regard.span import Span
@@ -131,11 +140,11 @@ class T5Relative(Bias):
             self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
         )
         n = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
-        # not a field: it follows from the others, and every block needs it
+        # cached, since every block needs it; not a field, since it follows from the fields
         object.__setattr__(self, "_starts", bucket_starts(n, self.max_distance))
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """The table's numbers, [B or 1, H, t, s]."""
+        """Look up the table at the bucket of each pair, giving `[B or 1, H, t, s]`."""
         starts: tuple[int, ...] = self._starts  # type: ignore[attr-defined]
         bucket = _bucket((k - q).squeeze(1), starts, bidirectional=self.bidirectional)
         return F.embedding(bucket, self.table).movedim(-1, 1).to(dtype)
@@ -144,7 +153,7 @@ class T5Relative(Bias):
         return self.table.shape[1]
 
     def select_heads(self, heads: slice) -> T5Relative:
-        """The columns of these heads."""
+        """Return the bias with the columns of these heads."""
         return replace(self, table=self.table[:, heads])
 
     def __str__(self) -> str:
@@ -153,20 +162,20 @@ class T5Relative(Bias):
 
 
 def check_buckets(buckets: int, *, bidirectional: bool, max_distance: int) -> None:
-    """The numbers that shape the buckets go together."""
+    """Raise unless the numbers that define the buckets fit together."""
     if bidirectional and (buckets < 4 or buckets % 2):
         raise ArgumentError(
             f"buckets is {buckets}; with bidirectional it must be even and at least 4"
         )
     if buckets < 2:
         raise ArgumentError(f"buckets is {buckets}; it must be at least 2")
-    if buckets > MOST_BUCKETS:
-        raise ArgumentError(f"buckets is {buckets}; it must be at most {MOST_BUCKETS}")
+    if buckets > MAX_BUCKETS:
+        raise ArgumentError(f"buckets is {buckets}; it must be at most {MAX_BUCKETS}")
     exact = (buckets // 2 if bidirectional else buckets) // 2
     if max_distance <= exact:
         raise ArgumentError(
             f"max_distance is {max_distance}; it must be above {exact}, the distances that have a "
             "bucket of their own"
         )
-    if max_distance > FARTHEST:
-        raise ArgumentError(f"max_distance is {max_distance}; it must be at most {FARTHEST}")
+    if max_distance > MAX_DISTANCE:
+        raise ArgumentError(f"max_distance is {max_distance}; it must be at most {MAX_DISTANCE}")

@@ -1,8 +1,6 @@
-"""Caches: they store what a projection remembers, together with its positions, and give both
-back.
+"""Caches: they store keys and values (or other memory) of earlier tokens, together with
+positions.
 """
-
-from typing import Any
 
 from regard.caches.base import (
     CACHES,
@@ -10,17 +8,18 @@ from regard.caches.base import (
     Contents,
     LayerSize,
     Parts,
+    make_full_cache,
     rollback_on_error,
-    that_keeps_all,
 )
 from regard.caches.contiguous import Fixed, Growing
 from regard.caches.cross import Cross
-from regard.caches.files import load, save
 from regard.caches.latent import Latent
-from regard.caches.paged import Paged, Pool
-from regard.caches.quantised import Quantised
+from regard.caches.paged import Paged, PagePool
+from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach
+from regard.caches.save_load import load, save
 from regard.caches.state import Memory, State
+from regard.deprecation import renamed
 from regard.registry import import_all
 
 __all__ = [
@@ -33,29 +32,25 @@ __all__ = [
     "Latent",
     "LayerSize",
     "Memory",
+    "PagePool",
     "Paged",
     "Parts",
-    "Pool",
     "Quantised",
     "Ring",
     "State",
     "Streaming",
     "for_reach",
     "load",
+    "make_full_cache",
     "rollback_on_error",
     "save",
-    "that_keeps_all",
 ]
 
-# a cache in a file of its own is found without a line here
+# Caches in other files of this folder register without an entry here.
 import_all(__name__, __path__)
 
 
-def __getattr__(name: str) -> Any:
-    """Old names, for one release."""
-    if name == "kept":
-        from warnings import warn
-
-        warn("regard.caches.kept is now rollback_on_error", DeprecationWarning, stacklevel=2)
-        return rollback_on_error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = renamed(
+    __name__,
+    {"Pool": "PagePool", "kept": "rollback_on_error", "that_keeps_all": "make_full_cache"},
+)

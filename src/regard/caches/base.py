@@ -1,6 +1,4 @@
-"""What a cache is, what every cache can do with its contents, and the names by which generation
-asks for caches.
-"""
+"""The base class `Cache`, rollback after errors, and the lookup of cache kinds by name."""
 
 from __future__ import annotations
 
@@ -12,29 +10,33 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.registry import Registry
-from regard.span import Positions, Span, after, as_tensor, count
+from regard.span import Positions, Span, as_tensor, next_positions, slot_count
+from regard.units import plural
 
 Parts: TypeAlias = tuple[Tensor, ...]
-"""What a projection remembers: parts, each [B, n, T, d]. What they mean, the projection knows, not
-the cache.
+"""The tensors that a projection stores for each token, each `[B, n, T, d]`, such as keys and
+values.
+
+The projection defines their meaning; the cache does not interpret them.
 """
 
 Contents: TypeAlias = dict[str, "Tensor | Span | int"]
-"""All that a cache holds, by name. Every tensor has the rows of the batch in front, or one row for
-all of them.
+"""All contents of a cache, by name. A tensor has the batch as its first dimension, or 1 if all rows
+share it.
 """
 
 
 class LayerSize(NamedTuple):
-    """What generation knows of a layer for which it makes a cache.
+    """The sizes for which generation creates the cache of a layer.
 
     Attributes:
-        slots: the most that a row holds; None is no bound.
-        rows: how many rows the batch has.
-        widths: the dims of each part of the memory, for caches that `needs_widths`.
+        slots: the largest number of slots per row; None means no bound.
+        rows: the number of batch rows.
+        widths: the last dimension of each part of the memory, for caches with `needs_widths`.
     """
 
     slots: int | None = None
@@ -43,85 +45,120 @@ class LayerSize(NamedTuple):
 
 
 CACHES: Registry[Cache] = Registry("cache")
-"""The caches that `generate(cache=...)` can ask for, by their `kind`."""
+"""All cache classes by their `kind`, the name that `generate(cache=...)` takes."""
 
 
 class Cache(ABC):
-    """Memory with positions in, memory with positions out.
+    """Base class of caches: `update` stores the memory of new tokens and returns all that is
+    visible.
 
-    A kind of cache says how it stores (`update`, `crop`) and what it holds (`contents`, `fill`);
-    the other operations follow from these. An operation that is refused leaves the cache as it was.
+    A subclass defines how memory is stored (`update`, `crop`) and what the contents are
+    (`contents`, `fill`); the other operations are derived from these. An operation that raises
+    leaves the cache unchanged.
 
-    A subclass, here or in your own code, that has a `kind` can be asked for by that name:
-    `generate(cache=kind)`, `--cache`. `for_layer` makes it; `forgets`, `needs_slots`,
-    `needs_widths`, `least` and `narrowing` say how it goes with `max_context`. If it is not of
-    this package, `save` and `load` know it by its `kind`.
+    A subclass with a `kind`, in this package or in your own code, can be requested by that name:
+    `generate(cache=kind)`, `--cache`. `for_layer` creates it; `evicts`, `needs_slots`,
+    `needs_widths`, `min_context` and `narrowing_mask` define how it works together with
+    `max_context`. `save` and `load` store classes from outside this package by their `kind`.
 
-    A cache belongs to one thread at a time: two threads that change the same one lose tokens.
-    Several threads may fork a cache that nobody changes meanwhile, and each may change its own
+    A cache may be used by one thread at a time: if two threads update it at once, tokens are lost.
+    Several threads may fork the same cache while no thread changes it, and each may change its own
     fork.
     """
 
     kind: ClassVar[str | None] = None
-    """The name by which generation asks for the cache; None: only modules make it."""
-    forgets: ClassVar[bool] = False
-    """Whether it goes on without end, because it forgets old tokens; it needs `max_context`."""
+    """The name by which generation requests the cache; None if only modules create it."""
+    evicts: ClassVar[bool] = False
+    """Whether the cache evicts old tokens, so that generation never fills it; it needs
+    `max_context`.
+    """
     needs_slots: ClassVar[bool] = False
-    """Whether its memory is allocated once, so that the number of slots must be known."""
+    """Whether memory is allocated once, so that the number of slots must be known."""
     needs_widths: ClassVar[bool] = False
-    """Whether it must know the dims of the keys and values that it will hold."""
-    least: ClassVar[int] = 1
-    """The smallest `max_context`."""
+    """Whether the dimensions of the keys and values must be known."""
+    min_context: ClassVar[int] = 1
+    """The smallest `max_context` that is allowed."""
+
+    forgets = renamed_attribute("evicts")
+    least = renamed_attribute("min_context")
+    narrowing = renamed_attribute("narrowing_mask")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        take_old_attributes(cls, forgets="evicts", least="min_context", narrowing="narrowing_mask")
         if kind := cls.__dict__.get("kind"):
-            CACHES.enter(kind, cls)
+            CACHES.register(kind, cls)
 
     @classmethod
-    def for_layer(cls, size: LayerSize) -> Cache:  # noqa: ARG003  (the size of some)
-        """An empty cache for a layer of a model that keeps everything."""
+    def for_layer(cls, size: LayerSize) -> Cache:  # noqa: ARG003  (subclasses use it)
+        """Create an empty cache for a layer of a model in which no mask limits what is visible.
+
+        Args:
+            size: the sizes of the layer.
+
+        Returns:
+            The cache.
+        """
         return cls()
 
     @classmethod
-    def narrowing(cls, most: int) -> Mask | None:  # noqa: ARG003  (of some)
-        """What a layer that kept everything may still see, so that this cache serves it with `most`
-        tokens; None changes no mask.
+    def narrowing_mask(cls, max_context: int) -> Mask | None:  # noqa: ARG003  (subclasses use it)
+        """Return the additional mask that a layer needs so that this cache can serve it.
+
+        Args:
+            max_context: the number of tokens that the cache may hold.
+
+        Returns:
+            The mask; None if none is needed.
         """
         return None
 
     @abstractmethod
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store new memory, each part [B,n,T,d], at positions; return all that is visible now, each
-        [B,n,S,d], and where.
+        """Store the memory of new tokens, and return all that is visible now.
 
-        Slots at position -1 are no tokens. The order of the slots means nothing: their positions
-        do. What is returned may be the cache's own memory, and holds good until the next operation
-        on the cache.
+        Args:
+            memory: parts, each `[B, n, T, d]`.
+            positions: the positions of the T tokens; a slot at position -1 holds no token.
+
+        Returns:
+            The visible memory, each part `[B, n, S, d]`, and its positions. The order of the slots
+            has no
+            meaning; the positions define it. The tensors may be the cache's own, and are valid
+            until the
+            next operation on the cache.
 
         Raises:
-            ArgumentError: the memory does not fit what is held, or there is no room for it.
+            ArgumentError: the memory does not fit the contents, or there is no room for it.
         """
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later, in every row.
+        """Remove every token at position `length` or later, in every row.
+
+        Args:
+            length: the number of positions to keep.
 
         Raises:
-            ArgumentError: length is negative, or tokens in front of it are needed that are no
-                longer held.
+            ArgumentError: length is negative, or tokens before it are needed that were already
+                evicted.
         """
 
     @abstractmethod
     def contents(self) -> Contents:
-        """All that is held, by name; empty when nothing is. The tensors are the cache's own, not
-        copies.
+        """Return all contents by name.
+
+        Returns:
+            Tensors, spans and numbers; empty if the cache is empty. They are the cache's own
+            tensors, not copies.
         """
 
     @abstractmethod
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these contents, which a cache with the same settings gave, in place of all
-        others.
+        """Replace all contents.
+
+        Args:
+            contents: contents of a cache with the same settings.
         """
 
     @abstractmethod
@@ -130,39 +167,54 @@ class Cache(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that make another cache like this one: plain values."""
+        """The constructor arguments that create another cache like this one, as plain values."""
         return {}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the memory held, positions not counted."""
+        """Bytes of the memory that is held, without positions."""
         return sum(_bytes(x) for name, x in self.contents().items() if name != "positions")
 
     @property
     def batch(self) -> int | None:
-        """How many rows are held; None while the cache is empty."""
+        """The number of batch rows; None while the cache is empty."""
         rows = [x.shape[0] for x in self.contents().values() if isinstance(x, Tensor)]
         return max(rows, default=None)
 
     def next(self, length: int) -> Positions:
-        """Where the next `length` tokens stand by default: on from the last token of each row."""
+        """Return the default positions of the next tokens: they follow the last token of each row.
+
+        Args:
+            length: the number of new tokens.
+
+        Returns:
+            The positions.
+        """
         positions = self.contents().get("positions")
         if positions is None or isinstance(positions, int):
             return Span(0, length)
-        return after(positions, length)
+        return next_positions(positions, length)
 
     def fork(self) -> Cache:
-        """Another cache with the same contents; what is done to one does not change the other."""
+        """Return an independent cache with the same contents; changes of one do not affect the
+        other.
+
+        Returns:
+            The new cache.
+        """
         other = type(self)(**self.settings)
         other.fill({name: _copy(x) for name, x in self.contents().items()})
         return other
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
-        """Another cache with the row of this one, so many times.
+        """Return a new cache in which the only row of this one is repeated.
 
         Args:
             rows: how many times.
-            slots: the most that a row will hold; None is no bound.
+            slots: the largest number of slots that a row will hold; None means no bound.
+
+        Returns:
+            The new cache.
         """
         other = self.fork()
         if rows > 1:
@@ -170,21 +222,28 @@ class Cache(ABC):
         return other
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep these rows of the batch, in this order; a row may come several times, or not at all.
+        """Keep these batch rows, in this order; a row may be repeated or left out.
+
+        Args:
+            rows: row numbers, an integer tensor `[rows]`.
 
         Raises:
-            ArgumentError, ArgumentTypeError: rows are not a 1-D integer tensor of rows that are
-                held.
+            ArgumentError, ArgumentTypeError: `rows` is not a 1-D integer tensor of rows of this
+                cache.
         """
         self._check_rows(rows)
-        held = self.contents()
-        self.fill({name: _rows(x, rows, self.batch) for name, x in held.items()})
+        contents = self.contents()
+        self.fill({name: _select_rows(x, rows, self.batch) for name, x in contents.items()})
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
-        """Row i becomes what row rows[i] was, for beam search; as many rows as before.
+        """Replace row i by row rows[i], as beam search does; the number of rows stays the same.
+
+        Args:
+            rows: row numbers, an integer tensor `[B]`.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as `select`, or the number of rows would change.
+            ArgumentError, ArgumentTypeError: `rows` is not allowed by `select`, or the number of
+                rows would change.
         """
         self._check_rows(rows)
         if self.batch is not None and len(rows) != self.batch:
@@ -195,15 +254,23 @@ class Cache(ABC):
         self.select(rows)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all contents of the cache."""
         self.fill({})
 
     def mark(self) -> Any:
-        """A point to come back to with `restore`, before any other update than the next one."""
+        """Return a snapshot from which `restore` can undo the next update.
+
+        Returns:
+            The snapshot; it is valid until the second update after it.
+        """
         return self.contents()
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`, if there was one."""
+        """Undo the update that came after a snapshot, if there was one.
+
+        Args:
+            mark: the result of `mark`.
+        """
         self.fill(mark)
 
     def _check_rows(self, rows: Tensor) -> None:
@@ -217,41 +284,45 @@ class Cache(ABC):
             raise ArgumentError(f"rows are {rows.tolist()}; the cache holds rows 0 to {batch - 1}")
 
 
-def that_keeps_all(
+def make_full_cache(
     kind: str, slots: int | None = None, *, rows: int = 1, widths: Sequence[int] = ()
 ) -> Cache:
-    """An empty cache that keeps every token, of a kind by its name.
+    """Create an empty cache that keeps every token, by the name of its kind.
 
     Args:
-        kind: "growing", "fixed", "paged", "quantised" (8 bits, but for the last 128 slots), or the
-            `kind` of a cache of your own.
-        slots: the most of a row, for "fixed" and "paged".
-        rows: of the batch: a paged cache has pages for all of them.
-        widths: for "quantised", the dims of each part of the memory.
+        kind: "growing", "fixed", "paged", "quantised" (8 bits, except for the last 128 slots), or
+            the `kind` of your own class.
+        slots: the largest number of slots per row, for "fixed" and "paged".
+        rows: the number of batch rows; a paged cache has pages for all of them.
+        widths: the last dimension of each part of the memory, for "quantised".
+
+    Returns:
+        The cache.
 
     Raises:
-        ArgumentError: the kind is unknown, or lacks its slots.
+        ArgumentError: the kind is unknown, or `slots` is needed and missing.
 
-    >>> that_keeps_all("paged", 100, rows=2).settings
+    >>> make_full_cache("paged", 100, rows=2).settings
     {'page_size': 16, 'pages': 14}
     """
-    found = CACHES.find(kind, [name for name, x in CACHES if not x.forgets])
-    if found.needs_slots and slots is None:
+    kind_class = CACHES.find(kind, [name for name, x in CACHES if not x.evicts])
+    if kind_class.needs_slots and slots is None:
         raise ArgumentError(f"a {kind} cache needs slots, the most that a row holds")
-    return found.for_layer(LayerSize(slots, rows, tuple(widths)))
+    return kind_class.for_layer(LayerSize(slots, rows, tuple(widths)))
 
 
 class rollback_on_error:  # noqa: N801  (a context manager, used like a function)
-    """A context manager: if its block raises, the caches are afterwards as they were before it.
+    """Context manager that restores caches to their earlier state if its block raises.
 
-    Blocks may be nested. A model marks the caches of all its layers in one place (`layers=True`):
-    the first block inside that names one of them uses the mark that is already there, and only a
-    later one makes a mark of its own. So each cache is marked once a call, by the outermost caller.
+    Blocks may be nested. A model takes snapshots of the caches of all layers in one place
+    (`layers=True`). The first inner block for one of these caches then uses that snapshot, and only
+    a later one takes its own. So each cache has one snapshot per call, taken by the outermost
+    caller.
 
     Args:
-        *caches: the caches; None is passed over.
-        layers: whether the block calls layers that have blocks of their own for these caches. The
-            caches must not be changed between the two blocks.
+        *caches: the caches; None is ignored.
+        layers: whether the block calls layers that have such blocks of their own. The caches must
+            not change between the outer and the inner block.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
@@ -274,38 +345,36 @@ class rollback_on_error:  # noqa: N801  (a context manager, used like a function
         marks = self._marks = []
         for cache in self._caches:
             if cache is not None:
-                offered = cache.__dict__.pop(_OFFERED, None)
+                offered = cache.__dict__.pop(_OFFERED_MARK, None)
                 marks.append((cache, cache.mark() if offered is None else offered[0]))
-        if self._layers:  # a cache that is named twice has one mark, and offers the first
+        if self._layers:  # a cache that is passed twice offers its first mark
             for cache, mark in reversed(marks):
-                cache.__dict__[_OFFERED] = (mark,)
+                cache.__dict__[_OFFERED_MARK] = (mark,)
 
     def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
         if self._layers:
             for cache, _ in self._marks:
-                cache.__dict__.pop(_OFFERED, None)
+                cache.__dict__.pop(_OFFERED_MARK, None)
         if kind is not None:
             for cache, mark in self._marks:
                 cache.restore(mark)
 
 
-_OFFERED = "_offered_mark"
-"""The attribute of a cache that holds the mark which the next block inside takes: a tuple of
-one.
-"""
+_OFFERED_MARK = "_offered_mark"
+"""The attribute by which a cache passes its snapshot to the next inner block: a tuple of one."""
 
 
 def check_update(memory: Parts, positions: Positions) -> None:
-    """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
+    """Raise unless new memory is parts `[B, n, T, d]` of one batch with one position per slot."""
     if not isinstance(positions, Span):
         _check_integers(positions)
-    length = count(positions)
+    length = slot_count(positions)
     batches: dict[int, None] = {}
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
             raise ArgumentError(
-                f"memory {i} is {tuple(new.shape)} at {length} positions; "
-                "it must be [batch, heads, length, dim] with one position per slot"
+                f"memory {i} is {tuple(new.shape)} at {plural(length, 'position')}; it must be "
+                "[batch, heads, length, dim] with one position per slot"
             )
         batches[new.shape[0]] = None
     if len(batches) > 1:
@@ -314,8 +383,8 @@ def check_update(memory: Parts, positions: Positions) -> None:
     for B in batches:
         if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
             raise ArgumentError(
-                f"positions are {tuple(positions.shape)} for memory of batch {B}; "
-                f"they must be ({B}, {length}) or (1, {length})"
+                f"positions are {tuple(positions.shape)} for memory of batch {B}; they must be "
+                f"({B}, {length}) or (1, {length})"
             )
 
 
@@ -336,22 +405,24 @@ def _check_integers(positions: Tensor) -> None:
         )
 
 
-def check_fits(held: Parts, memory: Parts) -> None:
-    """New memory has the parts, batch, heads, dims and dtypes of what is held."""
-    fits = len(held) == len(memory)
-    for old, new in zip(held, memory, strict=False):
+def check_same_layout(stored: Parts, memory: Parts) -> None:
+    """Raise unless new memory has the parts, batch, heads, dims, dtypes and devices of the
+    old memory.
+    """
+    fits = len(stored) == len(memory)
+    for old, new in zip(stored, memory, strict=False):
         a, b = old.shape, new.shape
         fits = fits and a[:2] == b[:2] and a[3] == b[3]
         fits = fits and old.dtype == new.dtype and old.device == new.device
-    if fits:  # what is wrong is found out only when something is
+    if fits:  # the details are computed only for an error
         return
-    kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
-    if kept_ != given:
+    expected, actual = ([_layout(m) for m in ms] for ms in (stored, memory))
+    if expected != actual:
         raise ArgumentError(
-            f"memory {given} does not fit what is held, {kept_}; "
-            "start a new cache for another batch or model"
+            f"memory {actual} does not fit what is held, {expected}; start a new cache for another "
+            "batch or model"
         )
-    for i, (old, new) in enumerate(zip(held, memory, strict=True)):
+    for i, (old, new) in enumerate(zip(stored, memory, strict=True)):
         if old.device != new.device:
             raise ArgumentError(
                 f"memory {i} is on {new.device}, and the cache holds it on {old.device}; move it "
@@ -360,35 +431,35 @@ def check_fits(held: Parts, memory: Parts) -> None:
 
 
 def check_crop(length: int) -> None:
-    """A length to crop to is not negative."""
+    """Raise if a length to crop to is negative."""
     if length < 0:
         raise ArgumentError(f"crop length is {length}; it must be 0 or more")
 
 
-def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Parts:
-    """The parts `memory.0`, `memory.1`, ... of contents."""
+def parts_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Parts:
+    """Return the parts `memory.0`, `memory.1`, ... of contents."""
     parts: list[Tensor] = []
     while isinstance(x := contents.get(f"{name}.{len(parts)}"), Tensor):
         parts.append(x)
     return tuple(parts)
 
 
-def named(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
-    """Parts as contents: `memory.0`, `memory.1`, ..."""
+def named_parts(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
+    """Return parts as contents with the names `memory.0`, `memory.1`, ..."""
     return {f"{name}.{i}": m for i, m in enumerate(memory)}
 
 
-def kept_until(positions: Positions, length: int) -> Positions:
-    """Positions with every slot at `length` or later emptied (-1), or cut off where they are a
-    `Span`.
+def positions_before(positions: Positions, length: int) -> Positions:
+    """Return the positions with every slot at `length` or later set to -1; a `Span` is
+    shortened.
     """
     if isinstance(positions, Span):
         return Span(positions.start, min(positions.length, max(0, length - positions.start)))
     return positions.masked_fill(as_tensor(positions) >= length, -1)
 
 
-def _fixed(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
-    """What no update may change: (batch, heads, dim) and dtype."""
+def _layout(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Return what no update may change: (batch, heads, dim) and the dtype."""
     return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype
 
 
@@ -400,7 +471,7 @@ def _copy(x: Tensor | Span | int) -> Tensor | Span | int:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _rows(x: Tensor | Span | int, rows: Tensor, batch: int | None) -> Tensor | Span | int:
+def _select_rows(x: Tensor | Span | int, rows: Tensor, batch: int | None) -> Tensor | Span | int:
     if not isinstance(x, Tensor) or x.shape[0] != batch:
-        return x  # the same for every row
+        return x  # shared by all rows
     return x.index_select(0, rows.to(x.device))

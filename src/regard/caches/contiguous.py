@@ -1,5 +1,5 @@
-"""The caches that keep everything in one block of memory: one that grows, and one that is allocated
-once.
+"""Caches that store all tokens in contiguous memory: `Growing`, and `Fixed`, which is
+allocated once.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from regard.caches.base import (
     LayerSize,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
-from regard.caches.buffers import put
+from regard.caches.buffer_writes import write_slots
 from regard.errors import ArgumentError
-from regard.pages import empty_like
-from regard.span import Positions, Span, as_tensor, count, follow, part
+from regard.huge_pages import empty_like
+from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
 
 
 class Growing(Cache):
-    """Keep all memory; every update appends behind the last slot, by concatenation.
+    """A cache that keeps all tokens; every update appends to it by concatenation.
 
-    What was given out never changes. A crop cuts slots off the end where no row keeps one, and
-    empties others.
+    Tensors that `update` returned never change. `crop` removes trailing slots that no row needs,
+    and marks other slots as empty.
 
     Raises:
-        ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the
-            cache is left as it was.
+        ArgumentError: an update does not fit the contents (parts, batch, heads, dims, dtype); the
+            cache stays unchanged.
 
     >>> import torch
     >>> from regard.span import Span
@@ -57,44 +57,44 @@ class Growing(Cache):
         self._positions: Positions | None = None
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Append memory, each [B,n,T,d], at positions; return all of it, and all positions."""
+        """Append memory, each part `[B, n, T, d]`, and return all memory and all positions."""
         check_update(memory, positions)
         if self._memory is not None and self._positions is not None:
-            check_fits(self._memory, memory)
+            check_same_layout(self._memory, memory)
             joined = zip(self._memory, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
-            positions = follow(self._positions, positions)
+            positions = concat_positions(self._positions, positions)
         self._memory, self._positions = memory, positions
         return memory, positions
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         if self._memory is None or self._positions is None:
             return
-        positions = kept_until(self._positions, length)
-        n = written(positions)
+        positions = positions_before(self._positions, length)
+        n = written_length(positions)
         self._memory = tuple(m[:, :, :n] for m in self._memory)
-        self._positions = part(positions, slice(0, n))
+        self._positions = slice_positions(positions, slice(0, n))
 
     def contents(self) -> Contents:
-        """The parts and their positions."""
+        """Return the parts and their positions."""
         if self._memory is None or self._positions is None:
             return {}
-        return {**named(self._memory), "positions": self._positions}
+        return {**named_parts(self._memory), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these parts and positions."""
+        """Replace the parts and their positions."""
         positions = contents.get("positions")
-        self._memory = memory_of(contents) if contents else None
+        self._memory = parts_of(contents) if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
 
-def written(positions: Positions) -> int:
-    """How many slots there are up to the last one that holds a token in any row."""
+def written_length(positions: Positions) -> int:
+    """Return the number of slots up to the last one that holds a token in any row."""
     if isinstance(positions, Span):
         return positions.length
     used = (positions >= 0).any(0).nonzero()
@@ -102,21 +102,20 @@ def written(positions: Positions) -> int:
 
 
 class Fixed(Cache):
-    """Keep all memory, up to `capacity` slots, in buffers [B,n,capacity,d] that are allocated at
-    the first update.
+    """A cache that keeps all tokens, up to `capacity` slots, in buffers `[B, n, capacity, d]`.
 
-    An update writes its T slots in place and answers views of the slots written so far: a step
-    copies T slots, however many are held. What was given out stays as it is until a crop lets later
-    tokens take its slots. Where a gradient is recorded, an update writes into a copy of the buffers
-    instead, so that gradients are right but a step copies
-    everything: train with `Growing`.
+    The buffers are allocated at the first update. An update writes its T slots in place and returns
+    views of all written slots, so that a step copies T slots only. These views stay valid until a
+    crop lets later tokens overwrite their slots. If gradients are recorded, an update writes into a
+    copy of the buffers instead: gradients are correct, but each step copies everything. Use
+    `Growing` for training.
 
     Args:
-        capacity: the most slots, those at position -1 included.
+        capacity: the largest number of slots, those at position -1 included.
 
     Raises:
-        ArgumentError: capacity is less than 1; an update does not fit what is held, or there is no
-            room for it: the cache is left as it was.
+        ArgumentError: capacity is less than 1; an update does not fit the contents or exceeds the
+            capacity. The cache stays unchanged.
 
     >>> cache = Fixed(8)
     >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
@@ -133,85 +132,83 @@ class Fixed(Cache):
             raise ArgumentError(f"Fixed capacity is {capacity}; it must be at least 1")
         self.capacity = capacity
         self._buffers: Parts | None = None
-        self._positions: Positions = Span(0, 0)  # a tensor is a view of the table
+        self._positions: Positions = Span(0, 0)  # if a tensor, a view of the table
         self._table: Tensor | None = None  # [B or 1, capacity], while positions are no Span
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Fixed:
-        """A cache of so many slots."""
+        """Create a cache with `size.slots` slots."""
         assert size.slots is not None, "needs_slots"
         return cls(size.slots)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The capacity."""
+        """The capacity, as a constructor argument."""
         return {"capacity": self.capacity}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the buffers, whether or not they are full."""
+        """Bytes of the buffers, written or not."""
         return sum(x.numel() * x.element_size() for x in self._buffers or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Write memory, each [B,n,T,d], behind the last slot; return views of all slots, and all
-        positions.
+        """Write memory, each part `[B, n, T, d]`, after the last slot; return views of all slots,
+        and all positions.
         """
         check_update(memory, positions)
         if self._buffers is not None:
-            check_fits(self._buffers, memory)
-        held, new = len(self), count(positions)
-        if held + new > self.capacity:
+            check_same_layout(self._buffers, memory)
+        length, added = len(self), slot_count(positions)
+        if length + added > self.capacity:
             raise ArgumentError(
-                f"Fixed holds {held} of {self.capacity} slots and {new} more do not fit; "
-                "crop it, or start with a larger capacity, a Growing cache, or a Ring for a "
-                "windowed mask"
+                f"Fixed holds {length} of {self.capacity} slots and {added} more do not fit; crop "
+                "it, or start with a larger capacity, a Growing cache, or a Ring for a windowed "
+                "mask"
             )
         if self._buffers is None:
             self._buffers = self._allocate(memory)
-        self._buffers = put(self._buffers, memory, held)
+        self._buffers = write_slots(self._buffers, memory, length)
         self._extend(positions)
         return self._visible(), self._positions
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
-        positions = kept_until(self._positions, length)
-        n = written(positions)
+        positions = positions_before(self._positions, length)
+        n = written_length(positions)
         if not isinstance(positions, Span) and self._table is not None:
-            # a copy: the positions that were given out are views of the old table
+            # a copy, because earlier results are views of the old table
             self._table = self._table.clone()
             self._table[:, : positions.shape[1]] = positions
             positions = self._table
-        self._positions = part(positions, slice(0, n))
+        self._positions = slice_positions(positions, slice(0, n))
 
     def contents(self) -> Contents:
-        """Views of the slots written so far, and their positions."""
+        """Return views of the written slots, and their positions."""
         if self._buffers is None:
             return {}
-        return {**named(self._visible()), "positions": self._positions}
+        return {**named_parts(self._visible()), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold copies of these parts and positions."""
+        """Copy these parts and positions into new buffers."""
         self._buffers, self._table, self._positions = None, None, Span(0, 0)
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             return
-        memory = memory_of(contents)
-        self._buffers = put(self._allocate(memory), memory, 0)
+        memory = parts_of(contents)
+        self._buffers = write_slots(self._allocate(memory), memory, 0)
         self._extend(positions)
 
     def mark(self) -> Any:
-        """The buffers and how far they are written: an update writes behind that only."""
+        """Return the buffers and the written length; an update writes after it only."""
         return self._buffers, self._table, self._positions
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`: the slots that it wrote are unwritten
-        again.
-        """
+        """Undo the update that came after the snapshot: its slots count as unwritten again."""
         self._buffers, self._table, self._positions = mark
 
     def __len__(self) -> int:
-        return count(self._positions)
+        return slot_count(self._positions)
 
     def _allocate(self, memory: Parts) -> Parts:
         return tuple(empty_like(m, (*m.shape[:2], self.capacity, m.shape[3])) for m in memory)
@@ -221,16 +218,20 @@ class Fixed(Cache):
         return tuple(x[:, :, :n] for x in self._buffers or ())
 
     def _extend(self, new: Positions) -> None:
-        """Positions behind those held: a Span as long as they are one run, else slots of the
-        table.
+        """Append positions. They stay a `Span` while they are contiguous, and are stored in a table
+        otherwise.
         """
-        held, T = self._positions, count(new)
-        n = count(held)
-        if isinstance(new, Span) and isinstance(held, Span) and (not n or held.stop == new.start):
-            self._positions = Span(held.start, n + T) if n else new
+        stored, T = self._positions, slot_count(new)
+        n = slot_count(stored)
+        if (
+            isinstance(new, Span)
+            and isinstance(stored, Span)
+            and (not n or stored.stop == new.start)
+        ):
+            self._positions = Span(stored.start, n + T) if n else new
             return
-        device = next((p.device for p in (held, new) if isinstance(p, Tensor)), None)
-        old, added = as_tensor(held, device), as_tensor(new, device)
+        device = next((p.device for p in (stored, new) if isinstance(p, Tensor)), None)
+        old, added = as_tensor(stored, device), as_tensor(new, device)
         rows = added.shape[0] if old.shape[0] == 1 else old.shape[0]
         if self._table is None or self._table.shape[0] != rows:
             self._table = torch.full((rows, self.capacity), -1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The cache of cross-attention: the encoder's memory, written once and then only read."""
+"""The cache of cross-attention: the encoder's keys and values, written once and then only read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from regard.caches.base import (
     Parts,
     check_crop,
     check_update,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
 )
 from regard.errors import ArgumentError
-from regard.span import Positions, Span, count
+from regard.span import Positions, Span, slot_count
+from regard.units import plural
 
 
 class Cross(Cache):
-    """Keep what a decoder remembers of its source: `store` it once, `read` it at every step.
+    """A cache for cross-attention: `store` the memory of the source once, and `read` it at every
+    step.
 
-    The positions are those of the source, -1 where it is padded. Beams: `select` repeats rows,
+    The positions are those of the source, -1 at padding. For beam search, `select` repeats rows and
     `reorder` permutes them.
 
         if cache.written:
@@ -30,13 +32,13 @@ class Cross(Cache):
         else:
             memory, positions = cache.store(remember(source, source_positions), source_positions)
 
-    `update` is `store`: a module that would append to it every step is refused at the second.
-    `crop` is refused unless it forgets everything or nothing, since the target's length says
-    nothing about the source; `reset` frees it for another.
+    `update` is `store`, so that a module which tries to append at every step fails at the second
+    one. `crop` raises unless it removes everything or nothing, because the length of the target
+    does not refer to the source; `reset` empties the cache for another source.
 
     Raises:
-        ArgumentError: it is written twice, or read before it is written; parts and positions do not
-            fit one another; a crop would cut the source. The cache is left as it was.
+        ArgumentError: the cache is written twice, or read before it is written; parts and positions
+            do not fit each other; a crop would shorten the source. The cache stays unchanged.
 
     >>> import torch
     >>> cache = Cross()
@@ -53,33 +55,46 @@ class Cross(Cache):
 
     @property
     def written(self) -> bool:
-        """Whether a source is held."""
+        """Whether the cache holds a source."""
         return self._memory is not None
 
     def store(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Hold the memory of a source, each part [B,n,S,d], at its positions; return both."""
+        """Store the memory of a source.
+
+        Args:
+            memory: parts, each `[B, n, S, d]`.
+            positions: the positions of the source tokens.
+
+        Returns:
+            The memory and the positions.
+        """
         check_update(memory, positions)
         if self._positions is not None:
             raise ArgumentError(
                 f"a Cross cache is written once, and holds {len(self)} slots of a source already; "
-                "read() them, or reset() it for "
-                "another source"
+                "read() them, or reset() it for another source"
             )
         self._memory, self._positions = tuple(memory), positions
         return self._memory, positions
 
     def read(self) -> tuple[Parts, Positions]:
-        """The memory of the source and its positions, as they were stored."""
+        """Return the memory of the source as it was stored.
+
+        Returns:
+            The parts, each `[B, n, S, d]`, and their positions.
+        """
         if self._memory is None or self._positions is None:
             raise ArgumentError("a Cross cache was read before store() gave it a source")
         return self._memory, self._positions
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """As `store`."""
+        """Store the memory of a source, like `store`."""
         return self.store(memory, positions)
 
     def crop(self, length: int) -> None:
-        """Forget the source at length 0, and nothing where no token stands at `length` or later."""
+        """Remove the source at length 0; otherwise check that no token is at position `length` or
+        later.
+        """
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
@@ -90,23 +105,23 @@ class Cross(Cache):
             stop = int(where.max()) + 1 if where.numel() else 0
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but a Cross cache holds a source of {stop} positions, of "
-                "which a decoder forgets nothing; "
-                "crop the caches of the target, or reset() this one"
+                f"crop to {length}, but a Cross cache holds a source of "
+                f"{plural(stop, 'position')}, of which a decoder forgets nothing; crop the caches "
+                "of the target, or reset() this one"
             )
         return None
 
     def contents(self) -> Contents:
-        """The parts and their positions."""
+        """Return the parts and their positions."""
         if self._memory is None or self._positions is None:
             return {}
-        return {**named(self._memory), "positions": self._positions}
+        return {**named_parts(self._memory), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold this source, in place of another."""
+        """Replace the stored source and its positions."""
         positions = contents.get("positions")
-        self._memory = memory_of(contents) if contents else None
+        self._memory = parts_of(contents) if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)

@@ -1,6 +1,4 @@
-"""The cache of multi-head latent attention: one latent per token, never expanded keys and
-values.
-"""
+"""The cache of multi-head latent attention, which stores one latent vector per token."""
 
 from __future__ import annotations
 
@@ -9,29 +7,28 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Parts, memory_of
+from regard.caches.base import Cache, Contents, Parts, parts_of
 from regard.caches.contiguous import Fixed, Growing
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
 
 
 class Latent(Cache):
-    """Keep rank + rotary numbers per token: a latent and the rotary key that all heads share, as
-    one part [B,1,T,rank+rotary].
+    """A cache of rank + rotary values per token: a latent and the rotary key that all heads share.
 
-    It stores as `Growing` does, or as `Fixed` with a capacity, and refuses everything else: a
-    projection that hands over expanded keys and values, which are many times larger, is caught at
-    its first update.
+    Both are stored as one part `[B, 1, T, rank + rotary]`, like `Growing`, or like `Fixed` if a
+    capacity is given. Any other memory is refused, so that a projection which passes expanded keys
+    and values, which are many times larger, fails at its first update.
 
     Args:
         rank: the size of the latent.
-        rotary: the size of the shared rotary key behind it; 0 is none.
-        capacity: None, or the most slots, allocated at the first update.
+        rotary: the size of the shared rotary key that follows it; 0 means none.
+        capacity: the largest number of slots, allocated at the first update; None means no bound.
 
     Raises:
         ArgumentError: rank or capacity is less than 1, or rotary less than 0; an update is not one
-            part [B,1,T,rank+rotary], does not fit what is held, or finds no room. The cache is left
-            as it was.
+            part `[B, 1, T, rank + rotary]`, does not fit the contents, or exceeds the capacity. The
+            cache stays unchanged.
 
     >>> import torch
     >>> cache = Latent(512, 64)
@@ -53,49 +50,49 @@ class Latent(Cache):
 
     @property
     def elements(self) -> int:
-        """Numbers per token: rank + rotary."""
+        """The number of values per token: rank + rotary."""
         return self.rank + self.rotary
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The sizes, and the capacity."""
+        """The sizes and the capacity, as constructor arguments."""
         return {"rank": self.rank, "rotary": self.rotary, "capacity": self.capacity}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the memory held."""
+        """Bytes of the memory that is held."""
         return self._store.bytes
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Append one part [B,1,T,rank+rotary] at positions; return all of it, and all positions."""
-        if not self._store.contents():  # later ones must fit it
+        """Append one part `[B, 1, T, rank + rotary]`, and return all memory and all positions."""
+        if not self._store.contents():  # later updates are compared with the first one
             self._check(memory)
         return self._store.update(memory, positions)
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         self._store.crop(length)
 
     def contents(self) -> Contents:
-        """The part and its positions."""
+        """Return the part and its positions."""
         return self._store.contents()
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold this part and its positions.
+        """Replace the part and its positions.
 
         Raises:
             ArgumentError: it is not one part [B,1,S,rank+rotary].
         """
         if contents:
-            self._check(memory_of(contents))
+            self._check(parts_of(contents))
         self._store.fill(contents)
 
     def mark(self) -> Any:
-        """A point to come back to."""
+        """Return a snapshot from which `restore` can undo the next update."""
         return self._store.mark()
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`."""
+        """Undo the update that came after the snapshot."""
         self._store.restore(mark)
 
     def __len__(self) -> int:
@@ -106,7 +103,6 @@ class Latent(Cache):
         if len(memory) != 1 or memory[0].ndim != 4 or shapes[0][1::2] != (1, self.elements):
             raise ArgumentError(
                 f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, "
-                f"{self.elements}], "
-                f"{self.rank} latent and {self.rotary} rotary numbers: remember the latent, and "
-                "expand it on recall"
+                f"{self.elements}], {self.rank} latent and {self.rotary} rotary numbers: remember "
+                "the latent, and expand it on recall"
             )

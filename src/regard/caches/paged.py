@@ -1,4 +1,4 @@
-"""The paged cache: memory in fixed-size pages that rows and forks share by reference counts."""
+"""The paged cache: memory in fixed-size pages, which rows and forks share by reference counts."""
 
 from __future__ import annotations
 
@@ -17,34 +17,46 @@ from regard.caches.base import (
     LayerSize,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
-from regard.caches.buffers import in_place
+from regard.caches.buffer_writes import can_write_in_place
 from regard.errors import ArgumentError
-from regard.span import Positions, Span, after, as_tensor, count, follow, part
+from regard.span import (
+    Positions,
+    Span,
+    as_tensor,
+    concat_positions,
+    next_positions,
+    slice_positions,
+    slot_count,
+)
+from regard.units import plural
 
-PAGE = 16
-"""Tokens per page of a cache that generation asks for."""
+PAGE_SIZE = 16
+"""Tokens per page of a paged cache that generation creates."""
 
 
-class Pool:
-    """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is
-    referred to.
+class PagePool:
+    """A pool of `pages` pages of `page_size` tokens, with a reference count per page.
 
-    Caches of several threads may have their pages in one pool: `lock` is held while it changes.
+    Caches of several threads may share a pool; `lock` is held while the pool changes.
 
-    The tensors [pages + 1, page_size, n, d], one per part, are made when the first memory shows
-    what they hold. The last page is never given out and holds 0: empty slots point to it.
+    The tensors `[pages + 1, page_size, n, d]`, one per part, are allocated when the first memory is
+    stored. The last page is never handed out and contains zeros; empty slots refer to it.
+
+    Args:
+        page_size: tokens per page.
+        pages: the number of pages.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; more pages are taken than are free; memory
-            does not fit.
+        ArgumentError: page_size or pages is less than 1; more pages are requested than are free;
+            memory does not fit the pages.
 
-    >>> pool = Pool(16, 8)
+    >>> pool = PagePool(16, 8)
     >>> pages = pool.take(3)
     >>> pool.free, pool.used
     (5, 3)
@@ -61,18 +73,18 @@ class Pool:
         self.page_size, self.pages = page_size, pages
         self.parts: Parts = ()
         self.counts = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))  # the last is given out first
-        # the thread that holds it may collect a cache, which then gives its pages back
+        self._free = list(range(pages - 1, -1, -1))  # pages are taken from the end
+        # reentrant, since garbage collection in the locking thread may release pages
         self.lock = RLock()
 
     @property
     def free(self) -> int:
-        """How many pages nobody refers to."""
+        """The number of pages without references."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """How many pages somebody refers to."""
+        """The number of pages with references."""
         return self.pages - self.free
 
     @property
@@ -82,11 +94,15 @@ class Pool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all parts."""
+        """Bytes of one page, over all parts."""
         return sum(x[0].numel() * x.element_size() for x in self.parts)
 
     def fit(self, memory: Parts) -> None:
-        """Make the tensors for such memory, or see that they are for such memory."""
+        """Allocate the tensors for this memory, or check that the existing ones fit it.
+
+        Args:
+            memory: parts, each `[B, n, T, d]`.
+        """
         wanted = [
             ((self.pages + 1, self.page_size, m.shape[1], m.shape[3]), m.dtype, m.device)
             for m in memory
@@ -94,28 +110,38 @@ class Pool:
         if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.parts]:
             return
         if self.used:
-            held = [(tuple(x.shape[2:]), x.dtype) for x in self.parts]
-            given = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
+            expected = [(tuple(x.shape[2:]), x.dtype) for x in self.parts]
+            actual = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
             raise ArgumentError(
-                f"memory {given} does not fit the pool's pages, {held}, of which {self.used} are "
-                "in use; "
-                "start a new cache for another model"
+                f"memory {actual} does not fit the pool's pages, {expected}, of which {self.used} "
+                "are in use; start a new cache for another model"
             )
         self.parts = tuple(
             m.new_zeros(shape) for m, (shape, *_) in zip(memory, wanted, strict=True)
         )
 
     def need(self, pages: int) -> None:
-        """See that so many pages are free."""
+        """Raise unless enough pages are free.
+
+        Args:
+            pages: the number of pages that are needed.
+        """
         if pages > self.free:
             raise ArgumentError(
-                f"{pages} pages of {self.page_size} tokens are needed, and {self.free} of the "
-                f"pool's {self.pages} are free; "
-                "crop or reset a cache of this pool, or start with more pages"
+                f"needs {plural(pages, 'page')} of {plural(self.page_size, 'token')}, and "
+                f"{self.free} of the pool's {self.pages} are free; crop or reset a cache of this "
+                "pool, or start with more pages"
             )
 
     def take(self, pages: int) -> list[int]:
-        """Pages that nobody else refers to."""
+        """Allocate free pages, each with one reference.
+
+        Args:
+            pages: the number of pages.
+
+        Returns:
+            The numbers of the pages.
+        """
         with self.lock:
             self.need(pages)
             taken = [self._free.pop() for _ in range(pages)]
@@ -124,13 +150,21 @@ class Pool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Refer to pages once more."""
+        """Add one reference to each page.
+
+        Args:
+            pages: numbers of pages.
+        """
         with self.lock:
             for page in pages:
                 self.counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Refer to pages once less; those that nobody refers to are free again."""
+        """Remove one reference from each page; pages without references become free.
+
+        Args:
+            pages: numbers of pages.
+        """
         with self.lock:
             for page in pages:
                 self.counts[page] -= 1
@@ -138,7 +172,14 @@ class Pool:
                     self._free.append(page)
 
     def copy(self, page: int) -> int:
-        """A page of one's own with the contents of a shared one, which is referred to once less."""
+        """Copy a shared page to a new one, and remove one reference from the shared page.
+
+        Args:
+            page: the number of the shared page.
+
+        Returns:
+            The number of the new page.
+        """
         (own,) = self.take(1)
         source = torch.tensor([page])
         self._write(torch.tensor([own]), tuple(x[source.to(x.device)] for x in self.parts))
@@ -146,71 +187,84 @@ class Pool:
         return own
 
     def write(self, slots: Tensor, new: Parts) -> None:
-        """Tokens [N,n,d] of each part at slots [N]: slot page * page_size + offset."""
+        """Write tokens into slots of the pool.
+
+        Args:
+            slots: slot numbers `[N]`, page * page_size + offset.
+            new: the tokens, each part `[N, n, d]`.
+        """
         self._write((slots // self.page_size, slots % self.page_size), new)
 
     def read(self, slots: Tensor) -> Parts:
-        """The tokens at slots [B,S], each part [B,n,S,d]."""
+        """Read the tokens of slots of the pool.
+
+        Args:
+            slots: slot numbers `[B, S]`.
+
+        Returns:
+            The tokens, each part `[B, n, S, d]`.
+        """
         flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
         return tuple(torch.unflatten(x, 0, tuple(slots.shape)).transpose(1, 2) for x in flat)
 
-    def _write(self, at: Tensor | tuple[Tensor, ...], new: Parts) -> None:
-        where = at if isinstance(at, tuple) else (at,)
-        safe = in_place(self.parts, new)
+    def _write(self, index: Tensor | tuple[Tensor, ...], new: Parts) -> None:
+        indices = index if isinstance(index, tuple) else (index,)
+        safe = can_write_in_place(self.parts, new)
         self.parts = tuple(
-            (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in where), y)
+            (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in indices), y)
             for x, y in zip(self.parts, new, strict=True)
         )
 
 
-class Table:
-    """The pages of each row, in order, and how many slots of them are filled.
+class PageTable:
+    """The pages of each batch row, in order, and the number of filled slots of each row.
 
     Args:
-        pool: where the pages are.
-        rows, lengths: pages and slots of each row; they are referred to once more.
+        pool: the pool of the pages.
+        rows: the page numbers of each row; each page gets one more reference.
+        lengths: the number of filled slots of each row.
 
-    >>> table = Table(Pool(4, 8), [[], []], [0, 0])
+    >>> table = PageTable(PagePool(4, 8), [[], []], [0, 0])
     >>> table.grow([5, 2])
     >>> table.rows, table.lengths
     ([[0, 1], [2]], [5, 2])
     """
 
-    def __init__(self, pool: Pool, rows: list[list[int]], lengths: list[int]) -> None:
+    def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
         self.lengths = list(lengths)
         pool.share(page for row in rows for page in row)
 
-    def rows_at(self, rows: list[int]) -> Table:
-        """A table of some rows, which refers to their pages once more."""
+    def rows_at(self, rows: list[int]) -> PageTable:
+        """Return a table of some rows, which adds a reference to each of their pages."""
         return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
 
     def grow(self, new: list[int]) -> None:
-        """Give each row room for so many more slots; nothing changes if the pool has too few pages.
+        """Allocate room for more slots in each row; nothing changes if the pool has too few pages.
 
-        A partly filled last page that others refer to is copied; of several rows that do, the last
-        may keep it.
+        A partly filled last page that is shared is copied. If several rows of this table share it,
+        the last of them keeps the original.
 
         Raises:
             ArgumentError: the pool has too few free pages.
         """
         size, counts = self.pool.page_size, self.pool.counts
-        last, fresh = [], []
+        last, new_pages = [], []
         for row, n, more in zip(self.rows, self.lengths, new, strict=True):
-            fresh.append(-(-(n + more) // size) - len(row))
+            new_pages.append(-(-(n + more) // size) - len(row))
             last.append(row[-1] if more and n % size else None)
         writers = Counter(page for page in last if page is not None)
         copies = sum(min(n, counts[page] - 1) for page, n in writers.items())
-        self.pool.need(sum(fresh) + copies)
+        self.pool.need(sum(new_pages) + copies)
         for i, row in enumerate(self.rows):
             page = last[i]
             if page is not None and counts[page] > 1:
                 row[-1] = self.pool.copy(page)
-            row += self.pool.take(fresh[i])
+            row += self.pool.take(new_pages[i])
             self.lengths[i] += new[i]
 
     def shorten(self, lengths: list[int]) -> None:
-        """Let go of the pages behind so many slots of each row."""
+        """Release the pages after the given number of slots of each row."""
         for row, n in zip(self.rows, lengths, strict=True):
             full = -(-n // self.pool.page_size)
             self.pool.release(row[full:])
@@ -218,37 +272,36 @@ class Table:
         self.lengths = list(lengths)
 
     def release(self) -> None:
-        """Refer to no page any more."""
+        """Release all pages of the table."""
         self.shorten([0] * len(self.rows))
 
-    def slots(self, at: Tensor) -> Tensor:
-        """The pool's slots of the rows' slots at [B,N], page * page_size + offset; behind a row's
-        end, the page of zeros.
+    def slots(self, row_slots: Tensor) -> Tensor:
+        """Return the pool's slot numbers for slots `[B, N]` of the rows; after a row's end, the
+        zero page.
         """
         size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
         rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-        pages = torch.tensor(rows, dtype=torch.int64, device=at.device).reshape(-1, most)
-        return pages.gather(1, (at // size).clamp(max=most - 1)) * size + at % size
+        pages = torch.tensor(rows, dtype=torch.int64, device=row_slots.device).reshape(-1, most)
+        return pages.gather(1, (row_slots // size).clamp(max=most - 1)) * size + row_slots % size
 
 
 class Paged(Cache):
-    """Keep memory in pages of one pool: every row has a table of pages, and no row pays for the
-    length of another.
+    """A cache that stores memory in pages of a pool, so that a short row does not reserve a long
+    one's memory.
 
-    Padding is not stored. A `fork`, and a row that `select` repeats, refers to the same pages; a
-    page that several refer to is copied when one of them writes into it. Pages that nobody refers
-    to are free again: after `crop`, `reset`, `select`, and when a fork is deleted. An update
-    answers gathered slots, -1 and 0 behind the end of a shorter row.
+    Padding is not stored. A `fork`, or a row that `select` repeats, refers to the same pages; a
+    shared page is copied when it is written. Pages without references become free: after `crop`,
+    `reset` and `select`, and when a fork is deleted. `update` returns gathered slots, with position
+    -1 and zeros after the end of a shorter row.
 
     Args:
         page_size: tokens per page.
-        pages: pages of the pool, for all rows and forks together; they are allocated at the first
-            update.
+        pages: the number of pages of the pool, for all rows and forks together; they are allocated
+            at the first update.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; an update does not fit what is held, or
-            the pool has too few free
-            pages: every cache of the pool is left as it was.
+        ArgumentError: page_size or pages is less than 1; an update does not fit the contents, or
+            the pool has too few free pages. Every cache of the pool stays unchanged.
 
     >>> cache = Paged(page_size=4, pages=8)
     >>> _ = cache.update((torch.zeros(2, 1, 6, 3),), Span(0, 6))
@@ -262,25 +315,25 @@ class Paged(Cache):
     Source: Kwon et al. 2023 (arXiv 2309.06180), sections 4.1 to 4.3.
     """
 
-    _table: Table
-    _positions: (
-        Positions | None
-    )  # of the slots of a row, in the order they came: [B,S], or of all rows
+    _table: PageTable
+    _positions: Positions | None  # per slot in the order of arrival: [B,S], or shared by all rows
 
     kind: ClassVar[str | None] = "paged"
     needs_slots: ClassVar[bool] = True
 
     def __init__(self, page_size: int, pages: int) -> None:
-        self._hold(Table(Pool(page_size, pages), [], []), None)
+        self._hold(PageTable(PagePool(page_size, pages), [], []), None)
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Paged:
-        """Pages of 16 tokens, enough for all rows."""
+        """Create a cache with pages of 16 tokens, enough for all rows."""
         assert size.slots is not None, "needs_slots"
-        return cls(PAGE, size.rows * -(-size.slots // PAGE))
+        return cls(PAGE_SIZE, size.rows * -(-size.slots // PAGE_SIZE))
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
-        """A cache with pages of its own, which its rows share."""
+        """Return a new cache with a pool of its own, in which the repeated rows share their
+        pages.
+        """
         assert slots is not None, "needs_slots"
         size = self.pool.page_size
         other = type(self)(size, rows * -(-slots // size))
@@ -290,43 +343,48 @@ class Paged(Cache):
         return other
 
     @property
-    def pool(self) -> Pool:
-        """Where the pages are."""
+    def pool(self) -> PagePool:
+        """The pool that contains the pages."""
         return self._table.pool
 
     @property
     def table(self) -> list[list[int]]:
-        """The pages of each row, in order."""
+        """The page numbers of each row, in order."""
         return [list(row) for row in self._table.rows]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """page_size and pages."""
+        """The page size and the number of pages, as constructor arguments."""
         return {"page_size": self.pool.page_size, "pages": self.pool.pages}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages that this cache refers to, each counted once; forks share them: see
-        `pool.bytes`.
+        """Bytes of the pages that this cache refers to, each counted once.
+
+        Forks share pages; `pool.bytes` counts those of all caches.
         """
         return len({page for row in self._table.rows for page in row}) * self.pool.page_bytes
 
     @property
     def batch(self) -> int | None:
-        """How many rows are held; None while the cache is empty."""
+        """The number of batch rows; None while the cache is empty."""
         return None if self._positions is None else len(self._table.rows)
 
     def next(self, length: int) -> Positions:
-        """Where the next `length` tokens stand by default: on from the last token of each row."""
-        return Span(0, length) if self._positions is None else after(self._positions, length)
+        """Return the default positions of the next tokens: they follow the last token of
+        each row.
+        """
+        return (
+            Span(0, length) if self._positions is None else next_positions(self._positions, length)
+        )
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each [B,n,T,d], at positions; return all that is held, each [B,n,S,d], and
-        where.
+        """Store memory, each part `[B, n, T, d]`; return all memory, each `[B, n, S, d]`, and its
+        positions.
         """
         check_update(memory, positions)
         if self._positions is not None:
-            check_fits(self._like(), memory)
+            check_same_layout(self._like(), memory)
         if isinstance(positions, Span) and positions.start >= 0:
             real = torch.ones(memory[0].shape[0], positions.length, dtype=torch.bool)
         else:
@@ -335,46 +393,46 @@ class Paged(Cache):
         return self._read()
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
         if self._positions is None:
             return
-        positions = kept_until(self._positions, length)
+        positions = positions_before(self._positions, length)
         if isinstance(positions, Span):
             self._table.shorten([positions.length] * len(self._table.rows))
         else:
             slots = torch.arange(1, positions.shape[1] + 1, device=positions.device)
             last = torch.nn.functional.pad(slots * (positions >= 0), (1, 0)).amax(1)
             self._table.shorten(last.tolist())
-        self._positions = part(positions, slice(0, max(self._table.lengths, default=0)))
+        self._positions = slice_positions(positions, slice(0, max(self._table.lengths, default=0)))
 
     def contents(self) -> Contents:
-        """The parts and their positions, gathered from the pages."""
+        """Return the parts and their positions, gathered from the pages."""
         if self._positions is None:
             return {}
         memory, positions = self._read()
-        return {**named(memory), "positions": positions}
+        return {**named_parts(memory), "positions": positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these parts and positions, in pages of its own."""
+        """Store these parts and positions in new pages."""
         self._table.release()
-        self._hold(Table(self.pool, [], []), None)
+        self._hold(PageTable(self.pool, [], []), None)
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             return
-        memory = memory_of(contents)
-        # slots stay where they are: only those behind the last token of a row are left out
-        held = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
-        self._place(memory, positions, held.flip(1).cummax(1).values.flip(1) > 0)
+        memory = parts_of(contents)
+        # slots keep their places; only those after the last token of a row are dropped
+        used = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
+        self._place(memory, positions, used.flip(1).cummax(1).values.flip(1) > 0)
 
     def fork(self) -> Paged:
-        """Another cache with the same contents, which refers to the same pages."""
+        """Return another cache with the same contents, which refers to the same pages."""
         other = type(self)(**self.settings)
         other._hold(self._table.rows_at(list(range(len(self._table.rows)))), self._positions)
         return other
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep these rows of the batch, in this order; no memory is copied."""
+        """Keep these batch rows, in this order; no memory is copied."""
         self._check_rows(rows)
         if self._positions is None:
             return
@@ -387,74 +445,81 @@ class Paged(Cache):
         old.release()
 
     def mark(self) -> Any:
-        """How long each row is: an update writes behind that only."""
+        """Return the length of each row; an update writes after it only."""
         return self._positions, list(self._table.lengths)
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`."""
+        """Undo the update that came after the snapshot."""
         positions, lengths = mark
         self._table.shorten(lengths or [0] * len(self._table.rows))
-        self._hold(self._table if lengths else Table(self.pool, [], []), positions)
+        self._hold(self._table if lengths else PageTable(self.pool, [], []), positions)
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
-        """A copy with a pool of its own: the pages of other forks are not copied."""
+        """Return a copy with a pool of its own; pages of other forks are not copied."""
         other = type(self)(**self.settings)
         other.fill(self.contents())
         return other
 
     def __del__(self) -> None:
-        if hasattr(self, "_table"):  # not if the constructor raised
+        if hasattr(self, "_table"):  # false if the constructor raised
             self._table.release()
 
-    def _hold(self, table: Table, positions: Positions | None) -> None:
+    def _hold(self, table: PageTable, positions: Positions | None) -> None:
         self._table, self._positions = table, positions
 
     def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
-        """Store the slots of memory that are real, [B,T], behind those of each row; nothing changes
-        if there is no room.
+        """Store the slots `[B, T]` of memory that hold tokens after the last slot of each row.
+
+        Nothing changes if there is no room.
         """
         B, device = real.shape[0], memory[0].device
-        table = self._table if self._table.rows else Table(self.pool, [[]] * B, [0] * B)
+        table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
         before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
         counts, real = real.sum(1).tolist(), real.to(device)
-        at = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real
-        with self.pool.lock:  # what was counted holds until the pages are taken and written
+        row_slots = (before + real.cumsum(1) - 1).clamp(min=0)  # row slot of each real token
+        with self.pool.lock:  # no other thread takes pages in between
             self.pool.fit(memory)
             table.grow(counts)
-            self.pool.write(table.slots(at)[real], tuple(m.transpose(1, 2)[real] for m in memory))
-        self._hold(table, self._joined(positions, real, at, max(table.lengths, default=0)))
+            self.pool.write(
+                table.slots(row_slots)[real], tuple(m.transpose(1, 2)[real] for m in memory)
+            )
+        self._hold(table, self._joined(positions, real, row_slots, max(table.lengths, default=0)))
 
-    def _joined(self, positions: Positions, real: Tensor, at: Tensor, slots: int) -> Positions:
-        """The positions held and the new ones, which stand at slot at[b, j] of row b where they are
-        real.
+    def _joined(
+        self, positions: Positions, real: Tensor, row_slots: Tensor, slots: int
+    ) -> Positions:
+        """Return the old positions and the new ones, which go to slot at[b, j] of row b where
+        `real` is True.
         """
-        held, B = self._positions, real.shape[0]
-        if isinstance(positions, Span) and positions.start >= 0 and not isinstance(held, Tensor):
-            both = positions if held is None else follow(held, positions)
+        stored, B = self._positions, real.shape[0]
+        if isinstance(positions, Span) and positions.start >= 0 and not isinstance(stored, Tensor):
+            both = positions if stored is None else concat_positions(stored, positions)
             return both if isinstance(both, Span) else both.expand(B, -1)
-        slots = max(slots, len(self))  # a batch without rows may have slots
+        slots = max(slots, len(self))  # a batch of size 0 may have slots
         joined = torch.full((B, slots), -1, device=real.device)
-        if held is not None:
-            old = as_tensor(held, real.device)
+        if stored is not None:
+            old = as_tensor(stored, real.device)
             joined[:, : old.shape[1]] = old
         row, _ = real.nonzero(as_tuple=True)
-        joined[row, at[real]] = as_tensor(positions, real.device).expand(B, -1)[real].long()
+        joined[row, row_slots[real]] = as_tensor(positions, real.device).expand(B, -1)[real].long()
         return joined
 
     def _read(self) -> tuple[Parts, Positions]:
-        """All slots, gathered, and their positions."""
+        """Return all slots, gathered from the pages, and their positions."""
         assert self._positions is not None
         device, S = self.pool.parts[0].device, len(self)
-        at = torch.arange(S, device=device).expand(len(self._table.rows), -1)
-        where = self._table.slots(at)
+        row_slots = torch.arange(S, device=device).expand(len(self._table.rows), -1)
+        pool_slots = self._table.slots(row_slots)
         if isinstance(self._positions, Tensor):
-            where = where.masked_fill(self._positions < 0, self.pool.pages * self.pool.page_size)
-        return self.pool.read(where), self._positions
+            pool_slots = pool_slots.masked_fill(
+                self._positions < 0, self.pool.pages * self.pool.page_size
+            )
+        return self.pool.read(pool_slots), self._positions
 
     def _like(self) -> Parts:
-        """Empty memory of the kind that is held."""
+        """Return empty memory with the layout of the contents."""
         B = len(self._table.rows)
         return tuple(x.new_empty((B, x.shape[2], 0, x.shape[3])) for x in self.pool.parts)

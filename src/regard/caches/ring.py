@@ -1,5 +1,5 @@
-"""Ring caches: the last tokens of each row for windowed masks, and the first and last tokens for
-attention sinks.
+"""Ring caches: `Ring` keeps the last tokens for windowed masks, and `Streaming` the first
+ones too.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from regard.caches.base import (
     Contents,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
 )
-from regard.caches.buffers import Overwritten, put, put_at, spread
+from regard.caches.buffer_writes import OverwrittenSlots, fill_slots, scatter_slots, write_slots
 from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.masks import Mask, Reach, Sinks, Window
-from regard.process import is_compiling
-from regard.span import EMPTY, Positions, Span, as_tensor, count, follow
+from regard.process_state import is_compiling
+from regard.span import EMPTY, Positions, Span, as_tensor, concat_positions, slot_count
 
-SINKS = 4
-"""First tokens that "streaming" never forgets, as in arXiv 2309.17453, section 3.2."""
+STREAMING_SINKS = 4
+"""The number of first tokens that "streaming" never evicts, as in arXiv 2309.17453, section 3.2."""
 
 
-class Slots(NamedTuple):
-    """`sinks` slots for the first positions, and a ring for all later ones.
+class RingLayout(NamedTuple):
+    """The slot of each position: `sinks` slots for the first positions, and a ring for all later
+    ones.
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
 
     Attributes:
-        sinks: the first positions, which are never overwritten.
-        ring: the size of the ring.
+        sinks: the number of first positions, which are never overwritten.
+        ring: the number of slots of the ring.
 
-    >>> layout = Slots(sinks=2, ring=3)
+    >>> layout = RingLayout(sinks=2, ring=3)
     >>> layout.slot(torch.tensor([0, 1, 2, 3, 4, 5])).tolist()
     [0, 1, 2, 3, 4, 2]
-    >>> layout.held(Seen(first=0, stop=6, lost=2)).tolist()
+    >>> layout.positions(ContiguousRun(first=0, stop=6, lost=2)).tolist()
     [[0, 1, 5, 3, 4]]
     """
 
@@ -53,11 +54,11 @@ class Slots(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many slots there are."""
+        """The total number of slots."""
         return self.sinks + self.ring
 
     def slot(self, p: Int[Tensor, "*p"]) -> Int[Tensor, "*p"]:
-        """The slots of positions; of a negative position any slot."""
+        """Return the slots of positions; for a negative position the result has no meaning."""
         if self.sinks == 0:
             return p % self.ring
         return torch.where(
@@ -65,88 +66,94 @@ class Slots(NamedTuple):
         )
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The slots of positions start to stop - 1, in this order, as ranges; at most `ring` of
-        them are behind the sinks.
+        """Return the slots of positions start to stop - 1, in this order, as ranges.
 
-        >>> Slots(2, 3).runs(3, 6)
+        At most `ring` of the positions may come after the sinks.
+
+        >>> RingLayout(2, 3).runs(3, 6)
         [(3, 5), (2, 3)]
         """
-        found = [(start, min(stop, self.sinks))]
+        ranges = [(start, min(stop, self.sinks))]
         start = max(start, self.sinks)
         if start < stop:
             first = self.sinks + (start - self.sinks) % self.ring
             direct = min(stop - start, self.size - first)
-            found += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
-        return [(a, b) for a, b in found if a < b]
+            ranges += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
+        return [(a, b) for a, b in ranges if a < b]
 
-    def held(self, seen: Seen, device: torch.device | str | None = None) -> Int[Tensor, "1 size"]:
-        """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds
-        none of them.
+    def positions(
+        self, run: ContiguousRun, device: torch.device | str | None = None
+    ) -> Int[Tensor, "1 size"]:
+        """Return the position in each slot `[1, size]` after a run of positions, EMPTY where there
+        is none.
         """
-        last, j = seen.stop - 1, torch.arange(self.size, device=device)
+        last, j = run.stop - 1, torch.arange(self.size, device=device)
         p = last - (last - j) % self.ring
-        held = p >= max(seen.lost + 1, self.sinks)
+        is_held = p >= max(run.lost + 1, self.sinks)
         if self.sinks:
-            p, held = torch.where(j < self.sinks, j, p), held | (j < self.sinks)
-        return torch.where(held & (p >= seen.first) & (p <= last), p, EMPTY)[None]
+            p, is_held = torch.where(j < self.sinks, j, p), is_held | (j < self.sinks)
+        return torch.where(is_held & (p >= run.first) & (p <= last), p, EMPTY)[None]
 
 
-class Seen(NamedTuple):
-    """A run of positions first to stop - 1, the same for all rows, of which those up to `lost` were
+class ContiguousRun(NamedTuple):
+    """The positions first to stop - 1, the same for all rows, of which those up to `lost` are
     overwritten.
 
     Attributes:
-        first, stop: the run.
-        lost: the highest position behind the sinks that is no longer held; -1 if none.
+        first: the first position.
+        stop: one past the last position.
+        lost: the highest position after the sinks that was overwritten; -1 if none.
 
-    >>> seen = Seen(first=0, stop=6, lost=1)
-    >>> seen.go_on(8, Slots(sinks=0, ring=4))
-    Seen(first=0, stop=8, lost=3)
+    >>> seen = ContiguousRun(first=0, stop=6, lost=1)
+    >>> seen.extended(8, RingLayout(sinks=0, ring=4))
+    ContiguousRun(first=0, stop=8, lost=3)
     """
 
     first: int
     stop: int
     lost: int = -1
 
-    def go_on(self, stop: int, slots: Slots) -> Seen:
-        """The run after it went on to `stop`."""
+    def extended(self, stop: int, slots: RingLayout) -> ContiguousRun:
+        """Return the run after it was extended to `stop`."""
         gone = stop - 1 - slots.ring
         lost = gone if gone >= max(self.first, slots.sinks) else -1
-        return Seen(self.first, stop, max(lost, self.lost))
+        return ContiguousRun(self.first, stop, max(lost, self.lost))
 
-    def least(self, length: int, slots: Slots, window: int) -> int:
-        """The least length from `length` on that a crop can serve: a window in front of it is
-        held.
+    def min_crop_length(self, length: int, slots: RingLayout, window: int) -> int:
+        """Return the smallest length, at least `length`, to which a crop still has a full window
+        before it.
         """
         nothing_lost = self.lost < 0 or length <= slots.sinks
         return length if nothing_lost else max(length, self.lost + window)
 
-    def crop(self, length: int, slots: Slots) -> Seen:
-        """The run without the positions from `length` on."""
+    def crop(self, length: int, slots: RingLayout) -> ContiguousRun:
+        """Return the run without the positions from `length` on."""
         stop = max(self.first, min(self.stop, length))
-        return Seen(self.first, stop, -1 if length <= slots.sinks else self.lost)
+        return ContiguousRun(self.first, stop, -1 if length <= slots.sinks else self.lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """As contents of a cache: the positions seen, and what was lost."""
+        """Return the positions and what was overwritten, under the names that
+        `Cache.contents` uses.
+        """
         return {"positions": Span(self.first, self.stop - self.first), "lost": self.lost}
 
-    def count(self, slots: Slots) -> int:
-        """How many slots hold a token."""
+    def count(self, slots: RingLayout) -> int:
+        """Return the number of slots that hold a token."""
         in_sinks = max(0, min(self.stop, slots.sinks) - self.first)
         start = max(self.first, slots.sinks, self.lost + 1)
         return in_sinks + max(0, self.stop - start)
 
 
-class Rows(NamedTuple):
+class SlotPositions(NamedTuple):
     """The position in each slot of each row, EMPTY where there is none.
 
     Attributes:
-        positions: int64 [B or 1, size].
-        lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if
+        positions: int64 `[B or 1, size]`.
+        lost: int64 `[B or 1, 1]`, the highest position after the sinks that was overwritten; -1 if
             none.
 
-    >>> slots = Slots(sinks=0, ring=3)
-    >>> rows = Rows.of(Seen(first=0, stop=4, lost=0), slots, torch.device("cpu"))
+    >>> slots = RingLayout(sinks=0, ring=3)
+    >>> rows = SlotPositions.of(ContiguousRun(first=0, stop=4, lost=0), slots, torch.device("cpu"))
     >>> rows.step(torch.tensor([[4], [-1]]), slots).positions.tolist()
     [[3, 4, 2], [3, 1, 2]]
     """
@@ -155,31 +162,32 @@ class Rows(NamedTuple):
     lost: Tensor
 
     @staticmethod
-    def of(seen: Seen, slots: Slots, device: torch.device) -> Rows:
-        """A run of positions, slot by slot."""
-        positions = slots.held(seen, device)
-        return Rows(positions, positions.new_full((1, 1), seen.lost))
+    def of(run: ContiguousRun, slots: RingLayout, device: torch.device) -> SlotPositions:
+        """Return the position of each slot after a contiguous run."""
+        positions = slots.positions(run, device)
+        return SlotPositions(positions, positions.new_full((1, 1), run.lost))
 
-    def for_rows(self, rows: int) -> Rows:
-        """The same in so many rows, if it is the same for all."""
+    def for_rows(self, rows: int) -> SlotPositions:
+        """Return the positions expanded to a number of rows, if all rows share them."""
         rows = rows if self.positions.shape[0] == 1 else self.positions.shape[0]
-        return Rows(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
+        return SlotPositions(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
 
     def check_behind(self, p: Int[Tensor, "b T"]) -> None:
-        """New positions [B or 1, T] lie behind those held, row by row, each once.
+        """Raise unless new positions `[B or 1, T]` follow those of the cache in each row, without
+        repeats.
 
         Raises:
-            ArgumentError: they do not.
+            ArgumentError: a position is not after the last one, or occurs twice.
         """
         last = self.positions.amax(1, keepdim=True)
         early = (p >= 0) & (p <= last)
         if bool(early.any()):
             row, column = early.nonzero()[0].tolist()
-            held = int(last[min(row, last.shape[0] - 1)])
+            stored = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
-                f"row {row} comes to position {int(p[row, column])} and the cache holds position "
-                f"{held}: a ring is filled in the "
-                "order of positions; crop it first, or use a Growing cache"
+                f"row {row} has the new position {int(p[row, column])}, and the cache holds "
+                f"position {stored}: a ring is filled in the order of positions; crop it first, or "
+                "use a Growing cache"
             )
         if p.shape[1] > 1:
             order = p.sort(1).values
@@ -191,125 +199,132 @@ class Rows(NamedTuple):
                     "position of its own"
                 )
 
-    def step(self, p: Int[Tensor, "b T"], slots: Slots) -> Rows:
-        """After one token for each row, p [B or 1, at most 1]."""
+    def step(self, p: Int[Tensor, "b T"], slots: RingLayout) -> SlotPositions:
+        """Return the positions after at most one new token per row, `[B or 1, 0 or 1]`."""
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         where = slots.slot(p)
         was = now.positions.gather(1, where)
         gone = torch.where(p >= 0, was, EMPTY)
-        return Rows(
+        return SlotPositions(
             now.positions.scatter(1, where, torch.where(p >= 0, p, was)),
             torch.cat([now.lost, gone], 1).amax(1, keepdim=True),
         )
 
-    def chunk(self, p: Int[Tensor, "b T"], slots: Slots) -> tuple[Rows, Tensor]:
-        """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1,
-        size], -1 if none did.
+    def chunk(self, p: Int[Tensor, "b T"], slots: RingLayout) -> tuple[SlotPositions, Tensor]:
+        """Return the positions after new tokens `[B or 1, T]`, and the new token that each slot
+        received.
+
+        The second result is int64 `[B or 1, size]`, -1 where a slot received none.
         """
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         last = torch.cat([now.positions, p], 1).amax(1, keepdim=True)
-        kept = (p >= 0) & ((p > last - slots.ring) | (p < slots.sinks))
-        # what is not kept goes to one slot more, which is cut off
-        where = torch.where(kept, slots.slot(p), slots.size)
+        is_kept = (p >= 0) & ((p > last - slots.ring) | (p < slots.sinks))
+        # tokens that are not kept go to an extra slot, which is dropped
+        where = torch.where(is_kept, slots.slot(p), slots.size)
         new, index = (
             torch.full_like(last, EMPTY).expand(-1, slots.size + 1),
             torch.arange(p.shape[1]),
         )
         source = new.scatter(1, where, index.to(p.device).expand_as(p))[:, :-1]
         after = new.scatter(1, where, p)[:, :-1]
-        gone = [torch.where(after >= 0, now.positions, EMPTY), torch.where(kept, EMPTY, p)]
-        return Rows(
+        gone = [torch.where(after >= 0, now.positions, EMPTY), torch.where(is_kept, EMPTY, p)]
+        return SlotPositions(
             torch.where(after >= 0, after, now.positions),
             torch.cat([now.lost, *gone], 1).amax(1, keepdim=True),
         ), source
 
-    def least(self, length: int, slots: Slots, window: int) -> int:
-        """As `Seen.least`, for every row."""
+    def min_crop_length(self, length: int, slots: RingLayout, window: int) -> int:
+        """Return the smallest length, at least `length`, to which a crop has a full window in every
+        row.
+        """
         if length <= slots.sinks or not self.lost.numel():
             return length
         needed = torch.where(self.lost >= 0, self.lost + window, 0)
         return max(length, int(needed.max()))
 
-    def crop(self, length: int, slots: Slots) -> Rows:
-        """Without the positions from `length` on."""
+    def crop(self, length: int, slots: RingLayout) -> SlotPositions:
+        """Return the positions without those from `length` on."""
         positions = self.positions.masked_fill(self.positions >= length, EMPTY)
         lost = torch.full_like(self.lost, EMPTY) if length <= slots.sinks else self.lost
-        return Rows(positions, lost)
+        return SlotPositions(positions, lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """As contents of a cache."""
+        """Return the positions and what was overwritten, under the names that
+        `Cache.contents` uses.
+        """
         return {"positions": self.positions, "lost": self.lost}
 
-    def count(self, slots: Slots) -> int:
-        """How many slots hold a token in any row."""
+    def count(self, slots: RingLayout) -> int:
+        """Return the number of slots that hold a token in any row."""
         return int((self.positions >= 0).any(0).sum())
 
 
-class Rolling(Cache):
-    """A number of first positions for ever, and the last ones in a ring.
+class RingBase(Cache):
+    """Base of `Ring` and `Streaming`: the first positions are kept forever, and the last ones in a
+    ring.
 
-    As long as all rows hold one run of positions it is known by three numbers (`Seen`), and nothing
-    is read from a tensor; else every slot has its position (`Rows`).
+    While all rows hold one contiguous run of positions, three numbers describe it
+    (`ContiguousRun`), and no tensor is read. Otherwise each slot has its own position
+    (`SlotPositions`).
     """
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:
         self.window, self.rewind = window, rewind
-        self._slots = Slots(sinks, window + rewind)
+        self._slots = RingLayout(sinks, window + rewind)
         self._memory: Parts | None = None
-        self._seen: Seen | Rows = Seen(0, 0)
-        self._overwritten: Overwritten | None = None
+        self._stored: ContiguousRun | SlotPositions = ContiguousRun(0, 0)
+        self._overwritten: OverwrittenSlots | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes of the slots, whether or not they are written."""
+        """Bytes of all slots, written or not."""
         return sum(x.numel() * x.element_size() for x in self._memory or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each [B,n,T,d]; return it and all old memory that a query at its positions
+        """Store memory, each part `[B, n, T, d]`; return it with all old memory that its queries
         may see.
         """
         check_update(memory, positions)
         if self._memory is not None:
-            check_fits(self._memory, memory)
-        seen = self._before(positions, memory[0].device)
-        held = self._memory if self._memory is not None else self._allocate(memory)
-        if isinstance(seen, Seen):
-            return self._go_on(held, memory, seen, count(positions))
+            check_same_layout(self._memory, memory)
+        stored = self._before(positions, memory[0].device)
+        buffers = self._memory if self._memory is not None else self._allocate(memory)
+        if isinstance(stored, ContiguousRun):
+            return self._go_on(buffers, memory, stored, slot_count(positions))
         if self._memory is None:
-            if count(positions):
-                self._chunk(held, memory, seen, as_tensor(positions, memory[0].device).long())
+            if slot_count(positions):
+                self._chunk(buffers, memory, stored, as_tensor(positions, memory[0].device).long())
             return memory, positions
-        return self._by_rows(held, memory, seen, as_tensor(positions, memory[0].device).long())
+        return self._by_rows(buffers, memory, stored, as_tensor(positions, memory[0].device).long())
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later."""
+        """Remove every token at position `length` or later."""
         check_crop(length)
-        seen = self._seen
-        least = seen.least(length, self._slots, self.window)
+        stored = self._stored
+        least = stored.min_crop_length(length, self._slots, self.window)
         if least > length:
             raise ArgumentError(
                 f"crop to {length}, but the tokens that a window of {self.window} needs in front "
-                "of it are overwritten; "
-                f"crop to {least} or more, or to {self._slots.sinks} or less, or give the cache a "
-                f"larger rewind than {self.rewind}"
+                f"of it are overwritten; crop to {least} or more, or to {self._slots.sinks} or "
+                f"less, or give the cache a larger rewind than {self.rewind}"
             )
-        self._seen = seen.crop(length, self._slots)
+        self._stored = stored.crop(length, self._slots)
 
     def contents(self) -> Contents:
-        """All slots, and which positions they hold."""
+        """Return all slots and their positions."""
         if self._memory is None:
             return {}
-        return {**named(self._memory), **self._seen.contents()}
+        return {**named_parts(self._memory), **self._stored.contents()}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these slots.
+        """Replace all slots.
 
         Raises:
-            ArgumentError: there are not as many as the settings say.
+            ArgumentError: the number of slots differs from the settings.
         """
-        self._memory = memory_of(contents) if contents else None
+        self._memory = parts_of(contents) if contents else None
         for i, x in enumerate(self._memory or ()):
             if x.shape[2] != self._slots.size:
                 raise ArgumentError(
@@ -318,133 +333,149 @@ class Rolling(Cache):
                 )
         self._overwritten = None
         positions, lost = contents.get("positions"), contents.get("lost")
-        self._seen = Seen(0, 0)
+        self._stored = ContiguousRun(0, 0)
         if isinstance(positions, Tensor) and isinstance(lost, Tensor):
-            self._seen = Rows(positions.long(), lost.long())  # what later steps write into them
+            self._stored = SlotPositions(
+                positions.long(), lost.long()
+            )  # the dtype that later steps write
         elif isinstance(positions, Span) and isinstance(lost, int):
-            self._seen = Seen(positions.start, positions.stop, lost)
+            self._stored = ContiguousRun(positions.start, positions.stop, lost)
 
     def mark(self) -> Any:
-        """What is held, and what was overwritten last: an update that writes in place says so
-        anew.
+        """Return the contents and the slots that were overwritten last; an update in place replaces
+        these.
         """
-        return self._memory, self._seen, self._overwritten
+        return self._memory, self._stored, self._overwritten
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`: what it overwrote is put back."""
-        self._memory, self._seen, overwritten = mark
+        """Undo the update that came after the snapshot: the overwritten slots are written back."""
+        self._memory, self._stored, overwritten = mark
         if self._overwritten is not overwritten and self._overwritten is not None:
             self._overwritten.put_back(self._memory or ())
         self._overwritten = overwritten
 
     def __len__(self) -> int:
-        return self._seen.count(self._slots)
+        return self._stored.count(self._slots)
 
     def _allocate(self, memory: Parts) -> Parts:
-        # zeros: garbage in an unwritten slot would cost every kernel a clean-up
+        # zeros, so that kernels need not clean up unwritten slots
         size = self._slots.size
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
 
-    def _before(self, positions: Positions, device: torch.device) -> Seen | Rows:
-        """What was seen, in the form that the new positions allow; refuse positions that do not lie
-        behind.
+    def _before(self, positions: Positions, device: torch.device) -> ContiguousRun | SlotPositions:
+        """Return the stored positions in the form that the new positions need; raise if these do
+        not follow.
         """
-        seen, compiling = self._seen, is_compiling()
-        if isinstance(seen, Seen):
-            # a graph would be tied to numbers that change with every step: there, slots have
-            # positions
+        stored, compiling = self._stored, is_compiling()
+        if isinstance(stored, ContiguousRun):
+            # A compiled graph would specialize on numbers that change in every step; there, each
+            # slot has its own position.
             if isinstance(positions, Span) and positions.start >= 0 and not compiling:
-                if seen.first == seen.stop and seen.lost < 0:
-                    return Seen(positions.start, positions.start)
-                if seen.stop == positions.start:
-                    return seen
-            seen = Rows.of(seen, self._slots, device)
+                if stored.first == stored.stop and stored.lost < 0:
+                    return ContiguousRun(positions.start, positions.start)
+                if stored.stop == positions.start:
+                    return stored
+            stored = SlotPositions.of(stored, self._slots, device)
         if not compiling:
-            seen.check_behind(as_tensor(positions, device))
-        return seen
+            stored.check_behind(as_tensor(positions, device))
+        return stored
 
-    def _go_on(self, held: Parts, new: Parts, seen: Seen, T: int) -> tuple[Parts, Positions]:
-        """One run of positions goes on."""
-        slots, start, device = self._slots, seen.stop, new[0].device
-        after = seen.go_on(start + T, slots)
+    def _go_on(
+        self, buffers: Parts, new: Parts, run: ContiguousRun, T: int
+    ) -> tuple[Parts, Positions]:
+        """Store memory that extends one contiguous run of positions."""
+        slots, start, device = self._slots, run.stop, new[0].device
+        after = run.extended(start + T, slots)
         if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
-            self._memory, self._seen = put(held, new, start), after
-            shown = Span(after.first, after.stop - after.first)
-            return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
+            self._memory, self._stored = write_slots(buffers, new, start), after
+            visible = Span(after.first, after.stop - after.first)
+            return tuple(x[:, :, visible.start : visible.stop] for x in self._memory), visible
         p = torch.arange(start, start + T, device=device)[None]
         if (
             after.stop - start <= self.rewind + 1
-        ):  # nothing that a query of the step sees is overwritten
-            self._write(held, new, p, after)
-            return self._visible(), slots.held(after, device)
-        answer, where = self._in_order(held, new, seen)
-        self._chunk(held, new, Rows.of(seen, slots, device), p)
-        self._seen = after
+        ):  # no key that a query of the step sees is overwritten
+            self._write(buffers, new, p, after)
+            return self._visible(), slots.positions(after, device)
+        answer, where = self._in_order(buffers, new, run)
+        self._chunk(buffers, new, SlotPositions.of(run, slots, device), p)
+        self._stored = after
         return answer, where
 
-    def _in_order(self, held: Parts, new: Parts, seen: Seen) -> tuple[Parts, Positions]:
-        """Sinks, the last window - 1 tokens, and the new ones: in order, so that a contiguous
-        answer stays a `Span`.
+    def _in_order(self, buffers: Parts, new: Parts, run: ContiguousRun) -> tuple[Parts, Positions]:
+        """Return sinks, the last window - 1 tokens and the new ones, in order.
+
+        In this order, contiguous positions stay a `Span`.
         """
-        slots, start = self._slots, seen.stop
-        sinks = Span(seen.first, max(0, min(slots.sinks, start) - seen.first))
-        oldest = max(seen.lost + 1, start - self.window + 1, slots.sinks, seen.first)
+        slots, start = self._slots, run.stop
+        sinks = Span(run.first, max(0, min(slots.sinks, start) - run.first))
+        oldest = max(run.lost + 1, start - self.window + 1, slots.sinks, run.first)
         recent = Span(oldest, max(0, start - oldest))
         spans = [x for x in (sinks, recent) if x.length]
-        runs = [run for x in spans for run in slots.runs(x.start, x.stop)]
+        runs = [piece for x in spans for piece in slots.runs(x.start, x.stop)]
         if not runs:
             return new, Span(start, new[0].shape[2])
         where: Positions = spans[0]
         for more in (*spans[1:], Span(start, new[0].shape[2])):
-            where = follow(where, more)
-        parts = zip(held, new, strict=True)
+            where = concat_positions(where, more)
+        parts = zip(buffers, new, strict=True)
         answer = tuple(torch.cat([*(old[:, :, a:b] for a, b in runs), x], 2) for old, x in parts)
         return answer, where if isinstance(where, Span) else where.to(new[0].device)
 
-    def _by_rows(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> tuple[Parts, Positions]:
-        """Rows at positions of their own go on."""
+    def _by_rows(
+        self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor
+    ) -> tuple[Parts, Positions]:
+        """Store memory of rows that have different positions."""
         if p.shape[1] <= 1:
-            after = seen.step(p, self._slots)
-            self._write(held, new, p, after)
+            after = stored.step(p, self._slots)
+            self._write(buffers, new, p, after)
             return self._visible(), after.positions
-        parts = zip(held, new, strict=True)
-        answer = tuple(torch.cat([old, x], 2) for old, x in parts), follow(seen.positions, p)
-        self._chunk(held, new, seen, p)
+        parts = zip(buffers, new, strict=True)
+        answer = (
+            tuple(torch.cat([old, x], 2) for old, x in parts),
+            concat_positions(stored.positions, p),
+        )
+        self._chunk(buffers, new, stored, p)
         return answer
 
-    def _write(self, held: Parts, new: Parts, p: Tensor, after: Seen | Rows) -> None:
-        """A step into its slots, in place if nobody can notice."""
-        self._memory, self._overwritten = put_at(held, new, self._slots.slot(p), p >= 0)
-        self._seen = after
+    def _write(
+        self, buffers: Parts, new: Parts, p: Tensor, after: ContiguousRun | SlotPositions
+    ) -> None:
+        """Write one step into its slots, in place where that is safe."""
+        self._memory, self._overwritten = scatter_slots(buffers, new, self._slots.slot(p), p >= 0)
+        self._stored = after
 
-    def _chunk(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> None:
-        """The last tokens of a chunk into a copy of the ring: the answer has the old ones."""
-        self._seen, source = seen.chunk(p, self._slots)
-        self._memory = spread(held, new, source)
+    def _chunk(self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor) -> None:
+        """Write the last tokens of a chunk into a copy of the ring, since the result refers to the
+        old one.
+        """
+        self._stored, source = stored.chunk(p, self._slots)
+        self._memory = fill_slots(buffers, new, source)
 
     def _visible(self) -> Parts:
         return self._memory or ()
 
 
-class Ring(Rolling):
-    """Hold the last `window + rewind` positions of each row: slot = position % (window + rewind).
+class Ring(RingBase):
+    """A cache that holds the last `window + rewind` positions of each row.
 
-    It is exact for masks that let a query see at most `window` keys looking back, its own included,
-    such as `masks.Causal() & masks.Window(window)`. During an update everything that a query of the
-    chunk may see is visible, however long the chunk is; after it no more than the ring is held. A
-    slot at position -1 is not stored, so that rows may have any padding and any length. A step of
-    at most rewind + 1 tokens is written into the ring and answered by it without a copy: what was
-    given out is valid until the next update.
+    slot = position % (window + rewind)
+
+    It is exact for masks under which a query sees at most `window` keys looking back, its own
+    included, such as `masks.Causal() & masks.Window(window)`. During an update, everything that a
+    query of the chunk may see is visible, however long the chunk is; afterwards only the ring is
+    kept. A slot at position -1 is not stored, so that rows may have any padding and any length. A
+    step of at most rewind + 1 tokens is written into the ring, and the ring itself is returned
+    without a copy; that result is valid until the next update.
 
     Args:
         window: how many keys a query may see.
-        rewind: how many tokens more are held, so that a crop may take back rewind + 1 tokens, and a
-            step of as many (speculative decoding) is written without a copy.
+        rewind: how many more tokens are kept, so that a crop may remove rewind + 1 tokens, and a
+            step of that many tokens (speculative decoding) is written without a copy.
 
     Raises:
-        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit what is
-            held, or its positions do not lie behind those held; a crop needs tokens that are lost.
-            The cache is left as it was.
+        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit the
+            contents, or its positions do not follow those of the cache; a crop needs tokens that
+            were overwritten. The cache stays unchanged.
 
     >>> import torch
     >>> from regard.span import Span
@@ -460,7 +491,7 @@ class Ring(Rolling):
     """
 
     kind: ClassVar[str | None] = "ring"
-    forgets: ClassVar[bool] = True
+    evicts: ClassVar[bool] = True
 
     def __init__(self, window: int, *, rewind: int = 0) -> None:
         if window < 1 or rewind < 0:
@@ -471,30 +502,32 @@ class Ring(Rolling):
         super().__init__(0, window, rewind)
 
     @classmethod
-    def narrowing(cls, most: int) -> Mask:
-        """The last tokens."""
-        return Window(most)
+    def narrowing_mask(cls, max_context: int) -> Mask:
+        """Return a window of the last `max_context` tokens."""
+        return Window(max_context)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Window and rewind."""
+        """Window and rewind, as constructor arguments."""
         return {"window": self.window, "rewind": self.rewind}
 
 
-class Streaming(Rolling):
-    """Hold the first `sinks` positions of each row, and the last `recent + rewind` ones in a ring.
+class Streaming(RingBase):
+    """A cache that holds the first `sinks` positions of each row, and the last `recent + rewind`
+    ones.
 
-    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions stay
-    what they were: a module that renumbers tokens by their place in the cache, as StreamingLLM
-    does, does so when it recalls them. Chunks, padding and steps are as in `Ring`.
+    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions do not
+    change: a module that renumbers tokens by their index in the cache, as StreamingLLM does,
+    applies this when it reads them. Chunks, padding and steps work as in `Ring`.
 
     Args:
-        sinks: how many first positions are never forgotten.
+        sinks: how many first positions are never evicted.
         recent: how many keys a query may see looking back, its own included.
-        rewind: as in `Ring`.
+        rewind: how many more tokens are kept, as in `Ring`.
 
     Raises:
-        ArgumentError: sinks or rewind is less than 0 or recent less than 1; or as `Ring`.
+        ArgumentError: sinks or rewind is less than 0, recent is less than 1, or an operation fails
+            for a reason that `Ring` lists.
 
     >>> import torch
     >>> from regard.span import Span
@@ -508,31 +541,37 @@ class Streaming(Rolling):
     """
 
     kind: ClassVar[str | None] = "streaming"
-    forgets: ClassVar[bool] = True
-    least: ClassVar[int] = SINKS + 1
+    evicts: ClassVar[bool] = True
+    min_context: ClassVar[int] = STREAMING_SINKS + 1
 
     def __init__(self, sinks: int, recent: int, *, rewind: int = 0) -> None:
         if sinks < 0 or recent < 1 or rewind < 0:
             raise ArgumentError(
-                f"Streaming(sinks={sinks}, recent={recent}, rewind={rewind}): "
-                "sinks and rewind must be at least 0 and recent at least 1"
+                f"Streaming(sinks={sinks}, recent={recent}, rewind={rewind}): sinks and rewind "
+                "must be at least 0 and recent at least 1"
             )
         super().__init__(sinks, recent, rewind)
 
     @classmethod
-    def narrowing(cls, most: int) -> Mask:
-        """The first 4 tokens, and the last ones."""
-        return Window(most - SINKS) | Sinks(SINKS)
+    def narrowing_mask(cls, max_context: int) -> Mask:
+        """Return a mask of the first 4 tokens and the last ones, `max_context` in all."""
+        return Window(max_context - STREAMING_SINKS) | Sinks(STREAMING_SINKS)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Sinks, recent and rewind."""
+        """Sinks, recent and rewind, as constructor arguments."""
         return {"sinks": self._slots.sinks, "recent": self.window, "rewind": self.rewind}
 
 
 def for_reach(reach: Reach) -> Cache:
-    """An empty cache that holds the old tokens within reach of a mask, and forgets what no later
-    query can see.
+    """Create an empty cache that keeps the old tokens within the reach of a mask and evicts all
+    others.
+
+    Args:
+        reach: the reach of the mask, `mask.reach()`.
+
+    Returns:
+        A `Growing`, `Ring` or `Streaming` cache.
 
     >>> from regard.masks import Causal
     >>> cache = for_reach((Causal() & (Window(8) | Sinks(4))).reach())
@@ -541,6 +580,6 @@ def for_reach(reach: Reach) -> Cache:
     """
     if reach.window is None:
         return Growing()
-    # a query may see nothing but sinks: a ring of one slot still tells where the next token stands
+    # If queries see sinks only, a ring of one slot still records the last position.
     window = max(1, reach.window)
     return Streaming(reach.sinks, window) if reach.sinks else Ring(window)

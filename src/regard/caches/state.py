@@ -1,5 +1,5 @@
-"""Caches of mechanisms with a state of fixed size: recurrences, and compressive memory with its
-open segment.
+"""Caches of fixed size: `State` for recurrences, and `Memory` for compressive memory with
+segments.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from regard.caches.base import (
     Contents,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.process import is_compiling
-from regard.span import Positions, Span, as_tensor, count, follow
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
+from regard.units import plural
 
 
 class State(Cache):
-    """Keep what a recurrence carries from one step to the next: tensors of a fixed size, whatever
-    the length.
+    """A cache for the state of a recurrence: tensors of a fixed size, independent of the length.
 
-    A module reads `state`, computes, and calls `store(state, positions)` with the new one, which
-    replaces the old: the cache never changes a tensor that it was given. A state cannot forget the
-    last tokens, because it is a sum over all: `crop` is refused, unless it forgets everything or
-    nothing; keep a `fork` to come back to.
+    A module reads `state`, computes, and calls `store(state, positions)` with the new state, which
+    replaces the old one; the cache never changes a tensor that it was given. The last tokens cannot
+    be removed, because the state is a sum over all tokens: `crop` raises unless it removes
+    everything or nothing. Keep a `fork` to return to.
 
     Raises:
-        ArgumentError: a new state has other shapes than the old one, or a crop lies inside what was
-            seen.
+        ArgumentError: a new state has other shapes than the old one, or a crop would remove some of
+            the tokens.
 
     >>> cache = State()
     >>> cache.store((torch.zeros(1, 2, 4, 4),), Span(0, 7))
@@ -48,15 +48,20 @@ class State(Cache):
 
     def __init__(self) -> None:
         self._state: Parts | None = None
-        self._positions: Positions | None = None  # of the last token of each row: [B or 1, 1]
+        self._positions: Positions | None = None  # last position of each row, [B or 1, 1]
 
     @property
     def state(self) -> Parts | None:
-        """The state, each part [B, ...]; None in front of the first token."""
+        """The state, each part `[B, ...]`; None before the first token."""
         return self._state
 
     def store(self, state: Parts, positions: Positions) -> None:
-        """Replace the state by the one behind the tokens at these positions."""
+        """Replace the state.
+
+        Args:
+            state: the new state, each part `[B, ...]`.
+            positions: the positions of the tokens that were added to it.
+        """
         if self._state is not None:
             old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
             if old != new:
@@ -68,14 +73,14 @@ class State(Cache):
         self._state = tuple(state)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Refused: a state holds no tokens."""
+        """Raise, because a state does not store tokens."""
         raise ArgumentError(
             "a State cache keeps a recurrence's state, not tokens; give softmax attention a "
             "Growing, Fixed or Ring cache"
         )
 
     def crop(self, length: int) -> None:
-        """Forget everything, or nothing: a sum cannot be taken back."""
+        """Remove everything or nothing; a sum over tokens cannot be undone in part."""
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
@@ -83,65 +88,65 @@ class State(Cache):
         stop = last.stop if isinstance(last, Span) else int(last.max()) + 1
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but the state has seen {stop} positions and cannot forget "
-                "some of them; "
-                "keep a fork() from before, or run the prompt again"
+                f"crop to {length}, but the state has seen {plural(stop, 'position')} and cannot "
+                "forget some of them; keep a fork() from before, or run the prompt again"
             )
         return None
 
     def contents(self) -> Contents:
-        """The parts of the state, and the last position of each row."""
+        """Return the parts of the state, and the last position of each row."""
         if self._state is None or self._positions is None:
             return {}
-        return {**named(self._state, "state"), "positions": self._positions}
+        return {**named_parts(self._state, "state"), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold this state."""
+        """Replace the state and the last position of each row."""
         positions = contents.get("positions")
-        self._state = memory_of(contents, "state") if contents else None
+        self._state = parts_of(contents, "state") if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        """1 if a state is held, else 0: its size does not depend on the tokens seen."""
+        """Return 1 if there is a state, else 0; its size does not depend on the number of
+        tokens.
+        """
         return int(self._state is not None)
 
     def _last(self, positions: Positions) -> Positions:
-        """The last position of each row, of what is held and of what is new."""
-        held = self._positions
-        if isinstance(positions, Span) and (held is None or isinstance(held, Span)):
+        """Return the last position of each row, over the old and the new positions."""
+        stored = self._positions
+        if isinstance(positions, Span) and (stored is None or isinstance(stored, Span)):
             if not positions.length:
-                return held if held is not None else Span(-1, 0)
+                return stored if stored is not None else Span(-1, 0)
             return Span(positions.stop - 1, 1)
         new = as_tensor(positions)
-        if held is not None:
-            old = as_tensor(held, new.device)
+        if stored is not None:
+            old = as_tensor(stored, new.device)
             rows = max(old.shape[0], new.shape[0])
             new = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
-        return new.amax(1, keepdim=True) if count(new) else new.new_full((new.shape[0], 1), -1)
+        return new.amax(1, keepdim=True) if slot_count(new) else new.new_full((new.shape[0], 1), -1)
 
 
-HELD = "held.positions"
-"""Where the held tokens stand, in `contents`; "positions" is the last one of each row, as in every
-`State`.
+HELD_POSITIONS = "held.positions"
+"""The name in `contents` of the positions of the stored tokens; "positions" is the last position of
+each row, as in every `State`.
 """
 
 
 class Memory(State):
-    """Keep the memory of all closed segments, and tokens of the segment that is open, in each row
-    its own.
+    """A cache of the memory of all closed segments, and of the tokens of each row's open segment.
 
-    A module calls `update(memory, positions)`, which answers all tokens held, the new ones last;
-    reads `state`; computes the state behind the segments that are closed now; and calls
-    `store(state, positions)`, upon which their tokens are dropped. Segment s of a row, positions s
-    N to (s + 1) N - 1, is closed when its last position or a later one was seen. `crop` reaches
-    back to the beginning of the open segment; what is in the memory cannot be taken out.
+    A module calls `update(memory, positions)`, which returns all stored tokens, the new ones last;
+    reads `state`; computes the state after the segments that are closed now; and calls
+    `store(state, positions)`, which drops the tokens of these segments. Segment s of a row,
+    positions s N to (s + 1) N - 1, is closed when its last position or a later one was seen. `crop`
+    can go back to the start of the open segment; tokens in the memory cannot be removed.
 
     Args:
-        segment: N, how many positions a segment has.
+        segment: N, the number of positions per segment.
 
     Raises:
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not
-            fit what is held, or goes back; a crop lies inside a closed segment.
+            fit the contents, or goes back; a crop would remove part of a closed segment.
 
     >>> cache = Memory(4)
     >>> _ = cache.update((torch.zeros(1, 2, 6, 8),), Span(0, 6))
@@ -158,47 +163,51 @@ class Memory(State):
             raise ArgumentError(f"segment is {segment}; it must be at least 1")
         self.segment = segment
         self._tokens: Parts | None = None
-        self._held: Positions | None = None
+        self._token_positions: Positions | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The length of a segment."""
+        """The length of a segment, as a constructor argument."""
         return {"segment": self.segment}
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Put tokens behind those that are held; return all, and where they stand."""
+        """Append tokens to the stored ones; return all tokens and their positions."""
         check_update(memory, positions)
         self._check_goes_on(positions)
-        if self._tokens is not None and self._held is not None:
-            check_fits(self._tokens, memory)
+        if self._tokens is not None and self._token_positions is not None:
+            check_same_layout(self._tokens, memory)
             joined = zip(self._tokens, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
-            positions = follow(self._held, positions)
-        self._tokens, self._held = memory, positions
+            positions = concat_positions(self._token_positions, positions)
+        self._tokens, self._token_positions = memory, positions
         return memory, positions
 
     def store(self, state: Parts, positions: Positions) -> None:
-        """Replace the state by the one behind all closed segments, and drop their tokens."""
+        """Replace the state by the one after all closed segments, and drop the tokens of these
+        segments.
+        """
         super().store(state, positions)
-        if self._tokens is not None and self._held is not None:
+        if self._tokens is not None and self._token_positions is not None:
             first = self._open()
-            compiling = is_compiling()  # lengths that change make new graphs
-            if isinstance(self._held, Span) and isinstance(first, int) and not compiling:
-                start = min(max(first - self._held.start, 0), self._held.length)
+            compiling = is_compiling()  # changing lengths would cause recompilation
+            if isinstance(self._token_positions, Span) and isinstance(first, int) and not compiling:
+                start = min(
+                    max(first - self._token_positions.start, 0), self._token_positions.length
+                )
                 self._tokens = tuple(m[:, :, start:] for m in self._tokens)
-                self._held = self._held[start:]
+                self._token_positions = self._token_positions[start:]
             else:
-                where = as_tensor(self._held, self._tokens[0].device)
-                self._tokens, self._held = _pack(
+                where = as_tensor(self._token_positions, self._tokens[0].device)
+                self._tokens, self._token_positions = _compact(
                     self._tokens, where, where >= first, self.segment - 1
                 )
 
     def crop(self, length: int) -> None:
-        """Forget every token at position `length` or later, if all of them are of open segments."""
+        """Remove every token at position `length` or later, if all of them are in open segments."""
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
-        first, last = self._open(), _last(self._positions)
+        first, last = self._open(), _last_position(self._positions)
         if isinstance(first, int) and isinstance(last, int):
             need = first if last >= length else 0
         else:
@@ -206,16 +215,18 @@ class Memory(State):
         if length < need:
             raise ArgumentError(
                 f"crop to {length}, but the tokens in front of position {need} are in the memory "
-                "and cannot be forgotten "
-                "one by one; keep a fork() from before, or run the prompt again"
+                "and cannot be forgotten one by one; keep a fork() from before, or run the prompt "
+                "again"
             )
-        if self._tokens is not None and self._held is not None:
-            kept = kept_until(self._held, length)
-            if isinstance(kept, Span):
-                self._tokens = tuple(m[:, :, : kept.length] for m in self._tokens)
-                self._held = kept
+        if self._tokens is not None and self._token_positions is not None:
+            remaining = positions_before(self._token_positions, length)
+            if isinstance(remaining, Span):
+                self._tokens = tuple(m[:, :, : remaining.length] for m in self._tokens)
+                self._token_positions = remaining
             else:
-                self._tokens, self._held = _pack(self._tokens, kept, kept >= 0, self.segment - 1)
+                self._tokens, self._token_positions = _compact(
+                    self._tokens, remaining, remaining >= 0, self.segment - 1
+                )
         if isinstance(last, int):
             self._positions = Span(min(last, length - 1), 1)
         else:
@@ -223,41 +234,45 @@ class Memory(State):
         return None
 
     def contents(self) -> Contents:
-        """The state, the last position of each row, the tokens of open segments, and theirs."""
-        found = super().contents()
-        if self._tokens is not None and self._held is not None:
-            found |= {**named(self._tokens), HELD: self._held}
-        return found
+        """Return the state, the last position of each row, and the tokens of open segments with
+        positions.
+        """
+        contents = super().contents()
+        if self._tokens is not None and self._token_positions is not None:
+            contents |= {**named_parts(self._tokens), HELD_POSITIONS: self._token_positions}
+        return contents
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold this state and these tokens."""
+        """Replace the state and the tokens."""
         super().fill(contents)
-        held = contents.get(HELD)
-        self._held = None if isinstance(held, int) else held
-        self._tokens = None if self._held is None else memory_of(contents)
+        positions = contents.get(HELD_POSITIONS)
+        self._token_positions = None if isinstance(positions, int) else positions
+        self._tokens = None if self._token_positions is None else parts_of(contents)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the state and of the tokens held, positions not counted."""
-        held = self._held
-        where = held.numel() * held.element_size() if isinstance(held, Tensor) else 0
-        return super().bytes - where
+        """Bytes of the state and of the stored tokens, without positions."""
+        positions = self._token_positions
+        position_bytes = (
+            positions.numel() * positions.element_size() if isinstance(positions, Tensor) else 0
+        )
+        return super().bytes - position_bytes
 
     def __len__(self) -> int:
-        return 0 if self._held is None else count(self._held)
+        return 0 if self._token_positions is None else slot_count(self._token_positions)
 
     def _open(self) -> int | Tensor:
-        """The first position of each row's open segment."""
-        assert self._positions is not None, "asked for behind the first tokens"
-        last = _last(self._positions)
+        """Return the first position of each row's open segment."""
+        assert self._positions is not None, "called after the first tokens"
+        last = _last_position(self._positions)
         if isinstance(last, int):
             return (last + 1) // self.segment * self.segment
         return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
 
     def _check_goes_on(self, positions: Positions) -> None:
-        if self._positions is None or not count(positions):
+        if self._positions is None or not slot_count(positions):
             return
-        last = _last(self._positions)
+        last = _last_position(self._positions)
         if isinstance(positions, Span) and isinstance(last, int):
             back = positions.start <= last
         elif is_compiling():
@@ -268,21 +283,21 @@ class Memory(State):
         if back:
             raise ArgumentError(
                 f"positions {positions} go back to a token in front of the last one, at {last}; a "
-                "memory is written in the "
-                "order of positions: give those that follow, or start a new cache"
+                "memory is written in the order of positions: give those that follow, or start a "
+                "new cache"
             )
 
 
-def _last(positions: Positions) -> int | Tensor:
-    """The last position of each row, -1 where there is none."""
+def _last_position(positions: Positions) -> int | Tensor:
+    """Return the last position of each row, -1 where there is none."""
     return max(positions.stop - 1, -1) if isinstance(positions, Span) else positions
 
 
-def _pack(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
-    """The slots to keep, at most `most` in a row, in as few slots as the longest row needs; the
-    others are empty.
+def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
+    """Move the slots to keep, at most `most` per row, to the front; the other slots become empty.
 
-    A graph reads no tensor, and is made anew for other lengths: there it is `most` slots always.
+    The result has as many slots as the longest row needs. In a compiled graph it always has `most`
+    slots, because a graph cannot read the number from a tensor.
     """
     keep, n = keep & (positions >= 0), most
     if not is_compiling():

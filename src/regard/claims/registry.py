@@ -27,9 +27,9 @@ from regard.claims import (
 )
 from regard.claims.claim import Claim, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.process import seeded
-from regard.suggest import suggest
+from regard.process_state import seeded
 
 CLAIMS: dict[str, Claim] = {
     claim.id: claim

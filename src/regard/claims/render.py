@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Check, Claim, Outcome
-from regard.table import table
+from regard.text_table import format_table
 from regard.view.html import Section
 
 COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
@@ -42,7 +42,7 @@ def text(outcome: Outcome) -> str:
         f"  {_mark(check):<10}{value(check):>10}  {check.bounds:<16}  {check.says}{_spread(check)}"
         for check in outcome.checks
     ]
-    lines += [table(outcome.table, indent="    ")] if outcome.table else []
+    lines += [format_table(outcome.table, indent="    ")] if outcome.table else []
     lines += [f"  scale     {claim.scale}", f"  lesson    {claim.lesson}"]
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from regard import __version__
 from regard.cli import COMMANDS
 from regard.errors import RegardError
-from regard.foreign import LINES, inert, told
+from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 _ABOUT = "Attention, exact, fast and visible: build with it, run it, see every number."
 _EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a disk that is full, most likely the one that the output goes to
-        _say(told(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        _say(error_text(f"{error.filename or 'the output'}: {error.strerror or error}"))
         return 1
     return 0
 
@@ -101,7 +101,7 @@ def _shown() -> Iterator[None]:
 
 def _fit(message: str) -> str:
     """A message of several lines for a terminal, its middle left out if it is endless."""
-    return _cut(inert(_cut(message), keep=LINES))
+    return _cut(escape_controls(_cut(message), keep=MULTILINE))
 
 
 def _cut(message: str) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from regard import units
 from regard.cli.options import check_files
-from regard.suggest import suggest
+from regard.did_you_mean import suggest
 
 if TYPE_CHECKING:
     import torch

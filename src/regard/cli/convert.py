@@ -14,8 +14,8 @@ import typer
 
 from regard.cli.options import Ignore, Revision, tell_ignored
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import text
-from regard.table import table
+from regard.files.regular_files import read_text
+from regard.text_table import format_table
 
 if TYPE_CHECKING:
     from regard.models.convert.layer import Step
@@ -37,7 +37,7 @@ def lines(report: Report) -> Iterator[str]:
     yield from _measured(report.measured)
     yield ""
     before, after = report.before, report.after
-    yield table(
+    yield format_table(
         [
             ["", "before", "after"],
             ["family", before.model_type, after.model_type],
@@ -309,6 +309,6 @@ def _read(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return text(file, LONGEST)
+        return read_text(file, LONGEST)
     except FileError as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error

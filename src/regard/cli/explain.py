@@ -25,7 +25,7 @@ from regard.cli.options import (
     load,
 )
 from regard.errors import ArgumentError
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -256,13 +256,14 @@ def _give(
 
         size = write(html, page(found, reads[0], data, lang, reads[1]))
         typer.echo(
-            f"{inert(str(html))}: {units.size(size)}, layer {found.layer}, head {found.head}",
+            f"{escape_controls(str(html))}: {units.size(size)}, layer {found.layer}, head "
+            f"{found.head}",
             err=json,
         )
     if figure is not None:
         from regard.view.figure import draw
 
-        typer.echo(f"{inert(str(figure))}: {units.size(draw(data, figure))}", err=json)
+        typer.echo(f"{escape_controls(str(figure))}: {units.size(draw(data, figure))}", err=json)
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:

@@ -13,8 +13,8 @@ import typer
 
 from regard.cli.options import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import text
-from regard.foreign import LINES, inert, told
+from regard.files.regular_files import read_text
+from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
     from regard.models import Batch, Model, Seq2Seq, TextEncoder
@@ -44,7 +44,7 @@ def answer(
         rows = [{"prompt": a, "text": b} for a, b in zip(texts, said, strict=True)]
         typer.echo(json_format.dumps({"rows": rows, "seconds": seconds, "beams": beams}))
         return
-    typer.echo("\n---\n".join(inert(text, keep=LINES) for text in said))
+    typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in said))
     sys.stdout.flush()
     typer.echo(f"{len(said)} texts in {seconds} s", err=True)
 
@@ -56,11 +56,11 @@ def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
     What a terminal would obey is shown by its number; --json has every text as it is.
     """
     if at_once:
-        typer.echo(inert(batch.rows[0].prompt, keep=LINES), nl=False)
+        typer.echo(escape_controls(batch.rows[0].prompt, keep=MULTILINE), nl=False)
     shown = 0
     for _, piece in batch:
         if at_once:
-            typer.echo(inert(piece, keep=LINES), nl=False)
+            typer.echo(escape_controls(piece, keep=MULTILINE), nl=False)
             sys.stdout.flush()
         elif not quiet:
             shown = _finished(batch, shown)
@@ -79,7 +79,7 @@ def _finished(batch: Batch, shown: int) -> int:
             break
         if shown:
             typer.echo("---")
-        typer.echo(inert(row.prompt + row.text, keep=LINES))
+        typer.echo(escape_controls(row.prompt + row.text, keep=MULTILINE))
         shown += 1
     return shown
 
@@ -324,7 +324,7 @@ def generate(
         tell(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
         told = figures(batch)
     elif not json:
-        typer.echo(inert(texts[0] + told["text"], keep=LINES))
+        typer.echo(escape_controls(texts[0] + told["text"], keep=MULTILINE))
     if json:
         typer.echo(json_format.dumps(told))
         return
@@ -340,7 +340,7 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
         return prompts or []
     try:
         if str(file) != "-":
-            return [text(file, LONGEST)]
+            return [read_text(file, LONGEST)]
         raw = sys.stdin.buffer.read(LONGEST + 1)
         if len(raw) > LONGEST:
             raise FileError(f"standard input has more than {LONGEST} bytes")
@@ -349,7 +349,7 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
         raise typer.BadParameter(str(error), param_hint="--prompt-file") from error
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(
-            f"standard input: {told(error)}", param_hint="--prompt-file"
+            f"standard input: {error_text(error)}", param_hint="--prompt-file"
         ) from error
 
 

@@ -13,7 +13,7 @@ import typer
 from regard import units
 from regard.cli.options import check_files
 from regard.errors import ArgumentError
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
     from regard.inspect.explain.layer import Layer
@@ -144,4 +144,4 @@ def _write(told: list[dict[str, object]], path: Path) -> None:
     named = ", ".join(str(one["name"]) for one in told)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
     page = html.page("One layer of attention", named, facts, command, sections(told))
-    typer.echo(f"{inert(str(path))}: {units.size(html.write(path, page))}", err=True)
+    typer.echo(f"{escape_controls(str(path))}: {units.size(html.write(path, page))}", err=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 import typer
 
 from regard.errors import FileError
-from regard.files.write import check_place, check_target
-from regard.foreign import shown
+from regard.files.atomic_write import check_is_file_name, check_writable
+from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
     from regard.models import Model, Seq2Seq, TextEncoder
@@ -132,7 +132,9 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
 def tell_ignored(names: Sequence[str]) -> None:
     """Say on standard error what of a model's folder was passed over."""
     if names:
-        some = ", ".join(shown(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
+        some = ", ".join(short_repr(name) for name in names[:10]) + (
+            ", ..." if len(names) > 10 else ""
+        )
         typer.echo(f"passed over in the model's folder: {some}", err=True)
 
 
@@ -163,7 +165,7 @@ def check_files(
                 from regard.view.plotting import check_format
 
                 check_format(path)
-            check_place(path)
+            check_is_file_name(path)
         except FileError as error:
             raise typer.BadParameter(str(error), param_hint=flag) from error
-        check_target(path)
+        check_writable(path)

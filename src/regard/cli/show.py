@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from regard.errors import ArgumentError, RegardError
-from regard.foreign import told, whole
 from regard.span import Span
+from regard.untrusted_text import error_text, parse_integer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -224,10 +224,11 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
     if text is None:
         side = min(128, 1 << max(0, (max(T, S) // 4).bit_length() - 1))
         return side, side
-    sides = [whole(part) or 0 for part in text.lower().split("x")]
+    sides = [parse_integer(part) or 0 for part in text.lower().split("x")]
     if len(sides) > 2 or min(sides) < 1:
         raise ArgumentError(
-            f'--tiles is "{told(text, 60)}"; it must be a size such as 16, or 16x32 for queries x '
+            f'--tiles is "{error_text(text, 60)}"; it must be a size such as 16, or 16x32 for '
+            "queries x "
             "keys"
         )
     return sides[0], sides[-1]

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import text
-from regard.foreign import shown, told
-from regard.suggest import suggest
+from regard.files.regular_files import read_text
+from regard.untrusted_text import error_text, short_repr
 
 
 def options_of_file(context: typer.Context, options: Iterable[str]) -> set[str]:
@@ -462,23 +462,23 @@ def read(path: Path) -> dict[str, Any]:
     {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """
     try:
-        content = tomllib.loads(text(path, LONGEST))
+        content = tomllib.loads(read_text(path, LONGEST))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise FileError(f"{path}: is not TOML: {told(error)}") from error
+        raise FileError(f"{path}: is not TOML: {error_text(error)}") from error
     found: dict[str, Any] = {}
     for section, keys in content.items():
         if section not in SECTIONS or not isinstance(keys, dict):
-            raise ArgumentError(f"{path}: {told(_stray(section))}")
+            raise ArgumentError(f"{path}: {error_text(_stray(section))}")
         for key, value in keys.items():
             name = key.replace("-", "_")
             if (section, name) == ("model", "options") and isinstance(value, dict):
                 found["option"] = _settings(path, value)
             elif name not in SECTIONS[section]:
-                raise ArgumentError(f"{path}: {told(_unknown(section, key, name))}")
+                raise ArgumentError(f"{path}: {error_text(_unknown(section, key, name))}")
             elif name in found:
                 raise ArgumentError(f"{path}: [{section}] has {name} twice; keep one")
             else:
-                found[name] = _text(f"{path}: [{section}] {told(key)}", value)
+                found[name] = _text(f"{path}: [{section}] {error_text(key)}", value)
     return found
 
 
@@ -486,14 +486,14 @@ def _settings(path: Path, options: Mapping[str, Any]) -> list[str]:
     """name=value for each option of a mechanism; lists are allowed."""
     for name, value in options.items():
         for part in value if isinstance(value, list) else [value]:
-            _text(f"{path}: [model.options] {told(name)}", part)
+            _text(f"{path}: [model.options] {error_text(name)}", part)
     return [f"{name}={value!r}" for name, value in options.items()]
 
 
 def _text(where: str, value: Any) -> str:
     if not isinstance(value, (str, int, float)):
         raise ArgumentError(
-            f"{where} is {shown(value)}; it must be a string, a number, true or false"
+            f"{where} is {short_repr(value)}; it must be a string, a number, true or false"
         )
     return str(value)
 

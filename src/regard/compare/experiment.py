@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from regard.errors import ArgumentError, FileError
-from regard.files.strict import read_json
-from regard.files.write import written
+from regard.files.atomic_write import write_atomically
+from regard.files.strict_json import read_json
 
 LONGEST = 64 << 20
 """Bytes of a kept measurement, at most."""
@@ -138,7 +138,7 @@ class Store:
         path = self.folder / f"{experiment.key}.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with written(path) as whole:
+            with write_atomically(path) as whole:
                 whole.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", "utf-8")
         except OSError as error:
             raise FileError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -26,7 +26,7 @@ from regard.nn import Attention, Prefix
 from regard.nn.dynamic_rotary import PreRope, Recomputed, ReRotate
 from regard.nn.projections import Separate
 from regard.positions import Rotary, critical_dimension, rope_frequencies
-from regard.table import table as aligned
+from regard.text_table import format_table as aligned
 from regard.view import html
 from regard.view.charts import Line, Picture
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models.assembly.mechanism import decoders, entry_of
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.nn.variants.registry import parse
-from regard.suggest import suggest
 
 SINKS = 4
 """First tokens that "sinks" never forgets (arXiv 2309.17453, section 3.2)."""

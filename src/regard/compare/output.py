@@ -7,7 +7,7 @@ from typing import Any
 
 from regard import units
 from regard.compare.comparison import COSTS, FEWEST, cost_of, front
-from regard.table import table as table_of
+from regard.text_table import format_table as table_of
 from regard.view import html
 from regard.view.charts import Axis, Line, Mark, Picture, Scatter
 

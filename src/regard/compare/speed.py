@@ -20,7 +20,7 @@ from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.room import Room
-from regard.tap import Trace
+from regard.tracing import Trace
 from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, optimiser
 
@@ -42,13 +42,13 @@ class Kernels(Trace):
     ['reference']
     """
 
-    watches: ClassVar[bool] = True
+    observes_calls: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def saw(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
         """One call more."""
         name = kernel.partition(",")[0]
         if name not in self.names:

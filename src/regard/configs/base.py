@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from regard.cost.model import Model
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.foreign import shown
-from regard.suggest import suggest
+from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, Any]
 """A config.json as it was parsed."""
@@ -37,7 +37,7 @@ class UnknownKey(ArgumentError):
 
     def __init__(self, path: tuple[str, ...], reason: str) -> None:
         self.path = path
-        name = shown(self.key)
+        name = short_repr(self.key)
         super().__init__(
             f"{reason}{'' if reason.endswith('?') else '.'} If it changes nothing that is "
             "computed, pass it over: "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from regard.arguments import head_size
+from regard.argument_checks import resolve_head_dim
 from regard.configs.base import ModelConfig, check_activation, check_sizes
 from regard.cost.feed_forward import Dense
 from regard.cost.model import Layer, Model
@@ -58,7 +58,7 @@ class BertConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        head_size(self.hidden_size, self.num_attention_heads, None)
+        resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
         check_activation(self.hidden_act)
 
     def sizes(self, name: str) -> Model:
@@ -66,7 +66,7 @@ class BertConfig(ModelConfig):
         head for hidden words is not counted.
         """
         M, H = self.hidden_size, self.num_attention_heads
-        D, norm = head_size(M, H, None), Weights(norms=2 * M)
+        D, norm = resolve_head_dim(M, H, None), Weights(norms=2 * M)
         layer = Layer(
             SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
             Dense(M, self.intermediate_size, gated=False, bias=True),

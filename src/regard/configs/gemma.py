@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.configs import layer_types
 from regard.configs.base import Raw
 from regard.configs.layer_types import FULL, SLIDING

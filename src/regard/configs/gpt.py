@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from regard.arguments import check_number, head_size
+from regard.argument_checks import check_number, resolve_head_dim
 from regard.configs.base import (
     ModelConfig,
     Raw,
@@ -24,7 +24,7 @@ from regard.cost.model import Layer, Model
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError
-from regard.foreign import shown
+from regard.untrusted_text import short_repr
 
 
 def _check_eps(key: str, value: float) -> None:
@@ -37,7 +37,7 @@ def _layer(
     """A block of multi-head attention, a feed-forward layer and two LayerNorms; without `bias`
     neither the feed-forward layer nor the norms have one.
     """
-    D, norm = head_size(dim, heads, None), _norm(dim, bias=bias)
+    D, norm = resolve_head_dim(dim, heads, None), _norm(dim, bias=bias)
     shape = HeadShape(heads, heads, D, D)
     mixer = SoftmaxSpec.of(dim, shape, bias=attention_bias, output_bias=attention_bias)
     return Layer(mixer, Dense(dim, hidden, gated=False, bias=bias), norm + norm)
@@ -76,7 +76,7 @@ class GPT2Config(ModelConfig):
     def __post_init__(self) -> None:
         check_sizes(self)
         _check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        head_size(self.n_embd, self.n_head, None)
+        resolve_head_dim(self.n_embd, self.n_head, None)
         check_activation(self.activation_function, "activation_function")
 
     @classmethod
@@ -160,7 +160,7 @@ class GPTNeoXConfig(ModelConfig):
     def rope(self) -> RopeSettings:
         """The settings of the rotary positions of every layer."""
         return RopeSettings(
-            head_size(self.hidden_size, self.num_attention_heads, None),
+            resolve_head_dim(self.hidden_size, self.num_attention_heads, None),
             self.rotary_emb_base,
             self.rope_scaling,
             self.max_position_embeddings,
@@ -221,7 +221,7 @@ class BloomConfig(ModelConfig):
     def __post_init__(self) -> None:
         check_sizes(self)
         _check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        head_size(self.hidden_size, self.n_head, None)
+        resolve_head_dim(self.hidden_size, self.n_head, None)
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
@@ -298,14 +298,14 @@ class MptConfig(ModelConfig):
     def __post_init__(self) -> None:
         check_sizes(self)
         _check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        head_size(self.d_model, self.n_heads, None)
+        resolve_head_dim(self.d_model, self.n_heads, None)
         for key, value in self.attn_config.items():
             name, allowed = f"attn_config.{key}", MPT_FIXED.get(key)
             if allowed is not None and value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; only {allowed[0]!r} is supported")
             if allowed is None and key not in MPT_ATTENTION:
                 raise UnknownKey(
-                    ("attn_config", key), f"attn_config has the unknown key {shown(key)}"
+                    ("attn_config", key), f"attn_config has the unknown key {short_repr(key)}"
                 )
             if key == "alibi_bias_max" and value is None:
                 raise ArgumentError(f"{name} is null; it must be above 0")

@@ -12,8 +12,8 @@ from typing import Any
 
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost.model import Model
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.suggest import suggest
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.suggest import suggest
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from regard.arguments import check_groups, check_number
+from regard.argument_checks import check_groups, check_number
 from regard.configs import layer_types
 from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope

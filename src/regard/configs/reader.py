@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from regard.configs import CONFIGS, config_class
 from regard.configs.base import ModelConfig, Raw, UnknownKey
 from regard.cost.model import Model
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files.strict import read_json
-from regard.foreign import inert, shown, told
-from regard.suggest import suggest
+from regard.files.strict_json import read_json
+from regard.untrusted_text import error_text, escape_controls, short_repr
 
 MOST_UNKNOWN = 64
 """The most unknown keys that are passed over: each costs another reading of the whole config."""
@@ -297,7 +297,7 @@ def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
             )
         if sizes_only or key in known or key in fixed or key in kind.ignored or is_harmless(key):
             continue
-        raise UnknownKey((key,), f"unknown key {shown(key)}{suggest(key, [*known, *fixed])}")
+        raise UnknownKey((key,), f"unknown key {short_repr(key)}{suggest(key, [*known, *fixed])}")
     hints = typing.get_type_hints(kind)
     if sizes_only:  # a null says nothing, unless it means something for this key
         found = {
@@ -365,7 +365,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
         raise ArgumentError(
-            f"{where}: model_type {shown(model_type)} is not known"
+            f"{where}: model_type {short_repr(model_type)} is not known"
             f"{suggest(model_type, CONFIGS, otherwise='.')} Known are "
             f"{', '.join(CONFIGS)}; "
             "for another one give the sizes as flags: --layers --dim --heads ..."
@@ -375,7 +375,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
         model = config.sizes(name)
     except ArgumentError as error:
         raise ArgumentError(
-            f"{where}: {told(error)}; or give the sizes as flags: --layers --dim --heads ..."
+            f"{where}: {error_text(error)}; or give the sizes as flags: --layers --dim --heads ..."
         ) from error
     text = raw.get("text_config")
     said = text if isinstance(text, Mapping) and config.model_types[0] != model_type else raw
@@ -406,9 +406,9 @@ def read_sizes_file(path: Path) -> Model:
         raise FileError(f"{path} is no file; give a config.json, or the folder that it is in")
     raw = read_json(path)
     try:
-        return read_sizes(raw, inert(path.parent.name) or str(path), str(path))
+        return read_sizes(raw, escape_controls(path.parent.name) or str(path), str(path))
     except ArgumentError as error:
-        raise ArgumentError(told(error, 2000)) from error
+        raise ArgumentError(error_text(error, 2000)) from error
 
 
 def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
@@ -530,7 +530,7 @@ def check_code(kind: type[ModelConfig], raw: Raw) -> None:
         if not str(name).rpartition(".")[2].startswith(kind.code):
             raise UnknownKey(
                 ("auto_map",),
-                f"auto_map names {shown(str(name))}, which is not the published code of "
+                f"auto_map names {short_repr(str(name))}, which is not the published code of "
                 f"{raw.get('model_type')} and is never "
                 "run; use a checkpoint of the family's own code",
             )

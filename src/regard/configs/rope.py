@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from regard.configs.base import UnknownKey
 from regard.configs.layer_types import FULL, SLIDING
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.foreign import shown
-from regard.suggest import suggest
+from regard.untrusted_text import short_repr
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -137,7 +137,7 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             raise UnknownKey(
                 (*where.split("."), key),
                 f"{where} of rope_type {kind!r} has the unknown key "
-                f"{shown(key)}{suggest(key, known, otherwise='.')} "
+                f"{short_repr(key)}{suggest(key, known, otherwise='.')} "
                 f"Its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):

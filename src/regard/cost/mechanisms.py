@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from regard.arguments import divisors
+from regard.argument_checks import divisors
 from regard.cost import recurrent
 from regard.cost.infini import InfiniSpec
 from regard.cost.latent import LatentSpec
 from regard.cost.selected import NSASpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.foreign import shown
-from regard.suggest import suggest
+from regard.untrusted_text import short_repr
 
 FREE = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
@@ -157,7 +157,7 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
     if name not in MECHANISMS:
         hint = suggest(name, MECHANISMS, cutoff=0.5, otherwise=".")
         raise ArgumentError(
-            f"attention {shown(name)} is not counted{hint} Known are {', '.join(MECHANISMS)}; "
+            f"attention {short_repr(name)} is not counted{hint} Known are {', '.join(MECHANISMS)}; "
             "regard describe NAME tells one layer of every mechanism"
         )
     made, given = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
@@ -176,7 +176,7 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
             and not (isinstance(value, int) and 1 <= value <= LARGEST)
         ):
             raise ArgumentError(
-                f"{key} is {shown(value)}; it must be an integer of at least 1 and at most "
+                f"{key} is {short_repr(value)}; it must be an integer of at least 1 and at most "
                 f"{LARGEST}"
             )
     return made.build(dim, heads, given)

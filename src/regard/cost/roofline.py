@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from regard.cost.report import CostReport
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.suggest import suggest
 
 FALLBACK = {
     "int2": "bf16",

@@ -1,7 +1,6 @@
-"""Files of unknown origin, read in bounded time and memory, and files of ours, written whole or not
-at all.
+"""Reading of untrusted files in bounded time and memory, and atomic writing of files.
 
-`regular` opens regular files and nothing else, `strict` reads JSON, `safetensors` reads tensors,
-`write` and `lock` are for what we write. Everything that reads a file for this package reads it
-here, and refuses with the package's own errors.
+`regular_files` opens regular files only, `strict_json` parses JSON, `safetensors_header` and
+`safetensors_reader` read tensors. `atomic_write` and `folder_lock` are used for writing. All code
+of this package that reads a file uses these modules, which raise the package's own errors.
 """

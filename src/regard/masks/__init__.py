@@ -1,8 +1,10 @@
-"""Masks: rules on positions, joined by `&`, `|` and `~`, that say which key a query may see.
+"""Masks: rules on token positions that say which keys each query may attend to.
 
-In a dense mask, True = may attend.
+Masks are combined with `&`, `|` and `~`. In a dense mask, True means that the query may attend to
+the key.
 """
 
+from regard.deprecation import renamed
 from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.blocks import BigBird, Blocks, Selected
@@ -18,15 +20,15 @@ from regard.masks.convert import (
 from regard.masks.custom import Dense, Fn, Heads
 from regard.masks.parse import parse
 from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
-from regard.masks.tiling import EMPTY, FAR, FULL, PARTIAL, Intervals
+from regard.masks.tiling import EMPTY, FULL, PARTIAL, UNBOUNDED, Intervals
 from regard.registry import import_all
 
 __all__ = [
     "EMPTY",
-    "FAR",
     "FULL",
     "MASKS",
     "PARTIAL",
+    "UNBOUNDED",
     "All",
     "Any",
     "BigBird",
@@ -62,8 +64,10 @@ __all__ = [
     "to_drop",
 ]
 
-# a mask in a file of its own is found without a line here, as `regard.masks.<Name>`
+# Masks in other files of this folder become `regard.masks.<Name>` without an entry here.
 import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in MASKS if kind.__module__.startswith(f"{__name__}.")
 )
+
+__getattr__ = renamed(__name__, {"FAR": "UNBOUNDED"})

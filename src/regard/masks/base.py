@@ -1,5 +1,5 @@
-"""What a mask is: a rule on positions, and what it says of itself: its structure, its reach and
-its words. `&`, `|` and `~` make masks of masks.
+"""The base class `Mask`, its reach and refusals, and the combinations `&` (`All`), `|` (`Any`) and
+`~` (`Not`).
 """
 
 from __future__ import annotations
@@ -15,32 +15,40 @@ from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.foreign import shown
 from regard.masks.tiling import (
     UNKNOWN,
     Intervals,
-    both,
+    and_states,
     broadcast,
+    clear_rows,
+    complement,
+    count_held,
     count_visible,
-    either,
-    from_intervals,
-    gaps,
-    held,
+    evaluate_unknown_blocks,
     intersect,
-    none_for,
-    opposite,
-    settle,
-    tidy,
-    unite,
-    without_rows,
+    normalize_intervals,
+    not_states,
+    or_states,
+    states_from_intervals,
+    states_without_rows,
+    union,
 )
-from regard.plain_data import Plain
 from regard.registry import Registry
-from regard.span import Positions, Span, as_tensor, count, part, vacant
+from regard.serialization import Serializable
+from regard.span import Positions, Span, as_tensor, find_empty_slots, slice_positions, slot_count
+from regard.untrusted_text import short_repr
 
 
-class Part(NamedTuple):
-    """Some rows and columns of a call, and the device to compute on."""
+class CallSlice(NamedTuple):
+    """Some queries (rows) and keys (columns) of one attention call, and the device to compute on.
+
+    Attributes:
+        q_positions: the positions of all queries of the call.
+        k_positions: the positions of all keys of the call.
+        rows: the slice of the queries.
+        columns: the slice of the keys.
+        device: the device on which the mask is computed.
+    """
 
     q_positions: Positions
     k_positions: Positions
@@ -50,24 +58,33 @@ class Part(NamedTuple):
 
     @property
     def q(self) -> Tensor:
-        """The positions of the queries, [B or 1, t]."""
-        return as_tensor(part(self.q_positions, self.rows), self.device).to(self.device)
+        """The positions of the queries in the slice, `[B or 1, t]`."""
+        return as_tensor(slice_positions(self.q_positions, self.rows), self.device).to(self.device)
 
     @property
     def k(self) -> Tensor:
-        """The positions of the keys, [B or 1, s]."""
-        return as_tensor(part(self.k_positions, self.columns), self.device).to(self.device)
+        """The positions of the keys in the slice, `[B or 1, s]`."""
+        return as_tensor(slice_positions(self.k_positions, self.columns), self.device).to(
+            self.device
+        )
 
     @property
     def keys(self) -> Positions:
-        """The positions of all keys, a Span as it is."""
+        """The positions of all keys of the call; a `Span` stays a `Span`."""
         keys = self.k_positions
         return keys if isinstance(keys, Span) else keys.to(self.device)
 
 
-class Slot(NamedTuple):
-    """One pair of slots of a call, scalars: its batch row, head and places, and the positions
-    stored there.
+class SlotPair(NamedTuple):
+    """One query slot and one key slot of a call, as scalar tensors.
+
+    Attributes:
+        b: the batch row.
+        h: the query head.
+        q_idx: the index of the query in the call.
+        kv_idx: the index of the key in the call.
+        q: the position of the query.
+        k: the position of the key.
     """
 
     b: Tensor
@@ -78,8 +95,10 @@ class Slot(NamedTuple):
     k: Tensor
 
 
-def device_of(q: Positions, k: Positions, device: torch.device | str | None) -> torch.device:
-    """The device that was asked for, else that of the stored positions, else the CPU."""
+def device_of_positions(
+    q: Positions, k: Positions, device: torch.device | str | None
+) -> torch.device:
+    """Return `device` if it is given, else the device of the position tensors, else the CPU."""
     if device is None:
         device = next((x.device for x in (k, q) if isinstance(x, Tensor)), "cpu")
     return torch.device(device)
@@ -87,62 +106,76 @@ def device_of(q: Positions, k: Positions, device: torch.device | str | None) -> 
 
 Lengths: TypeAlias = Sequence[int] | Tensor
 
-LARGEST = (1 << 62) - 1
+MAX_INT = (1 << 62) - 1
 
 
-def whole(name: str, x: object, least: int, advice: str = "") -> int:
-    """x as an int of at least `least`, with room for a sum of two in 64 bits; `name` is "Window
-    size" or the like.
+def check_int(name: str, x: object, least: int, advice: str = "") -> int:
+    """Return `x` if it is an int from `least` to `MAX_INT`, and raise otherwise.
+
+    `MAX_INT` is 2^62 - 1, so that the sum of two such numbers fits into 64 bits.
+
+    Args:
+        name: the name of the argument in the error message, such as "Window size".
+        x: the value to check.
+        least: the smallest value that is allowed.
+        advice: a hint that is added to the message when `x` is too small.
     """
     if isinstance(x, bool) or not isinstance(x, int):
-        raise ArgumentTypeError(f"{name} is {_say(x)}; it must be an int, {least} or more")
+        raise ArgumentTypeError(
+            f"{name} is {_type_and_value(x)}; it must be an int, {least} or more"
+        )
     if x < least:
         raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
-    if x > LARGEST:
-        raise ArgumentError(f"{name} is {shown(x)}; positions have 64 bits: give at most {LARGEST}")
+    if x > MAX_INT:
+        raise ArgumentError(
+            f"{name} is {short_repr(x)}; positions have 64 bits: give at most {MAX_INT}"
+        )
     return x
 
 
-def wholes(name: str, xs: object, least: int) -> tuple[int, ...]:
-    """xs, a sequence or 1-D tensor of ints of at least `least`, as a tuple."""
+def check_ints(name: str, xs: object, least: int) -> tuple[int, ...]:
+    """Return a sequence or 1-D tensor of ints, each at least `least`, as a tuple."""
     if isinstance(xs, Tensor):
         xs = xs.tolist()
     if isinstance(xs, (str, bytes)) or not isinstance(xs, Iterable):
-        raise ArgumentTypeError(f"{name} is {_say(xs)}; it must be a sequence of ints")
-    return tuple(whole(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
+        raise ArgumentTypeError(f"{name} is {_type_and_value(xs)}; it must be a sequence of ints")
+    return tuple(check_int(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
 
 
-def four(x: Tensor) -> Tensor:
-    """x with dimensions of size 1 in front, 4 in all."""
+def to_4d(x: Tensor) -> Tensor:
+    """Return `x` with leading dimensions of size 1, so that it has four dimensions."""
     return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
 
 
-def check_rows(mask: str, rows: int, B: int) -> None:
-    """The mask holds something for each of `rows` batch rows; a call has B."""
+def check_batch_rows(mask: str, rows: int, B: int) -> None:
+    """Raise unless a mask that stores `rows` batch rows fits a call of batch size `B`."""
     if rows not in (1, B):
         raise ArgumentError(
-            f"{mask} holds {rows} batch rows, but the call has batch {B}; "
-            f"give one entry per batch row, or one for all"
+            f"{mask} holds {rows} batch rows, but the call has batch {B}; give one entry per batch "
+            "row, or one for all"
         )
 
 
-def _say(x: object) -> str:
+def _type_and_value(x: object) -> str:
     return f"{type(x).__name__} {x!r}"
 
 
-EVERY = slice(None)
-ROWS = 128
+ALL_SLOTS = slice(None)
+ROWS_AT_ONCE = 128
 """Queries that are evaluated together, where a mask has no intervals."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which old keys a later query may still see: those at the first `sinks` positions, and those
-    with p - window < k for a query at position p. A cache may forget all others.
+    """The old keys that a later query may still see; a cache may evict all others.
+
+    For a query at position p, these are the keys at positions k > p - window, and the keys at the
+    first `sinks` positions.
 
     Args:
-        window: the last keys, the query's own included; None is all of them.
-        sinks: the first positions.
+        window: the number of keys back from the query, its own key included; None means all of
+            them.
+        sinks: the number of positions at the start of the sequence that stay visible.
 
     >>> Reach(window=8, sinks=4).tokens
     12
@@ -153,23 +186,25 @@ class Reach:
 
     @property
     def tokens(self) -> int | None:
-        """The most keys behind a query, its own included; None without a bound."""
+        """The largest number of keys up to a query, its own included; None if there is no bound."""
         return None if self.window is None else self.window + self.sinks
 
 
 RefusalKey: TypeAlias = Literal[
     "outside", "inside", "future", "padding", "document", "chunk", "selected", "given"
 ]
-"""The sentences that a page has for a refusal, in each of its languages."""
+"""Names of the sentences by which a report page explains in its own language why a mask forbids a
+key.
+"""
 
 
 class Refusal(NamedTuple):
-    """Why a mask keeps a query from a key.
+    """The reason why a mask forbids a query to attend to a key.
 
     Attributes:
-        words: in English, for a terminal: "outside window 512".
-        key: the sentence that a page says in its own language, `why.<key>` of its strings.
-        mask: what the sentence names.
+        words: the reason in English, for a terminal: "outside window 512".
+        key: the name of the sentence in the language tables of the report page (`why.<key>`).
+        mask: the text of the mask, which the sentence quotes.
     """
 
     words: str
@@ -178,24 +213,24 @@ class Refusal(NamedTuple):
 
 
 MASKS: Registry[Mask] = Registry("mask")
-"""Every class of masks by its `kind`: what `parse` reads, and recordings are read back by."""
+"""All mask classes by their `kind`, the name that `parse` reads and that recordings store."""
 
 
 @dataclass(frozen=True, eq=False)
-class Mask(Plain, ABC):
-    """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks
-    of masks.
+class Mask(Serializable, ABC):
+    """A frozen rule on absolute positions that says which keys a query may attend to.
 
-    Masks of equal fields are equal and hash alike; tensors in fields count by identity. A slot at
-    position -1 holds nothing, whatever the rule says: as a key it is never visible, as a query it
-    sees nothing. The public methods see to that once, for the mask as a whole, so that `~` cannot
-    turn it round.
+    Masks with equal fields are equal and have equal hashes; a tensor in a field is compared by
+    identity. A slot at position -1 holds no token: as a key it is never visible, and as a query it
+    sees nothing. The public methods enforce this once, on the result for the whole mask, so that
+    `~` does not make empty slots visible.
 
-    A new mask is a subclass, `@dataclass(frozen=True, eq=False)`, here or in your own code. It
-    writes `allows`, which depends on its fields and the positions alone, and `_intervals` where
-    they have a closed form; both speak of tokens only. It may override `reach`, `refusal`,
-    `near_misses`, `is_static` and `require`. The class is found by its name in small letters, or by
-    `kind = "..."`: in `masks.parse`, `regard show` and recordings.
+    To define a new mask, write a subclass, decorated with `@dataclass(frozen=True, eq=False)`, in
+    this package or in your own code. It must define `allows`, which may depend on the fields and
+    the positions only. It should define `_intervals` if the visible keys have a closed form; both
+    methods ignore empty slots. It may override `reach`, `refusal`, `near_misses`, `is_static` and
+    `require`. `masks.parse`, `regard show` and recordings find the class by its name in lower case,
+    or by `kind = "..."`.
 
     >>> from regard import masks
     >>> mask = masks.Causal() & masks.Window(4) | masks.Sinks(1)
@@ -206,56 +241,81 @@ class Mask(Plain, ABC):
     """
 
     has_text: ClassVar[bool] = True
-    """Whether text can name the mask: not if its fields are tensors or functions."""
+    """Whether the mask can be written as text. It is False if fields are tensors or functions."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
-        MASKS.enter(cls.kind, cls)
+        MASKS.register(cls.kind, cls)
 
     @abstractmethod
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The rule: positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] -> bool, broadcastable to
-        [B, H, T, S].
+        """Evaluate the rule for positions.
+
+        Args:
+            q: positions of queries, `[B or 1, 1, T, 1]`.
+            k: positions of keys, `[B or 1, 1, 1, S]`.
+
+        Returns:
+            A bool tensor that broadcasts to `[B, H, T, S]`; True means that the query may attend to
+            the
+            key.
         """
 
     def block(
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = EVERY,
-        columns: slice = EVERY,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         device: torch.device | str | None = None,
     ) -> Bool[Tensor, "B H t s"]:
-        """The dense mask [B or 1, H or 1, t, s] of a slice of the call; a slot at position -1 sees
-        nothing and is not seen.
+        """Return the dense mask of a slice of an attention call.
+
+        Args:
+            q_positions: positions of all T queries of the call.
+            k_positions: positions of all S keys of the call.
+            rows: the queries to include, t of them; all by default.
+            columns: the keys to include, s of them; all by default.
+            device: where to compute; by default the device of the positions.
+
+        Returns:
+            A bool tensor `[B or 1, H or 1, t, s]`. A slot at position -1 sees nothing and is not
+            visible.
 
         >>> from regard import masks
         >>> masks.Causal().block(Span(0, 3), Span(0, 3)).int().tolist()
         [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
         """
-        device = device_of(q_positions, k_positions, device)
-        where = Part(q_positions, k_positions, rows, columns, device)
-        out, keys = self._block(where), part(k_positions, columns)
+        device = device_of_positions(q_positions, k_positions, device)
+        part = CallSlice(q_positions, k_positions, rows, columns, device)
+        out, keys = self._block(part), slice_positions(k_positions, columns)
         if not isinstance(keys, Span) or keys.start < 0:
-            out = out & (where.k >= 0)[:, None, None]
-        if (empty := vacant(part(q_positions, rows), device)) is not None:
+            out = out & (part.k >= 0)[:, None, None]
+        if (empty := find_empty_slots(slice_positions(q_positions, rows), device)) is not None:
             out = out & ~empty[:, None, :, None]
-        return out.expand(-1, -1, count(part(q_positions, rows)), count(keys))
+        return out.expand(-1, -1, slot_count(slice_positions(q_positions, rows)), slot_count(keys))
 
-    def _block(self, where: Part) -> Tensor:
-        """The rule, 4-D; empty slots are not looked at."""
-        return four(self.allows(where.q[:, None, :, None], where.k[:, None, None, :]))
+    def _block(self, part: CallSlice) -> Tensor:
+        """Return the rule for a slice of a call as a 4-D tensor, without regard to empty slots."""
+        return to_4d(self.allows(part.q[:, None, :, None], part.k[:, None, None, :]))
 
     def intervals(
         self, q: Positions, *, device: torch.device | str | None = None
     ) -> Intervals | None:
-        """The key positions that each query sees, as n half-open ranges, disjoint and sorted; None
-        without structure.
+        """Return the key positions that each query sees, as ranges.
 
-        q: positions of the queries, t of them; the ranges are int64 [B or 1, H or 1, t, n] and may
-            end at 2^62: without an end. A query at position -1 has none.
+        Args:
+            q: positions of t queries.
+            device: where to compute; by default the device of the positions.
+
+        Returns:
+            n half-open ranges per query, disjoint and sorted: int64 `[B or 1, H or 1, t, n]`. A
+            range that
+            has no end stops at `UNBOUNDED`, 2^62. A query at position -1 has no range. None if the
+            rule
+            has no closed form.
 
         >>> from regard import masks
         >>> found = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
@@ -263,18 +323,22 @@ class Mask(Plain, ABC):
         ([[[[0], [4]]]], [[[[1], [6]]]])
         """
         positions = as_tensor(q, device)
-        found = self._ranges(positions if device is None else positions.to(device))
-        if found is None or (empty := vacant(q, device)) is None:
-            return found
-        return none_for(found, empty)
+        ranges = self._ranges(positions if device is None else positions.to(device))
+        if ranges is None or (empty := find_empty_slots(q, device)) is None:
+            return ranges
+        return clear_rows(ranges, empty)
 
     def _ranges(self, q: Tensor) -> Intervals | None:
-        """The same by the rule alone, for q [B or 1, t]; empty slots are not looked at."""
-        found = self._intervals(q.long()[:, None, :, None])
-        return None if found is None else tidy(Intervals(*broadcast(*found)))
+        """Return the normalized intervals of queries `[B or 1, t]`."""
+        ranges = self._intervals(q.long()[:, None, :, None])
+        return None if ranges is None else normalize_intervals(Intervals(*broadcast(*ranges)))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        """For q [B or 1, 1, t, 1]: ranges in any order, overlapping or not, below 0 or not."""
+        """Return the ranges of key positions by the rule alone, or None if there is no closed form.
+
+        The ranges may be unsorted, overlap, or begin below 0. `q` has the shape `[B or 1, 1, t,
+        1]`.
+        """
         return None
 
     def tiles(
@@ -285,11 +349,21 @@ class Mask(Plain, ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int8[Tensor, "B H nQ nK"]:
-        """EMPTY = 0, PARTIAL = 1 or FULL = 2 for each block of queries and keys, exactly; never a T
-        x S mask at once.
+        """Classify each tile of the call as empty, partial or full, without building the T x S
+        mask.
+
+        Args:
+            q_positions: positions of the T queries.
+            k_positions: positions of the S keys.
+            size: queries and keys per tile.
+            device: where to compute; by default the device of the positions.
+
+        Returns:
+            An int8 tensor `[B or 1, H or 1, nQ, nK]` of EMPTY = 0, PARTIAL = 1 and FULL = 2. It is
+            exact.
 
         Raises:
-            ArgumentError: a block size below 1.
+            ArgumentError: a tile size is less than 1.
 
         >>> from regard import masks
         >>> masks.Causal().tiles(Span(0, 8), Span(0, 8), (4, 4)).tolist()
@@ -298,14 +372,14 @@ class Mask(Plain, ABC):
         bq, bk = size
         if bq < 1 or bk < 1:
             raise ArgumentError(f"tile size is {size}; both sizes must be 1 or more")
-        T = count(q_positions)
+        T = slot_count(q_positions)
         lines = [
             self.tile_row(q_positions, k_positions, slice(i, min(i + bq, T)), bk, device=device)
             for i in range(0, T, bq)
         ]
         if not lines:
             return torch.zeros(
-                1, 1, 0, -(-count(k_positions) // bk), dtype=torch.int8, device=device
+                1, 1, 0, -(-slot_count(k_positions) // bk), dtype=torch.int8, device=device
             )
         return torch.stack(broadcast(*lines), 2)
 
@@ -318,37 +392,55 @@ class Mask(Plain, ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int8[Tensor, "B H nK"]:
-        """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it
-        comes to the block.
+        """Classify the tiles of one block of queries; a kernel calls this when it reaches the
+        block.
+
+        Args:
+            q_positions: positions of the T queries of the call.
+            k_positions: positions of the S keys of the call.
+            rows: the slice of the queries in the block.
+            bk: keys per tile.
+            device: where to compute; by default the device of the positions.
+
+        Returns:
+            An int8 tensor `[B or 1, H or 1, nK]` of EMPTY, PARTIAL and FULL.
         """
-        S, device = count(k_positions), device_of(q_positions, k_positions, device)
-        queries = part(q_positions, rows)
-        if S == 0 or count(queries) == 0:
+        S, device = slot_count(k_positions), device_of_positions(q_positions, k_positions, device)
+        queries = slice_positions(q_positions, rows)
+        if S == 0 or slot_count(queries) == 0:
             return torch.zeros(1, 1, -(-S // bk), dtype=torch.int8, device=device)
 
         def evaluate(columns: slice) -> Tensor:
             return self.block(q_positions, k_positions, rows, columns, device=device)
 
-        where = Part(q_positions, k_positions, rows, EVERY, device)
-        if (found := self.intervals(queries, device=device)) is not None:
-            states = from_intervals(found, where.keys, bk)
+        part = CallSlice(q_positions, k_positions, rows, ALL_SLOTS, device)
+        if (ranges := self.intervals(queries, device=device)) is not None:
+            states = states_from_intervals(ranges, part.keys, bk)
         else:
-            states = without_rows(self._undecided(where, bk), vacant(queries, device))
-        return settle(states, held(k_positions, bk).to(device), S, bk, evaluate)
-
-    def _states(self, where: Part, bk: int) -> Tensor:
-        """The states [B,H,nK] by the rule alone, over the keys that blocks hold, UNKNOWN where it
-        must be evaluated.
-        """
-        found = self._ranges(where.q)
-        return (
-            self._undecided(where, bk) if found is None else from_intervals(found, where.keys, bk)
+            states = states_without_rows(
+                self._undecided(part, bk), find_empty_slots(queries, device)
+            )
+        return evaluate_unknown_blocks(
+            states, count_held(k_positions, bk).to(device), S, bk, evaluate
         )
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        """The states where the mask has no intervals."""
-        nK = -(-count(where.k_positions) // bk)
-        return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=where.device)
+    def _states(self, part: CallSlice, bk: int) -> Tensor:
+        """Return the tile states `[B, H, nK]` by the rule alone, UNKNOWN where it must be
+        evaluated.
+
+        Only slots that hold a key are counted.
+        """
+        ranges = self._ranges(part.q)
+        return (
+            self._undecided(part, bk)
+            if ranges is None
+            else states_from_intervals(ranges, part.keys, bk)
+        )
+
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        """Return the tile states for a mask without intervals: UNKNOWN everywhere by default."""
+        nK = -(-slot_count(part.k_positions) // bk)
+        return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=part.device)
 
     def visible(
         self,
@@ -357,27 +449,42 @@ class Mask(Plain, ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int[Tensor, "B H T"]:
-        """How many keys each query sees, int64 [B or 1, H or 1, T].
+        """Count the keys that each query sees.
+
+        Args:
+            q_positions: positions of the T queries.
+            k_positions: positions of the S keys.
+            device: where to compute; by default the device of the positions.
+
+        Returns:
+            An int64 tensor `[B or 1, H or 1, T]`.
 
         >>> from regard import masks
         >>> masks.Window(2).visible(Span(0, 4), Span(0, 4)).tolist()
         [[[4, 4, 3, 2]]]
         """
-        device = device_of(q_positions, k_positions, device)
-        found = self.intervals(q_positions, device=device)
-        if found is not None:
+        device = device_of_positions(q_positions, k_positions, device)
+        ranges = self.intervals(q_positions, device=device)
+        if ranges is not None:
             keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
-            return count_visible(found, keys)
-        T = max(count(q_positions), 1)
+            return count_visible(ranges, keys)
+        T = max(slot_count(q_positions), 1)
         lines = [
-            self.block(q_positions, k_positions, slice(i, i + ROWS), device=device).sum(-1)
-            for i in range(0, T, ROWS)
+            self.block(q_positions, k_positions, slice(i, i + ROWS_AT_ONCE), device=device).sum(-1)
+            for i in range(0, T, ROWS_AT_ONCE)
         ]
         return torch.cat(lines, -1)
 
     def count(self, q_positions: Positions, k_positions: Positions) -> int:
-        """The query-key pairs that are visible, over every batch row and head that the mask tells
-        apart.
+        """Count the visible query-key pairs, over all batch rows and heads for which the mask
+        differs.
+
+        Args:
+            q_positions: positions of the queries.
+            k_positions: positions of the keys.
+
+        Returns:
+            The number of pairs.
 
         >>> from regard import masks
         >>> masks.Causal().count(Span(0, 64), Span(0, 64))
@@ -386,39 +493,53 @@ class Mask(Plain, ABC):
         return int(self.visible(q_positions, k_positions).sum())
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Check that the mask can serve a call of this shape.
+        """Check that the mask fits an attention call of this shape.
+
+        Args:
+            B: batch size.
+            H: number of query heads.
+            T: number of queries.
+            S: number of keys.
 
         Raises:
-            ArgumentError: the mask holds something per batch row, head, query or key, for another
-                number of them.
+            ArgumentError: the mask stores values per batch row, head, query or key, and their
+                number differs from that of the call.
         """
 
     def mask_mod(
         self, q_positions: Positions, k_positions: Positions
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The rule as a `mask_mod(b, h, q_idx, kv_idx)` of `torch.nn.attention.flex_attention`, for
-        slots of this call.
+        """Return the rule as a `mask_mod` function for `torch.nn.attention.flex_attention`.
+
+        Args:
+            q_positions: positions of the queries of the call.
+            k_positions: positions of the keys of the call.
+
+        Returns:
+            A function `mask_mod(b, h, q_idx, kv_idx)` of slot indices in this call.
         """
-        device = device_of(q_positions, k_positions, None)
+        device = device_of_positions(q_positions, k_positions, None)
         q_all, k_all = (as_tensor(x, device).to(device) for x in (q_positions, k_positions))
-        empty = vacant(q_positions, device)
+        empty = find_empty_slots(q_positions, device)
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             row = b * (q_all.shape[0] > 1)
             q, k = q_all[row, q_idx], k_all[b * (k_all.shape[0] > 1), kv_idx]
-            seen = self._at(Slot(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
-            return seen if empty is None else seen & ~empty[row, q_idx]
+            visible = self._allows_pair(SlotPair(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
+            return visible if empty is None else visible & ~empty[row, q_idx]
 
         return mask_mod
 
-    def _at(self, slot: Slot) -> Tensor:
-        """The rule for one pair of slots, as a scalar; it runs under vmap."""
-        out = four(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        """Evaluate the rule for one pair of slots, as a scalar tensor; it runs under vmap."""
+        out = to_4d(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
 
     def reach(self) -> Reach:
-        """How far back the mask looks: a bound, which it keeps within. Without an override, all
-        keys.
+        """Return a bound on how far back a query may look. By default, it may see all earlier keys.
+
+        Returns:
+            The keys that later queries may still see; a cache may evict the others.
 
         >>> from regard import masks
         >>> (masks.Causal() & (masks.Window(8) | masks.Sinks(4))).reach()
@@ -428,23 +549,27 @@ class Mask(Plain, ABC):
 
     @cached_property
     def is_static(self) -> bool:
-        """Whether the rule can never change, so that what was computed from it may be kept.
+        """Whether the rule can never change, so that results computed from it may be cached.
 
-        Without an override: the class is a dataclass of its own, and its fields are numbers, words,
-        None, static masks, or tuples of these.
+        By default this is True if the class is itself a dataclass and its fields are numbers,
+        strings, None, static masks, or tuples of these.
         """
         own = "__dataclass_fields__" in type(self).__dict__
         return own and all(_is_fixed(getattr(self, x.name)) for x in fields(self))
 
     @property
     def by_slot(self) -> bool:
-        """Whether the rule speaks of the keys' places in the call, as a dense tensor does, and not
-        of their positions. Without an override: whether a mask in its fields does.
+        """Whether columns are indices of keys in the call, as in a dense tensor, and not positions.
+
+        By default this is True if a mask in one of the fields is of that kind.
         """
         return any(mask.by_slot for mask in self.members())
 
     def refusal(self) -> Refusal:
-        """Why this mask, as one rule, keeps a query from a key.
+        """Return the reason why this mask forbids a query to attend to a key.
+
+        Returns:
+            The reason as text and as the name of a translated sentence.
 
         >>> from regard import masks
         >>> masks.Window(512).refusal().words, masks.Strided(4).refusal().words
@@ -453,29 +578,60 @@ class Mask(Plain, ABC):
         return Refusal(f"outside {self}", "outside", str(self))
 
     def near_misses(self) -> tuple[Mask, ...]:
-        """Masks that a wrong kernel may have computed instead: a window that is one off."""
+        """Return masks that a faulty kernel may have applied instead, such as a window that is off
+        by one.
+
+        Returns:
+            The similar masks; none by default.
+        """
         return ()
 
     def select_heads(self, heads: slice) -> Mask:
-        """The mask of some of the query heads; itself, unless it holds one for each head."""
+        """Return the mask of some of the query heads.
+
+        Args:
+            heads: the slice of the query heads.
+
+        Returns:
+            A mask for these heads; the mask itself if all heads share it.
+        """
         return self
 
     def terms(self) -> tuple[Mask, ...]:
-        """The masks whose `&` this is: itself alone, unless it is an `All`."""
+        """Return the masks that are combined by `&`.
+
+        Returns:
+            The members of an `All`; for any other mask, the mask alone.
+        """
         return (self,)
 
     def operands(self) -> tuple[Mask, ...]:
-        """The masks whose `&` or `|` this is, each of which may be why it says no; else none."""
+        """Return the members of a combination by `&` or `|`, each of which may be the reason of a
+        refusal.
+
+        Returns:
+            The members; none for a mask that is not a combination.
+        """
         return ()
 
     def members(self) -> tuple[Mask, ...]:
-        """The masks that stand in its fields."""
+        """Return the masks that are stored in the fields of this mask.
+
+        Returns:
+            The masks in the order of the fields.
+        """
         values = (getattr(self, x.name) for x in fields(self))
         inside = (x for value in values for x in (value if isinstance(value, tuple) else (value,)))
         return tuple(x for x in inside if isinstance(x, Mask))
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Mask:
-        """The same mask over other tensors: each tensor x in it is change(x).
+        """Return the same mask with each tensor replaced.
+
+        Args:
+            change: a function from an old tensor to its replacement.
+
+        Returns:
+            A new mask; the mask itself if no tensor changed.
 
         >>> from regard import masks
         >>> rule = masks.Causal() & masks.Dense(torch.ones(2, 2).bool())
@@ -515,7 +671,13 @@ class Mask(Plain, ABC):
 
 
 def reach(mask: Mask | None) -> Reach:
-    """The old keys that a mask may still show; no mask shows all of them.
+    """Return the old keys that queries under a mask may still see.
+
+    Args:
+        mask: the mask; None means that all keys are visible.
+
+    Returns:
+        The reach of the mask.
 
     >>> from regard.masks import Causal, Window
     >>> reach(Causal() & Window(8)), reach(None)
@@ -531,7 +693,7 @@ def _is_fixed(x: object) -> bool:
 
 
 def _with_tensors(x: object, change: Callable[[Tensor], Tensor]) -> object:
-    """A value of a field with other tensors; the value itself where it has none."""
+    """Return the value of a field with its tensors replaced; itself if it has none."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, Mask):
@@ -542,8 +704,8 @@ def _with_tensors(x: object, change: Callable[[Tensor], Tensor]) -> object:
     return x
 
 
-def loosest(bounds: Sequence[Reach]) -> Reach:
-    """A bound for whatever one of several masks may show."""
+def widest_reach(bounds: Sequence[Reach]) -> Reach:
+    """Return a reach that covers all of the given ones."""
     windows = [x.window for x in bounds if x.window is not None]
     if len(windows) < len(bounds):
         return Reach(None)
@@ -551,10 +713,10 @@ def loosest(bounds: Sequence[Reach]) -> Reach:
 
 
 @dataclass(frozen=True, eq=False)
-class _Several(Mask):
-    """Masks of one operation, flat: (a & b) & c holds a, b and c."""
+class _Combination(Mask):
+    """Masks combined by one operation, flattened: (a & b) & c stores a, b and c."""
 
-    has_text: ClassVar[bool] = False  # written with operators
+    has_text: ClassVar[bool] = False  # text uses the operators instead
 
     masks: tuple[Mask, ...]
 
@@ -572,32 +734,36 @@ class _Several(Mask):
         object.__setattr__(self, "masks", tuple(flat))
 
     def operands(self) -> tuple[Mask, ...]:
-        """The members."""
+        """Return the masks that are combined."""
         return self.masks
 
     def select_heads(self, heads: slice) -> Mask:
-        """The same operation on the members for these heads."""
+        """Apply `select_heads` to each member."""
         return type(self)(tuple(mask.select_heads(heads) for mask in self.masks))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Check that every member can serve the call."""
+        """Check that each member fits the call."""
         for mask in self.masks:
             mask.require(B, H, T, S)
 
-    def _found(self, q: Tensor) -> list[Intervals] | None:
-        """Every member's intervals, or None where one has none."""
-        found = []
+    def _member_intervals(self, q: Tensor) -> list[Intervals] | None:
+        """Return the intervals of each member, or None if a member has none."""
+        intervals = []
         for mask in self.masks:
-            x = mask._ranges(q[:, 0, :, 0])
-            if x is None:
+            ranges = mask._ranges(q[:, 0, :, 0])
+            if ranges is None:
                 return None
-            found.append(x)
-        return found
+            intervals.append(ranges)
+        return intervals
 
 
 @dataclass(frozen=True, eq=False)
-class All(_Several):
-    """What every member allows: a & b & c.
+class All(_Combination):
+    """The intersection of masks: a key is visible if every member allows it. `a & b & c` creates
+    it.
+
+    Args:
+        masks: the members; a member that is an `All` is flattened.
 
     Raises:
         ArgumentError, ArgumentTypeError: no members, or members that are not masks.
@@ -608,28 +774,28 @@ class All(_Several):
     """
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Every member's rule."""
+        """Return the logical and of the members' rules."""
         return reduce(torch.logical_and, (mask.allows(q, k) for mask in self.masks))
 
-    def _block(self, where: Part) -> Tensor:
-        return reduce(torch.logical_and, (mask._block(where) for mask in self.masks))
+    def _block(self, part: CallSlice) -> Tensor:
+        return reduce(torch.logical_and, (mask._block(part) for mask in self.masks))
 
-    def _at(self, slot: Slot) -> Tensor:
-        return reduce(torch.logical_and, (mask._at(slot) for mask in self.masks))
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return reduce(torch.logical_and, (mask._allows_pair(slot) for mask in self.masks))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self._found(q)
-        return None if found is None else reduce(intersect, found)
+        intervals = self._member_intervals(q)
+        return None if intervals is None else reduce(intersect, intervals)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return reduce(both, (mask._states(where, bk) for mask in self.masks))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return reduce(and_states, (mask._states(part, bk) for mask in self.masks))
 
     def terms(self) -> tuple[Mask, ...]:
-        """The members."""
+        """Return the masks that are combined."""
         return self.masks
 
     def reach(self) -> Reach:
-        """The tightest of the members' bounds: each of them bounds the whole."""
+        """Return the smallest reach of the members, since each of them bounds the whole."""
         bounds = [mask.reach() for mask in self.masks]
         return min(bounds, key=lambda x: float("inf") if x.tokens is None else x.tokens)
 
@@ -640,8 +806,12 @@ class All(_Several):
 
 
 @dataclass(frozen=True, eq=False)
-class Any(_Several):
-    """What at least one member allows: a | b | c.
+class Any(_Combination):
+    """The union of masks: a key is visible if at least one member allows it. `a | b | c` creates
+    it.
+
+    Args:
+        masks: the members; a member that is an `Any` is flattened.
 
     Raises:
         ArgumentError, ArgumentTypeError: no members, or members that are not masks.
@@ -652,25 +822,25 @@ class Any(_Several):
     """
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Some member's rule."""
+        """Return the logical or of the members' rules."""
         return reduce(torch.logical_or, (mask.allows(q, k) for mask in self.masks))
 
-    def _block(self, where: Part) -> Tensor:
-        return reduce(torch.logical_or, (mask._block(where) for mask in self.masks))
+    def _block(self, part: CallSlice) -> Tensor:
+        return reduce(torch.logical_or, (mask._block(part) for mask in self.masks))
 
-    def _at(self, slot: Slot) -> Tensor:
-        return reduce(torch.logical_or, (mask._at(slot) for mask in self.masks))
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return reduce(torch.logical_or, (mask._allows_pair(slot) for mask in self.masks))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self._found(q)
-        return None if found is None else reduce(unite, found)
+        intervals = self._member_intervals(q)
+        return None if intervals is None else reduce(union, intervals)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return reduce(either, (mask._states(where, bk) for mask in self.masks))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return reduce(or_states, (mask._states(part, bk) for mask in self.masks))
 
     def reach(self) -> Reach:
-        """A bound for what any of the members shows."""
-        return loosest([mask.reach() for mask in self.masks])
+        """Return a reach that covers the reach of each member."""
+        return widest_reach([mask.reach() for mask in self.masks])
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.masks))
@@ -678,7 +848,12 @@ class Any(_Several):
 
 @dataclass(frozen=True, eq=False)
 class Not(Mask):
-    """What a mask forbids: ~a. A slot without a key stays invisible.
+    """The complement of a mask: a key is visible if the mask forbids it. `~a` creates it.
+
+    A slot at position -1 stays invisible.
+
+    Args:
+        mask: the mask to negate.
 
     Raises:
         ArgumentTypeError: what is negated is not a mask.
@@ -688,7 +863,7 @@ class Not(Mask):
     causal & ~window(4)
     """
 
-    has_text: ClassVar[bool] = False  # written with an operator
+    has_text: ClassVar[bool] = False  # text uses the operator instead
 
     mask: Mask
 
@@ -699,36 +874,36 @@ class Not(Mask):
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The opposite of the rule."""
+        """Return the logical not of the mask's rule."""
         return ~self.mask.allows(q, k)
 
-    def _block(self, where: Part) -> Tensor:
-        return ~self.mask._block(where)
+    def _block(self, part: CallSlice) -> Tensor:
+        return ~self.mask._block(part)
 
-    def _at(self, slot: Slot) -> Tensor:
-        return ~self.mask._at(slot)
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        return ~self.mask._allows_pair(slot)
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self.mask._ranges(q[:, 0, :, 0])
-        return None if found is None else gaps(found)
+        ranges = self.mask._ranges(q[:, 0, :, 0])
+        return None if ranges is None else complement(ranges)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return opposite(self.mask._states(where, bk))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return not_states(self.mask._states(part, bk))
 
     def select_heads(self, heads: slice) -> Mask:
-        """What the mask of these heads forbids."""
+        """Return the complement of the mask of these heads."""
         return Not(self.mask.select_heads(heads))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Check that the mask can serve the call."""
+        """Check that the negated mask fits the call."""
         self.mask.require(B, H, T, S)
 
     def refusal(self) -> Refusal:
-        """A key inside the mask is what this one forbids."""
+        """Explain that the key is inside the negated mask."""
         words = self.mask.refusal().words
         outside = "outside "
         inner = words.removeprefix(outside) if words.startswith(outside) else str(self.mask)
         return Refusal(f"inside {inner}", "inside", str(self.mask))
 
     def __str__(self) -> str:
-        return f"~({self.mask})" if isinstance(self.mask, _Several) else f"~{self.mask}"
+        return f"~({self.mask})" if isinstance(self.mask, _Combination) else f"~{self.mask}"

@@ -1,5 +1,5 @@
-"""Masks that are a table of blocks of positions: any table, BigBird's, and one that a selection
-makes for a call.
+"""Masks given by a table of blocks of positions: `Blocks`, `BigBird`, and `Selected`, which block
+selection creates.
 """
 
 from __future__ import annotations
@@ -13,15 +13,25 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Part, Refusal, Slot, check_rows, four, whole
-from regard.masks.tiling import FAR, PARTIAL, Intervals, held, intersect, state_of, tidy
+from regard.masks.base import CallSlice, Mask, Refusal, SlotPair, check_batch_rows, check_int, to_4d
+from regard.masks.tiling import (
+    PARTIAL,
+    UNBOUNDED,
+    Intervals,
+    block_states,
+    count_held,
+    intersect,
+    normalize_intervals,
+)
+from regard.units import plural
 
 
-def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
-    """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ,
-    nK].
+def look_up_blocks(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
+    """Return table[b, h, q // size, k // size], and False outside the table.
+
+    The table is bool `[B or 1, H or 1, nQ, nK]`.
     """
-    q, k = (four(x) // size for x in (q, k))
+    q, k = (to_4d(x) // size for x in (q, k))
     B, H, nQ, nK = table.shape
     table = table.to(q.device)
     b = torch.arange(B, device=q.device)[:, None, None, None]
@@ -30,8 +40,8 @@ def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
     return table[b, h, q.clamp(0, nQ - 1), k.clamp(0, nK - 1)] & inside
 
 
-def block_runs(table: Tensor, size: int, q: Tensor) -> Intervals:
-    """The runs of visible blocks in the table's row of each query, as ranges of positions."""
+def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
+    """Return the runs of visible blocks of each query as ranges of positions."""
     B, H, nQ, nK = table.shape
     q = q[:, 0, :, 0] // size  # [b,t]
     b = torch.arange(B, device=q.device)[:, None, None]
@@ -40,22 +50,30 @@ def block_runs(table: Tensor, size: int, q: Tensor) -> Intervals:
     line = line & ((q >= 0) & (q < nQ))[:, None, :, None]
     steps = torch.nn.functional.pad(
         line.to(torch.int8), (1, 1)
-    ).diff()  # 1 opens a run, -1 closes it
-    at = torch.arange(nK + 1, device=q.device) * size
-    starts, stops = (torch.where(steps == x, at, FAR).sort(-1).values for x in (1, -1))
-    n = max(int((starts < FAR).sum(-1).max()), 1) if starts.numel() else 1
+    ).diff()  # 1 starts a run, -1 ends it
+    block_starts = torch.arange(nK + 1, device=q.device) * size
+    starts, stops = (
+        torch.where(steps == x, block_starts, UNBOUNDED).sort(-1).values for x in (1, -1)
+    )
+    n = max(int((starts < UNBOUNDED).sum(-1).max()), 1) if starts.numel() else 1
     return Intervals(starts[..., :n], stops[..., :n])
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
-    """A table says which block of positions sees which: table[b, h, q // size, k // size].
+    """A table says which block of queries sees which block of keys: table[b, h, q // size, k //
+    size].
 
-    table: bool [B or 1, H or 1, nQ, nK], or [nQ, nK]. Outside the table nothing is seen.
+    Keys outside the table are not visible.
+
+    Args:
+        table: bool `[B or 1, H or 1, nQ, nK]`, or `[nQ, nK]`.
+        size: positions per block.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a table of another shape or dtype, or a size below 1; at a
-            call, a table for other batch rows or heads, or for fewer positions than there are keys.
+        ArgumentError, ArgumentTypeError: the table has another shape or dtype, or the size is below
+            1; in a call, the table is for another number of batch rows or heads, or covers fewer
+            positions than there are keys.
 
     >>> from regard.span import Span
     >>> mask = Blocks(torch.tensor([[True, False], [True, True]]), 2)
@@ -69,7 +87,7 @@ class Blocks(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole("Blocks size", self.size, 1)
+        check_int("Blocks size", self.size, 1)
         if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
             got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
             raise ArgumentTypeError(
@@ -77,9 +95,8 @@ class Blocks(Mask):
             )
         if self.table.ndim not in (2, 4) or self.table.numel() == 0:
             raise ArgumentError(
-                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key "
-                "blocks] or "
-                "[batch or 1, heads or 1, query blocks, key blocks], and not empty"
+                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key blocks] "
+                "or [batch or 1, heads or 1, query blocks, key blocks], and not empty"
             )
 
     @property
@@ -87,27 +104,27 @@ class Blocks(Mask):
         return self.table if self.table.ndim == 4 else self.table[None, None]
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The table's entry for the blocks of q and k."""
-        return look_up(self._table, self.size, q, k)
+        """Return the entry of the table for the blocks of q and k."""
+        return look_up_blocks(self._table, self.size, q, k)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        return block_runs(self._table, self.size, q)
+        return visible_block_ranges(self._table, self.size, q)
 
     def select_heads(self, heads: slice) -> Mask:
-        """The table of these heads, where there is one for each."""
+        """Return the table of these heads if there is one per head."""
         one = self.table.ndim == 2 or self.table.shape[1] == 1
         return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """A table for all or each, that covers as many positions as there are keys."""
+        """Check the number of batch rows and heads, and that the table covers all keys."""
         rows, heads, _, nK = self._table.shape
-        check_rows("Blocks", rows, B)
+        check_batch_rows("Blocks", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Blocks holds {heads} heads, but the call has {H}; give one table per head, or "
-                "one for all"
+                f"Blocks holds {plural(heads, 'head')}, but the call has {H}; give one table per "
+                "head, or one for all"
             )
-        covers("Blocks", nK, self.size, S)
+        check_coverage("Blocks", nK, self.size, S)
 
     def __str__(self) -> str:
         return f"blocks({'x'.join(map(str, self.table.shape))}, {self.size})"
@@ -115,22 +132,30 @@ class Blocks(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BigBird(Mask):
-    """Blocks that see a window of blocks, the first and the last block, and a few random ones
-    (arXiv 2007.14062).
+    """The BigBird mask: blocks see neighbouring blocks, the first and the last block, and random
+    blocks.
 
-    block: positions per block. blocks: how many there are. window: blocks seen around the own one,
-        an odd number.
-    random: random blocks per block, outside window and globals (all that are left, where fewer
-        are); drawn from `seed` alone. The first and the last block see everything. causal=True: k
-        <= q as well, and blocks are drawn from the past.
+    The first and the last block see everything.
+
+    Args:
+        block_size: positions per block.
+        blocks: the number of blocks.
+        window: how many neighbouring blocks are visible, the block itself included; an odd number.
+        random: how many random blocks are visible besides these, or all that are left if there are
+            fewer.
+        seed: the seed from which the random blocks are drawn; nothing else influences them.
+        causal: whether k <= q is required too; random blocks are then drawn from the past.
 
     Raises:
-        ArgumentError, ArgumentTypeError: block or blocks below 1, an even window, random below 0,
-            or not ints; at a call, more keys than block * blocks.
+        ArgumentError, ArgumentTypeError: block_size or blocks is below 1, window is even, random is
+            below 0, or an argument is not an int; in a call, there are more keys than block_size *
+            blocks.
 
     >>> from regard.span import Span
     >>> int(BigBird(64, 32).visible(Span(64 * 16, 1), Span(0, 64 * 32)))
     512
+
+    Source: Zaheer et al. 2020 (arXiv 2007.14062).
     """
 
     block_size: int
@@ -141,59 +166,59 @@ class BigBird(Mask):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        whole("BigBird block size", self.block_size, 1)
-        whole("BigBird blocks", self.blocks, 1)
-        whole("BigBird random", self.random, 0)
-        whole("BigBird seed", self.seed, 0)
-        if whole("BigBird window", self.window, 1) % 2 == 0:
+        check_int("BigBird block size", self.block_size, 1)
+        check_int("BigBird blocks", self.blocks, 1)
+        check_int("BigBird random", self.random, 0)
+        check_int("BigBird seed", self.seed, 0)
+        if check_int("BigBird window", self.window, 1) % 2 == 0:
             raise ArgumentError(
-                f"BigBird window is {self.window}; it must be odd, the own block in the middle: "
-                f"{self.window - 1} or {self.window + 1}"
+                f"BigBird window is {self.window}; it must be odd, so that the block itself is in "
+                f"the middle: {self.window - 1} or {self.window + 1}"
             )
-        # drawn here, because a generator cannot be made inside a compiled graph
-        drawn = _bigbird(self.blocks, self.window, self.random, self.seed, self.causal)
-        object.__setattr__(self, "_table", drawn.clone())  # its own: other masks share what is kept
+        # drawn here, because a compiled graph cannot create a generator
+        drawn = _bigbird_table(self.blocks, self.window, self.random, self.seed, self.causal)
+        object.__setattr__(self, "_table", drawn.clone())  # a copy of the cached table
 
     @property
     def table(self) -> Tensor:
-        """Which block sees which, bool [blocks, blocks]."""
+        """Which block sees which, bool `[blocks, blocks]`."""
         table: Tensor = self.__dict__["_table"]
         return table
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The block of k is among those that the block of q sees."""
-        found = look_up(self.table[None, None], self.block_size, q, k)
-        return found & (k <= q) if self.causal else found
+        """Return whether the block of q sees the block of k."""
+        visible = look_up_blocks(self.table[None, None], self.block_size, q, k)
+        return visible & (k <= q) if self.causal else visible
 
     def _intervals(self, q: Tensor) -> Intervals:
-        found = block_runs(self.table[None, None], self.block_size, q)
+        ranges = visible_block_ranges(self.table[None, None], self.block_size, q)
         past = Intervals(torch.zeros_like(q), q + 1)
-        return intersect(tidy(found), past) if self.causal else found
+        return intersect(normalize_intervals(ranges), past) if self.causal else ranges
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """As many positions as there are keys."""
-        covers("BigBird", self.blocks, self.block_size, S)
+        """Check that the blocks cover all keys of the call."""
+        check_coverage("BigBird", self.blocks, self.block_size, S)
 
 
-def covers(name: str, blocks: int, size: int, S: int) -> None:
-    """The blocks reach as far as S keys."""
+def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
+    """Raise unless the blocks cover S keys."""
     if blocks * size < S:
         raise ArgumentError(
-            f"{name} covers {blocks} blocks of {size} = {blocks * size} positions, but there are "
-            f"{S} keys; "
-            f"give {-(-S // size)} blocks"
+            f"{name} covers {plural(blocks, 'block')} of {size} = "
+            f"{plural(blocks * size, 'position')}, but there are {plural(S, 'key')}; give "
+            f"{plural(-(-S // size), 'block')}"
         )
 
 
 @lru_cache(maxsize=64)
-def _bigbird(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
-    at = torch.arange(n, device="cpu")  # kept for later calls, under any default device
-    table = (at[:, None] - at).abs() <= window // 2
+def _bigbird_table(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
+    blocks = torch.arange(n, device="cpu")  # cached, so always on the CPU
+    table = (blocks[:, None] - blocks).abs() <= window // 2
     table[[0, -1]] = True
     table[:, [0, -1]] = True
     generator = torch.Generator(device="cpu").manual_seed(
         seed
-    )  # its own: the global one stays where it is
+    )  # does not change the global random state
     for i in range(1, n - 1):
         free = (~table[i, : i if causal else n]).nonzero()[:, 0]
         table[i, free[torch.randperm(len(free), generator=generator, device="cpu")[:random]]] = True
@@ -202,20 +227,21 @@ def _bigbird(n: int, window: int, random: int, seed: int, causal: bool) -> Tenso
 
 @dataclass(frozen=True, eq=False)
 class Selected(Mask):
-    """Query row i of the call sees key position p if table[b, h, i, p // size - first[b]]; outside
-    the table nothing.
+    """Each query of the call sees a selection of key blocks: table[b, h, i, p // size - first[b]].
 
-    A row of the table belongs to a query slot, as in `Dense`; a column to a block of key positions,
-    as in `Blocks`.
+    Here i is the index of the query in the call, and p the position of the key. Rows of the table
+    are query indices, as in `Dense`; columns are blocks of key positions, as in `Blocks`. Keys
+    outside the table are not visible.
 
-    table: bool [B or 1, H or 1, T, N].
-    size: positions per block.
-    first: the number of the block that column 0 stands for, int64 [B or 1]; None is 0.
+    Args:
+        table: bool `[B or 1, H or 1, T, N]`.
+        size: positions per block.
+        first: the number of the block that column 0 stands for, int64 `[B]` or `[1]`; None is 0.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a table or first of another shape or dtype, or a size
-            below 1; at a call, another number of rows, heads or queries; from `allows`, which knows
-            no query slots.
+        ArgumentError, ArgumentTypeError: table or first has another shape or dtype, or the size is
+            below 1; in a call, the number of batch rows, heads or queries differs; `allows` is
+            called, which has no query indices.
 
     >>> from regard.span import Span
     >>> table = torch.tensor([[True, False], [False, True]])[None, None]
@@ -230,7 +256,7 @@ class Selected(Mask):
     first: Tensor | None = None
 
     def __post_init__(self) -> None:
-        whole("Selected size", self.size, 1)
+        check_int("Selected size", self.size, 1)
         if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
             got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
             raise ArgumentTypeError(
@@ -238,9 +264,8 @@ class Selected(Mask):
             )
         if self.table.ndim != 4 or 0 in (*self.table.shape[:2], self.table.shape[3]):
             raise ArgumentError(
-                f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or "
-                "1, queries, key blocks], "
-                "with at least one row, head and block"
+                f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or 1, "
+                "queries, key blocks], with at least one row, head and block"
             )
         first = self.first
         if first is not None and (
@@ -248,68 +273,70 @@ class Selected(Mask):
         ):
             raise ArgumentError(
                 f"Selected first is {first.dtype} {tuple(first.shape)}; it must be int64 "
-                f"({self.table.shape[0]},) or (1,): "
-                "the number of the first block of each row"
+                f"({self.table.shape[0]},) or (1,): the number of the first block of each row"
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Refused: its rows are slots of one call, not positions."""
+        """Raise, because the rows of the table are query indices of one call, not positions."""
         raise ArgumentError(
             "a Selected mask has a row for each query slot of one call: ask "
-            "mask.block(q_positions, k_positions), "
-            "or give Blocks for a rule on positions"
+            "mask.block(q_positions, k_positions), or give Blocks for a rule on positions"
         )
 
-    def _block(self, where: Part) -> Tensor:
-        return self._spread(self.table[:, :, where.rows].to(where.device), where.k)
+    def _block(self, part: CallSlice) -> Tensor:
+        return self._expand_columns(self.table[:, :, part.rows].to(part.device), part.k)
 
-    def _spread(self, lines: Tensor, k: Tensor) -> Tensor:
-        """Rows [B,H,t,N] of the table at the keys' positions k [B or 1, s]: [B,H,t,s]."""
+    def _expand_columns(self, lines: Tensor, k: Tensor) -> Tensor:
+        """Expand table rows `[B, H, t, N]` to the key positions k `[B or 1, s]`, giving `[B, H, t,
+        s]`.
+        """
         column = self._column(k)
         N = lines.shape[3]
         inside = (k >= 0) & (column >= 0) & (column < N)
         B = max(lines.shape[0], column.shape[0])
-        at = column.clamp(0, N - 1)[:, None, None].expand(B, *lines.shape[1:3], -1)
-        return lines.expand(B, -1, -1, -1).gather(3, at) & inside[:, None, None]
+        index = column.clamp(0, N - 1)[:, None, None].expand(B, *lines.shape[1:3], -1)
+        return lines.expand(B, -1, -1, -1).gather(3, index) & inside[:, None, None]
 
     def _column(self, k: Tensor) -> Tensor:
-        """The column of key positions [b, s]; also for one of -1."""
+        """Return the table column of each key position `[b, s]`; for position -1 it may be any
+        number.
+        """
         first = 0 if self.first is None else self.first.to(k.device)[:, None]
         return k.long() // self.size - first
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        # Decided from the rows of the table joined: t x S scores are never looked at.
-        lines, k = self.table[:, :, where.rows].to(where.device), where.k
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        # Joining the rows of the table first avoids a t x S mask.
+        lines, k = self.table[:, :, part.rows].to(part.device), part.k
         some, each = (
-            self._spread(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
+            self._expand_columns(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
         )  # [B,H,1,s]
-        empty = (k < 0)[:, None, None]  # a slot that holds nothing speaks neither for nor against
-        full = state_of(each | empty, bk) == state_of(torch.ones_like(each), bk)
-        states = state_of(some, bk).clamp(max=PARTIAL)
-        n_held = held(where.k_positions, bk).to(where.device)[:, None]
+        empty = (k < 0)[:, None, None]  # empty slots do not influence the state
+        full = block_states(each | empty, bk) == block_states(torch.ones_like(each), bk)
+        states = block_states(some, bk).clamp(max=PARTIAL)
+        n_held = count_held(part.k_positions, bk).to(part.device)[:, None]
         return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_held == 0, 0)
 
     def select_heads(self, heads: slice) -> Mask:
-        """The table of these heads, where there is one for each."""
+        """Return the table of these heads if there is one per head."""
         one = self.table.shape[1] == 1
         return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """One table row per query, for all batch rows and heads or for each."""
+        """Check that there is one table row per query, for all batch rows and heads or for each."""
         rows, heads, queries, _ = self.table.shape
-        check_rows("Selected", rows, B)
+        check_batch_rows("Selected", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Selected holds {heads} heads, but the call has {H}; give one table per head, or "
-                "one for all"
+                f"Selected holds {plural(heads, 'head')}, but the call has {H}; give one table per "
+                "head, or one for all"
             )
         if queries != T:
             raise ArgumentError(
-                f"Selected holds {queries} queries, but the call has {T}; a selection serves the "
-                "call it was made for"
+                f"Selected holds {plural(queries, 'query')}, but the call has {T}; a selection "
+                "serves the call it was made for"
             )
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
         b, h = (i * (n > 1) for i, n in zip((slot.b, slot.h), self.table.shape, strict=False))
         row = 0 if self.first is None else self.first[slot.b * (self.first.shape[0] > 1)]
         column, N = slot.k.long() // self.size - row, self.table.shape[3]
@@ -317,7 +344,7 @@ class Selected(Mask):
         return self.table[b, h, slot.q_idx, column.clamp(0, N - 1)] & inside
 
     def refusal(self) -> Refusal:
-        """The selection left the key's block out."""
+        """Explain that the block of the key was not selected."""
         return Refusal("not selected", "selected", str(self))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Masks from and to the conventions of other libraries."""
+"""Conversion of masks from and to the conventions of other libraries."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Lengths, Mask, whole
+from regard.masks.base import Lengths, Mask, check_int
 from regard.masks.batched import Padding
 from regard.masks.custom import Dense
 from regard.masks.patterns import Causal, Window
 
 
 def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:
-    """A bool mask with True = drop, as `nn.MultiheadAttention` takes it: [T, S] or [B or 1, H or 1,
-    T or 1, S].
+    """Convert a bool mask in which True means drop, as `nn.MultiheadAttention` takes it.
+
+    Args:
+        drop: bool `[T, S]` or `[B or 1, H or 1, T or 1, S]`, True where a query may not attend.
+
+    Returns:
+        The mask, in which True means that the query may attend.
 
     Raises:
         ArgumentTypeError: not a bool tensor.
@@ -28,7 +33,13 @@ def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:
 
 
 def to_drop(keep: Bool[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-    """True = may attend becomes True = drop; give it `mask.block(...)`.
+    """Convert a bool mask in which True means attend to one in which True means drop.
+
+    Args:
+        keep: a bool tensor of any shape, such as `mask.block(...)`.
+
+    Returns:
+        The negated tensor.
 
     Raises:
         ArgumentTypeError: not a bool tensor.
@@ -41,14 +52,20 @@ def to_drop(keep: Bool[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
 
 
 def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
-    """A float mask of zeros where a query may attend, and -inf or `finfo.min` where not.
+    """Convert a float mask of 0 where a query may attend, and -inf or `finfo.min` where it may not.
 
-    Entries <= finfo.min / 2 are masked. (Added to a score, `finfo.min` in a whole row would be
-    uniform attention.)
+    Entries <= finfo.min / 2 are masked. (A row in which all entries are `finfo.min` would give
+    uniform attention if it were added to the scores.)
+
+    Args:
+        mask: a float tensor `[T, S]` or `[B or 1, H or 1, T or 1, S]`.
+
+    Returns:
+        The mask as a bool tensor.
 
     Raises:
-        ArgumentTypeError: not a float tensor.
-        ArgumentError: another value than 0 that is not masked: that is a bias.
+        ArgumentTypeError: `mask` is not a float tensor.
+        ArgumentError: an entry is neither 0 nor masked; such a tensor is a bias.
 
     >>> from_additive(torch.tensor([[0.0, float("-inf")]])).table.tolist()
     [[True, False]]
@@ -65,11 +82,10 @@ def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
     dropped = mask <= torch.finfo(mask.dtype).min / 2
     other = ~dropped & (mask != 0)
     if bool(other.any()):
-        at = other.nonzero()[0].tolist()
+        index = other.nonzero()[0].tolist()
         raise ArgumentError(
-            f"additive mask has {float(mask[tuple(at)])} at {at}; it must be 0 or at most "
-            "finfo.min / 2: "
-            "numbers in between are a bias, pass them as bias="
+            f"additive mask has {float(mask[tuple(index)])} at {index}; it must be 0 or at most "
+            "finfo.min / 2: numbers in between are a bias, pass them as bias="
         )
     return Dense(~dropped)
 
@@ -77,7 +93,14 @@ def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
 def to_additive(
     keep: Bool[Tensor, "*shape"], dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "*shape"]:
-    """0 where a query may attend, -inf where not; give it `mask.block(...)`.
+    """Convert a bool mask to a float one: 0 where a query may attend, and -inf where it may not.
+
+    Args:
+        keep: a bool tensor of any shape, True = may attend, such as `mask.block(...)`.
+        dtype: the floating dtype of the result.
+
+    Returns:
+        A float tensor of the same shape.
 
     Raises:
         ArgumentTypeError: not a bool tensor, or a dtype that is not floating.
@@ -94,7 +117,13 @@ def to_additive(
 
 
 def from_lengths(lengths: Lengths) -> Padding:
-    """Sequence lengths of a batch that is padded on the right (`seqused`, `nonpad_kv_seqlen`).
+    """Build the mask of a batch that is padded on the right (`seqused`, `nonpad_kv_seqlen`).
+
+    Args:
+        lengths: the number of real tokens of each row.
+
+    Returns:
+        The padding mask.
 
     Raises:
         ArgumentError, ArgumentTypeError: a length below 0 or not an int.
@@ -106,10 +135,14 @@ def from_lengths(lengths: Lengths) -> Padding:
 
 
 def from_window_size(left: int, right: int = 0) -> Mask | None:
-    """FlashAttention's `window_size=(left, right)`: left keys before the query *beside* its own, -1
-    is no limit.
+    """Convert FlashAttention's `window_size=(left, right)`.
 
-    None is no mask at all.
+    Args:
+        left: how many keys before the query are visible, its own key not counted; -1 is no limit.
+        right: how many keys after the query are visible; -1 is no limit.
+
+    Returns:
+        The mask; None if neither side is limited.
 
     Raises:
         ArgumentError, ArgumentTypeError: a side below -1 or not an int.
@@ -117,18 +150,23 @@ def from_window_size(left: int, right: int = 0) -> Mask | None:
     >>> print(from_window_size(3), "|", from_window_size(-1), "|", from_window_size(8, 8))
     causal & window(4) | causal | window(9, ahead=8)
     """
-    whole("left", left, -1, "-1 is no limit")
-    whole("right", right, -1, "-1 is no limit")
+    check_int("left", left, -1, "-1 is no limit")
+    check_int("right", right, -1, "-1 is no limit")
     if right == 0:
         return Causal() if left < 0 else Causal() & Window(left + 1)
     if left < 0:
-        return None if right < 0 else Window(_UNBOUNDED, ahead=right)
+        return None if right < 0 else Window(_UNLIMITED_WINDOW, ahead=right)
     return Window(left + 1, ahead=None if right < 0 else right)
 
 
 def from_sliding_window(size: int | None) -> Mask:
-    """The `sliding_window` of a transformers configuration: that many keys, the own one included;
-    None is no limit.
+    """Convert the `sliding_window` of a transformers configuration.
+
+    Args:
+        size: the number of visible keys, the query's own included; None is no limit.
+
+    Returns:
+        The causal mask with this window.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size below 1 or not an int.
@@ -139,8 +177,8 @@ def from_sliding_window(size: int | None) -> Mask:
     return Causal() if size is None else Causal() & Window(size)
 
 
-_UNBOUNDED = 1 << 40
-"""More keys back than any sequence has, and far from where int64 ends."""
+_UNLIMITED_WINDOW = 1 << 40
+"""A window longer than any sequence, and small enough that sums with positions fit into int64."""
 
 
 def _check_bool(name: str, x: object) -> None:

@@ -1,4 +1,6 @@
-"""Masks that the caller supplies: one per head, a dense tensor, or a function of positions."""
+"""Masks that the caller supplies: `Heads` (one mask per head), `Dense` (a tensor) and `Fn` (a
+function).
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,22 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Part, Reach, Refusal, Slot, four, loosest
+from regard.masks.base import CallSlice, Mask, Reach, Refusal, SlotPair, to_4d, widest_reach
 from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
-from regard.span import count
+from regard.span import slot_count
+from regard.units import plural
 
 
 @dataclass(frozen=True, eq=False)
 class Heads(Mask):
-    """One mask per query head.
+    """A separate mask for each query head.
+
+    Args:
+        masks: one mask per query head.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no masks, or something else than masks; at a call, another
-            number of heads.
+        ArgumentError, ArgumentTypeError: there are no masks, or an element is not a mask; in a
+            call, the number of query heads differs.
 
     >>> from regard.masks import Causal, Window
     >>> from regard.span import Span
@@ -48,72 +54,75 @@ class Heads(Mask):
         object.__setattr__(self, "masks", tuple(masks))
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Each head's own rule."""
-        q, k = four(q), four(k)
-        return _per_head([four(mask.allows(q, k)) for mask in self.masks])
+        """Return the rule of each head's mask, joined along the head dimension."""
+        q, k = to_4d(q), to_4d(k)
+        return _join_heads([to_4d(mask.allows(q, k)) for mask in self.masks])
 
-    def _block(self, where: Part) -> Tensor:
-        return _per_head([mask._block(where) for mask in self.masks])
+    def _block(self, part: CallSlice) -> Tensor:
+        return _join_heads([mask._block(part) for mask in self.masks])
 
-    def _at(self, slot: Slot) -> Tensor:
-        heads = torch.stack([mask._at(slot) for mask in self.masks])
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
+        heads = torch.stack([mask._allows_pair(slot) for mask in self.masks])
         return heads[slot.h]
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         heads = []
         for h, mask in enumerate(self.masks):
-            found = mask._ranges(q[:, 0, :, 0])
-            if found is None:
+            ranges = mask._ranges(q[:, 0, :, 0])
+            if ranges is None:
                 return None
-            heads.append(Intervals(*(_head(x, h) for x in found)))
+            heads.append(Intervals(*(_select_head(x, h) for x in ranges)))
         return stack_heads(heads)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return _per_head([mask._states(where, bk) for mask in self.masks])
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        return _join_heads([mask._states(part, bk) for mask in self.masks])
 
     def select_heads(self, heads: slice) -> Mask:
-        """The masks of these heads."""
+        """Return the masks of these heads."""
         chosen = range(*heads.indices(len(self.masks)))
         return Heads(tuple(self.masks[h].select_heads(slice(h, h + 1)) for h in chosen))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """One mask per query head."""
+        """Check that there is one mask per query head."""
         if len(self.masks) != H:
             raise ArgumentError(
-                f"Heads holds {len(self.masks)} masks, but the call has {H} query heads; give one "
-                "mask per head"
+                f"Heads holds {plural(len(self.masks), 'mask')}, but the call has "
+                f"{plural(H, 'query head')}; give one mask per head"
             )
         for mask in self.masks:
             mask.require(B, H, T, S)
 
     def reach(self) -> Reach:
-        """A bound for what the mask of any head shows."""
-        return loosest([mask.reach() for mask in self.masks])
+        """Return a reach that covers the mask of every head."""
+        return widest_reach([mask.reach() for mask in self.masks])
 
     def __str__(self) -> str:
         return f"heads(({', '.join(map(str, self.masks))}{',' * (len(self.masks) == 1)}))"
 
 
-def _head(x: Tensor, h: int) -> Tensor:
-    """Head h of [B, H or 1, ...]."""
+def _select_head(x: Tensor, h: int) -> Tensor:
+    """Return head h of a tensor `[B, H or 1, ...]`."""
     return x[:, h : h + 1] if x.shape[1] > 1 else x
 
 
-def _per_head(found: list[Tensor]) -> Tensor:
-    """Head h of the h-th one, side by side."""
-    heads = broadcast(*(_head(x, h) for h, x in enumerate(found)))
+def _join_heads(tensors: list[Tensor]) -> Tensor:
+    """Join head h of the h-th tensor along the head dimension."""
+    heads = broadcast(*(_select_head(x, h) for h, x in enumerate(tensors)))
     return torch.cat(heads, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A bool tensor over the *slots* of one call, True = may attend: it knows nothing of positions.
+    """A bool tensor over the queries and keys of one call; True means that the query may attend.
 
-    table: [T, S], or [B or 1, H or 1, T or 1, S].
+    Rows and columns are indices in the call, not positions.
+
+    Args:
+        table: bool `[T, S]`, or `[B or 1, H or 1, T or 1, S]`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: another dtype or number of dimensions; at a call, another
-            shape; from `allows`, which asks about positions.
+        ArgumentError, ArgumentTypeError: the tensor has another dtype or number of dimensions; in a
+            call, its shape does not fit; `allows` is called, which takes positions.
 
     >>> from regard.span import Span
     >>> Dense(torch.ones(3, 3).tril().bool()).visible(Span(0, 3), Span(0, 3)).tolist()
@@ -139,30 +148,29 @@ class Dense(Mask):
         if x.ndim not in (2, 4):
             hint = "mask[:, None] if the first is the batch, mask[None] if it is the heads"
             raise ArgumentError(
-                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or "
-                "1, queries or 1, keys]" + (f": use {hint}" if x.ndim == 3 else "")
+                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or 1, "
+                "queries or 1, keys]" + (f": use {hint}" if x.ndim == 3 else "")
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Refused: slots are not positions."""
+        """Raise, because the tensor is indexed by slots of one call, not by positions."""
         raise ArgumentError(
-            "a Dense mask speaks of the slots of one call, not of positions: ask "
-            "mask.block(q_positions, k_positions), "
-            "or write the rule as Fn(rule, name)"
+            "a Dense mask is indexed by the slots of one call, not by positions: call "
+            "mask.block(q_positions, k_positions), or write the rule as Fn(rule, name)"
         )
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, part: CallSlice) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
-        rows = where.rows if x.shape[2] > 1 or count(where.q_positions) == 1 else slice(None)
-        return x[:, :, rows, where.columns].to(where.device)
+        rows = part.rows if x.shape[2] > 1 or slot_count(part.q_positions) == 1 else slice(None)
+        return x[:, :, rows, part.columns].to(part.device)
 
     def select_heads(self, heads: slice) -> Mask:
-        """The table of these heads, where there is one for each."""
+        """Return the table of these heads if there is one per head."""
         one = self.table.ndim == 2 or self.table.shape[1] == 1
         return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """The shape fits the call."""
+        """Check that the shape of the table fits the call."""
         shape = tuple(self.table.shape)
         fits = shape == (T, S)
         if len(shape) == 4:
@@ -176,19 +184,19 @@ class Dense(Mask):
                 + padding * (shape == (B, S))
             )
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _allows_pair(self, slot: SlotPair) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
-        where = (slot.b, slot.h, slot.q_idx)
-        return x[*(i * (n > 1) for i, n in zip(where, x.shape, strict=False)), slot.kv_idx]
+        indices = (slot.b, slot.h, slot.q_idx)
+        return x[*(i * (n > 1) for i, n in zip(indices, x.shape, strict=False)), slot.kv_idx]
 
     @property
     def by_slot(self) -> bool:
-        """True: a column is a place in the call."""
+        """True, because a column is an index of a key in the call."""
         return True
 
     def refusal(self) -> Refusal:
-        """The matrix that the caller gave says no."""
-        return Refusal("the given matrix says no", "given", str(self))
+        """Explain that the tensor of the caller forbids the key."""
+        return Refusal("not allowed by the given matrix", "given", str(self))
 
     def __str__(self) -> str:
         return f"dense({'x'.join(map(str, self.table.shape))})"
@@ -199,11 +207,16 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Fn(Mask):
-    """Any rule: a function of positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] that gives a
-    bool tensor.
+    """A mask given by a function of positions.
+
+    Args:
+        rule: a function of q `[B or 1, 1, T, 1]` and k `[B or 1, 1, 1, S]` that returns a bool
+            tensor, True where the query may attend.
+        name: the text of the mask in messages.
 
     Raises:
-        ArgumentTypeError: the rule is not a function, or what it gives is not a bool tensor.
+        ArgumentTypeError: the rule is not a function, or its result is not a bool tensor.
+        ArgumentError: the shape of the result does not broadcast to `[B, H, T, S]`.
 
     >>> from regard.span import Span
     >>> even = Fn(lambda q, k: k % 2 == 0, "even keys")
@@ -223,7 +236,7 @@ class Fn(Mask):
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """What the function says."""
+        """Call the function and check its result."""
         out = self.rule(q, k)
         if not isinstance(out, Tensor) or out.dtype != torch.bool:
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
@@ -236,14 +249,14 @@ class Fn(Mask):
         ):
             raise ArgumentError(
                 f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and "
-                f"{tuple(k.shape)}; it must give "
-                "a shape that broadcasts to [batch, heads, queries, keys]"
+                f"{tuple(k.shape)}; it must give a shape that broadcasts to [batch, heads, "
+                "queries, keys]"
             )
         return out
 
     def refusal(self) -> Refusal:
-        """The function that the caller gave says no."""
-        return Refusal("the given function says no", "given", str(self))
+        """Explain that the function of the caller forbids the key."""
+        return Refusal("not allowed by the given function", "given", str(self))
 
     def __str__(self) -> str:
         return self.name

@@ -1,21 +1,24 @@
-"""Masks from text: what `print(mask)` says, read back."""
+"""Parsing of mask expressions such as `causal & window(4)`, the text that `print(mask)` writes."""
 
 from __future__ import annotations
 
 import ast
 import re
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, RegardError
-from regard.foreign import inert, told
 from regard.masks.base import MASKS, Mask
-from regard.suggest import suggest
+from regard.units import plural
+from regard.untrusted_text import error_text, escape_controls
 
 
-def readable() -> dict[str, type[Mask]]:
-    """The masks that text can name, by name: every dataclass of masks whose fields are numbers,
-    tuples or masks. A bare name is a call without arguments.
+def parsable_masks() -> dict[str, type[Mask]]:
+    """Return the masks that text can name, by name.
 
-    >>> sorted(readable())[:3]
+    These are the dataclasses of masks whose fields are numbers, tuples or masks. A name without
+    parentheses is a call without arguments.
+
+    >>> sorted(parsable_masks())[:3]
     ['bigbird', 'causal', 'chunk']
     """
     return {
@@ -25,27 +28,32 @@ def readable() -> dict[str, type[Mask]]:
     }
 
 
-LARGEST = 1 << 53
-"""No number of an expression is larger: no position is."""
-LONGEST = 1 << 16
-"""Letters of an expression, at most."""
-MOST = 1 << 9
-"""Masks of an expression, at most: each is as much work as one alone."""
-_AROUND = 80  # letters of a line in front of an error, and behind it, that are shown
-DEEPEST = 50
-"""How deep an expression may nest: text from anywhere must not exhaust the stack."""
+MAX_NUMBER = 1 << 53
+"""The largest number that an expression may contain; positions are smaller."""
+MAX_TEXT_LENGTH = 1 << 16
+"""The largest number of characters of an expression."""
+MAX_MASKS = 1 << 9
+"""The largest number of masks in an expression; each of them costs as much work as a mask alone."""
+_CONTEXT_CHARACTERS = 80  # shown before and after an error
+MAX_DEPTH = 50
+"""The deepest nesting of an expression, so that untrusted text cannot exhaust the stack."""
 
 
 def parse(text: str) -> Mask:
-    """A mask from an expression of known masks, numbers, tuples, `&`, `|`, `~` and parentheses;
-    nothing is executed.
+    """Parse an expression of masks, numbers, tuples, `&`, `|`, `~` and parentheses.
 
-    `~` binds most tightly, then `&`, then `|`, as in Python; small and capital letters are the
-    same.
+    Nothing is executed. `~` binds most tightly, then `&`, then `|`, as in Python. Names are not
+    case sensitive.
+
+    Args:
+        text: the expression.
+
+    Returns:
+        The mask.
 
     Raises:
-        ArgumentError: the text is not such an expression; the message shows the place and lists the
-            known names.
+        ArgumentError: the text is not such an expression; the message marks the column and lists
+            the known names.
 
     >>> parse("causal & window(4) | sinks(1)")
     Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
@@ -56,30 +64,32 @@ def parse(text: str) -> Mask:
     if not text.strip():
         raise _error("an empty expression", text, None)
     text = text.strip()
-    if len(text) > LONGEST:
+    if len(text) > MAX_TEXT_LENGTH:
         raise _error(
-            f"an expression of {len(text)} letters; at most {LONGEST} are read", text, None
+            f"an expression of {len(text)} letters; at most {MAX_TEXT_LENGTH} are read", text, None
         )
-    try:  # `global` is a word of Python's own: a capital keeps its place
+    try:  # `global` is a Python keyword; `Global` has the same length
         tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         reason = getattr(problem, "msg", None) or "the expression is too deep"
         raise _error(
-            f"not a mask expression: {told(reason)}", text, _column(problem, text)
+            f"not a mask expression: {error_text(reason)}", text, _column(problem, text)
         ) from None
-    return _Reader(text).mask(tree.body, 0)
+    return _ExpressionReader(text).mask(tree.body, 0)
 
 
-class _Reader:
-    """Walks the syntax tree; everything that is not listed is an error that shows its place."""
+class _ExpressionReader:
+    """Builds a mask from a syntax tree; any node that is not supported raises an error with its
+    column.
+    """
 
     def __init__(self, text: str) -> None:
-        self.text, self.masks, self.known = text, 0, readable()
+        self.text, self.masks, self.known = text, 0, parsable_masks()
 
     def mask(self, node: ast.expr, depth: int) -> Mask:
-        """A node that must be a mask."""
-        if depth > DEEPEST:
-            raise self.error(f"an expression nested deeper than {DEEPEST}", node)
+        """Build a mask from a node."""
+        if depth > MAX_DEPTH:
+            raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             left, right = self.mask(node.left, depth + 1), self.mask(node.right, depth + 1)
             return left & right if isinstance(node.op, ast.BitAnd) else left | right
@@ -91,7 +101,7 @@ class _Reader:
             return self.make(
                 node, node.func, node.args, {x.arg: x.value for x in node.keywords}, depth
             )
-        raise self.error("a mask must stand here", node)
+        raise self.error("a mask is expected here", node)
 
     def make(
         self,
@@ -101,41 +111,41 @@ class _Reader:
         keywords: dict[str | None, ast.expr],
         depth: int,
     ) -> Mask:
-        """A call of a known mask."""
+        """Build a mask from a call of a known class."""
         self.masks += 1
-        if self.masks > MOST:
-            raise self.error(f"more than {MOST} masks", node)
+        if self.masks > MAX_MASKS:
+            raise self.error(f"more than {plural(MAX_MASKS, 'mask')}", node)
         word = name.id.lower()
         if word not in self.known:
             hint = suggest(word, self.known, most=2, cutoff=0.5)
-            raise self.error(f'unknown mask "{told(name.id, 60)}"{hint}', name)
+            raise self.error(f'unknown mask "{error_text(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)
-        given = [self.value(x, depth + 1) for x in arguments]
+        values = [self.value(x, depth + 1) for x in arguments]
         named = {str(key): self.value(x, depth + 1) for key, x in keywords.items()}
         try:
-            return self.known[word](*given, **named)
+            return self.known[word](*values, **named)
         except TypeError as problem:
             if isinstance(problem, RegardError):
                 raise self.error(str(problem), node) from None
             reason = (
                 str(problem).split(".__init__() ")[-1].replace("positional argument", "argument")
             )
-            raise self.error(f"{word}: {told(reason)}", node) from None
+            raise self.error(f"{word}: {error_text(reason)}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
-        except ValueError as problem:  # of a class from elsewhere
-            raise self.error(f"{word}: {told(problem)}", node) from None
+        except ValueError as problem:  # raised by a class outside this package
+            raise self.error(f"{word}: {error_text(problem)}", node) from None
 
     def value(self, node: ast.expr, depth: int) -> object:
-        """A number, True, False, None, a tuple of values, or a mask."""
-        if depth > DEEPEST:
-            raise self.error(f"an expression nested deeper than {DEEPEST}", node)
+        """Return the number, True, False, None, tuple of values, or mask of a node."""
+        if depth > MAX_DEPTH:
+            raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
         if isinstance(node, ast.Constant) and (
             node.value is None or type(node.value) in (int, bool)
         ):
-            if isinstance(node.value, int) and node.value > LARGEST:
-                raise self.error(f"a number above {LARGEST}", node)
+            if isinstance(node.value, int) and node.value > MAX_NUMBER:
+                raise self.error(f"a number above {MAX_NUMBER}", node)
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand, depth + 1)
@@ -147,31 +157,41 @@ class _Reader:
             isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert)
         ):
             return self.mask(node, depth + 1)
-        raise self.error("only whole numbers, tuples and masks may stand here", node)
+        raise self.error("only whole numbers, tuples and masks are allowed here", node)
 
     def error(self, what: str, node: ast.expr) -> ArgumentError:
-        """The error, with the place of the node."""
-        # ast counts columns in bytes of UTF-8
+        """Return the error for a node, with its column."""
+        # ast counts columns in UTF-8 bytes
         column = len(self.text.encode()[: node.col_offset].decode(errors="ignore"))
         return _error(what, self.text, column if node.lineno == 1 else None)
 
 
 def _column(problem: Exception, text: str) -> int | None:
-    """Where Python stumbled, if it says so; an expression that stops too early is wrong at its
-    end.
+    """Return the column of a syntax error, or None if it is unknown.
+
+    An expression that ends too early has its error at its end.
     """
-    at, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
-    return None if at is None or line != 1 or "\n" in text else len(text) if at < 1 else at - 1
+    offset, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
+    return (
+        None
+        if offset is None or line != 1 or "\n" in text
+        else len(text)
+        if offset < 1
+        else offset - 1
+    )
 
 
 def _error(what: str, text: str, column: int | None) -> ArgumentError:
     place = ""
     if column is not None:
         line = text.splitlines()[0] if text else ""
-        first = max(0, column - _AROUND)
-        before, after = inert(line[first:column]), inert(line[column : column + _AROUND])
+        first = max(0, column - _CONTEXT_CHARACTERS)
+        before, after = (
+            escape_controls(line[first:column]),
+            escape_controls(line[column : column + _CONTEXT_CHARACTERS]),
+        )
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
-        f"{what}{place}\n  known masks: {', '.join(readable())}; joined by & | ~ and parentheses, "
-        "for example: causal & window(4) | sinks(1)"
+        f"{what}{place}\n  known masks: {', '.join(parsable_masks())}; joined by & | ~ and "
+        "parentheses, for example: causal & window(4) | sinks(1)"
     )

@@ -1,5 +1,5 @@
-"""Masks that are one pattern of positions: full, causal, window, chunk, dilated, sinks, global,
-strided.
+"""Masks given by a fixed pattern of positions: `Full`, `Causal`, `Window`, `Chunk`, `Dilated`,
+`Sinks`, `Global` and `Strided`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from regard.masks.base import LARGEST, Mask, Part, Reach, Refusal, whole, wholes
-from regard.masks.tiling import EMPTY, FAR, Intervals
+from regard.masks.base import MAX_INT, CallSlice, Mask, Reach, Refusal, check_int, check_ints
+from regard.masks.tiling import EMPTY, UNBOUNDED, Intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,19 +25,19 @@ class Full(Mask):
     """
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """True."""
+        """Return True for each pair."""
         return torch.ones((1,) * max(q.ndim, k.ndim), dtype=torch.bool, device=q.device)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        return Intervals(torch.zeros_like(q), torch.full_like(q, FAR))
+        return Intervals(torch.zeros_like(q), torch.full_like(q, UNBOUNDED))
 
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    """A query sees itself and what came before: k <= q.
+    """A query sees its own position and all earlier ones: k <= q.
 
-    Positions are absolute, so it is the bottom-right triangle wherever queries are the last ones:
-    prefill, chunks, decode.
+    Positions are absolute. So the mask is the bottom-right triangle whenever the queries are the
+    last tokens: in prefill, in chunked prefill, and in decoding.
 
     >>> from regard.span import Span
     >>> Causal().visible(Span(2, 2), Span(0, 4)).tolist()
@@ -45,25 +45,29 @@ class Causal(Mask):
     """
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """k <= q."""
+        """Return k <= q for each pair."""
         return k <= q
 
     def _intervals(self, q: Tensor) -> Intervals:
         return Intervals(torch.zeros_like(q), q + 1)
 
     def refusal(self) -> Refusal:
-        """The key comes after the query."""
+        """Explain that the key comes after the query."""
         return Refusal("future", "future", str(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """A query sees `size` keys looking back, its own included: q - k < size. What lies ahead is not
-    its business.
+    """A query sees the last `size` keys, its own included: q - k < size.
 
-    `causal & window(4)` is the sliding window of Mistral. With `ahead`, at most that many keys
-    after the query are
-    visible: k - q <= ahead. `Window(9, ahead=8)` is Longformer's window of 16 (arXiv 2004.05150).
+    The window does not restrict later keys; combine it with `Causal()`, or give `ahead`. `causal &
+    window(4)` is the sliding window of Mistral. `Window(9, ahead=8)` is Longformer's window of 16
+    (arXiv 2004.05150).
+
+    Args:
+        size: the number of keys looking back, the query's own included.
+        ahead: the largest distance of a visible later key, k - q <= ahead; None does not restrict
+            later keys.
 
     Raises:
         ArgumentError, ArgumentTypeError: size below 1, ahead below 0, or not ints.
@@ -77,35 +81,38 @@ class Window(Mask):
     ahead: int | None = None
 
     def __post_init__(self) -> None:
-        whole(
+        check_int(
             "Window size",
             self.size,
             1,
             "a query always sees itself; leave the window out to see all",
         )
         if self.ahead is not None:
-            whole("Window ahead", self.ahead, 0, "0 is causal, None is no limit")
+            check_int("Window ahead", self.ahead, 0, "0 is causal, None is no limit")
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Q - k < size, and k - q <= ahead."""
-        near = q - k < self.size
-        return near if self.ahead is None else near & (k - q <= self.ahead)
+        """Return q - k < size, and k - q <= ahead if `ahead` is given."""
+        in_window = q - k < self.size
+        return in_window if self.ahead is None else in_window & (k - q <= self.ahead)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        stops = torch.full_like(q, FAR) if self.ahead is None else q + (self.ahead + 1)
+        stops = torch.full_like(q, UNBOUNDED) if self.ahead is None else q + (self.ahead + 1)
         return Intervals(q - (self.size - 1), stops)
 
     def reach(self) -> Reach:
-        """The last `size` keys."""
+        """Return a reach of the last `size` keys."""
         return Reach(self.size)
 
     def refusal(self) -> Refusal:
-        """The key is outside the window."""
+        """Explain that the key is outside the window."""
         ahead = "" if self.ahead is None else f", {self.ahead} ahead"
         return Refusal(f"outside window {self.size}{ahead}", "outside", str(self))
 
     def near_misses(self) -> tuple[Mask, ...]:
-        """Windows of one key less and one more: the field counts a window in three ways."""
+        """Return windows of one key less and one more.
+
+        Libraries count the keys of a window in three ways, so that this is a common error.
+        """
         return tuple(
             replace(self, size=size) for size in (self.size - 1, self.size + 1) if size > 0
         )
@@ -114,6 +121,9 @@ class Window(Mask):
 @dataclass(frozen=True, eq=False)
 class Chunk(Mask):
     """A query sees the keys of its own chunk of `size` positions: q // size == k // size (Llama 4).
+
+    Args:
+        size: positions per chunk.
 
     Raises:
         ArgumentError, ArgumentTypeError: size below 1 or not an int.
@@ -126,10 +136,10 @@ class Chunk(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole("Chunk size", self.size, 1)
+        check_int("Chunk size", self.size, 1)
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Q // size == k // size."""
+        """Return q // size == k // size for each pair."""
         return q // self.size == k // self.size
 
     def _intervals(self, q: Tensor) -> Intervals:
@@ -137,21 +147,24 @@ class Chunk(Mask):
         return Intervals(start, start + self.size)
 
     def reach(self) -> Reach:
-        """A chunk begins at most size - 1 keys back."""
+        """Return a reach of `size` keys: a chunk begins at most size - 1 keys before the query."""
         return Reach(self.size)
 
     def refusal(self) -> Refusal:
-        """The key is in another chunk."""
+        """Explain that the key is in another chunk."""
         return Refusal(f"other chunk of {self.size}", "chunk", str(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Dilated(Mask):
-    """A window with gaps: looking back, every `step`-th key, `size` of them, the query's own
-    included.
+    """A window with gaps: a query sees `size` keys looking back, every `step`-th, its own included.
 
     q - k < size * step and (q - k) % step == 0: the dilated sliding window of Longformer (arXiv
     2004.05150).
+
+    Args:
+        size: the number of visible keys looking back, the query's own included.
+        step: the distance between visible keys.
 
     Raises:
         ArgumentError, ArgumentTypeError: size or step below 1 or not ints.
@@ -165,34 +178,37 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        whole("Dilated size", self.size, 1)
-        whole("Dilated step", self.step, 1, "1 is a plain window")
+        check_int("Dilated size", self.size, 1)
+        check_int("Dilated step", self.step, 1, "1 is a plain window")
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Q - k < size * step, and (q - k) % step == 0."""
+        """Return q - k < size * step and (q - k) % step == 0 for each pair."""
         back = q - k
-        # a quotient, not size * step, which may be beyond 64 bits
+        # a quotient, because size * step may not fit into 64 bits
         return (back // self.step < self.size) & (back % self.step == 0)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        hull = Window(min(self.size * self.step, LARGEST))._states(where, bk)
-        return torch.where(hull == EMPTY, hull, super()._undecided(where, bk))
+    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+        hull = Window(min(self.size * self.step, MAX_INT))._states(part, bk)
+        return torch.where(hull == EMPTY, hull, super()._undecided(part, bk))
 
     def reach(self) -> Reach:
-        """The window with its gaps."""
+        """Return a reach of the window with its gaps."""
         return Reach(self.size * self.step)
 
     def refusal(self) -> Refusal:
-        """The key is outside the window, or in one of its gaps."""
+        """Explain that the key is outside the window or in one of its gaps."""
         return Refusal(f"between the steps of {self}", "outside", str(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Sinks(Mask):
-    """Everybody sees the first n positions: k < n, as StreamingLLM keeps them (arXiv 2309.17453).
+    """Every query sees the first n positions: k < n, as StreamingLLM keeps them (arXiv 2309.17453).
 
-    Not causal by itself: `causal & (window(8) | sinks(4))`. Not to be confused with `sink=`, a
-    logit without a key.
+    The mask is not causal by itself: use `causal & (window(8) | sinks(4))`. It is not the `sink=`
+    argument of `attend`, which is a logit without a key.
+
+    Args:
+        n: the number of positions.
 
     Raises:
         ArgumentError, ArgumentTypeError: n below 0 or not an int.
@@ -206,28 +222,30 @@ class Sinks(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        whole("Sinks n", self.n, 0)
+        check_int("Sinks n", self.n, 0)
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """K < n."""
+        """Return k < n for each pair."""
         return k < self.n
 
     def _intervals(self, q: Tensor) -> Intervals:
         return Intervals(torch.zeros_like(q), torch.full_like(q, self.n))
 
     def reach(self) -> Reach:
-        """The first n positions, and no others."""
+        """Return a reach of the first n positions only."""
         return Reach(0, self.n)
 
     def refusal(self) -> Refusal:
-        """The key stands behind the first n positions."""
+        """Explain that the key comes after the first n positions."""
         return Refusal(f"behind the first {self.n}", "outside", str(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Global(Mask):
-    """Some positions see everything and are seen by everybody: q or k is among them (Longformer,
-    arXiv 2004.05150).
+    """Some positions see every key and are seen by every query (Longformer, arXiv 2004.05150).
+
+    Args:
+        positions: the global positions.
 
     Raises:
         ArgumentError, ArgumentTypeError: a position below 0 or not an int.
@@ -241,17 +259,24 @@ class Global(Mask):
     positions: Sequence[int]
 
     def __post_init__(self) -> None:
-        found = wholes("Global positions", self.positions, 0)
-        object.__setattr__(self, "positions", tuple(sorted(set(found))))
+        positions = check_ints("Global positions", self.positions, 0)
+        object.__setattr__(self, "positions", tuple(sorted(set(positions))))
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Q or k is global."""
+        """Return whether q or k is a global position."""
         return self.has(q) | self.has(k)
 
     def has(self, x: Tensor) -> Tensor:
-        """Which positions are global: bool, as x."""
-        found = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
-        return (x[..., None] == found).any(-1)  # isin knows no vmap
+        """Return which positions are global.
+
+        Args:
+            x: an integer tensor of positions.
+
+        Returns:
+            A bool tensor with the shape of `x`.
+        """
+        positions = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
+        return (x[..., None] == positions).any(-1)  # isin does not support vmap
 
     def _intervals(self, q: Tensor) -> Intervals:
         runs: list[list[int]] = []
@@ -260,24 +285,28 @@ class Global(Mask):
                 runs[-1][1] = p + 1
             else:
                 runs.append([p, p + 1])
-        ends = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
-        all_of_them = torch.zeros_like(ends)
-        all_of_them[0, 1] = FAR
-        mine = torch.where(self.has(q)[..., None], all_of_them, ends)  # [B,1,t,n,2]
-        return Intervals(mine[..., 0], mine[..., 1])
+        bounds = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
+        everything = torch.zeros_like(bounds)
+        everything[0, 1] = UNBOUNDED
+        ranges = torch.where(self.has(q)[..., None], everything, bounds)  # [B,1,t,n,2]
+        return Intervals(ranges[..., 0], ranges[..., 1])
 
     def refusal(self) -> Refusal:
-        """Neither the query nor the key is global."""
+        """Explain that neither the query nor the key is global."""
         return Refusal("not global", "outside", str(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Strided(Mask):
-    """The two patterns of the Sparse Transformer (arXiv 1904.10509); under `causal`, two hops reach
-    every earlier key.
+    """The two patterns of the Sparse Transformer (arXiv 1904.10509).
 
-    strided: q - k < stride or (q - k) % stride == 0. fixed=c: q // stride == k // stride, or k %
-        stride >= stride - c: the last c columns of every block.
+    The strided pattern is q - k < stride or (q - k) % stride == 0. The fixed pattern, with c
+    columns, is q // stride == k // stride or k % stride >= stride - c: the last c columns of every
+    block. Under a causal mask, two layers reach every earlier key.
+
+    Args:
+        stride: the stride, or the size of a block.
+        fixed: the number of columns c of the fixed pattern; None selects the strided pattern.
 
     Raises:
         ArgumentError, ArgumentTypeError: stride below 1, fixed outside 1 to stride, or not ints.
@@ -295,17 +324,17 @@ class Strided(Mask):
     fixed: int | None = None
 
     def __post_init__(self) -> None:
-        whole("Strided stride", self.stride, 1)
-        if self.fixed is not None and whole("Strided fixed", self.fixed, 1) > self.stride:
-            whole(
+        check_int("Strided stride", self.stride, 1)
+        if self.fixed is not None and check_int("Strided fixed", self.fixed, 1) > self.stride:
+            check_int(
                 "Strided stride",
                 self.stride,
                 self.fixed,
-                f"fixed={self.fixed} columns fit in a block",
+                f"a block must have at least fixed={self.fixed} columns",
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The strided pattern, or the fixed one."""
+        """Return the strided pattern, or the fixed one if `fixed` is given."""
         if self.fixed is None:
             return (q - k < self.stride) | ((q - k) % self.stride == 0)
         same = q // self.stride == k // self.stride

@@ -1,6 +1,4 @@
-"""The structure of a mask: key intervals of each query, and which tiles are empty, partial or
-full.
-"""
+"""Key intervals of each query, and the classification of tiles as empty, partial or full."""
 
 from __future__ import annotations
 
@@ -12,30 +10,32 @@ from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.span import Positions, Span, count
+from regard.span import Positions, Span, slot_count
 
-FAR = 1 << 62
-"""Past every key position: the stop of a range without an end."""
+UNBOUNDED = 1 << 62
+"""A number larger than any key position: the stop of a range without an end."""
 
 
 class Intervals(NamedTuple):
-    """n half-open ranges of key positions per query; a range is empty where start >= stop.
+    """n half-open ranges of key positions for each query; a range with start >= stop is empty.
 
-    starts, stops: int64 [B or 1, H or 1, t, n].
+    Attributes:
+        starts: the first position of each range, int64 `[B or 1, H or 1, t, n]`.
+        stops: the first position after each range, of the same shape.
     """
 
     starts: Int[Tensor, "#B #H t n"]
     stops: Int[Tensor, "#B #H t n"]
 
 
-def tidy(raw: Intervals) -> Intervals:
-    """The same sets of positions >= 0 as disjoint sorted ranges; columns that are empty for every
-    query are dropped.
+def normalize_intervals(raw: Intervals) -> Intervals:
+    """Return the same sets of positions >= 0 as disjoint, sorted ranges.
 
-    With ranges sorted by start, start_i = max(start_i, stop_0, ..., stop_{i-1}) removes what
-    earlier ranges cover.
+    Columns that are empty for every query are dropped. With ranges sorted by start, start_i =
+    max(start_i, stop_0, ..., stop_{i-1}) removes what earlier ranges cover.
 
-    >>> tidy(Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]])))[:2]
+    >>> ranges = Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]]))
+    >>> normalize_intervals(ranges)[:2]
     (tensor([[[[0, 3]]]]), tensor([[[[3, 6]]]]))
     """
     starts, stops = _sort(raw.starts.clamp(min=0), raw.stops)
@@ -44,30 +44,28 @@ def tidy(raw: Intervals) -> Intervals:
         starts = torch.cat([starts[..., :1], torch.maximum(starts[..., 1:], before)], -1)
         starts, stops = _sort(starts, stops)
     used = (starts < stops).flatten(0, 2).any(0)
-    n = max(
-        int(used.sum()), 1
-    )  # empty ranges are last in every row, so the used columns come first
+    n = max(int(used.sum()), 1)  # empty ranges are last in each row
     return Intervals(starts[..., :n], stops[..., :n])
 
 
 def _sort(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted by start, empty ranges last as (FAR, FAR)."""
+    """Sort the ranges by start, with empty ranges last as (UNBOUNDED, UNBOUNDED)."""
     empty = starts >= stops
-    starts, order = starts.masked_fill(empty, FAR).sort(-1)
-    return starts, stops.masked_fill(empty, FAR).gather(-1, order)
+    starts, order = starts.masked_fill(empty, UNBOUNDED).sort(-1)
+    return starts, stops.masked_fill(empty, UNBOUNDED).gather(-1, order)
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The positions in both: every range of a against every range of b."""
+    """Return the positions in both lists: every range of a is intersected with every range of b."""
     starts = torch.maximum(a.starts[..., :, None], b.starts[..., None, :])
     stops = torch.minimum(a.stops[..., :, None], b.stops[..., None, :])
-    return tidy(Intervals(starts.flatten(-2), stops.flatten(-2)))
+    return normalize_intervals(Intervals(starts.flatten(-2), stops.flatten(-2)))
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
-    """The shape that tensors of these shapes broadcast to.
+    """Return the shape that tensors of these shapes broadcast to.
 
-    `torch.broadcast_shapes` takes 60 Python calls for it, and kernels ask for each block of
+    `torch.broadcast_shapes` makes 60 Python calls for this, and kernels need it for each block of
     queries.
 
     >>> broadcast_shape((2, 1, 5), (3, 1))
@@ -79,45 +77,47 @@ def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
 
 
 def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, expanded to the shape that they broadcast to."""
-    found: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(*tensors))
-    return found
+    """Return the tensors, expanded to their common broadcast shape."""
+    expanded: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(*tensors))
+    return expanded
 
 
-def unite(a: Intervals, b: Intervals) -> Intervals:
-    """The positions in either."""
+def union(a: Intervals, b: Intervals) -> Intervals:
+    """Return the positions that are in at least one of the two lists."""
     shape = broadcast_shape(a.starts.shape[:-1], b.starts.shape[:-1])
     starts, stops = (
         torch.cat([x.expand(*shape, -1), y.expand(*shape, -1)], -1)
         for x, y in zip(a, b, strict=True)
     )
-    return tidy(Intervals(starts, stops))
+    return normalize_intervals(Intervals(starts, stops))
 
 
-def gaps(a: Intervals) -> Intervals:
-    """The positions >= 0 in none of the ranges of a tidy list."""
-    zero, far = torch.zeros_like(a.starts[..., :1]), torch.full_like(a.starts[..., :1], FAR)
-    return tidy(Intervals(torch.cat([zero, a.stops], -1), torch.cat([a.starts, far], -1)))
+def complement(a: Intervals) -> Intervals:
+    """Return the positions >= 0 that are in none of the ranges of a normalized list."""
+    zero, far = torch.zeros_like(a.starts[..., :1]), torch.full_like(a.starts[..., :1], UNBOUNDED)
+    return normalize_intervals(
+        Intervals(torch.cat([zero, a.stops], -1), torch.cat([a.starts, far], -1))
+    )
 
 
-def none_for(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
-    """The same without any position for some of the queries.
+def clear_rows(intervals: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
+    """Return the intervals with all ranges of some queries made empty.
 
     >>> two = Intervals(torch.tensor([[[[0], [0]]]]), torch.tensor([[[[2], [3]]]]))
-    >>> (none_for(two, torch.tensor([[True, False]])).starts == FAR).tolist()
+    >>> (clear_rows(two, torch.tensor([[True, False]])).starts == UNBOUNDED).tolist()
     [[[[True], [False]]]]
     """
-    at = rows[:, None, :, None]
-    return Intervals(*(x.masked_fill(at, FAR) for x in found))
+    cleared = rows[:, None, :, None]
+    return Intervals(*(x.masked_fill(cleared, UNBOUNDED) for x in intervals))
 
 
 def stack_heads(heads: Sequence[Intervals]) -> Intervals:
-    """Lists of one head each, [B or 1, 1, t, n_h], as one list [B or 1, H, t, max n_h]."""
+    """Join intervals of one head each, `[B or 1, 1, t, n_h]`, to `[B or 1, H, t, max n_h]`."""
     n = max(head.starts.shape[-1] for head in heads)
     B = max(head.starts.shape[0] for head in heads)
 
     def join(parts: list[Tensor]) -> Tensor:
-        padded = [torch.nn.functional.pad(x, (0, n - x.shape[-1]), value=FAR) for x in parts]
+        padded = [torch.nn.functional.pad(x, (0, n - x.shape[-1]), value=UNBOUNDED) for x in parts]
         return torch.cat([x.expand(B, -1, -1, -1) for x in padded], 1)
 
     return Intervals(join([x.starts for x in heads]), join([x.stops for x in heads]))
@@ -126,110 +126,125 @@ def stack_heads(heads: Sequence[Intervals]) -> Intervals:
 EMPTY, PARTIAL, FULL = 0, 1, 2
 UNKNOWN = -1
 
-GROUP = 32
-"""Undecided key blocks that are evaluated together, at most."""
+MAX_BLOCKS_AT_ONCE = 32
+"""The largest number of neighbouring key blocks that are evaluated together."""
 
 
-def held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
-    """How many slots of each block hold a key, [B or 1, nK]."""
+def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
+    """Return how many slots of each key block hold a token, `[B or 1, nK]`."""
     if isinstance(k_positions, Span):
-        lo, hi = _edges(k_positions, bk)
+        lo, hi = _block_bounds(k_positions, bk)
         return (hi - lo).clamp(min=0)[None]
-    return _blocks((k_positions >= 0).long(), bk, 0).sum(-1)
+    return _split_into_blocks((k_positions >= 0).long(), bk, 0).sum(-1)
 
 
-def from_intervals(found: Intervals, k_positions: Positions, bk: int) -> Int8[Tensor, "B H nK"]:
-    """The states of key blocks for queries with these tidy intervals: count what each query sees of
-    each block.
+def states_from_intervals(
+    intervals: Intervals, k_positions: Positions, bk: int
+) -> Int8[Tensor, "B H nK"]:
+    """Return the states of key blocks for queries with these normalized intervals.
 
-    O(t n nK) for a `Span`; for stored positions each block is sorted, and ends are looked up in it.
+    The number of visible keys of each block is counted for each query. This is O(t n nK) for a
+    `Span`; for stored positions, each block is sorted and the ends of the ranges are looked up in
+    it.
     """
     if isinstance(k_positions, Span):
-        seen = _count_span(found, k_positions, bk)  # [B,H,t,nK]
+        visible = _count_span(intervals, k_positions, bk)  # [B,H,t,nK]
     else:
-        seen = _count_stored(found, k_positions, bk)
-    n_held = held(k_positions, bk).to(seen.device)[:, None]
-    states = torch.full_like(seen[:, :, 0], PARTIAL, dtype=torch.int8)
-    states = states.masked_fill((seen == n_held[:, :, None]).all(2), FULL)
-    return states.masked_fill((seen == 0).all(2), EMPTY)
+        visible = _count_stored(intervals, k_positions, bk)
+    n_held = count_held(k_positions, bk).to(visible.device)[:, None]
+    states = torch.full_like(visible[:, :, 0], PARTIAL, dtype=torch.int8)
+    states = states.masked_fill((visible == n_held[:, :, None]).all(2), FULL)
+    return states.masked_fill((visible == 0).all(2), EMPTY)
 
 
-def _count_span(found: Intervals, keys: Span, bk: int) -> Tensor:
-    lo, hi = _edges(keys, bk, found.starts.device)
-    seen = torch.zeros((), dtype=torch.int64, device=lo.device)
-    for start, stop in zip(found.starts.unbind(-1), found.stops.unbind(-1), strict=True):
-        seen = seen + (
+def _count_span(intervals: Intervals, keys: Span, bk: int) -> Tensor:
+    lo, hi = _block_bounds(keys, bk, intervals.starts.device)
+    visible = torch.zeros((), dtype=torch.int64, device=lo.device)
+    for start, stop in zip(intervals.starts.unbind(-1), intervals.stops.unbind(-1), strict=True):
+        visible = visible + (
             torch.minimum(stop[..., None], hi) - torch.maximum(start[..., None], lo)
         ).clamp(min=0)
-    return seen
+    return visible
 
 
-def _count_stored(found: Intervals, keys: Tensor, bk: int) -> Tensor:
-    inside = _blocks(torch.where(keys >= 0, keys.long(), FAR), bk, FAR).sort(-1).values  # [B,nK,bk]
-    B = max(inside.shape[0], found.starts.shape[0])
-    _, H, t, n = found.starts.shape
+def _count_stored(intervals: Intervals, keys: Tensor, bk: int) -> Tensor:
+    inside = (
+        _split_into_blocks(torch.where(keys >= 0, keys.long(), UNBOUNDED), bk, UNBOUNDED)
+        .sort(-1)
+        .values
+    )  # [B,nK,bk]
+    B = max(inside.shape[0], intervals.starts.shape[0])
+    _, H, t, n = intervals.starts.shape
     nK = inside.shape[1]
     inside = inside.expand(B, -1, -1).contiguous()
 
-    def below(ends: Tensor) -> Tensor:
-        ends = ends.expand(B, -1, -1, -1).reshape(B, 1, -1).expand(-1, nK, -1).contiguous()
-        return torch.searchsorted(inside, ends)
+    def below(bounds: Tensor) -> Tensor:
+        bounds = bounds.expand(B, -1, -1, -1).reshape(B, 1, -1).expand(-1, nK, -1).contiguous()
+        return torch.searchsorted(inside, bounds)
 
-    seen = (below(found.stops) - below(found.starts)).clamp(min=0)  # [B,nK,H*t*n]
-    return seen.reshape(B, nK, H, t, n).sum(-1).permute(0, 2, 3, 1)
+    visible = (below(intervals.stops) - below(intervals.starts)).clamp(min=0)  # [B,nK,H*t*n]
+    return visible.reshape(B, nK, H, t, n).sum(-1).permute(0, 2, 3, 1)
 
 
-def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
-    """How many keys each query sees."""
-    S = count(k_positions)
-    if S == 0 or found.starts.shape[2] == 0:
+def count_visible(intervals: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
+    """Count the keys that each query sees."""
+    S = slot_count(k_positions)
+    if S == 0 or intervals.starts.shape[2] == 0:
         B = 1 if isinstance(k_positions, Span) else k_positions.shape[0]
-        shape = broadcast_shape((B, 1, 1), found.starts.shape[:-1])
-        return torch.zeros(shape, dtype=torch.int64, device=found.starts.device)
+        shape = broadcast_shape((B, 1, 1), intervals.starts.shape[:-1])
+        return torch.zeros(shape, dtype=torch.int64, device=intervals.starts.device)
     if isinstance(k_positions, Span):
-        return _count_span(found, k_positions, S)[..., 0]
-    return _count_stored(found, k_positions, S)[..., 0]
+        return _count_span(intervals, k_positions, S)[..., 0]
+    return _count_stored(intervals, k_positions, S)[..., 0]
 
 
-def both(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
-    """The state of `x & y`: empty wins, full gives way, two partial ones must be looked at."""
+def and_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
+    """Return the states of `x & y` from the states of x and y.
+
+    Empty stays empty, and full leaves the other state; two partial tiles give UNKNOWN.
+    """
     a, b = broadcast(a, b)
     out = torch.full_like(a, UNKNOWN)
     out = torch.where(a == FULL, b, torch.where(b == FULL, a, out))
     return out.masked_fill((a == EMPTY) | (b == EMPTY), EMPTY)
 
 
-def opposite(a: Tensor) -> Int8[Tensor, "..."]:
-    """The state of `~x`."""
+def not_states(a: Tensor) -> Int8[Tensor, "..."]:
+    """Return the states of `~x` from those of x."""
     return torch.where(a == UNKNOWN, a, FULL - a)
 
 
-def either(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
-    """The state of `x | y`, by De Morgan."""
-    return opposite(both(opposite(a), opposite(b)))
+def or_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
+    """Return the states of `x | y`, by De Morgan's law."""
+    return not_states(and_states(not_states(a), not_states(b)))
 
 
-def without_rows(
+def states_without_rows(
     states: Int8[Tensor, "b h nK"], rows: Bool[Tensor, "b_rows t"] | None
 ) -> Int8[Tensor, "B h nK"]:
-    """The states where some of the queries see nothing, whatever the rule says of them."""
+    """Return the states for the case that some of the queries see nothing.
+
+    A full tile becomes partial, since it stays full for the other queries only. A partial tile
+    becomes UNKNOWN, since the visible keys may have been those of the removed queries.
+    """
     if rows is None:
         return states
     some, every = (x[:, None, None] for x in (rows.any(1), rows.all(1)))
-    # what was full is so for the others; what was partial may have been so for these alone
+    # full tiles stay full for the other queries only; partial ones may become empty or full
     less = torch.where(states == FULL, PARTIAL, torch.where(states == PARTIAL, UNKNOWN, states))
     return torch.where(some, less, states).masked_fill(every, EMPTY)
 
 
-def settle(
+def evaluate_unknown_blocks(
     states: Int8[Tensor, "b h nK"],
     n_held: Int[Tensor, "b_held nK"],
     S: int,
     bk: int,
     evaluate: Callable[[slice], Tensor],
 ) -> Int8[Tensor, "B H nK"]:
-    """Decide what is undecided by evaluating it, and let holes count: a block with a hole is never
-    full.
+    """Evaluate the tiles whose state is UNKNOWN, and account for empty slots.
+
+    A tile with an empty slot is never full.
     """
     unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
     slots = torch.full((len(unknown),), bk, device=n_held.device)
@@ -237,17 +252,17 @@ def settle(
     states = states.expand(max(states.shape[0], n_held.shape[0]), -1, -1)
     states = states.masked_fill((n_held < slots)[:, None] & (states == FULL), PARTIAL)
     states = states.masked_fill((n_held == 0)[:, None], EMPTY)
-    for first, last in _groups(unknown):
+    for first, last in _unknown_runs(unknown):
         block = evaluate(slice(first * bk, min(last * bk, S)))
-        exact = state_of(block, bk)
+        exact = block_states(block, bk)
         B, H = (max(x, y) for x, y in zip(states.shape[:2], exact.shape[:2], strict=True))
         states = states.expand(B, H, -1).clone()
         states[:, :, first:last] = exact
     return states
 
 
-def state_of(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
-    """The states of the key blocks of an evaluated block."""
+def block_states(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
+    """Return the states of the key blocks of a dense mask `[B, H, t, s]`."""
     some, each = block.any(2), block.all(2)  # [B,H,s]
     missing = -block.shape[3] % bk
     some = torch.unflatten(F.pad(some, (0, missing)), -1, (-1, bk)).any(-1)
@@ -255,25 +270,25 @@ def state_of(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
     return some.to(torch.int8) + each.to(torch.int8) * some
 
 
-def _groups(unknown: list[bool]) -> list[tuple[int, int]]:
-    """Runs of undecided blocks, at most GROUP long."""
+def _unknown_runs(unknown: list[bool]) -> list[tuple[int, int]]:
+    """Return the ranges of neighbouring UNKNOWN blocks, at most MAX_BLOCKS_AT_ONCE long."""
     runs: list[tuple[int, int]] = []
     for j, is_unknown in enumerate(unknown):
         if not is_unknown:
             continue
-        if runs and runs[-1][1] == j and j - runs[-1][0] < GROUP:
+        if runs and runs[-1][1] == j and j - runs[-1][0] < MAX_BLOCKS_AT_ONCE:
             runs[-1] = (runs[-1][0], j + 1)
         else:
             runs.append((j, j + 1))
     return runs
 
 
-def _edges(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The first and one past the last position >= 0 of each block."""
+def _block_bounds(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Return the first position >= 0 of each block, and the first position after it."""
     lo = torch.arange(keys.start, keys.stop, bk, device=device)
     return lo.clamp(min=0), (lo + bk).clamp(max=keys.stop)
 
 
-def _blocks(x: Tensor, bk: int, value: int) -> Tensor:
-    """[B,S] -> [B,nK,bk], the last block filled up with `value`."""
+def _split_into_blocks(x: Tensor, bk: int, value: int) -> Tensor:
+    """Reshape `[B, S]` to `[B, nK, bk]`; the last block is padded with `value`."""
     return torch.unflatten(F.pad(x, (0, -x.shape[1] % bk), value=value), -1, (-1, bk))

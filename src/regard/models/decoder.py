@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from regard.caches import Cache, rollback_on_error
 from regard.errors import ArgumentError
 from regard.nn import Block, Embed
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions, Span
-from regard.tap import listening, place
+from regard.tracing import is_tracing, named_scope
 
 
 class Decoder(nn.Module):
@@ -126,13 +126,13 @@ class Decoder(nn.Module):
         last: int | None,
         head: nn.Module | None,
     ) -> Tensor:
-        x, heard = self.embed(ids, positions), listening()
+        x, heard = self.embed(ids, positions), is_tracing()
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
             if not heard:
                 x = layer(x, positions, cache, backend=backend)
                 continue
-            with place(f"layers.{i}"):
+            with named_scope(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
         x = self.norm(x)

@@ -14,7 +14,7 @@ from regard.errors import ArgumentError
 from regard.nn.blocks import Block
 from regard.nn.embedding import Embed
 from regard.span import Positions, Span
-from regard.tap import place
+from regard.tracing import named_scope
 
 
 class Encoder(nn.Module):
@@ -59,7 +59,7 @@ class Encoder(nn.Module):
         positions = Span(0, ids.shape[-1]) if positions is None else positions
         x = self.embed(ids, positions, segments)
         for i, layer in enumerate(self.layers):
-            with place(f"layers.{i}"):
+            with named_scope(f"layers.{i}"):
                 x = layer(x, positions, backend=backend)
         states: Tensor = self.norm(x)
         return states

@@ -9,7 +9,7 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import head_size
+from regard.argument_checks import resolve_head_dim
 from regard.caches import rollback_on_error
 from regard.errors import ArgumentError
 from regard.masks import Causal
@@ -21,9 +21,9 @@ from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
 from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.parts import join, separate
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions, Span
-from regard.tap import place
+from regard.tracing import named_scope
 
 
 class EncoderDecoder(nn.Module):
@@ -94,7 +94,7 @@ class EncoderDecoder(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
         """What the decoder reads of a source [B,S]; slots at position -1 are padding."""
-        with place("encoder"):
+        with named_scope("encoder"):
             states: Tensor = self.encoder(ids, positions, backend=backend)
             return states
 
@@ -137,7 +137,7 @@ class EncoderDecoder(nn.Module):
         x = self.embed(ids, positions)
         for i, layer in enumerate(self.layers):
             pair = caches[i] if caches is not None else None
-            with place(f"decoder.layers.{i}"):
+            with named_scope(f"decoder.layers.{i}"):
                 x = layer(
                     x,
                     positions,
@@ -193,7 +193,7 @@ def transformer(
     for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}; it must be at least 1")
-    D = head_size(dim, heads, None)
+    D = resolve_head_dim(dim, heads, None)
 
     def paths(n: int) -> list[Residual]:
         return [residual(nn.LayerNorm(dim), dropout) for _ in range(n)]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import check_name
-from regard.foreign import shown
+from regard.files.regular_files import check_file_name
 from regard.models.checkpoint.store import INDEX, SINGLE, other_weights, read_index
+from regard.untrusted_text import short_repr
 
 PREFIX = "hub:"
 INSTALL = "python -m pip install 'regard[hub]'"
@@ -70,7 +70,8 @@ def repository_of(source: str | Path) -> str | None:
         name = source.removeprefix(PREFIX)
         if not _is_id(name):
             raise FileError(
-                f"{shown(source)} names no repository of the hub; write hub:org/name, of letters, "
+                f"{short_repr(source)} names no repository of the hub; write hub:org/name, of "
+                "letters, "
                 "digits, '-', '_' and '.'"
             )
         return name
@@ -79,8 +80,9 @@ def repository_of(source: str | Path) -> str | None:
         return None
     if path.parent.exists():
         raise FileError(
-            f"no model {shown(source)}: there is no such folder, and because there is a folder "
-            f"{shown(str(path.parent))} here it "
+            f"no model {short_repr(source)}: there is no such folder, and because there is a "
+            "folder "
+            f"{short_repr(str(path.parent))} here it "
             "is not taken for a repository of the hub; nothing is downloaded. If that is meant, "
             f"write {PREFIX}{source}"
         )
@@ -148,10 +150,10 @@ def _shards(folder: Path) -> list[str]:
     """
     found = sorted(set(read_index(folder).values()))
     for name in found:
-        check_name(folder, name)
+        check_file_name(folder, name)
         if not name.endswith(".safetensors"):
             raise FileError(
-                f"{folder / INDEX} names {shown(name)}, which is no safetensors file; nothing "
+                f"{folder / INDEX} names {short_repr(name)}, which is no safetensors file; nothing "
                 "else is downloaded"
             )
     return found
@@ -178,7 +180,7 @@ class _Repository:
             from huggingface_hub import HfApi, errors, snapshot_download
         except ImportError as error:
             raise FileError(
-                f"no model {shown(name)}: it is no folder here, and nothing is downloaded, "
+                f"no model {short_repr(name)}: it is no folder here, and nothing is downloaded, "
                 "because the extra hub is not "
                 f"installed. With it the repository of this name is: {INSTALL}"
             ) from error
@@ -221,9 +223,13 @@ class _Repository:
     def _told(self, error: Exception) -> FileError:
         """What went wrong, by kind, and the next step."""
         known = self._errors
-        at = "its main branch" if self._revision is None else f"revision {shown(self._revision)}"
+        at = (
+            "its main branch"
+            if self._revision is None
+            else f"revision {short_repr(self._revision)}"
+        )
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = shown(str(error).strip().split("\n")[0])
+        reason = short_repr(str(error).strip().split("\n")[0])
         if isinstance(error, known.GatedRepoError):
             said = (
                 "may be read only by those who have accepted its conditions; accept them there "

@@ -15,9 +15,8 @@ from torch import nn
 from regard.configs.base import Raw
 from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.files.header import instead
-from regard.files.regular import opened, present
-from regard.foreign import shown
+from regard.files.regular_files import checked_path_or_none, open_regular
+from regard.files.safetensors_header import identify_format
 from regard.models import hub
 from regard.models.checkpoint.config import read_config, read_ends, read_raw
 from regard.models.checkpoint.family import Family
@@ -34,6 +33,7 @@ from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder, read_longest, read_pooling
 from regard.models.tokenizer import Tokenizer
+from regard.untrusted_text import short_repr
 
 EMBEDDED = ("tiny",)
 """Models that come with the package."""
@@ -231,7 +231,7 @@ def _check_ignored(ignore: Sequence[str], ignored: Sequence[str], raw: Raw, stor
         unread = is_harmless(name) and name not in _READ
         if there and name not in ignored and not unread:
             raise ArgumentError(
-                f"ignore names {shown(name)}, which is no unknown key or tensor: "
+                f"ignore names {short_repr(name)}, which is no unknown key or tensor: "
                 f"{raw['model_type']} needs it; leave it out"
             )
 
@@ -248,7 +248,7 @@ def _model(
     network: nn.Module, config: Any, folder: Path, raw: Raw, told: dict[str, Any]
 ) -> Model | TextEncoder | Seq2Seq:
     name = "tokenizer.json"
-    file = present(folder, name)
+    file = checked_path_or_none(folder, name)
     tokenizer = None if file is None else Tokenizer.load(file)
     if isinstance(network, HeadedEncoder):
         longest = [config.max_position_embeddings, read_longest(folder)]
@@ -281,7 +281,7 @@ def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
         found = getattr(torch, str(text).removeprefix("torch."), None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise FileError(
-                f"{folder / 'config.json'}: torch_dtype is {shown(text)}; it must be float32, "
+                f"{folder / 'config.json'}: torch_dtype is {short_repr(text)}; it must be float32, "
                 "float16, bfloat16 or float64"
             )
         return found
@@ -328,8 +328,8 @@ def folder_of(
         return minilm()
     folder = Path(source)
     if folder.is_file():
-        with opened(folder) as (file, _):
-            kind = instead(file.read(64) or b"")
+        with open_regular(folder) as (file, _):
+            kind = identify_format(file.read(64) or b"")
         raise FileError(
             f"{folder} is a file{f': {kind}' if kind else ''}; a model is a folder with "
             "config.json and model.safetensors"

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.arguments import check_names
+from regard.argument_checks import check_keyword_names
 from regard.caches import Cache
 from regard.errors import ArgumentError, FileError
 from regard.models.decoder import Decoder, check_ids
@@ -220,7 +220,7 @@ class Model:
         >>> sorted({row for row, piece in batch}), [row.finished for row in batch.rows]
         ([0, 1], ['length', 'length'])
         """
-        check_names("generate", choices, Choices.__annotations__)
+        check_keyword_names("generate", choices, Choices.__annotations__)
         options = Options(max_tokens, stop, chunk, Sampling(**choices), _room(cache, max_context))
         if isinstance(prompt, str):
             return Generation(self, prompt, options, after)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import check_positions
+from regard.argument_checks import check_positions
 from regard.errors import ArgumentError
 from regard.models.generation.beam import greedy
 from regard.nn.rnn import (
@@ -25,7 +25,7 @@ from regard.nn.rnn import (
 )
 from regard.nn.variants.cross import bahdanau, luong
 from regard.span import Positions, Span
-from regard.tap import place
+from regard.tracing import named_scope
 
 CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 """The networks by name: Elman's, the gated unit, and the long short-term memory."""
@@ -125,7 +125,7 @@ class RecurrentEncoderDecoder(nn.Module):
         carried behind them.
         """
         y, positions = self._embed(ids, positions)
-        with place("decoder"):
+        with named_scope("decoder"):
             features, carried = self.decoder(y, carried, positions)
         return self.head(features), carried
 

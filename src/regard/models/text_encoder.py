@@ -13,15 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import present
-from regard.files.strict import read_json as read_list
-from regard.foreign import inert, shown
+from regard.files.regular_files import checked_path_or_none
+from regard.files.strict_json import read_json as read_list
 from regard.models.checkpoint.config import read_json
 from regard.models.decoder import check_ids
 from regard.models.encoder import HeadedEncoder, first
 from regard.models.tokenized import Tokenized, beside, several
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions, as_tensor
+from regard.untrusted_text import escape_controls, short_repr
 
 Mode: TypeAlias = Literal["cls", "max", "mean", "mean_sqrt_len"]
 """The first token; the largest number of each dimension; the mean; the sum divided by the square
@@ -123,20 +123,23 @@ def read_pooling(folder: Path) -> Pooling | None:
     kinds = [kind for kind, _ in modules]
     if kinds not in ([*KINDS[:2]], [*KINDS]):
         raise FileError(
-            f"{folder / 'modules.json'} has the modules {inert(', '.join(kinds)[:200])}; only "
+            f"{folder / 'modules.json'} has the modules "
+            f"{escape_controls(', '.join(kinds)[:200])}; only "
             f"{', '.join(KINDS)} are supported, the last "
             "may be absent; without the file, the model loads and its states can be pooled"
         )
     where = folder / modules[1][1]
     if where.parent != folder:
         raise FileError(
-            f"{folder / 'modules.json'} leads to {shown(str(where))}, which is not in its folder"
+            f"{folder / 'modules.json'} leads to {short_repr(str(where))}, which is not in its "
+            "folder"
         )
     said = read_json(where, "config.json")
     chosen = [key for key, value in said.items() if key.startswith("pooling_mode") and value]
     if len(chosen) != 1 or chosen[0] not in MODES:
         raise FileError(
-            f"{where / 'config.json'} asks for {shown(chosen)}; one of {sorted(MODES)} is supported"
+            f"{where / 'config.json'} asks for {short_repr(chosen)}; one of {sorted(MODES)} is "
+            "supported"
         )
     return Pooling(MODES[chosen[0]], normalise=len(kinds) > 2)
 
@@ -148,12 +151,12 @@ def read_longest(folder: Path) -> int | None:
         FileError: max_seq_length is no number.
     """
     name = "sentence_bert_config.json"
-    if present(folder, name) is None:
+    if checked_path_or_none(folder, name) is None:
         return None
     found = read_json(folder, name).get("max_seq_length")
     if found is not None and (type(found) is not int or found < 1):
         raise FileError(
-            f"{folder / name}: max_seq_length is {shown(found)}; it must be a number of tokens"
+            f"{folder / name}: max_seq_length is {short_repr(found)}; it must be a number of tokens"
         )
     return found
 
@@ -161,7 +164,7 @@ def read_longest(folder: Path) -> int | None:
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
     """The kinds of the modules and the folders in which they are."""
     name = "modules.json"
-    path = present(folder, name)
+    path = checked_path_or_none(folder, name)
     if path is None:
         return None
     try:

@@ -13,10 +13,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.files.regular import whole
-from regard.files.strict import parse
-from regard.files.write import written
-from regard.foreign import shown, told
+from regard.files.atomic_write import write_atomically
+from regard.files.regular_files import read_bytes
+from regard.files.strict_json import parse_json
+from regard.untrusted_text import error_text, short_repr
 
 _GLYPHS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
@@ -217,7 +217,7 @@ class Tokenizer:
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         try:
-            with written(file) as place:
+            with write_atomically(file) as place:
                 place.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         except OSError as error:
             raise FileError(
@@ -316,7 +316,8 @@ class Tokenizer:
             return _asked(question, *given, **more)
         except _BackendError as error:
             raise FileError(
-                f"the tokenizer's file does not fit itself: {told(error, 300)}; is it damaged?"
+                f"the tokenizer's file does not fit itself: {error_text(error, 300)}; is it "
+                "damaged?"
             ) from error
 
     def _piece(self, index: int) -> str:
@@ -341,9 +342,9 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
     """The tokenizer of a file, whose parts are looked at before the `tokenizers` package gets
     it.
     """
-    raw = whole(file, LONGEST)
+    raw = read_bytes(file, LONGEST)
     try:
-        content = parse(raw)
+        content = parse_json(raw)
     except ArgumentError as error:
         raise FileError(f"{file} {error}; is the download complete?") from None
     for key in ("model", "decoder"):
@@ -355,7 +356,7 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
     except _BackendError as error:
         raise FileError(
             f"{file}: the tokenizers package {tokenizers.__version__} cannot read it "
-            f"({told(error, 300)}); "
+            f"({error_text(error, 300)}); "
             "damaged, or written by a newer version?"
         ) from error
 
@@ -390,6 +391,6 @@ def _check_ids(content: dict[str, Any], file: Path) -> None:
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < LARGEST_ID), None)
     if wrong is not None:
         raise FileError(
-            f"{file}: a token has the id {shown(wrong)}; ids are from 0 to {LARGEST_ID - 1}, "
+            f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to {LARGEST_ID - 1}, "
             "without large gaps"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.biases import Bias
 from regard.caches import Cache, Parts, for_reach
 from regard.cost import Spec
@@ -13,8 +13,8 @@ from regard.masks import Mask, reach
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection, adjust_query, attention_spec, select_form
 from regard.ops.softmax import attend
-from regard.span import Positions, count
-from regard.tap import listening, tap
+from regard.span import Positions, slot_count
+from regard.tracing import is_tracing, tap
 
 
 class Attention(Mixer):
@@ -96,9 +96,9 @@ class Attention(Mixer):
         self, x: Tensor, positions: Positions, memory: Parts, seen: Positions, backend: str
     ) -> Tensor:
         """What x finds in memory, wherever that came from."""
-        project, heard = self.project, listening()
+        project, heard = self.project, is_tracing()
         if hasattr(type(project), "select_form"):
-            project = select_form(project, x.shape[1], count(seen))
+            project = select_form(project, x.shape[1], slot_count(seen))
         q = project.query(x, positions)
         if hasattr(type(project), "adjust_query"):
             q = adjust_query(project, q, positions, seen)

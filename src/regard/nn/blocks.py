@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.caches import Cache, rollback_on_error
 from regard.nn.attention import Attention
 from regard.nn.cross import CrossAttention
 from regard.nn.mixer import Mixer
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions
-from regard.tap import place
+from regard.tracing import named_scope
 
 
 class Residual(nn.Module, ABC):
@@ -326,11 +326,11 @@ class DecoderBlock(nn.Module):
         own, other = caches if caches is not None else (None, None)
         if positions is None and own is not None:
             positions = own.next(x.shape[1])
-        with place("attention"):
+        with named_scope("attention"):
             x = self.around_attention(
                 x, lambda x: self.attention(x, positions, own, backend=backend)
             )
-        with place("cross"):
+        with named_scope("cross"):
             x = self.around_cross(
                 x,
                 lambda x: self.cross(

@@ -17,10 +17,10 @@ from regard.nn.attention import Attention
 from regard.nn.explain import EffectiveRow, Explainable, LayerRun, Link
 from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
-from regard.ops.additive import additive_attention
-from regard.process import is_compiling
+from regard.ops.additive_attention import additive_attention
+from regard.process_state import is_compiling
 from regard.span import Positions, Span
-from regard.tap import tap
+from regard.tracing import tap
 
 
 class CrossAttention(Attention):

@@ -18,7 +18,7 @@ from regard.nn.projections import Heads, ProjectionShape, Separate
 from regard.positions import Rotary, rope_frequencies
 from regard.positions.rotary import turn
 from regard.positions.scalings import Scaling
-from regard.span import Positions, Span, after, as_tensor, follow
+from regard.span import Positions, Span, as_tensor, concat_positions, next_positions
 
 Lengths: TypeAlias = tuple[int, ...]
 """One past the largest position of each row; one number where all rows have the same positions."""
@@ -369,13 +369,16 @@ class Prefix:
         are the model's.
         """
         T = ids.shape[1]
-        positions = after(self._positions, T) if positions is None else positions
+        positions = next_positions(self._positions, T) if positions is None else positions
         logits: Tensor
         if self._ids is None:
             logits = self.model(ids, positions, self.caches, **options)
             whole, where = ids, positions
         else:
-            whole, where = torch.cat([self._ids, ids], 1), follow(self._positions, positions)
+            whole, where = (
+                torch.cat([self._ids, ids], 1),
+                concat_positions(self._positions, positions),
+            )
             if changes(self.model, lengths(self._positions), lengths(where)):
                 caches = self.model.new_caches()  # type: ignore[operator]
                 logits = self.model(whole, where, caches, **options)[:, -T:]

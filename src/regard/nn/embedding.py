@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import check_device, check_number, check_positions, check_sizes
+from regard.argument_checks import check_device, check_number, check_positions, check_sizes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.linear import Linear
 from regard.positions import sinusoidal
-from regard.span import Positions, Span, vacant
+from regard.span import Positions, Span, find_empty_slots
 
 
 class Sinusoidal(nn.Module):
@@ -101,7 +101,7 @@ class Embed(nn.Module):
         if segments is not None:
             self._check_ids("segments", segments)
             check_sizes(ids=(ids, "B T"), segments=(segments, "B T"))
-        if (empty := vacant(positions, ids.device)) is not None:
+        if (empty := find_empty_slots(positions, ids.device)) is not None:
             ids = ids.masked_fill(empty, 0)
         x = self.embedding(ids)
         if self.scale != 1:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import check_device, check_number, check_tensor
+from regard.argument_checks import check_device, check_number, check_tensor
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
-from regard.ops.gemv import check_map
+from regard.ops.gemv import check_linear_map
 
 
 class FeedForward(nn.Module):
@@ -270,7 +270,7 @@ class Router(nn.Module, ABC):
         own = self.linear.bias
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = self.linear.weight.to(wide), None if own is None else own.to(wide)
-            check_map(x.to(wide), weight, bias)
+            check_linear_map(x.to(wide), weight, bias)
             return F.linear(x.to(wide), weight, bias)
 
     def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from regard.arguments import check_groups
+from regard.argument_checks import check_groups
 from regard.caches import Parts
 from regard.cost.softmax import Visible
 from regard.cost.spec import Spec, Weights

@@ -25,12 +25,12 @@ from regard.nn.explain import (
 )
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Projection
-from regard.ops.memory import Compressed, infini_attention
-from regard.ops.memory.compressive import Update
-from regard.ops.memory.infini import Empty, check_options
+from regard.ops.memory import CompressiveState, infini_attention
+from regard.ops.memory.compressive import UpdateRule
+from regard.ops.memory.infini_attention import EmptyMemoryRule, check_options
 from regard.positions import Rotary
 from regard.span import Positions, Span
-from regard.tap import tap
+from regard.tracing import tap
 
 
 def check_unrotated(project: Projection, why: str) -> None:
@@ -112,8 +112,8 @@ class InfiniAttention(Mixer):
         *,
         segment: int,
         rotary: nn.Module | None = None,
-        update: Update = "linear",
-        empty: Empty = "zero",
+        update: UpdateRule = "linear",
+        empty: EmptyMemoryRule = "zero",
     ) -> None:
         super().__init__()
         check_options(segment, update, empty)
@@ -148,7 +148,7 @@ class InfiniAttention(Mixer):
         memory, seen, state = self.project.remember(x, positions), positions, None
         if cache is not None:
             memory, seen = cache.update(memory, positions)
-            state = None if cache.state is None else Compressed(*cache.state)
+            state = None if cache.state is None else CompressiveState(*cache.state)
         k, v = self.project.recall(memory, seen)
         k, v = tap("k", k), tap("v", v)
         z, state = infini_attention(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.ops.gemv import check_map, few_rows
+from regard.ops.gemv import check_linear_map, try_gemv
 
 FEW = 16
 """Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
@@ -38,13 +38,13 @@ def linear(
     >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
     torch.float16
     """
-    y = few_rows(x, weight, bias)
+    y = try_gemv(x, weight, bias)
     return _many_rows(x, weight, bias, block) if y is None else y
 
 
 def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
     """W x + b by torch's products of matrices."""
-    check_map(x, weight, bias)
+    check_linear_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
         return F.linear(x, weight, bias)
@@ -73,5 +73,5 @@ class Linear(nn.Linear):
         bias: Tensor | None = held.get("bias")
         if weight is None or "bias" not in held:  # a parametrization makes them on demand
             weight, bias = self.weight, self.bias
-        y = few_rows(x, weight, bias)
+        y = try_gemv(x, weight, bias)
         return _many_rows(x, weight, bias, BLOCK) if y is None else y

@@ -14,7 +14,7 @@ from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
-from regard.tap import tap
+from regard.tracing import tap
 
 
 class Longformer(Mixer):

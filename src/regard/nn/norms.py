@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_device, check_tensor
+from regard.argument_checks import check_device, check_tensor
 from regard.errors import ArgumentError
-from regard.ops.norm import rms_norm
+from regard.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

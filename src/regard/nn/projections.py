@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_groups, check_number
+from regard.argument_checks import check_groups, check_number
 from regard.caches import Parts
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import HeadShape, Spec, Weights

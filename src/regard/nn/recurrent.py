@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
@@ -24,9 +24,9 @@ from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Heads, Projection
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.features import FeatureMap, feature_map_of
+from regard.ops.linear.feature_maps import FeatureMap, feature_map_of
 from regard.span import Positions, Span
-from regard.tap import tap
+from regard.tracing import tap
 
 
 @runtime_checkable

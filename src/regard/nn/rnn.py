@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from regard.caches import Cross
 from regard.errors import ArgumentError
 from regard.nn.cross import AdditiveAttention, CrossAttention, recollect
-from regard.span import Positions, Span, as_tensor, part
+from regard.span import Positions, Span, as_tensor, slice_positions
 
 X = TypeVar("X", Tensor, PackedSequence)
 
@@ -300,7 +300,7 @@ class BahdanauDecoder(RecurrentDecoder):
         for t in range(y.shape[1]):
             before = hidden[0][-1][:, None]  # of the top layer, [B,1,R]
             seen = torch.cat([y[:, t : t + 1], self.look(before, carried)], -1)
-            where = None if positions is None else part(positions, slice(t, t + 1))
+            where = None if positions is None else slice_positions(positions, slice(t, t + 1))
             s, hidden = scan(self.rnn, seen, where, hidden)
             found.append(torch.cat([s, seen], -1))
         joined = torch.cat(found, 1) if found else y.new_zeros(y.shape[0], 0, self.read.in_features)

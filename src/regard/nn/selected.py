@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_groups
+from regard.argument_checks import check_groups
 from regard.caches import Cache, Growing, Parts
 from regard.cost import Description, Figure
 from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, SelectedSpec, Selection
@@ -29,13 +29,23 @@ from regard.nn.explain import (
 )
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Heads, Projection, adjust_query, select_form
-from regard.ops.selection.blocks import Order, order
-from regard.ops.selection.indexer import check_topk, index_mask, index_scores, indexer_loss
-from regard.ops.selection.moba import check_moba, moba_mask
-from regard.ops.selection.nsa import NSABlocks, ends, selection_mask, windows
+from regard.ops.selection.lightning_indexer import (
+    check_topk,
+    index_mask,
+    index_scores,
+    indexer_loss,
+)
+from regard.ops.selection.moba import check_moba_sizes, moba_mask
+from regard.ops.selection.nsa import (
+    NSABlocks,
+    compression_positions,
+    compression_windows,
+    selection_mask,
+)
+from regard.ops.selection.position_blocks import BlockLayout, block_layout
 from regard.ops.softmax import attend, attention_weights
-from regard.span import Positions, Span, count
-from regard.tap import place, tap
+from regard.span import Positions, Span, slot_count
+from regard.tracing import named_scope, tap
 
 
 @runtime_checkable
@@ -78,7 +88,7 @@ class MoBA(nn.Module):
 
     def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        check_moba(size, topk)
+        check_moba_sizes(size, topk)
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
@@ -211,7 +221,7 @@ class SelectedAttention(Mixer):
             if self.project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
             memory, seen = cache.update(memory, positions)
-        project = select_form(self.project, x.shape[1], count(seen))
+        project = select_form(self.project, x.shape[1], slot_count(seen))
         q = tap("q", adjust_query(project, project.query(x, positions), positions, seen))
         k, v = project.recall(memory[:n], seen)
         k, v = tap("k", k), tap("v", v)
@@ -423,8 +433,8 @@ class NSA(Mixer):
         if cache is not None:
             memory, seen = cache.update(memory, positions)
         keys, values = list(memory[:3]), list(memory[3:])
-        laid = order(seen, self.sizes.select, x.device)
-        at = ends(laid, self.sizes)
+        laid = block_layout(seen, self.sizes.select, x.device)
+        at = compression_positions(laid, self.sizes)
         keys[0], values[0] = self.compressed(keys[0], values[0], laid, at)
         chosen = selection_mask(q, keys[0], laid, self.sizes, q_positions=positions, k_positions=at)
         masks = (Causal(), chosen, Causal() & Window(self.sizes.window))
@@ -432,7 +442,7 @@ class NSA(Mixer):
         for name, k, v, mask, where in zip(
             BRANCHES, keys, values, masks, (at, seen, seen), strict=True
         ):
-            with place(name):
+            with named_scope(name):
                 zs.append(
                     attend(
                         q,
@@ -451,14 +461,14 @@ class NSA(Mixer):
         self,
         k: Float[Tensor, "B G S D"],
         v: Float[Tensor, "B G S E"],
-        laid: Order,
+        laid: BlockLayout,
         at: Positions,
     ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
         """Compressed keys and values; those of blocks that are not complete stand at position -1,
         and mean nothing.
         """
-        k = self.compress_key(windows(k, laid, self.sizes))
-        v = self.compress_value(windows(v, laid, self.sizes))
+        k = self.compress_key(compression_windows(k, laid, self.sizes))
+        v = self.compress_value(compression_windows(v, laid, self.sizes))
         return (k if self.key_transform is None else self.key_transform(k, at)), v
 
     def gated(

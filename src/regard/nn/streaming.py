@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
-from regard.masks.base import whole
+from regard.masks.base import check_int
 from regard.nn.attention import Attention
 from regard.nn.explain import InputSteps, Link, ProjectionQuery
 from regard.nn.projections import Separate
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
 from regard.span import Positions, Span, as_tensor
-from regard.tap import needed
+from regard.tracing import requested_taps
 
 
 class StreamingAttention(Attention):
@@ -68,8 +68,8 @@ class StreamingAttention(Attention):
         softcap: float | None = None,
         sink: nn.Parameter | None = None,
     ) -> None:
-        whole("sinks", sinks, 0)
-        whole("recent", recent, 1, "a query always sees itself")
+        check_int("sinks", sinks, 0)
+        check_int("recent", recent, 1, "a query always sees itself")
         mask = Causal() & (Window(recent) | Sinks(sinks))
         check_rotary(project)
         super().__init__(project, output, mask=mask, scale=scale, softcap=softcap, sink=sink)
@@ -89,7 +89,7 @@ class StreamingAttention(Attention):
         if evicted is None:
             return super()._attend(q, k, v, positions, seen, backend)
         far = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
-        if not needed().isdisjoint(("scores", "pattern")):
+        if not requested_taps().isdisjoint(("scores", "pattern")):
             q, k = side_by_side(q, far, k, seen, self.sinks)
             return super()._attend(q, k, v, positions, seen, backend)
         over = partial(

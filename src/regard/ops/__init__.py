@@ -1,1 +1,3 @@
-"""Operations: what turns q, k, v into an output. One folder per equation."""
+"""Operations on queries, keys and values. Each folder holds one family: softmax attention, linear
+recurrences, compressive memory, key selection, and the compiled CPU kernels.
+"""

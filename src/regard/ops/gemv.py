@@ -1,5 +1,5 @@
-"""A linear map of a few vectors on a CPU, at the memory's speed: what a decoded token spends its
-time on.
+"""A linear map of a few vectors on a CPU at the speed of the memory, which dominates the time
+of a decoded token.
 """
 
 from __future__ import annotations
@@ -12,26 +12,33 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
-from regard.ops.jit.records import GEMV
-from regard.process import is_compiling
+from regard.ops.jit.argument_structs import GEMV_STRUCT
+from regard.process_state import is_compiling
 
-ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
-"""Most vectors, by dtype: beyond, torch's products of matrices are faster."""
+MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
+"""The most vectors, by dtype; for more, torch's matrix products are faster."""
 
-LEAST = 1 << 14
-"""Numbers of a weight from which on it pays: less is near, and a call costs."""
+MIN_WEIGHT_SIZE = 1 << 14
+"""The fewest numbers of a weight for which the compiled loop is faster than torch: smaller
+weights fit into the cache, and a call has a fixed cost.
+"""
 
-SHARE = 1 << 17
-"""Numbers of a weight that are worth a thread."""
+WEIGHTS_PER_THREAD = 1 << 17
+"""The numbers of a weight for which one more thread is worth its start."""
 
 
-def check_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """x [...,M], weight [N,M] and bias [N] make a linear map: sizes, dtype and device agree.
+def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check that x `[..., M]`, weight `[N, M]` and bias `[N]` agree in sizes, dtype and device.
+
+    Args:
+        x: the vectors.
+        weight: the matrix.
+        bias: the bias, or None.
 
     Raises:
-        ArgumentError, ArgumentTypeError: they do not.
+        ArgumentError, ArgumentTypeError: they do not agree.
 
-    >>> check_map(torch.ones(1, 4), torch.ones(2, 3), None)
+    >>> check_linear_map(torch.ones(1, 4), torch.ones(2, 3), None)
     Traceback (most recent call last):
     regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight ...
     """
@@ -51,11 +58,12 @@ def check_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
         )
     )
-    if not fits:  # what is wrong is found out only when something is
-        _complain_of_map(x, weight, bias)
+    if not fits:  # the exact reason is determined only after a failure
+        _raise_mismatch(x, weight, bias)
 
 
-def _complain_of_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _raise_mismatch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise the error that describes why x, weight and bias do not fit together."""
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(
             f"x is {type(x).__name__}; it must be a torch tensor [..., features]"
@@ -66,8 +74,7 @@ def _complain_of_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.ndim == 0 or x.shape[-1] != M:
         raise ArgumentError(
             f"x is {tuple(x.shape)}; its last dimension must be {M}, as the weight ({N}, {M}) "
-            "takes it: "
-            "give it what the layer was built for, or build the layer for this size"
+            "requires: pass vectors of that size, or build the layer for this one"
         )
     if bias is not None and tuple(bias.shape) != (N,):
         raise ArgumentError(
@@ -81,40 +88,51 @@ def _complain_of_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ArgumentError(f"x is on {x.device} and {name} on {y.device}; move one with .to()")
         if x.dtype != y.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ArgumentTypeError(
-                f"x is {_dtype(x)} and {name} is {_dtype(y)}; all must have one dtype: convert "
+                f"x is {_dtype_name(x)} and {name} is {_dtype_name(y)}; all must have one dtype: "
+                "convert "
                 "one with .to()"
             )
 
 
-def _dtype(x: Tensor) -> str:
+def _dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def few_rows(
+def try_gemv(
     x: object, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
 ) -> Tensor | None:
-    """W x + b where compiled code can compute it, and is the faster; None where it cannot, is not,
-    or something does not fit.
+    """Compute W x + b with compiled code, or return None if it does not apply, is not faster, or
+    the arguments do not fit.
 
-    Every matrix of a model passes here for every decoded token, so that each fact is asked for
-    once, and in one function.
+    Every matrix of a model calls this for every decoded token, so all conditions are in one
+    function, and each is checked once.
+
+    Args:
+        x: vectors `[..., M]`; any other object gives None.
+        weight: `[N, M]`.
+        bias: `[N]`, or None.
+        only_if_faster: return None also where torch was measured to be faster.
     """
-    if not isinstance(x, Tensor) or type(x) not in _PLAIN or type(weight) not in _PLAIN:
+    if (
+        not isinstance(x, Tensor)
+        or type(x) not in _PLAIN_TENSOR_TYPES
+        or type(weight) not in _PLAIN_TENSOR_TYPES
+    ):
         return None
     if is_compiling():  # a graph must not depend on the sizes below
         return None
     dtype, numbers = x.dtype, x.numel()
-    if dtype not in ROWS or weight.dtype != dtype or weight.ndim != 2:
+    if dtype not in MAX_VECTORS or weight.dtype != dtype or weight.ndim != 2:
         return None
     N, M = weight.shape
-    if only_if_faster and (numbers > ROWS[dtype] * M or N * M < LEAST):
+    if only_if_faster and (numbers > MAX_VECTORS[dtype] * M or N * M < MIN_WEIGHT_SIZE):
         return None
     if numbers == 0 or N == 0 or x.shape[-1:] != (M,):
         return None
     if not (x.is_cpu and weight.is_cpu and weight.is_contiguous()):
         return None
     if bias is not None:
-        if type(bias) not in _PLAIN or bias.shape != (N,) or bias.dtype != dtype:
+        if type(bias) not in _PLAIN_TENSOR_TYPES or bias.shape != (N,) or bias.dtype != dtype:
             return None
         if not (bias.is_cpu and bias.is_contiguous()):
             return None
@@ -124,7 +142,7 @@ def few_rows(
         return None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
-    record = GEMV.pack_numbers(
+    record = GEMV_STRUCT.pack_numbers(
         numbers // M,
         M,
         N,
@@ -133,21 +151,21 @@ def few_rows(
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
     )
-    workers = min(openmp.threads(), 1 + N * M // SHARE)
-    openmp.run(_entry()(dtype), record, workers)
+    workers = min(openmp.thread_count(), 1 + N * M // WEIGHTS_PER_THREAD)
+    openmp.run_entry(_compiled_entry()(dtype), record, workers)
     return y
 
 
-def at_hand(x: object, weight: Tensor) -> bool:
-    """Whether compiled code may read both: one dtype on a CPU, no graph, no gradient, no autocast;
-    and Numba is there.
+def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
+    """Return whether compiled code may read both tensors: equal dtypes on a CPU, no compiled
+    graph, no gradient, no autocast, and Numba is installed.
     """
     return (
         isinstance(x, Tensor)
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
+        and type(x) in _PLAIN_TENSOR_TYPES
+        and type(weight) in _PLAIN_TENSOR_TYPES
         and not is_compiling()
-        and (dtype := x.dtype) in ROWS
+        and (dtype := x.dtype) in MAX_VECTORS
         and dtype == weight.dtype
         and x.is_cpu
         and weight.is_cpu
@@ -157,36 +175,44 @@ def at_hand(x: object, weight: Tensor) -> bool:
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-"""Tensors whose memory is their numbers."""
+_PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+"""Tensor types whose memory holds their numbers directly."""
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = W x + b for a few vectors x [..., M], W [N,M] and b [N] -> [..., N]: summed in fp32,
-    rounded once.
+    """Compute y = W x + b for a few vectors, summed in fp32 and rounded once.
+
+    Args:
+        x: vectors `[..., M]`, fp32, bf16 or fp16, on a CPU.
+        weight: W `[N, M]`, contiguous, in the dtype of x.
+        bias: b `[N]`, or None.
+
+    Returns:
+        y `[..., N]` in the dtype of x.
 
     Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree; or compiled code
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree, or compiled code
             cannot read the tensors.
 
     >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    check_map(x, weight, bias)
-    y = few_rows(x, weight, bias, only_if_faster=False)
+    check_linear_map(x, weight, bias)
+    y = try_gemv(x, weight, bias, only_if_faster=False)
     if y is None:
         raise ArgumentError(
-            f"gemv was given x {_dtype(x)} {tuple(x.shape)} and weight {_dtype(weight)} "
-            f"{tuple(weight.shape)}; it reads "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in ROWS)} on a CPU, "
-            "contiguous, not empty, without "
-            "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
+            f"gemv was given x {_dtype_name(x)} {tuple(x.shape)} and weight {_dtype_name(weight)} "
+            f"{tuple(weight.shape)}; it supports "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
+            "contiguous, not empty, without gradients, autocast or a compiled graph, and it needs "
+            "Numba: use regard.nn.linear.linear"
         )
     return y
 
 
 @cache
-def _entry() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import gemv
+def _compiled_entry() -> Callable[[torch.dtype], int]:
+    """Import the compiled loops, and return the function that gives their entry for a dtype."""
+    from regard.ops.jit import gemv_loops
 
-    return gemv.entry
+    return gemv_loops.entry_address

@@ -24,13 +24,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.arguments import check_query_key_value
+from regard.argument_checks import check_query_key_value
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask, Selected
 from regard.ops.softmax import Partial, attend_partial, merge
 from regard.ops.softmax import attend as attend_here
-from regard.ops.softmax.merge import with_sink
+from regard.ops.softmax.merge import apply_sink
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.shards import Shards, needed_keys
 from regard.span import Span
@@ -141,7 +141,7 @@ def attend(
     if chosen == "heads":
         return _heads(q, k, v, work, sink)
     out, lse = (_exchange if chosen == "exchange" else _gather)(q, k, v, work)
-    return (out if sink is None else with_sink(out, lse, sink)).to(q.dtype)
+    return (out if sink is None else apply_sink(out, lse, sink)).to(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -753,7 +753,7 @@ def _hybrid(
     sink = options.get("sink")
     if sink is not None:
         shared = _SharedParameter.apply(_SharedParameter.apply(sink, node), across)  # type: ignore[no-untyped-call]
-        out = with_sink(out, lse, shared[mine])
+        out = apply_sink(out, lse, shared[mine])
     result: Tensor = _HeadsToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
     return result
 

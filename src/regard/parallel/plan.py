@@ -13,7 +13,7 @@ from regard import units
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
 from regard.parallel.shards import Shards, needed_keys
-from regard.table import table
+from regard.text_table import format_table
 from regard.units import plural
 
 
@@ -66,7 +66,7 @@ class ParallelPlan:
             work = units.count(max(cost.flops), "FLOP")
             cells = [units.ABSENT] * 3 if cost.why_not else [*most, work]
             rows.append([mark, cost.method, *cells, cost.why_not])
-        text = table(rows, left=(0, 1, 5), gap=2)
+        text = format_table(rows, left=(0, 1, 5), gap=2)
         return f"{text}\nmean work of a rank / work of the busiest rank: {self.efficiency:.2f}"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask
-from regard.masks.base import whole
+from regard.masks.base import check_int
 from regard.span import Span
 from regard.units import plural
 
@@ -378,13 +378,13 @@ def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
 
 def _check_ranks(W: int) -> int:
     """Check the number of ranks."""
-    return whole("the number of ranks", W, 1)
+    return check_int("the number of ranks", W, 1)
 
 
 def _split_evenly(S: int, n: int, start: int) -> list[Span]:
     """Cut S positions into n runs of nearly equal length; the longer ones come first."""
-    whole("the number of positions", S, 0)
-    whole("start", start, 0)
+    check_int("the number of positions", S, 0)
+    check_int("start", start, 0)
     size, more = divmod(S, n)
     bounds = [start]
     for i in range(n):

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_number, check_positions, check_tensor
+from regard.argument_checks import check_number, check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.positions.scalings import Linear, RopeFrequencies, Scaling, Unscaled, plain
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 

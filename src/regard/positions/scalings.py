@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
 
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_number, check_positions
+from regard.argument_checks import check_number, check_positions
 from regard.errors import ArgumentError
-from regard.process import is_compiling
-from regard.span import Positions, Span, as_tensor, count
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, slot_count
 
 LAYOUTS = ("interleaved", "halves", "tensor2tensor")
 
@@ -137,4 +137,4 @@ class Learned(nn.Module):
 def _check_positions(positions: Positions) -> None:
     rows = positions.shape[0] if isinstance(positions, Tensor) and positions.ndim else 1
     is_known = isinstance(positions, Span) or (isinstance(positions, Tensor) and positions.ndim)
-    check_positions("positions", positions, rows, count(positions) if is_known else 0)
+    check_positions("positions", positions, rows, slot_count(positions) if is_known else 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.positions.rotary import Layout, check_layout, cos_sin, rope_frequencies, turn
 from regard.positions.scalings import positive
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 

@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.lock import WRITING
-from regard.files.lock import sweep as sweep_unlocked
-from regard.files.reading import load as read_tensors
-from regard.files.regular import inside, opened
-from regard.files.strict import read_json
-from regard.files.write import sync, workplace
-from regard.foreign import shown
+from regard.files.atomic_write import sync_to_disk, temporary_folder
+from regard.files.folder_lock import WRITING_PREFIX
+from regard.files.folder_lock import delete_abandoned as sweep_unlocked
+from regard.files.regular_files import checked_path, open_regular
+from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.strict_json import read_json
 from regard.train.batches import Feed
 from regard.train.settings import Settings
+from regard.untrusted_text import short_repr
 
 MANIFEST = "manifest.json"
 LONGEST = 64 << 20
@@ -72,7 +72,7 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
     target = parent / f"step-{checkpoint.step:08d}"
     try:
         prepare(parent, _size(checkpoint))
-        with workplace(target) as temporary:
+        with temporary_folder(target) as temporary:
             _write(temporary, checkpoint)
             _replace(temporary, target)
     except (OSError, SafetensorError) as error:
@@ -141,15 +141,15 @@ def _read(path: Path) -> Checkpoint:
     Raises:
         FileError: they do not make a checkpoint.
     """
-    state = read_json(inside(path, "state.json"), limit=LONGEST)
+    state = read_json(checked_path(path, "state.json"), limit=LONGEST)
     tensors = {
-        file.stem: dict(read_tensors(inside(path, file.name))[0])
+        file.stem: dict(read_tensors(checked_path(path, file.name))[0])
         for file in sorted(path.glob("*.safetensors"))
     }
     same, step, held = state.get("same"), state.get("step"), state.get("state")
     if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(held, dict):
         raise FileError(
-            f"{path}: state.json has the step {shown(step)} and the state {shown(held)}"
+            f"{path}: state.json has the step {short_repr(step)} and the state {short_repr(held)}"
         )
     try:
         for name, same_as in same.items():
@@ -157,7 +157,7 @@ def _read(path: Path) -> Checkpoint:
             tensors[file][key] = tensors[file][same_as]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise FileError(
-            f"{path}: state.json has {shown(same)} as what is stored once for two names; "
+            f"{path}: state.json has {short_repr(same)} as what is stored once for two names; "
             "use an older checkpoint"
         ) from None
     return Checkpoint(step, tensors, held)
@@ -217,20 +217,20 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1), encoding="utf-8")
     for path in folder.iterdir():
-        sync(path)
-    sync(folder)
+        sync_to_disk(path)
+    sync_to_disk(folder)
 
 
 def _replace(temporary: Path, target: Path) -> None:
     if target.exists():  # damaged, or written by a run that was resumed from before it
-        aside = target.with_name(f"{WRITING}old-{target.name}-{os.getpid()}")
+        aside = target.with_name(f"{WRITING_PREFIX}old-{target.name}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
         temporary.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
     else:
         temporary.rename(target)
-    sync(target.parent)
+    sync_to_disk(target.parent)
 
 
 def _without_repeats(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -301,7 +301,7 @@ def unpack(
         saved = state["settings"].get(name)
         if value != saved and name not in _FREE:
             raise ArgumentError(
-                f"{name} is {value}, the run to resume has {shown(saved)}; "
+                f"{name} is {value}, the run to resume has {short_repr(saved)}; "
                 "repeat its settings or start a new run"
             )
     _check_weights(model, checkpoint.tensors["model"])
@@ -323,11 +323,12 @@ def check_about(checkpoint: Checkpoint, about: Mapping[str, Any] | None) -> None
     """
     saved, now = checkpoint.state.get("about") or {}, about or {}
     if not isinstance(saved, dict):
-        raise TypeError(f"about is {shown(saved)}")
+        raise TypeError(f"about is {short_repr(saved)}")
     for name in sorted({*saved, *now}) if saved else ():
         if saved.get(name) != now.get(name):
             raise ArgumentError(
-                f"{name} is {now.get(name)!r}, the model to resume has {shown(saved.get(name))}; "
+                f"{name} is {now.get(name)!r}, the model to resume has "
+                f"{short_repr(saved.get(name))}; "
                 "repeat its options or start a new run"
             )
 
@@ -338,7 +339,7 @@ def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
         theirs = tuple(saved[name].shape) if name in saved else None
         if own.get(name) != theirs:
             raise ArgumentError(
-                f"weight {shown(name)} is {own.get(name)} in the model and {theirs} in the "
+                f"weight {short_repr(name)} is {own.get(name)} in the model and {theirs} in the "
                 "checkpoint; "
                 "resume with the first run's model"
             )
@@ -384,12 +385,14 @@ def _bytes(text: str) -> Tensor:
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint folder, or "" when it is whole."""
     try:
-        manifest = read_json(inside(path, MANIFEST), limit=LONGEST)
+        manifest = read_json(checked_path(path, MANIFEST), limit=LONGEST)
         if manifest.get("format") != 1:
-            return f"{MANIFEST} has format {shown(manifest.get('format'))}, this version reads 1"
+            return (
+                f"{MANIFEST} has format {short_repr(manifest.get('format'))}, this version reads 1"
+            )
         files = manifest.get("files")
         if not isinstance(files, dict):
-            return f"{MANIFEST} has {shown(files)} as files; it must be an object"
+            return f"{MANIFEST} has {short_repr(files)} as files; it must be an object"
         for name, expected in files.items():
             wrong = _differs(path, name, expected)
             if wrong:
@@ -402,13 +405,13 @@ def damage(path: Path) -> str:
 def _differs(folder: Path, name: str, expected: Any) -> str:
     """How a file is not what the manifest says of it, or ""."""
     if Path(name).name != name:
-        return f"{MANIFEST} names {shown(name)}, which is outside the folder"
+        return f"{MANIFEST} names {short_repr(name)}, which is outside the folder"
     if not isinstance(expected, dict):
-        return f"{MANIFEST} says {shown(expected)} of {shown(name)}; it must be an object"
-    path = inside(folder, name)
+        return f"{MANIFEST} says {short_repr(expected)} of {short_repr(name)}; it must be an object"
+    path = checked_path(folder, name)
     size = path.stat().st_size
     if size != expected.get("bytes"):
-        return f"{name} has {size} bytes, not {shown(expected.get('bytes'))}"
+        return f"{name} has {size} bytes, not {short_repr(expected.get('bytes'))}"
     if _sha256(path) != expected.get("sha256"):
         return f"{name} does not match its checksum{_which(path, expected)}"
     return ""
@@ -423,7 +426,7 @@ def _which(path: Path, expected: Mapping[str, Any]) -> str:
         named, _ = read_tensors(path)
     except FileError:
         return " (its header)"
-    changed = [shown(name) for name, tensor in named.items() if crc(tensor) != sums.get(name)]
+    changed = [short_repr(name) for name, tensor in named.items() if crc(tensor) != sums.get(name)]
     return f" (tensor {', '.join(changed[:3])})" if changed else ""
 
 
@@ -433,7 +436,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    with opened(path) as (file, _):
+    with open_regular(path) as (file, _):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

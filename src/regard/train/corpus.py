@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import whole
-from regard.process import quiet
+from regard.files.regular_files import read_bytes
+from regard.process_state import ignore_warnings
 
 LONGEST = 1 << 33
 """Bytes of a text file, at most: a text is read into memory."""
@@ -145,7 +145,7 @@ def _library(root: Path) -> Iterator[Path]:
 def _docstrings(file: Path) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
-        with quiet():  # old escapes in the library's own strings are not our concern
+        with ignore_warnings():  # old escapes in the library's own strings are not our concern
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return  # the library holds a few files that are bad on purpose
@@ -162,7 +162,7 @@ def _is_unicode(text: str) -> bool:
 
 def _read_utf8(path: Path) -> str:
     try:
-        return whole(path, LONGEST).decode("utf-8-sig")
+        return read_bytes(path, LONGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(
             f"{path}: not UTF-8 at byte {error.start} (0x{error.object[error.start]:02X}); "

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, FileError, RegardError
-from regard.files.lock import locked
-from regard.foreign import told
+from regard.files.folder_lock import folder_locked
 from regard.train import checkpoints
 from regard.train.batches import Feed, Rows
 from regard.train.losses import Loss, evaluate, next_token_loss
 from regard.train.progress import CsvLog, Progress, Row
 from regard.train.settings import Settings, optimiser
+from regard.untrusted_text import error_text
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def fit(
     with ExitStack() as held:
         if folder is not None:
             checkpoints.prepare(folder, 0)
-            held.enter_context(locked(Path(folder)))
+            held.enter_context(folder_locked(Path(folder)))
         run.restore()
         csv_log = CsvLog(log, after_step=run.step) if log else None
         for part in (progress, csv_log):
@@ -281,7 +281,7 @@ class _Run:
         except _UNFIT as error:
             raise FileError(
                 f"{self.folder}: the checkpoint of step {found.step} is not what a run saves: "
-                f"{told(repr(error))}; "
+                f"{error_text(repr(error))}; "
                 "remove its folder to go on from an older one"
             ) from error
         self.saved = self.step

@@ -13,9 +13,9 @@ from typing import Protocol
 from rich.console import Console
 
 from regard.errors import FileError
-from regard.files.regular import text
-from regard.files.write import written
-from regard.foreign import told, whole
+from regard.files.atomic_write import write_atomically
+from regard.files.regular_files import read_text
+from regard.untrusted_text import error_text, parse_integer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CsvLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._kept(after_step)
             with (
-                written(self._path) as fresh,
+                write_atomically(self._path) as fresh,
                 fresh.open("w", newline="", encoding="utf-8") as file,
             ):
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS, *kept])
@@ -64,7 +64,7 @@ class CsvLog:
         except FileError:
             raise
         except (OSError, csv.Error) as error:
-            raise FileError(f"{path}: cannot write the log: {told(error)}") from error
+            raise FileError(f"{path}: cannot write the log: {error_text(error)}") from error
         self._writer = csv.writer(self._file, lineterminator="\n")
 
     def write(self, row: Row) -> None:
@@ -86,12 +86,12 @@ class CsvLog:
     def _kept(self, after_step: int) -> list[list[str]]:
         if not (after_step and self._path.exists()):
             return []
-        rows = list(csv.reader(io.StringIO(text(self._path, LONGEST), newline="")))[1:]
+        rows = list(csv.reader(io.StringIO(read_text(self._path, LONGEST), newline="")))[1:]
         return [
             r
             for r in rows
             if len(r) == len(COLUMNS)
-            and (step := whole(r[0])) is not None
+            and (step := parse_integer(r[0])) is not None
             and 0 <= step <= after_step
         ]
 

@@ -16,16 +16,15 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.lock import locked
-from regard.files.write import replacing, sync, workplace
-from regard.foreign import LINES, inert, told
+from regard.files.atomic_write import sync_to_disk, temporary_folder, write_user_file
+from regard.files.folder_lock import folder_locked
 from regard.models.assembly.mechanism import decoders, entry_of
 from regard.models.families import family, llama, regard, type_of
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import names, parse, required
-from regard.process import seeded
+from regard.process_state import seeded
 from regard.train import checkpoints
 from regard.train.batches import Batches, stream, validation_rows
 from regard.train.corpus import read, split
@@ -33,6 +32,7 @@ from regard.train.loop import Result, fit
 from regard.train.losses import next_token_loss
 from regard.train.progress import show
 from regard.train.settings import Settings
+from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 KV_HEADS = 2
 """Key/value heads where they are not given."""
@@ -160,7 +160,7 @@ class Run:
         config_of(self.options, vocab)  # refuses bad sizes before the long part
         check_device(self.options["device"])
         checkpoints.prepare(self.out, checkpoints.MARGIN)  # before the text is read
-        with locked(self.out):
+        with folder_locked(self.out):
             return self._run(settings)
 
     def _run(self, settings: Settings) -> tuple[dict[str, Any], int | None]:
@@ -235,17 +235,17 @@ class Run:
     def export(self, model: nn.Module, config: Any) -> None:
         """The final weights and config, each put in place whole."""
         try:
-            with workplace(self.out / "final") as temporary:
+            with temporary_folder(self.out / "final") as temporary:
                 save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
                 for file in sorted(
                     temporary.iterdir(), reverse=True
                 ):  # the weights before the config
-                    sync(file)
+                    sync_to_disk(file)
                     file.replace(self.out / file.name)
-                sync(self.out)
+                sync_to_disk(self.out)
         except (OSError, SafetensorError) as error:
             raise FileError(
-                f"{self.out}: cannot write the weights: {told(error)}; the checkpoints are "
+                f"{self.out}: cannot write the weights: {error_text(error)}; the checkpoints are "
                 "intact: free some space, "
                 "and go on with --resume"
             ) from error
@@ -260,7 +260,7 @@ class Run:
             for one in value if isinstance(value, list) else [value]:
                 parts += [flag] if one is True else [flag, str(one)]
         versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
-        with replacing(self.out / "command.txt") as place:
+        with write_user_file(self.out / "command.txt") as place:
             place.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
 
     def figures(self, result: Result, parameters: int, settings: Settings) -> dict[str, Any]:
@@ -300,4 +300,4 @@ def about(config: Any) -> dict[str, Any]:
 
 def say(text: str) -> None:
     """A line for the person who waits, on standard error."""
-    print(inert(text, keep=LINES), file=sys.stderr, flush=True)
+    print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from rich.cells import cell_len
 
 from regard import units
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting, text
 from regard.view.plotting import Drawing
 
@@ -156,7 +156,9 @@ class Picture:
         self._scale(axes, "y", self.y, [*(p[1] for p in shown), *spans], log="y" in self.log)
         if self.edge is not None:
             self._shade(axes, self.edge)
-        axes.set_xlabel(inert(self.x), fontsize=13, color=palette.LIGHT["soft"], labelpad=8)
+        axes.set_xlabel(
+            escape_controls(self.x), fontsize=13, color=palette.LIGHT["soft"], labelpad=8
+        )
         return hints
 
     def _places(self, line: Line) -> list[int]:
@@ -184,7 +186,7 @@ class Picture:
             markerfacecolor=palette.LIGHT["card"] if i >= len(ROLES) else colour,
             markeredgewidth=2 if i >= len(ROLES) else 1,
             markevery=every,
-            label=inert(line.name),
+            label=escape_controls(line.name),
             gid=gid,
         )
         drawn.set_solid_capstyle("round")
@@ -217,7 +219,7 @@ class Picture:
             axes.text(
                 high,
                 1.02,
-                inert(self.beyond),
+                escape_controls(self.beyond),
                 transform=axes.get_xaxis_transform(),
                 ha="right",
                 fontsize=13,
@@ -247,7 +249,7 @@ class Panels:
     def draw(self) -> Drawing:
         """The figure, and the hints of all marks."""
         lines = self.pictures[0].lines
-        widest = max((cell_len(inert(line.name)) for line in lines), default=0)
+        widest = max((cell_len(escape_controls(line.name)) for line in lines), default=0)
         each = 720 if len(self.pictures) == 1 else 520
         wide, apart = each * len(self.pictures), LETTER * widest + 54
         abreast = max(1, min(len(lines), int((wide - 40) // apart), 6))
@@ -419,7 +421,9 @@ class Scatter:
         axes.grid(axis="both", color=palette.LIGHT["line"], linewidth=1)
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=15)
         plotting.write_at(figure, 16, 48, self.y.title)
-        axes.set_xlabel(inert(self.x.title), fontsize=13, color=palette.LIGHT["soft"], labelpad=8)
+        axes.set_xlabel(
+            escape_controls(self.x.title), fontsize=13, color=palette.LIGHT["soft"], labelpad=8
+        )
         ys = [v for mark in self.marks for v in (mark.y, *mark.span)]
         values = [0.0, 1.0] if self.y.unit == "share" else ys
         _scale(axes, "y", values, self.y.unit, log=self.y.logarithmic, room=0.08)
@@ -461,7 +465,7 @@ class Scatter:
         line, placed = 15.0, list[tuple[float, float, float]]()
         places = [axes.transData.transform((mark.x, mark.y)) for mark in self.marks]
         for i in sorted(range(len(places)), key=lambda i: -places[i][1]):
-            name = inert(self.marks[i].name)
+            name = escape_controls(self.marks[i].name)
             left, middle, wide = places[i][0] + 10, places[i][1], LETTER * cell_len(name)
             for other, other_wide, at in placed:
                 apart = left > other + other_wide or other > left + wide
@@ -504,7 +508,9 @@ class AlignmentMap:
     def draw(self) -> Drawing:
         """The figure: the darker a cell, the more its row's word looked at its column's."""
         rows, columns = self.weights.shape
-        said, source = ([inert(word) for word in words] for words in (self.said, self.source))
+        said, source = (
+            [escape_controls(word) for word in words] for words in (self.said, self.source)
+        )
         side, turn = 22, math.radians(55)
         longest = [max(map(cell_len, words), default=0) * LETTER for words in (said, source)]
         left, top = 18 + longest[0], 22 + longest[1] * math.sin(turn)
@@ -578,7 +584,7 @@ class HeadWeights:
         cells = np.array(self.weights, float)
         rows, columns = cells.shape
         side = max(8, min(44, 640 // max(rows, columns)))
-        wide = max(96 + columns * side, 40 + LETTER * cell_len(inert(self.title)))
+        wide = max(96 + columns * side, 40 + LETTER * cell_len(escape_controls(self.title)))
         figure = plotting.new_figure(wide, 112 + rows * side)
         axes = plotting.new_axes(figure, 60, wide - 60 - columns * side, 56, 56)
         axes.grid(visible=False)
@@ -640,7 +646,7 @@ class RatioBars:
     def draw(self) -> Drawing:
         """The figure, a row for each bar."""
         ratios = [bar.ratio for bar in self.bars]
-        labels = [inert(bar.label) for bar in self.bars]
+        labels = [escape_controls(bar.label) for bar in self.bars]
         left = 24 + LETTER * max(map(cell_len, labels))
         figure = plotting.new_figure(left + 560, 110 + 22 * len(ratios))
         axes = plotting.new_axes(figure, left, 130, 44, 60)
@@ -652,7 +658,7 @@ class RatioBars:
         axes.barh(places, [x - 1 for x in ratios], left=1, color=palette.LIGHT["soft"], height=0.66)
         for place, bar in enumerate(self.bars):
             axes.annotate(
-                inert(bar.words),
+                escape_controls(bar.words),
                 (max(bar.ratio, 1), place),
                 (6, 0),
                 textcoords="offset points",

@@ -13,7 +13,7 @@ from regard.cost import CostReport
 from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import FIGURES, times
-from regard.table import table
+from regard.text_table import format_table
 
 BYTES = tuple(name for name in FIGURES if "bytes" in name)
 
@@ -43,7 +43,7 @@ def _parts(report: CostReport) -> str:
         for p in model.parts
     ]
     rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
-    lines, layers = [table(rows)], model.layers
+    lines, layers = [format_table(rows)], model.layers
     first = layers[0].mixer
     if isinstance(first, SoftmaxSpec) and not model.reader:
         one = first.weights.matrices
@@ -101,7 +101,7 @@ def _costs(report: CostReport) -> str:
     for form, count in report.decode_forms.items():
         rows.append((f"  latents, {form}", units.count(count, "FLOP"), ""))
     title = f"context {at.context:,}, batch {at.batch}, weights {at.dtype}, cache {at.format.name}"
-    return f"{title}\n{table(rows)}"
+    return f"{title}\n{format_table(rows)}"
 
 
 def _moved(count: int, moved: int) -> str:
@@ -176,7 +176,7 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
         f"{names[1]}: "
         f"above 1x, {names[0]} needs more"
     )
-    return "\n".join([title, table(rows), *notes])
+    return "\n".join([title, format_table(rows), *notes])
 
 
 def _words(name: str) -> Callable[[int], str]:
@@ -225,7 +225,7 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
                 *at_best,
             )
         )
-    return f"{name}\n{table(lines, left=())}"
+    return f"{name}\n{format_table(lines, left=())}"
 
 
 def listing(*, json: bool) -> str:
@@ -260,8 +260,8 @@ def listing(*, json: bool) -> str:
     return "\n\n".join(
         [
             "models, with their parameters\n"
-            + table([(name, f"{n:,}") for name, n in sizes.items()]),
-            "machines, at most\n" + table(rates),
+            + format_table([(name, f"{n:,}") for name, n in sizes.items()]),
+            "machines, at most\n" + format_table(rates),
             "where from\n"
             + "\n".join(
                 f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
 from regard.view.plotting import Drawing
 from regard.view.text import cell, weight
@@ -34,7 +34,7 @@ def recipe(data: Mapping[str, Any]) -> str:
     """
     n, T, S = data["pool"], data["sizes"]["T"], data["sizes"]["S"]
     reduction = "every weight" if n == 1 else f"each cell the largest weight of {n} x {n}"
-    return inert(
+    return escape_controls(
         f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} "
         f"{data['query_piece']}, key {data['key']} {data['pieces'][data['key']]}; rows are queries "
         f"({T}), columns are keys ({S}); {reduction}; colour linear from 0 to 1, hatched where "

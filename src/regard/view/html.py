@@ -16,8 +16,8 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from regard.files.write import replacing
-from regard.foreign import inert
+from regard.files.atomic_write import write_user_file
+from regard.untrusted_text import escape_controls
 from regard.view import charts, palette, plotting
 from regard.view.charts import Chart
 
@@ -31,7 +31,7 @@ def write(path: Path, text: str) -> int:
         FileError: the folder is missing, or the disk refuses.
     """
     content = text.encode("utf-8")
-    with replacing(path) as place:
+    with write_user_file(path) as place:
         place.write_bytes(content)
     return len(content)
 
@@ -47,7 +47,7 @@ def safe(text: str) -> str:
     >>> safe("<b>")
     '&lt;b&gt;'
     """
-    return html.escape(inert(text))
+    return html.escape(escape_controls(text))
 
 
 @dataclass(frozen=True)

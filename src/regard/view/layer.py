@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.table import table as table_of
+from regard.text_table import format_table as table_of
 from regard.view.html import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")

@@ -21,9 +21,9 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from regard.errors import FileError
-from regard.files.write import replacing
-from regard.foreign import inert
-from regard.table import columns_of
+from regard.files.atomic_write import write_user_file
+from regard.text_table import display_width
+from regard.untrusted_text import escape_controls
 from regard.view import palette
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def write_at(
     figure.text(
         x / wide,
         1 - y / high,
-        inert(text),
+        escape_controls(text),
         color=palette.LIGHT[role],
         fontsize=size,
         fontweight="bold" if role == "ink" else "normal",
@@ -169,7 +169,7 @@ def svg(drawing: Drawing, title: str, *, alone: bool = True) -> str:
         "width": str(wide),
         "height": str(high),
         "role": "img",
-        "aria-label": inert(title),
+        "aria-label": escape_controls(title),
         "font-family": FONTS,
         "stroke-linejoin": "round",
     }
@@ -188,7 +188,7 @@ def write(drawing: Drawing, path: Path, title: str) -> int:
     """
     check_format(path)
     kind = path.suffix.lower()
-    with replacing(path) as place:
+    with write_user_file(path) as place:
         if kind == ".svg":
             place.write_text(svg(drawing, title) + "\n", "utf-8")
         else:
@@ -210,7 +210,7 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
     from matplotlib import rc_context
 
     for text in _texts(figure):
-        wide = columns_of(text.get_text()) > len(text.get_text())
+        wide = display_width(text.get_text()) > len(text.get_text())
         text.set_parse_math(False)
         text.set_fontfamily(["DejaVu Sans", *(fonts if wide else ())])
         if wide and fonts:  # the file that was found has one weight
@@ -240,9 +240,9 @@ def _unwarned(figure: Figure) -> AbstractContextManager[None]:
     if all(own.get_char_index(ord(letter)) for letter in letters if letter.isprintable()):
         return nullcontext()
     # it imports torch, which texts of other scripts come from, and which no other chart waits for
-    from regard.process import quiet
+    from regard.process_state import ignore_warnings
 
-    return quiet()
+    return ignore_warnings()
 
 
 def _texts(figure: Figure) -> list[Text]:
@@ -254,7 +254,7 @@ def _texts(figure: Figure) -> list[Text]:
 
 def _is_wide(figure: Figure) -> bool:
     """Whether a text of a figure has Chinese or other wide characters."""
-    return any(columns_of(text.get_text()) > len(text.get_text()) for text in _texts(figure))
+    return any(display_width(text.get_text()) > len(text.get_text()) for text in _texts(figure))
 
 
 @cache
@@ -321,7 +321,7 @@ def _hint(root: ET.Element, hints: Mapping[str, Sequence[str]]) -> None:
         marks = [*group.iter("use")] or list(group.findall("path"))
         for mark, text in zip(marks, texts, strict=True):
             title = ET.SubElement(mark, "title")
-            title.text = inert(text)
+            title.text = escape_controls(text)
 
 
 def _drop_ids(root: ET.Element) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 from rich.text import Text
 
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 from regard.view import text
 from regard.view.charts import Accuracy, AlignmentMap, accuracy_chart
 from regard.view.html import Figure, Section, page
@@ -164,7 +164,7 @@ def alignment_lines(
     yield Text(
         f"  rows were said, columns are the source; blank below {text.STEPS[0]:g}, {low}", "dim"
     )
-    numbered = " ".join(f"{j}\u00a0{inert(word)} " for j, word in enumerate(source))
+    numbered = " ".join(f"{j}\u00a0{escape_controls(word)} " for j, word in enumerate(source))
     for part in textwrap.wrap(numbered, WIDTH - 4):
         yield Text("  " + part.replace("\u00a0", " "), style("k"))
     shown = weights[:, :most]
@@ -173,7 +173,7 @@ def alignment_lines(
     )
     yield Text(f"{' ' * 17}{ruler}".rstrip(), style("k"))
     for word, row in zip(said, shown, strict=True):
-        name = text.cell(inert(word), 12).rstrip()
+        name = text.cell(escape_controls(word), 12).rstrip()
         pad = 15 - Text(name).cell_len
         cells = "".join(text.shade(float(p)) * 2 for p in row)
         cut = "…" if weights.shape[1] > most else "│"

@@ -15,7 +15,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.style import Style
 from rich.text import Text
 
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 from regard.view.palette import TERMINAL
 
 UP = " ▁▂▃▄▅▆▇█"
@@ -101,7 +101,7 @@ def cell(text: str, width: int) -> str:
     >>> cell("abcdef", 4), cell("a", 3)
     ('abc…', 'a  ')
     """
-    text = inert(text)
+    text = escape_controls(text)
     if cell_len(text) <= width:
         return set_cell_size(text, width)
     return set_cell_size(text, width - 1) + "…"
@@ -149,7 +149,7 @@ def equation(text: str) -> Text:
 
 def wrapped(text: str) -> Lines:
     """Prose, in lines that fit."""
-    for line in textwrap.wrap(inert(text), WIDTH - len(INDENT)):
+    for line in textwrap.wrap(escape_controls(text), WIDTH - len(INDENT)):
         yield Text(INDENT + line, "dim")
 
 

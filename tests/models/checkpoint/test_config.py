@@ -11,7 +11,7 @@ import pytest
 
 import regard
 from regard import FileError
-from regard.files.strict import LONGEST
+from regard.files.strict_json import MAX_BYTES
 from regard.models.checkpoint.config import read_json
 from tests.models import small
 
@@ -56,18 +56,18 @@ def test_older_and_newer_configs(folder: Path) -> None:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "{}/config.json is no JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"", "{}/config.json is not JSON: Expecting value: line 1 column 1 (char 0)"),
         (
             b'{"a": 1,',
             (
-                "{}/config.json is no JSON: Expecting property name enclosed in double quotes: "
+                "{}/config.json is not JSON: Expecting property name enclosed in double quotes: "
                 "line 1 column 9 (char 8)"
             ),
         ),
         (
             b"\xff\xfe",
             (
-                "{}/config.json is no JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
+                "{}/config.json is not JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
                 "invalid start byte"
             ),
         ),
@@ -196,9 +196,9 @@ def test_a_config_longer_than_configs_are(folder: Path) -> None:
     with pytest.raises(FileError, match=rf"config\.json has {size} bytes; at most 10 are read"):
         read_json(folder, "config.json", limit=10)
     with (folder / "config.json").open("wb") as file:
-        file.truncate(LONGEST + 1)
+        file.truncate(MAX_BYTES + 1)
     with pytest.raises(
-        FileError, match=rf"config\.json has {LONGEST + 1} bytes; at most {LONGEST}"
+        FileError, match=rf"config\.json has {MAX_BYTES + 1} bytes; at most {MAX_BYTES}"
     ):
         regard.load(folder)
 

@@ -33,7 +33,7 @@ WITHOUT_CONFIG = {
         ["pytorch_model.bin"],
         (
             "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
-            "opened; convert it to safetensors elsewhere"
+            "opened; convert it to safetensors with another program"
         ),
     ),
     "weights alone": (

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.files import reading
-from regard.files.header import DTYPES
-from regard.files.reading import Buffering
-from regard.files.regular import exactly, inside, opened, whole
+from regard.files import safetensors_reader
+from regard.files.regular_files import checked_path, open_regular, read_bytes, read_exactly
+from regard.files.safetensors_header import DTYPES
+from regard.files.safetensors_reader import ReadBuffering
 from regard.models.checkpoint.store import Store, check_finite
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -74,7 +74,7 @@ def test_what_is_read_is_what_was_written(threads: int, tmp_path: Path) -> None:
     """Every dtype; with pieces so small that most tensors have several, and a window that most
     fill.
     """
-    buffering = Buffering(piece=64, ahead=500, threads=threads)
+    buffering = ReadBuffering(piece=64, ahead=500, threads=threads)
     tensors = {"scalar": torch.tensor(2.5), "empty": torch.zeros(3, 0, 2)}
     for i, (name, dtype) in enumerate(DTYPES.items()):
         raw = torch.randint(0, 256, (7 + i, 3 * dtype.itemsize), dtype=torch.uint8)
@@ -129,10 +129,10 @@ def test_an_index_may_lack_sizes(tmp_path: Path) -> None:
 A_B = {"a": ONE, "b": ONE}
 INDICES = {
     "a list": ("[]", f"{INDEX} is a JSON list; it must be an object"),
-    "no JSON": ("{", f"{INDEX} is no JSON: Expecting property name"),
+    "no JSON": ("{", f"{INDEX} is not JSON: Expecting property name"),
     "a web page": (
         "<html>",
-        f"{INDEX} is no JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not",
+        f"{INDEX} is not JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not",
     ),
     "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
     "nothing": (
@@ -216,9 +216,9 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     for place in (tmp_path / "secret.safetensors", folder / "sub" / "x.safetensors"):
         save_file({"a": torch.ones(1)}, place)
     with pytest.raises(
-        FileError, match=r"is no plain file name; a model's files lie in its own folder$"
+        FileError, match=r"is not a plain file name; a model's files lie in its own folder$"
     ):
-        inside(folder, name)
+        checked_path(folder, name)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     said = error_of(folder)
     if name == "\ud800":  # no such text is JSON
@@ -238,7 +238,7 @@ def test_links(tmp_path: Path) -> None:
     link = folder / SINGLE
     (folder / "kept.safetensors").write_bytes(real.read_bytes())
     link.symlink_to("kept.safetensors")
-    assert inside(folder, SINGLE) == link
+    assert checked_path(folder, SINGLE) == link
     assert len(Store.open(folder).tensors) == 2
     (tmp_path / "other").symlink_to(folder)
     assert len(Store.open(tmp_path / "other").tensors) == 2
@@ -281,7 +281,7 @@ def test_the_cache_of_the_hub(tmp_path: Path) -> None:
     below = snapshot / "1_Part"
     below.mkdir()
     (below / SINGLE).symlink_to("../../../blobs/abcd")
-    assert inside(below, SINGLE).exists(), "a folder of a snapshot"
+    assert checked_path(below, SINGLE).exists(), "a folder of a snapshot"
     (tmp_path / "model").symlink_to(snapshot)
     assert len(Store.open(tmp_path / "model").tensors) == 1
     other = cached(tmp_path, "models--x--z")
@@ -311,7 +311,7 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
     path.rmdir()
     os.mkfifo(path)
     assert error_of(tmp_path) == f"{SINGLE} is a named pipe; it must be a regular file"
-    with pytest.raises(FileError, match="is a named pipe; it must be"), opened(path):
+    with pytest.raises(FileError, match="is a named pipe; it must be"), open_regular(path):
         pass
     path.unlink()
     here = Path.cwd()
@@ -323,24 +323,24 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
             os.chdir(here)
     assert error_of(tmp_path) == f"{SINGLE} is a socket; it must be a regular file"
     with pytest.raises(FileError, match=r"^/dev/zero is a device; it must be a regular file$"):
-        inside(Path("/dev"), "zero")
+        checked_path(Path("/dev"), "zero")
     with pytest.raises(FileError, match=r"^/dev/zero is a device; it must be"):
-        whole(Path("/dev/zero"), 10)
+        read_bytes(Path("/dev/zero"), 10)
 
 
 def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = single(tmp_path)
-    assert whole(path, 10**6) == path.read_bytes()
+    assert read_bytes(path, 10**6) == path.read_bytes()
     with pytest.raises(FileError, match=r"has \d+ bytes; at most 10 are read$"):
-        whole(path, 10)
+        read_bytes(path, 10)
     with (
-        opened(path) as (file, _),
+        open_regular(path) as (file, _),
         pytest.raises(FileError, match="ended 7 bytes early: it became shorter"),
     ):
-        exactly(file, path.stat().st_size + 7, path)
+        read_exactly(file, path.stat().st_size + 7, path)
     with pytest.raises(FileError, match=r"gone is missing$"):
-        inside(tmp_path, "gone")
-    with pytest.raises(FileError, match=r"gone is missing$"), opened(tmp_path / "gone"):
+        checked_path(tmp_path, "gone")
+    with pytest.raises(FileError, match=r"gone is missing$"), open_regular(tmp_path / "gone"):
         pass
     assert error_of(tmp_path / "gone").endswith(
         "gone cannot be read as a folder: No such file or directory"
@@ -415,7 +415,7 @@ def test_folders_without_safetensors(name: str, tmp_path: Path) -> None:
 def test_a_file_that_changes_after_its_header_was_checked(
     threads: int, how: str, tmp_path: Path
 ) -> None:
-    buffering = Buffering(threads=threads)
+    buffering = ReadBuffering(threads=threads)
     path = single(tmp_path, a=torch.arange(100_000.0))
     store = Store.open(tmp_path)
     content = path.read_bytes()
@@ -445,13 +445,13 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     path = single(tmp_path)
     store = Store.open(tmp_path)
-    fill = reading.fill
+    fill = safetensors_reader.fill
 
     def write_after(*args: Any) -> None:
         fill(*args)
         os.utime(path, (1, 1))
 
-    monkeypatch.setattr(reading, "fill", write_after)
+    monkeypatch.setattr(safetensors_reader, "read_into", write_after)
     with pytest.raises(FileError, match="was changed after its header was read"):
         dict(store.read())
 
@@ -465,7 +465,7 @@ def test_the_header_is_checked_before_anything_is_allocated(
     single(tmp_path)
     monkeypatch.setattr(torch, "empty", refuse)
     store = Store.open(tmp_path)
-    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not to be had$"):
+    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not available$"):
         next(store.read())
 
 
@@ -482,7 +482,7 @@ def test_booleans_are_0_or_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_tensor_owns_its_memory(threads: int, tmp_path: Path) -> None:
     """Nothing shares it, nobody but the caller keeps it, and the file can go."""
-    buffering = Buffering(threads=threads)
+    buffering = ReadBuffering(threads=threads)
     path = single(tmp_path, a=torch.ones(64), b=torch.ones(64), c=torch.ones(64))
     coming = Store.open(tmp_path).read(buffering=buffering)
     _, first = next(coming)
@@ -504,7 +504,7 @@ def test_little_is_read_ahead(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a caller who keeps nothing: at most the window, and the one tensor that is larger."""
-    buffering = Buffering(piece=1000, ahead=4000, threads=threads)
+    buffering = ReadBuffering(piece=1000, ahead=4000, threads=threads)
     sizes = [100, 9000, 1000, 1000, 1000, 2000, 3000, 5000, 100, 100]
     single(tmp_path, **{f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)})
     live, most, make = [0], [0], torch.empty
@@ -528,7 +528,7 @@ def test_little_is_read_ahead(
 
 @pytest.mark.full
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
-    buffering = Buffering(piece=16, threads=3)
+    buffering = ReadBuffering(piece=16, threads=3)
     single(tmp_path, a=torch.ones(64), b=torch.ones(64))
     before = threading.active_count()
     coming = Store.open(tmp_path).read(buffering=buffering)
@@ -543,7 +543,7 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_many_readers_at_once(tmp_path: Path) -> None:
-    buffering = Buffering(threads=2)
+    buffering = ReadBuffering(threads=2)
     tensors = sharded(tmp_path)
     store, wrong = Store.open(tmp_path), []
 

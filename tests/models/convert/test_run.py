@@ -19,7 +19,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.files.lock import locked
+from regard.files.folder_lock import folder_locked
 from regard.models.convert import Wanted, convert, measure
 from regard.models.convert import run as subject
 from regard.models.convert import run as writing
@@ -245,7 +245,9 @@ def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> N
     breaks: dict[str, Any] = {
         "load": patch.object(subject, "measure", side_effect=ZeroDivisionError),
         "save": patch.object(writing, "save", side_effect=KeyboardInterrupt),
-        "disk": patch.object(writing, "sync", side_effect=OSError(28, "No space left on device")),
+        "disk": patch.object(
+            writing, "sync_to_disk", side_effect=OSError(28, "No space left on device")
+        ),
         "rename": patch.object(Path, "rename", side_effect=OSError(5, "Input/output error")),
     }
     with breaks[where], pytest.raises((ZeroDivisionError, KeyboardInterrupt, FileError)) as caught:
@@ -316,7 +318,10 @@ def test_two_conversions_into_one_folder(source: Path, tmp_path: Path) -> None:
     left = tmp_path / ".writing-out"
     left.mkdir()
     (left / "half").write_text("of a killed run")
-    with locked(left), pytest.raises(FileError, match="out is being written by another run; wait"):
+    with (
+        folder_locked(left),
+        pytest.raises(FileError, match="out is being written by another run; wait"),
+    ):
         convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)
     assert (left / "half").exists()
     convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.caches import that_keeps_all
+from regard.caches import make_full_cache
 from regard.masks import Causal, Sinks, Window
 from regard.models import Model
 from regard.models.decoder import Decoder
@@ -300,8 +300,8 @@ def test_errors_of_rooms() -> None:
         match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, paged, "
         r"quantised",
     ):
-        that_keeps_all("ring")
+        make_full_cache("ring")
     with pytest.raises(
         regard.ArgumentError, match="a fixed cache needs slots, the most that a row holds"
     ):
-        that_keeps_all("fixed")
+        make_full_cache("fixed")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import regard
 from regard import Trace, masks
-from regard.ops import additive
-from regard.ops.additive import additive_attention
+from regard.ops import additive_attention as module
+from regard.ops.additive_attention import additive_attention
 from regard.span import Span
 from tests.oracles.additive import additive as definition
 from tests.rules import GRADIENT, assert_close_rule
@@ -150,7 +150,7 @@ def test_masks_speak_of_positions() -> None:
 
 def test_a_block_of_queries_at_a_time_is_all_at_once() -> None:
     T, S, A = 40, 512, 512  # as many bytes as make a block of 32 queries, and one of 8
-    assert T * S * A * 8 > additive.BLOCK_BYTES > T // 2 * S * A * 8
+    assert T * S * A * 8 > module.BLOCK_BYTES > T // 2 * S * A * 8
     query, keys, values = (torch.randn(1, 1, n, A, dtype=torch.float64) for n in (T, S, S))
     given = (keys, values, torch.randn(1, A, dtype=torch.float64))
     whole = additive_attention(query, *given)
@@ -255,7 +255,7 @@ def test_refusals() -> None:
         (
             lambda: additive_attention(q, k, v, w, mask=torch.zeros(T, S)),
             regard.ArgumentTypeError,
-            "a mask is bool",
+            "a mask must be bool",
         ),
     ]
     for call, kind, message in cases:

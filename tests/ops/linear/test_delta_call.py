@@ -27,8 +27,8 @@ ONE = "one number per key/value head and token"
             {"q": Q[:, :, :4]},
             regard.ArgumentError,
             (
-                "query length 4 != key length 5: a recurrence reads and writes token by token; "
-                "pass what came before as state"
+                "query length 4 != key length 5: a recurrence needs a query for each key; "
+                "pass the result of earlier tokens as state"
             ),
         ),
         (
@@ -74,14 +74,14 @@ ONE = "one number per key/value head and token"
         (
             {"state": torch.zeros(2, 2, 3, 6)},
             regard.ArgumentTypeError,
-            "state is Tensor; it must be (S,) as a call before this one returned it, or None",
+            "state is Tensor; it must be (S,), as an earlier call returned it, or None",
         ),
         (
             {"state": (torch.zeros(2, 2, 6, 3),)},
             regard.ArgumentError,
             (
                 "state is torch.float32 (2, 2, 6, 3); it must be torch.float32 (2, 2, 3, 6): pass "
-                "on what a call with the same sizes returned"
+                "the state that a call with the same sizes returned"
             ),
         ),
         (
@@ -89,7 +89,7 @@ ONE = "one number per key/value head and token"
             regard.ArgumentError,
             (
                 "state is torch.float16 (2, 2, 3, 6); it must be torch.float32 (2, 2, 3, 6): pass "
-                "on what a call with the same sizes returned"
+                "the state that a call with the same sizes returned"
             ),
         ),
         (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.linear.decays import fold, reads
+from regard.ops.linear.chunk_decays import decayed_products, split_into_chunks
 from regard.ops.linear.delta_rule import gated_delta_rule
 from tests.ops.linear.test_delta import FORMS, Case, assert_same, case, gradients, run
 from tests.oracles.delta import delta, delta_plain, onnx_gated_delta
@@ -124,13 +124,13 @@ def test_splitting_the_decay_into_two_factors_fails() -> None:
         for j in range(i + 1):
             left = g[:, :, j + 1 : i + 1].double().sum(2).exp()
             exact[:, :, i, j] = (x[:, :, i].double() * k[:, :, j].double() * left).sum(-1)
-    assert float((reads(x, k, g) - exact).abs().max()) < 1e-6
+    assert float((decayed_products(x, k, g) - exact).abs().max()) < 1e-6
     total = g.cumsum(-2)
     split = ((x * total.exp()) @ (k * (-total).exp()).mT).tril()
     assert not float((split - exact).abs().max()) < 1e-3
     assert torch.equal(
-        reads(*(fold(y, 4) for y in (x, k, g)))[0, 0, 3],
-        reads(*(y[0, 0, 12:16] for y in (x, k, g))),
+        decayed_products(*(split_into_chunks(y, 4) for y in (x, k, g)))[0, 0, 3],
+        decayed_products(*(y[0, 0, 12:16] for y in (x, k, g))),
     )
 
 

@@ -15,7 +15,7 @@ from tests.ops.linear.mechanisms import MECHANISMS, case
 
 Q, K, V = torch.zeros(2, 4, 5, 3), torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 6)
 G = torch.zeros(2, 2, 5, 3)
-PASS_ON = "pass on what a call with the same sizes returned"
+PASS_ON = "pass the state that a call with the same sizes returned"
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ PASS_ON = "pass on what a call with the same sizes returned"
             {"q": Q[:, :, :4]},
             regard.ArgumentError,
             (
-                "query length 4 != key length 5: a recurrence reads and writes token by token; "
-                "pass what came before as state"
+                "query length 4 != key length 5: a recurrence needs a query for each key; "
+                "pass the result of earlier tokens as state"
             ),
         ),
         (
@@ -107,22 +107,22 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: linear_attention(Q, K, V, feature_map=lambda x: x.sum(2)),
             regard.ArgumentError,
             (
-                "feature_map made (2, 2, 3) of keys (2, 2, 5, 3); it must keep all but the last "
-                "dimension"
+                "feature_map returned (2, 2, 3) for keys (2, 2, 5, 3); it may change the last "
+                "dimension only"
             ),
         ),
         (
             lambda: linear_attention(Q, K, V, state=(torch.zeros(2, 2, 3, 6),)),
             regard.ArgumentError,
             (
-                "state has 1 tensor; it must be (S, z) as a call with the same options returned "
+                "state has 1 tensor; it must be (S, z), as a call with the same options returned "
                 "it, or None"
             ),
         ),
         (
             lambda: linear_attention(Q, K, V, normalise=False, state=torch.zeros(2, 2, 3, 6)),
             regard.ArgumentTypeError,
-            "state is Tensor; it must be (S,) as a call before this one returned it, or None",
+            "state is Tensor; it must be (S,), as an earlier call returned it, or None",
         ),
         (
             lambda: linear_attention(Q, K, V, state=(torch.zeros(2, 2, 3, 6), torch.zeros(2, 3))),
@@ -133,7 +133,8 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: retention(Q, K, V, state=()),
             regard.ArgumentError,
             (
-                "state has 0 tensors; it must be (S,) as a call with the same options returned it, "
+                "state has 0 tensors; it must be (S,), as a call with the same options returned "
+                "it, "
                 "or None"
             ),
         ),

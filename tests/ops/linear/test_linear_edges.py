@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from regard.linear import FEATURE_MAPS, gated_linear, linear_attention, retention
-from regard.ops.linear.features import relative
-from regard.ops.linear.retention import log_decays
+from regard.ops.linear.feature_maps import normalised_query_features
+from regard.ops.linear.retention import default_log_decays
 from regard.span import Span
 from tests.ops.linear.mechanisms import FORMS, MECHANISMS, Case, assert_same, case, gammas, states
 from tests.oracles.linear import MAPS, linear, retained
@@ -170,11 +170,11 @@ def test_decays_near_1_are_not_rounded_to_1() -> None:
     """Head 23 of fp32: 1 - 2^-28 is 1 in fp32, yet what it keeps of a token after 4096 steps is
     below 1.
     """
-    logs = log_decays(24, dtype=torch.float32)
+    logs = default_log_decays(24, dtype=torch.float32)
     assert bool((logs < 0).all())
     right = torch.tensor([math.log1p(-(2.0 ** (-5 - g))) for g in range(24)], dtype=torch.float64)
     assert float((logs.double() / right - 1).abs().max()) < 1e-6
-    gamma = log_decays(4, dtype=torch.float64).exp()
+    gamma = default_log_decays(4, dtype=torch.float64).exp()
     assert gamma.tolist() == pytest.approx([0.96875, 0.984375, 0.9921875, 0.99609375], abs=1e-16)
     c = case(B=1, H=1, G=1, T=6)
     given, default = (retention(*c[:3], decay=d)[0] for d in (gamma[:1], None))
@@ -191,7 +191,7 @@ def test_feature_maps_are_their_formulas(name: str) -> None:
     x = torch.cat([torch.randn(5, 4).double() * s for s in (1e-3, 1, 20)])
     exact = torch.tensor([MAPS[name](row) for row in x.tolist()], dtype=torch.float64)
     assert torch.allclose(FEATURE_MAPS[name](x), exact, rtol=1e-14, atol=0)
-    ours, rows = relative(name, x), exact.abs().amax(-1, keepdim=True)
+    ours, rows = normalised_query_features(name, x), exact.abs().amax(-1, keepdim=True)
     seen = rows[:, 0] > 0
     shares = (ours / ours.abs().amax(-1, keepdim=True))[seen]
     assert torch.allclose(shares, (exact / rows)[seen], rtol=1e-13, atol=0), (

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.memory import Compressed, retrieve, sigma, write
-from regard.ops.memory.compressive import nothing
+from regard.memory import CompressiveState, elu_plus_one, retrieve, write
+from regard.ops.memory.compressive import empty_state
 from tests.oracles import infini as oracle
 from tests.rules import assert_close_rule
 
@@ -23,8 +23,8 @@ def drawn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -
     return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype)
 
 
-def empty(k: Tensor, v: Tensor) -> Compressed:
-    return nothing(k, v)
+def empty(k: Tensor, v: Tensor) -> CompressiveState:
+    return empty_state(k, v)
 
 
 def by_hand(q: Tensor, segments: list[tuple[Tensor, Tensor]], update: str) -> Tensor:
@@ -70,7 +70,7 @@ def test_what_is_read_is_the_definition(scale: float, dtype: torch.dtype, update
     f = (F.elu(q) + 1).unflatten(1, (2, 2))
     plain = f @ plain_M[:, :, None] / (f @ plain_z[:, :, None, :, None])
     read = retrieve(q, state)
-    assert bool(read.found.all())
+    assert bool(read.has_memory.all())
     assert_close_rule(read.values.to(dtype), plain.flatten(1, 2), by_hand(q, segments, update))
 
 
@@ -84,7 +84,7 @@ def test_wrong_rules_are_caught() -> None:
     right, exact = retrieve(q, state).values, by_hand(q, segments, "linear")
     assert float((right - exact).abs().max()) < 1e-13
     tiled = retrieve(q[:, [0, 2, 1, 3]], state).values
-    bare = sigma(q).unflatten(1, (2, 2)) @ state.M[:, :, None]
+    bare = elu_plus_one(q).unflatten(1, (2, 2)) @ state.M[:, :, None]
     for wrong in (by_hand(q, segments, "delta"), tiled, bare.flatten(1, 2)):
         with pytest.raises(AssertionError, match="error"):
             assert_close_rule(wrong, right, exact)
@@ -93,14 +93,14 @@ def test_wrong_rules_are_caught() -> None:
 def test_sigma_keeps_what_is_small() -> None:
     x = torch.tensor([-80.0, -30.0, -17.0, -1e-3, 0.0, 1e-3, 30.0])
     exact = torch.tensor([oracle.sigma(float(y)) for y in x.double()], dtype=torch.float64)
-    assert float(((sigma(x).double() - exact) / exact).abs().max()) < 2e-7 * 80, (
+    assert float(((elu_plus_one(x).double() - exact) / exact).abs().max()) < 2e-7 * 80, (
         "rounding of the argument"
     )
     assert (F.elu(x) + 1)[:3].tolist()[:2] == [0.0, 0.0], "expm1(x) + 1 rounds it away"
 
 
 def test_a_query_far_below_zero_reads_the_same_mean() -> None:
-    """sigma(q) is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they
+    """elu(q) + 1 is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they
     are.
     """
     q, k, v = drawn(1, 1, 2, 4), drawn(1, 1, 6, 4), drawn(1, 1, 6, 3)
@@ -108,7 +108,7 @@ def test_a_query_far_below_zero_reads_the_same_mean() -> None:
     low = [x.float() for x in (q, k, v)]
     state = write(*low[1:], empty(*low[1:]))
     far = retrieve((q - 400).float(), state)
-    assert bool(far.found.all())
+    assert bool(far.has_memory.all())
     assert float((far.values.double() - near).abs().max()) < 1e-3  # q - 400 keeps 5 digits
     f = F.elu(q.float() - 400) + 1
     assert bool((f @ state.M / (f @ state.z[..., None])).isnan().all()), "negative control"
@@ -118,7 +118,7 @@ def test_an_empty_memory_reads_0_and_says_so() -> None:
     q, k, v = drawn(1, 2, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 0, 5)
     for update in ("linear", "delta"):
         read = retrieve(q, write(k, v, empty(k, v), update))
-        assert not read.found.any()
+        assert not read.has_memory.any()
         assert torch.equal(read.values, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
 
 
@@ -136,7 +136,7 @@ def test_what_is_not_written_is_not_looked_at() -> None:
         spoilt = write(spoilt_k, spoilt_v, state, update, where)
         assert all(torch.equal(a, b) for a, b in zip(mine, spoilt, strict=True))
         read = retrieve(spoilt_q, spoilt, where)
-        assert torch.equal(read.found[:, 0], where)
+        assert torch.equal(read.has_memory[:, 0], where)
         assert torch.equal(read.values[where[:, None]], retrieve(q, mine).values[where[:, None]])
         assert read.values[~where[:, None]].eq(0).all()
         read.values.sum().backward()
@@ -148,7 +148,7 @@ def test_what_is_not_written_is_not_looked_at() -> None:
             alone = write(
                 k[b : b + 1, :, where[b]],
                 v[b : b + 1, :, where[b]],
-                Compressed(*(x[b : b + 1] for x in state)),
+                CompressiveState(*(x[b : b + 1] for x in state)),
                 update,
             )
             assert float((alone.M - mine.M[b]).abs().max()) < 1e-13
@@ -196,12 +196,12 @@ TABLE = {
 
 
 def test_selectivity_of_random_keys() -> None:
-    """How much more a matching key weighs than any other: E[sigma^2] / E[sigma]^2, at most pi."""
+    """A matching key weighs E[f^2] / E[f]^2 times as much as another, f = elu + 1; at most pi."""
     x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
 
     def ratio(s: float) -> float:
-        f = sigma(s * x) * 1.0
+        f = elu_plus_one(s * x) * 1.0
         first, second = (torch.trapezoid(y * density, x).item() for y in (f, f * f))
         return second / first**2
 
@@ -238,7 +238,7 @@ def test_gradients(update: str) -> None:
     M, z = drawn(1, 1, 3, 2), drawn(1, 1, 3).abs() + 0.5
 
     def both(q: Tensor, k: Tensor, v: Tensor, M: Tensor, z: Tensor) -> Tensor:
-        return retrieve(q, write(k, v, Compressed(M, z), update)).values
+        return retrieve(q, write(k, v, CompressiveState(M, z), update)).values
 
     inputs = tuple(x.requires_grad_() for x in (q, k, v, M, z))
     assert torch.autograd.gradcheck(both, inputs)

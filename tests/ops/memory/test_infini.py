@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.memory import infini_attention
-from regard.ops.memory import infini
+from regard.ops.memory.infini_attention import segments_of_call
 from regard.span import Span
 from tests.ops.memory.plain import several
 from tests.oracles import infini as oracle
@@ -281,7 +281,7 @@ def test_a_compiled_graph_gives_the_same() -> None:
     padded = torch.tensor([[-1, -1, *range(9)], [*range(3, 14)]])
     for positions in (Span(0, 11), padded):
         assert near(compiled(q, k, v, positions), call(q, k, v, positions))
-    with pytest.raises(RuntimeError, match="positions have gaps of whole segments"):
+    with pytest.raises(RuntimeError, match="positions skip whole segments"):
         compiled(q, k, v, torch.tensor([[*range(10), 1000], [*range(11)]]))
     # torch 2.13: an exception leaves a compiled graph without closing the graph's autocast contexts
     assert torch.autocast_decrement_nesting() == 0
@@ -291,18 +291,18 @@ def test_a_compiled_graph_gives_the_same() -> None:
 def test_pieces() -> None:
     """Equal rows as a span and as a tensor: the same queries, keys and writes."""
     for start, S, T, size in ((0, 9, 9, 4), (4, 6, 3, 4), (5, 3, 3, 4), (0, 3, 3, 8), (8, 8, 8, 8)):
-        span = list(infini.pieces(Span(start, S), T, size))
-        rows = list(infini.pieces(Span(start, S).tensor(), T, size))
+        span = list(segments_of_call(Span(start, S), T, size))
+        rows = list(segments_of_call(Span(start, S).tensor(), T, size))
         assert [(p.queries, p.keys, p.closed) for p in span] == [
             (p.queries, p.keys, p.closed) for p in rows
         ]
         for p in rows:
-            assert p.q_in is not None
-            assert p.k_in is not None
-            assert p.q_in.all()
-            assert bool(p.k_in.all()) is p.closed
-    assert list(infini.pieces(Span(3, 0), 0, 4)) == []
-    assert list(infini.pieces(torch.full((2, 3), -1), 3, 4)) == []
+            assert p.query_mask is not None
+            assert p.write_mask is not None
+            assert p.query_mask.all()
+            assert bool(p.write_mask.all()) is p.closed
+    assert list(segments_of_call(Span(3, 0), 0, 4)) == []
+    assert list(segments_of_call(torch.full((2, 3), -1), 3, 4)) == []
 
 
 def test_nothing_in_nothing_out() -> None:
@@ -332,7 +332,7 @@ def test_errors() -> None:
         (
             {"gate": gate[:2]},
             regard.ArgumentError,
-            "gate is (2,); it holds one logit per head, (4,)",
+            "gate is (2,); it must be one logit per head, (4,)",
         ),
         (
             {"gate": gate.long()},
@@ -352,12 +352,12 @@ def test_errors() -> None:
         (
             {"q_rotated": q[:1], "k_rotated": k},
             regard.ArgumentError,
-            "q_rotated is (1, 4, 11, 6); it must be as q, (2, 4, 11, 6)",
+            "q_rotated is (1, 4, 11, 6); it must have the shape of q, (2, 4, 11, 6)",
         ),
         (
             {"q_rotated": q, "k_rotated": k[..., :3]},
             regard.ArgumentError,
-            "k_rotated is (2, 2, 11, 3); it must be as k, (2, 2, 11, 6)",
+            "k_rotated is (2, 2, 11, 3); it must have the shape of k, (2, 2, 11, 6)",
         ),
         (
             {"state": (M[:, :, :, :4], z)},
@@ -372,7 +372,7 @@ def test_errors() -> None:
         (
             {"state": (M, z.float())},
             regard.ArgumentTypeError,
-            "state z is float32; it must be float64, as a call returned it",
+            "state z is float32; it must be float64, as an earlier call returned it",
         ),
         (
             {"positions": Span(-3, 11)},
@@ -390,5 +390,7 @@ def test_errors() -> None:
         with pytest.raises(kind) as error:
             infini_attention(q, k, v, **{"gate": gate, "segment": 4, **change})
         assert message in str(error.value)
-    with pytest.raises(regard.ArgumentError, match="11 queries and 4 keys; queries are the last"):
+    with pytest.raises(
+        regard.ArgumentError, match="11 queries and 4 keys; the queries are the last"
+    ):
         infini_attention(q, k[:, :, :4], v[:, :, :4], gate=gate, segment=4)

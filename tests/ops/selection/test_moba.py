@@ -8,7 +8,7 @@ from torch import Tensor
 
 import regard
 from regard.masks import Causal
-from regard.ops.selection import blocks, moba_mask
+from regard.ops.selection import moba_mask, position_blocks
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 from tests.oracles.plain import several_plains
@@ -122,7 +122,7 @@ def test_equal_blocks_are_taken_from_the_front() -> None:
 def test_rows_in_turns_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, *_ = inputs("square")
     whole = moba_mask(q, k, size=3, topk=2).block(Span(0, 14), Span(0, 14))
-    monkeypatch.setattr(blocks, "ROW_BYTES", 1)
+    monkeypatch.setattr(position_blocks, "MAX_CHUNK_BYTES", 1)
     assert moba_mask(q, k, size=3, topk=2).block(Span(0, 14), Span(0, 14)).equal(whole)
 
 

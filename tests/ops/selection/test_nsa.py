@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.ops.selection import NSABlocks, blocks, order, selection_mask
-from regard.ops.selection.nsa import ends, importance, windows
+from regard.ops.selection import NSABlocks, block_layout, position_blocks, selection_mask
+from regard.ops.selection.nsa import block_importance, compression_positions, compression_windows
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 
@@ -60,9 +60,9 @@ def test_the_choice_equals_the_definition(sizes: NSABlocks, call: str) -> None:
     q_at, k_at = CALLS[call]
     T, S = len(rows(q_at)[0]), len(rows(k_at)[0])
     q, k = torch.randn(B, H, T, D).double() * 2, torch.randn(B, G, S, D).double() * 2
-    laid = order(k_at, sizes.select)
-    at = ends(laid, sizes)
-    short = windows(k, laid, sizes).mean(3)
+    laid = block_layout(k_at, sizes.select)
+    at = compression_positions(laid, sizes)
+    short = compression_windows(k, laid, sizes).mean(3)
     exact = oracle.compressed(k, sizes.compress, sizes.stride, rows(k_at), mean)
     for b in range(B):  # every complete block, and no other
         found = {int(p): c for c, p in enumerate(at.expand(B, -1)[b]) if p >= 0}
@@ -90,7 +90,7 @@ def test_the_choice_equals_the_definition(sizes: NSABlocks, call: str) -> None:
 def test_importance_is_equation_9_with_indices_from_1() -> None:
     sizes = NSABlocks(32, 16, 64, 16, 512)
     p = torch.randn(1, 2, 3, 63, dtype=torch.float64).exp()  # 1024 tokens: 63 compressed, 16 blocks
-    found = importance(p, 1, sizes)
+    found = block_importance(p, 1, sizes)
     for t in range(3):
         for j in range(1, 17):
             terms = [
@@ -111,7 +111,7 @@ def test_importance_is_what_the_blocks_have_in_common() -> None:
         p[..., i] = 1
         tokens = range(2 * i, 2 * i + 6)
         expected = [sum(t // 6 == j for t in tokens) / 2 for j in range(4)]
-        assert importance(p, 1, sizes)[0, 0, 0].tolist() == expected
+        assert block_importance(p, 1, sizes)[0, 0, 0].tolist() == expected
 
 
 def test_reading_equation_9_from_0_would_look_at_the_block_in_front() -> None:
@@ -122,16 +122,16 @@ def test_reading_equation_9_from_0_would_look_at_the_block_in_front() -> None:
         for j in range(16)
     ]
     assert [j for j, x in enumerate(literal) if x] == [5, 6]
-    found = importance(p[None, None, None], 1, sizes)[0, 0, 0]
+    found = block_importance(p[None, None, None], 1, sizes)[0, 0, 0]
     assert found.nonzero()[:, 0].tolist() == [5]
 
 
 def test_heads_of_a_group_share_their_blocks_and_others_do_not() -> None:
     sizes = NSABlocks(4, 2, 4, 2, 4, initial=0, local=1)
     q, k = torch.randn(1, H, 40, D) * 3, torch.randn(1, G, 40, D) * 3
-    laid = order(Span(0, 40), 4)
-    at = ends(laid, sizes)
-    short = windows(k, laid, sizes).mean(3)
+    laid = block_layout(Span(0, 40), 4)
+    at = compression_positions(laid, sizes)
+    short = compression_windows(k, laid, sizes).mean(3)
     mask = selection_mask(q, short, laid, sizes, q_positions=Span(0, 40), k_positions=at)
     table = mask.block(Span(0, 40), Span(0, 40))[0]
     assert table[0].equal(table[1])
@@ -144,13 +144,15 @@ def test_rows_in_turns_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(B, H, 25, D), torch.randn(B, G, 25, D)
 
     def choose() -> Tensor:
-        laid = order(at, sizes.select)
-        short = windows(k, laid, sizes).mean(3)
-        mask = selection_mask(q, short, laid, sizes, q_positions=at, k_positions=ends(laid, sizes))
+        laid = block_layout(at, sizes.select)
+        short = compression_windows(k, laid, sizes).mean(3)
+        mask = selection_mask(
+            q, short, laid, sizes, q_positions=at, k_positions=compression_positions(laid, sizes)
+        )
         return mask.block(at, at)
 
     whole = choose()
-    monkeypatch.setattr(blocks, "ROW_BYTES", 1)
+    monkeypatch.setattr(position_blocks, "MAX_CHUNK_BYTES", 1)
     assert choose().equal(whole)
 
 

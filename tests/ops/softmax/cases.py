@@ -180,7 +180,7 @@ def _bias(kind: str, table: Tensor) -> Any:
     if kind == "t5":
         return biases.T5Relative(table, bidirectional=True, max_distance=16)
     if kind == "fn":
-        return biases.Fn(
+        return biases.FnBias(
             lambda q, k, w: w[:, None, None] * torch.cos((q - k).to(w.dtype)), (table,)
         )
     if kind == "alibi":

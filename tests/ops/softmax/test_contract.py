@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.softmax import dispatch, pieces, sdpa, tiled
+from regard.ops.softmax import dispatch, mask_lowering, sdpa, tiled
 from regard.ops.softmax.call import Call, Kernel
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
@@ -26,8 +26,8 @@ NO_GRADIENT = {"cpu", "flex"}
 # the same kernels with tiles so small that every case has many
 KERNELS = [
     *((kernel, False) for kernel in dispatch.KERNELS),
-    (tiled.Tiled(tiled.Grain(8, 4, 512)), True),
-    (sdpa.Sdpa(pieces.Grain(8, 4, 2, 2)), True),
+    (tiled.TiledKernel(tiled.TileSizes(8, 4, 512)), True),
+    (sdpa.SdpaKernel(mask_lowering.BlockSizes(8, 4, 2, 2)), True),
 ]
 IDS = [kernel.name + "-small-tiles" * small for kernel, small in KERNELS]
 SLOW = {"flex": 8}  # torch traces each call anew on CPU: every eighth case there

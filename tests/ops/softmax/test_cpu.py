@@ -29,9 +29,9 @@ from tests.rules import assert_close_rule
 
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
 from regard.ops.jit import decode, decode_loops, openmp
-from regard.ops.jit.elementary import exp
+from regard.ops.jit.exp_tanh import exp
 
-KERNEL = cpu.Cpu()
+KERNEL = cpu.CpuKernel()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
 
@@ -169,12 +169,12 @@ def test_a_query_that_sees_nothing() -> None:
 def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openmp, "threads", lambda: workers)
+    monkeypatch.setattr(openmp, "thread_count", lambda: workers)
     S = 64 * 90 + 5
-    assert 2 * S * (40 + 24) >= 5 * decode.PART, "work for 5 threads"
+    assert 2 * S * (40 + 24) >= 5 * decode.ELEMENTS_PER_THREAD, "work for 5 threads"
     q, k, v = inputs(S, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert decode.parts(2, S, workers) == min(4 * workers, 22)
+    assert decode.split_count(2, S, workers) == min(4 * workers, 22)
     assert_right(call, f"{workers} workers")
 
 
@@ -183,11 +183,11 @@ def test_memory_is_read_where_it_lies() -> None:
     q, _, _ = inputs(1)
     buffer = torch.randn(2, 2, 500, 64)
     k, v = buffer[:, :, 100:300, :40], buffer[:, :, 100:300, 40:]
-    assert decode.strided(k)[1] == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
+    assert decode.strided_argument(k)[1] == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
     call = make_call(q, k, v, wants_lse=True)
     assert_right(call, "a view")
     turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
-    copy, numbers = decode.strided(turned)
+    copy, numbers = decode.strided_argument(turned)
     assert torch.equal(copy, turned)
     assert numbers == (copy.data_ptr(), 2 * 40 * 200, 40 * 200, 40)
     call = make_call(q, turned, v, wants_lse=True)
@@ -213,15 +213,15 @@ def test_many_threads_of_python_at_once() -> None:
 
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
-    openmp.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
+    openmp.thread_count = lambda: 2  # type: ignore[assignment]  # this process is ours
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "threads", lambda: 2)
-    q, k, v = inputs(2 * decode.PART // 128, B=1)  # work for two threads
+    monkeypatch.setattr(openmp, "thread_count", lambda: 2)
+    q, k, v = inputs(2 * decode.ELEMENTS_PER_THREAD // 128, B=1)  # work for two threads
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -233,10 +233,10 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "threads", lambda: 3)
-    q, k, v = inputs(3 * decode.PART // 128, B=1)  # work for three threads
+    monkeypatch.setattr(openmp, "thread_count", lambda: 3)
+    q, k, v = inputs(3 * decode.ELEMENTS_PER_THREAD // 128, B=1)  # work for three threads
     with_team = regard.attend(q, k, v, backend="cpu")
-    monkeypatch.setattr(openmp, "openmp", lambda: None)
+    monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
     assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)
 
 
@@ -246,7 +246,7 @@ def test_an_exception_of_a_part_is_raised() -> None:
             raise ValueError("part 1")
 
     with pytest.raises(ValueError, match="part 1"):
-        openmp.Pool().run(work, 3)
+        openmp.ThreadPool().run(work, 3)
 
 
 def test_the_exponential() -> None:
@@ -269,10 +269,10 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no dropout", {"dropout": 0.5}),
         ("no torch.float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
         (
-            "17 queries, 51 rows of a key/value head; made for 16 and 64",
+            "17 queries and 51 rows per key/value head; the limits are 16 and 64",
             {"q": torch.randn(2, 6, 17, 40)},
         ),
-        ("nothing to do", {"k": k[:, :, :0], "v": v[:, :, :0]}),
+        ("nothing to compute", {"k": k[:, :, :0], "v": v[:, :, :0]}),
     ]
     for reason, change in cases:
         call = make_call(**{"q": q, "k": k, "v": v, **change})
@@ -298,7 +298,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     q, k, v = inputs(640, H=4, G=2)
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
-    assert decode_loops.TILE == cpu.TILE
+    assert decode_loops.TILE == cpu.TILE_KEYS
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 
@@ -328,7 +328,7 @@ def test_a_rule_of_numbers_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch)
         return intervals(mask, q)
 
     monkeypatch.setattr(masks.Mask, "intervals", counted)
-    cpu._ranges.cache_clear()
+    cpu._cached_intervals.cache_clear()
     q, (k, v) = torch.randn(1, 2, 1, 8), torch.randn(2, 1, 2, 30, 8)
     where = torch.arange(30).flip(0)[None]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks
-from regard.caches import Growing, Quantised, codes
+from regard.caches import Growing, Quantised, quantization
 from regard.nn import Attention, Heads, Separate
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
@@ -25,10 +25,10 @@ from tests.rules import assert_close_rule
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
 import numpy as np
 
-from regard.ops.jit import decode, decode_quantised, int_dot, openmp
+from regard.ops.jit import decode, decode_quantized_loops, int_dot, openmp
 from regard.ops.jit.half_precision import BF16
 
-KERNEL = cpu.Cpu()
+KERNEL = cpu.CpuKernel()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -36,13 +36,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The axes of all parts that are widened while the test runs."""
     axes: list[str] = []
-    right = codes.dequantise
+    right = quantization.dequantize
 
     def count(made: Any, axis: Any, shape: Any, *, bits: int) -> Tensor:
         axes.append(axis)
         return right(made, axis, shape, bits=bits)
 
-    monkeypatch.setattr(codes, "dequantise", count)
+    monkeypatch.setattr(quantization, "dequantize", count)
     return axes
 
 
@@ -251,7 +251,7 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
 def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
     S = 1600
-    assert 2 * S * (64 + 64) >= 3 * decode.PART, "work for 3 threads"
+    assert 2 * S * (64 + 64) >= 3 * decode.ELEMENTS_PER_THREAD, "work for 3 threads"
     k, v = tokens(S, B=1, D=64, E=64)
     cache = Quantised(4, residual=20)
     filled(cache, k, v)
@@ -260,7 +260,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
     wide, out = meant(cache), []
     for workers in (3, 1):
-        monkeypatch.setattr(openmp, "threads", lambda n=workers: n)
+        monkeypatch.setattr(openmp, "thread_count", lambda n=workers: n)
         assert_right(wide, given, f"{workers} threads")
         out.append(KERNEL.run(given).out)
     held = dict(cache.contents())
@@ -283,7 +283,7 @@ def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.Mon
     """Through a module: codes are read as codes, by every step, and what comes out is what the
     numbers give.
     """
-    monkeypatch.setattr(cpu, "MUCH", 0)
+    monkeypatch.setattr(cpu, "MIN_ELEMENTS", 0)
     torch.manual_seed(0)
     project = Separate(Heads(32, 4, 16), Heads(32, 2, 16), Heads(32, 2, 16))
     module, x = Attention(project, nn.Linear(64, 32), mask=masks.Causal()), torch.randn(2, 90, 32)
@@ -340,7 +340,7 @@ def test_what_is_not_read_as_codes_is_widened(name: str, opened: list[str]) -> N
     assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("rows, columns, bits", decode_quantised.VARIANTS)
+@pytest.mark.parametrize("rows, columns, bits", decode_quantized_loops.VARIANTS)
 def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
     """Each loop by itself, anew and added, against numpy in fp64; what stands beside the columns
     stays.
@@ -357,7 +357,9 @@ def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
     out = np.full((rows, columns + 9), np.nan, np.float32)
     scratch = scratch_of(rows, n, rounded=False)
     for times, fresh in ((1, True), (2, False)):
-        decode_quantised.sum_lines(rows, memory, (2, 1, 2), w, scratch, (out, 5, fresh))
+        decode_quantized_loops.weighted_line_sums(
+            rows, memory, (2, 1, 2), w, scratch, (out, 5, fresh)
+        )
         bound = 2e-6 * times * (np.abs(w) @ np.abs(x)).max()
         assert np.abs(out[:, 5:-4] - times * (w @ x)).max() < bound
     assert np.isnan(out[:, :5]).all()
@@ -375,7 +377,7 @@ def scratch_of(rows: int, n: int, *, rounded: bool) -> tuple[Any, ...]:
     return (*lines, short, rounded)
 
 
-@pytest.mark.skipif(not int_dot.THERE, reason="the processor has no AVX-512BW")
+@pytest.mark.skipif(not int_dot.HAS_INT_DOT, reason="the processor has no AVX-512BW")
 @pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) -> None:
@@ -395,7 +397,9 @@ def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) 
     def summed(w: Any) -> Any:
         out = old.copy()
         scratch = scratch_of(rows, n, rounded=True)
-        decode_quantised.sum_lines(rows, memory, (2, 0, 2), w, scratch, (out, 0, fresh))
+        decode_quantized_loops.weighted_line_sums(
+            rows, memory, (2, 0, 2), w, scratch, (out, 0, fresh)
+        )
         return out
 
     half = np.abs(w * scale).max(1) / 32767 / 2
@@ -423,14 +427,14 @@ def test_the_largest_sums_of_whole_numbers_do_not_wrap(n: int) -> None:
     memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), 64, 8, n)
     for code in (0, 255):
         codes[:] = code
-        decode_quantised.sum_lines(
+        decode_quantized_loops.weighted_line_sums(
             4, memory, (2, 0, 2), w, scratch_of(4, n, rounded=True), (out, 0, True)
         )
         assert np.allclose(out, code * n, atol=0.02 * n)
 
 
 def test_rows_begin_at_lines_of_the_cache() -> None:
-    made = decode_quantised._lines(3, 32)
+    made = decode_quantized_loops._aligned_rows(3, 32)
     assert made.shape == (3, 32)
     assert made.ctypes.data % 64 == 0
     assert not made.any()
@@ -446,7 +450,7 @@ def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> A
     )
     recent = torch.zeros(1, 2, 2, 8, dtype=kind)
     wide: Any = torch.zeros(1, 2, slots + 2, 8)
-    wide.coded = SimpleNamespace(made=made, axis=axis, bits=8, recent=recent)
+    wide.coded = SimpleNamespace(groups=made, axis=axis, bits=8, recent=recent)
     return wide
 
 
@@ -465,7 +469,7 @@ def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
     """A zero that was filled in by hand may lie otherwise than its scale."""
     keys = coded("channel")
     zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
-    keys.coded.made.zero = zero
+    keys.coded.groups.zero = zero
     found = decode.quantized_segment(keys, coded("token"))
     assert found is not None
     _, scale, read = found.owners[:3]

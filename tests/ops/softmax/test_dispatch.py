@@ -13,12 +13,12 @@ from torch import Tensor
 
 import regard
 from regard import masks
-from regard.ops.softmax import Call, Kernel, Result, Work, dispatch
+from regard.ops.softmax import Call, Kernel, KernelResult, WorkEstimate, dispatch
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.reference import Reference
+from regard.ops.softmax.reference import ReferenceKernel
 
 
-class Own(Reference):
+class Own(ReferenceKernel):
     """A user's kernel: the definition under another name, which counts what it is asked."""
 
     name = "own"
@@ -35,7 +35,7 @@ class Own(Reference):
         self.asked["priority"] += 1
         return self.number
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         self.asked["run"] += 1
         return super().run(call)
 
@@ -43,7 +43,7 @@ class Own(Reference):
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
-    assert dispatch.kernels() == dispatch.KERNELS
+    assert dispatch.all_kernels() == dispatch.KERNELS
 
 
 def draw(T: int = 20, S: int = 20) -> list[Tensor]:
@@ -144,8 +144,8 @@ def test_what_is_no_kernel_is_refused() -> None:
     class Half:
         name, selects = "half", False
 
-        def run(self, call: Call) -> Result:
-            return Result(call.q, None)
+        def run(self, call: Call) -> KernelResult:
+            return KernelResult(call.q, None)
 
     wrong: Any = Half()
     with pytest.raises(
@@ -154,7 +154,9 @@ def test_what_is_no_kernel_is_refused() -> None:
         regard.register_kernel(wrong)
     own: Any = Own(1)
     own.name = 7
-    with pytest.raises(regard.ArgumentTypeError, match="Own, which has a name that is no string"):
+    with pytest.raises(
+        regard.ArgumentTypeError, match="Own, which has a name that is not a string"
+    ):
         regard.register_kernel(own)
 
 
@@ -166,8 +168,8 @@ def test_a_handle_may_be_removed_twice() -> None:
 
 def test_the_work_of_a_registered_kernel_is_in_the_table() -> None:
     class Cheap(Own):
-        def work(self, call: Call) -> Work:
-            return Work(1, 7)
+        def work(self, call: Call) -> WorkEstimate:
+            return WorkEstimate(1, 7)
 
     q, k, v = draw()
     with regard.register_kernel(Cheap(None)):
@@ -195,7 +197,7 @@ def test_compiled_cpu_kernels_are_not_asked_elsewhere() -> None:
     """Off the CPU generated kernels come before plain torch, and the definition is the last."""
     q = torch.zeros(1, 2, 300, 64, device="meta")
     call = make_call(q, q, q)
-    assert [kernel.name for kernel in dispatch.order(call)] == [
+    assert [kernel.name for kernel in dispatch.kernels_by_priority(call)] == [
         "sdpa",
         "flex",
         "tiled",

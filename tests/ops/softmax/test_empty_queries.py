@@ -225,7 +225,7 @@ def test_more_queries_than_keys_are_tokens(backend: str) -> None:
 
 
 def test_a_rule_that_forgets_the_empty_queries_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.masks.base.vacant", lambda *_: None)
+    monkeypatch.setattr("regard.masks.base.find_empty_slots", lambda *_: None)
     with pytest.raises(AssertionError):
         test_the_structure_of_a_mask("Full", "stored")
     with pytest.raises(AssertionError):

@@ -13,10 +13,10 @@ from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.softmax import flex
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.flex import Flex, block_mask
-from regard.ops.softmax.reference import Reference
+from regard.ops.softmax.flex import FlexKernel, block_mask
+from regard.ops.softmax.reference import ReferenceKernel
 
-KERNEL = Flex()
+KERNEL = FlexKernel()
 
 
 def qkv(T: int = 20, S: int = 20, H: int = 2, D: int = 16, **kind: Any) -> list[Tensor]:
@@ -33,12 +33,14 @@ def test_on_cpu_it_infers_when_it_is_asked_for() -> None:
     q, k, v = qkv()
     sink, mask = torch.randn(2), masks.Causal() & masks.Window(5)
     bias = (
-        biases.ALiBi(2) + biases.T5Relative(torch.randn(32, 2)) + biases.Dense(torch.randn(20, 20))
+        biases.ALiBi(2)
+        + biases.T5Relative(torch.randn(32, 2))
+        + biases.DenseBias(torch.randn(20, 20))
     )
     options = {"mask": mask, "bias": bias, "sink": sink, "softcap": 2.0}
     out = regard.attend(q, k, v, backend="flex", **options)
     torch.testing.assert_close(
-        out, Reference().run(make_call(q, k, v, **options)).out, rtol=1e-5, atol=1e-6
+        out, ReferenceKernel().run(make_call(q, k, v, **options)).out, rtol=1e-5, atol=1e-6
     )
 
 
@@ -64,7 +66,7 @@ def test_refusals() -> None:
     bad = v.clone()
     bad[0, 0, 0, 0] = torch.nan
     assert "a NaN or infinity behind a mask would leak through 0 x NaN" in refusal(q, k, bad)
-    assert "nothing to do (B 1, T 20, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
+    assert "nothing to compute (B 1, T 20, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
     with regard.Trace("scores", missing="ignore"):
         assert "does not expose ['scores']" in refusal(q, k, v)
     long = qkv(2**15, 2**15, D=1)
@@ -80,11 +82,11 @@ def test_what_the_generated_kernel_does_not_take() -> None:
     def why(
         T: int = 256, D: int = 64, dtype: torch.dtype = torch.float32, **options: Any
     ) -> list[str]:
-        return flex._why_not_cuda(make_call(*qkv(T, T, D=D, dtype=dtype), **options))
+        return flex._cuda_reasons(make_call(*qkv(T, T, D=D, dtype=dtype), **options))
 
     assert why() == []
     assert why(dtype=torch.float64) == ["no float64 on CUDA"]
-    assert why(T=100) == ["fewer than 128 queries or keys (T 100, S 100)"]
+    assert why(T=100) == ["T 100 or S 100 is below 128"]
     assert why(D=24) == ["head dimensions are not multiples of 16 from 16 to 256 (D 24, E 24)"]
     assert why(D=512) == ["head dimensions are not multiples of 16 from 16 to 256 (D 512, E 512)"]
     assert why(bias=biases.ALiBi(2)) == []

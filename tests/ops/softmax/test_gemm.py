@@ -13,18 +13,18 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
-from regard.ops.jit import product
-from regard.ops.jit.compile import fast
-from regard.ops.jit.elementary import tanh
-from regard.ops.jit.half_precision import narrow
+from regard.ops.jit import matmul
+from regard.ops.jit.compile import njit_fastmath
+from regard.ops.jit.exp_tanh import tanh
+from regard.ops.jit.half_precision import from_float32
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.gemm import Gemm
+from regard.ops.softmax.gemm import GemmKernel
 from regard.span import Span
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
-KERNEL = Gemm()
+KERNEL = GemmKernel()
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
 """Three compilations: each dtype is another kernel."""
@@ -215,7 +215,7 @@ def test_all_scores_minus_infinity_are_no_visible_keys_either() -> None:
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     q, k, v = qkv(B=2, T=50, S=80)
     right = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
-    monkeypatch.setattr("regard.ops.jit.openmp.threads", lambda: workers)
+    monkeypatch.setattr("regard.ops.jit.openmp.thread_count", lambda: workers)
     found = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
@@ -227,21 +227,25 @@ def packed(x: Tensor, each: int, *, values: bool = False) -> Tensor:
     S, D = x.shape
     inner, across = (S, D) if values else (D, S)
     out = torch.zeros(
-        -(-across // product.PANEL), -(-inner // each), product.PANEL, each, dtype=x.dtype
+        -(-across // matmul.PANEL_COLUMNS),
+        -(-inner // each),
+        matmul.PANEL_COLUMNS,
+        each,
+        dtype=x.dtype,
     )
     for s in range(S):
         for d in range(D):
             i, j = (s, d) if values else (d, s)
-            out[j // product.PANEL, i // each, j % product.PANEL, i % each] = x[s, d]
+            out[j // matmul.PANEL_COLUMNS, i // each, j % matmul.PANEL_COLUMNS, i % each] = x[s, d]
     return out.flatten()
 
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_packing(each: int) -> None:
-    x = torch.randn(product.PANEL, product.PANEL + 3)
+    x = torch.randn(matmul.PANEL_COLUMNS, matmul.PANEL_COLUMNS + 3)
     D = x.shape[1] + x.shape[1] % each
-    keys = torch.zeros(product.PANEL * D)
-    product.pack_keys(
+    keys = torch.zeros(matmul.PANEL_COLUMNS * D)
+    matmul.pack_keys(
         (x.flatten().numpy(), 0, x.shape[1], np.int8(0)),
         (0, len(x)),
         x.shape[1],
@@ -250,15 +254,15 @@ def test_packing(each: int) -> None:
         0,
     )
     assert torch.equal(keys, packed(x, each))
-    values = torch.zeros(2 * len(x) * product.PANEL)
-    product.pack_values(
+    values = torch.zeros(2 * len(x) * matmul.PANEL_COLUMNS)
+    matmul.pack_values(
         (x.flatten().numpy(), 0, x.shape[1], np.int8(0)),
         (0, len(x)),
         x.shape[1],
         each,
         values.numpy(),
         0,
-        len(x) * product.PANEL,
+        len(x) * matmul.PANEL_COLUMNS,
     )
     assert torch.equal(values, packed(x, each, values=True))
 
@@ -286,9 +290,9 @@ def test_bits_of_halves_are_rounded_as_torch_rounds() -> None:
         assert torch.equal(again[seen].view(torch.int16), want[seen].view(torch.int16))
 
 
-@fast
+@njit_fastmath
 def _narrow(x: Any, tag: Any, like: Any) -> Any:
-    return narrow(x, tag, like)
+    return from_float32(x, tag, like)
 
 
 def refusal(*tensors: Tensor, **options: Any) -> str:
@@ -301,8 +305,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     assert "gemm (no dropout)" in refusal(q, k, v, dropout=0.1)
     assert "gemm (no float64)" in refusal(q.double(), k.double(), v.double())
-    assert "no bias but ALiBi (" in refusal(q, k, v, bias=torch.zeros(70, 70))
-    assert "nothing to do (B 1, T 70, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
+    assert "no bias other than ALiBi (" in refusal(q, k, v, bias=torch.zeros(70, 70))
+    assert "nothing to compute (B 1, T 70, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
     fifth = masks.Fn(lambda q, k: (q + k) % 5 != 0, "fifth")
     assert "the mask has no ranges of positions (fifth)" in refusal(q, k, v, mask=fifth)
     with regard.Trace("pattern", missing="ignore"):
@@ -322,7 +326,7 @@ def test_a_compiled_graph_is_refused() -> None:
         return q + 1
 
     ask(torch.randn(1, 1, 20, 4))
-    assert reasons == ["no part of a compiled graph"]
+    assert reasons == ["not inside a compiled graph"]
 
 
 def test_work_is_what_the_mask_leaves() -> None:
@@ -342,7 +346,7 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
         x = torch.zeros(1, 1, 1, 1).expand(*shape).to(options.pop("dtype", torch.bfloat16))
         return regard.plan(x, x, x, **options).kernel
 
-    monkeypatch.setattr(gemm, "_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
     assert first(1, 8, 512, 64) == "gemm"
     assert first(1, 8, 256, 64) == "sdpa"
     assert first(1, 8, 512, 64, dtype=torch.float32) == "sdpa"
@@ -352,5 +356,5 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
     assert (
         first(4, 8, 1024, 32, dtype=torch.float32, mask=masks.Causal() & masks.Window(64)) == "gemm"
     )
-    monkeypatch.setattr(gemm, "_suits", lambda: False)
+    monkeypatch.setattr(gemm, "_processor_suits", lambda: False)
     assert first(1, 8, 512, 64) == "sdpa"

@@ -18,12 +18,12 @@ from regard.errors import KernelRefusal
 from regard.ops.jit import prefill
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.gemm import Gemm
+from regard.ops.softmax.gemm import GemmKernel
 from regard.span import Span
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
-KERNEL = Gemm()
+KERNEL = GemmKernel()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAKS = "a NaN or infinity behind a mask would leak through 0 x NaN"
 
@@ -297,7 +297,7 @@ def test_threads_share_the_work(
     monkeypatch: pytest.MonkeyPatch, workers: int, H: int, G: int
 ) -> None:
     tensors, (i, j) = qkv(H=H, G=G, T=200, S=200), grid(200, 200)
-    monkeypatch.setattr("regard.ops.jit.openmp.threads", lambda: workers)
+    monkeypatch.setattr("regard.ops.jit.openmp.thread_count", lambda: workers)
     assert_right(tensors, j <= i, mask=masks.Causal())
     first, again = (found_by_kernel(tensors, mask=masks.Causal()) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -413,7 +413,7 @@ def test_it_trains_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.zeros(1, 1, 1, 1, dtype=dtype).expand(*shape).requires_grad_()
         return regard.plan(x, x, x, **options).kernel
 
-    monkeypatch.setattr(gemm, "_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
     window = masks.Causal() & masks.Window(64)
     assert first(1, 8, 512, 64) == "gemm"
     assert first(1, 8, 256, 64) == "sdpa", "too little of it"
@@ -423,5 +423,5 @@ def test_it_trains_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first(4, 8, 512, 32, mask=masks.Causal()) == "sdpa", "heads too narrow"
     assert first(4, 8, 512, 32, mask=padded) == "sdpa", "torch leaves out as much"
     assert first(4, 8, 512, 32, mask=window) == "gemm"
-    monkeypatch.setattr(gemm, "_suits", lambda: False)
+    monkeypatch.setattr(gemm, "_processor_suits", lambda: False)
     assert first(1, 8, 512, 64) == "sdpa"

@@ -212,7 +212,7 @@ def test_errors() -> None:
         merge([])
     assert (
         str(error.value)
-        == "merge got no partials; give at least one: regard.attend_partial makes them"
+        == "merge got no partials; pass at least one result of regard.attend_partial"
     )
     first, second = partials(2)
     with pytest.raises(regard.ArgumentError) as error:

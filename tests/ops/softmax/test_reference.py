@@ -12,7 +12,7 @@ from torch import Tensor
 from regard import masks
 from regard.ops.softmax import reference
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.reference import Reference
+from regard.ops.softmax.reference import ReferenceKernel
 from regard.span import Span
 from tests.ops.softmax.cases import ORACLE, Case, make
 from tests.oracles.oracle import softmax_attention
@@ -23,7 +23,7 @@ HALF = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = Reference().run(make_call(*tensors, wants_lse=True, **options))
+    out, lse, *_ = ReferenceKernel().run(make_call(*tensors, wants_lse=True, **options))
     assert lse is not None
     return out, lse
 
@@ -48,7 +48,7 @@ def test_equals_the_loops(case: Case) -> None:
         softcap=case.softcap,
         sink=made.sink,
     )
-    out, lse, *_ = Reference().run(made.call(wants_lse=True))
+    out, lse, *_ = ReferenceKernel().run(made.call(wants_lse=True))
     assert lse is not None
     outs, lses = zip(*several_plains(made.q, made.k, made.v, **made.plain()), strict=True)
     assert_close_rule(out, outs, answer.out, what="out")
@@ -73,7 +73,7 @@ def test_pattern_equals_the_loops(case: Case) -> None:
     from regard import Trace
 
     with Trace("pattern") as trace:
-        Reference().run(made.call())
+        ReferenceKernel().run(made.call())
     pattern = trace["pattern"]
     torch.testing.assert_close(pattern, answer.pattern, rtol=1e-12, atol=1e-14)
     assert torch.equal(pattern[~made.visible], torch.zeros_like(pattern[~made.visible]))
@@ -83,7 +83,7 @@ def test_pattern_equals_the_loops(case: Case) -> None:
 @pytest.mark.parametrize("case", ORACLE[::3], ids=str)
 def test_every_dtype_by_the_rule(case: Case, dtype: torch.dtype) -> None:
     low, high = make(case, dtype), make(case, torch.float64, like=dtype)
-    out, lse, *_ = Reference().run(low.call(wants_lse=True))
+    out, lse, *_ = ReferenceKernel().run(low.call(wants_lse=True))
     assert lse is not None
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
@@ -110,7 +110,7 @@ def test_gradients_are_derivatives(case: Case) -> None:
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         again = _with_leaves(made.call(wants_lse=True), leaves)
-        out, lse, *_ = Reference().run(again)
+        out, lse, *_ = ReferenceKernel().run(again)
         assert lse is not None
         return out, lse[see]
 
@@ -273,9 +273,9 @@ def test_adversarial_scores(value: str) -> None:
 
 def test_rows_in_blocks_are_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(Case("sinks", (2, 4, 2, 19, 33, 8, 8), sink=True), torch.float32)
-    whole = Reference().run(made.call(wants_lse=True))
+    whole = ReferenceKernel().run(made.call(wants_lse=True))
     monkeypatch.setattr(reference, "BLOCK_BYTES", 2 * 4 * 33 * 4 * 5)  # five rows
-    parts = Reference().run(made.call(wants_lse=True))
+    parts = ReferenceKernel().run(made.call(wants_lse=True))
     assert whole.lse is not None
     assert parts.lse is not None
     torch.testing.assert_close(parts.out, whole.out, rtol=1e-6, atol=1e-6)
@@ -285,18 +285,18 @@ def test_rows_in_blocks_are_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_will_not_hold() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(T=32, S=64))
     call = make_call(q, k, v)
-    assert Reference().why_not(call) == []
+    assert ReferenceKernel().why_not(call) == []
     long = [x.requires_grad_() for x in qkv(T=2**15, S=2**14, D=1)]
-    assert Reference().why_not(make_call(*long)) == []  # 4 GiB, and no byte more
+    assert ReferenceKernel().why_not(make_call(*long)) == []  # 4 GiB, and no byte more
     long = [x.requires_grad_() for x in qkv(T=2**15, S=2**15, D=1)]
-    (reason,) = Reference().why_not(make_call(*long))
+    (reason,) = ReferenceKernel().why_not(make_call(*long))
     assert reason == (
         "would allocate 8.00 GiB for scores (1, 2, 32768, 32768); limit 4.00 GiB: "
         "regard.attention_weights gives any block of them"
     )
     with torch.no_grad():
-        assert Reference().why_not(make_call(*long)) == []
-    assert Reference().work(call) == (2 * 32 * 64, 2 * 2 * 32 * 64 * 4)
+        assert ReferenceKernel().why_not(make_call(*long)) == []
+    assert ReferenceKernel().work(call) == (2 * 32 * 64, 2 * 2 * 32 * 64 * 4)
 
 
 def test_dropout_scales_what_it_keeps() -> None:

@@ -16,7 +16,7 @@ import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.softmax import dispatch, gemm, tiled
-from regard.ops.softmax.call import SMALL_SCORES, make_call
+from regard.ops.softmax.call import SMALL_SCORE_BOUND, make_call
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -150,14 +150,16 @@ def test_where_the_borders_lie() -> None:
         k = torch.zeros(2, 8, T, 64)
         k[1, 3, 2, 7] = 8.0  # times 1/sqrt(64) is 1
         k[0, 2, 2, 7] = 1e6  # of another head
-        return dispatch.decide(make_call(q.requires_grad_(), k, k, mask=masks.Causal()))[0].name
+        return dispatch.choose_kernel(make_call(q.requires_grad_(), k, k, mask=masks.Causal()))[
+            0
+        ].name
 
-    assert chosen(SMALL_SCORES * 0.999) == "sdpa"
+    assert chosen(SMALL_SCORE_BOUND * 0.999) == "sdpa"
     compiled = {"gemm", "tiled"} if not gemm.has_numba() else {"gemm"}
-    assert chosen(SMALL_SCORES * 1.001) in compiled
-    assert chosen(gemm.LARGE_SCORES * 0.999) in compiled
-    assert chosen(gemm.LARGE_SCORES * 1.001) == "tiled"
-    assert chosen(SMALL_SCORES * 1.001, T=32) == "reference"
+    assert chosen(SMALL_SCORE_BOUND * 1.001) in compiled
+    assert chosen(gemm.MAX_TRAINING_SCORE * 0.999) in compiled
+    assert chosen(gemm.MAX_TRAINING_SCORE * 1.001) == "tiled"
+    assert chosen(SMALL_SCORE_BOUND * 1.001, T=32) == "reference"
     with torch.no_grad():
         assert chosen(1e6) == "sdpa"
 
@@ -177,7 +179,7 @@ def test_the_bound_is_a_bound_and_is_tight_for_vectors_in_one_direction() -> Non
 def test_a_large_bias_counts_where_a_row_sees_nothing_better() -> None:
     q, k, v = (x * 0.1 for x in draw(0, (1, 2, 2, 20, 20, 8), 1.0, torch.float32))
     q.requires_grad_()
-    reason = "its gradient is right for scores up to 6; here they may reach 1e+04"
+    reason = "its gradient is accurate for scores up to 6; here they may reach 1e+04"
     table = torch.zeros(1, 1, 20, 20)
     table[..., 10:] = -1e9  # beside keys without a bias it is no row's largest
     sdpa = next(x for x in dispatch.KERNELS if x.name == "sdpa")
@@ -198,7 +200,7 @@ def test_a_compiled_graph_cannot_look_and_takes_the_definition_for_gradients() -
     attend = torch.compile(regard.attend, backend="aot_eager", fullgraph=True)
     for x in results(attend(*leaves), leaves, gradient=True)[1:3]:
         assert x.eq(0).all()
-    with pytest.raises(Exception, match="small scores only, and a graph cannot look at them"):
+    with pytest.raises(Exception, match="small scores only, and a compiled graph cannot read them"):
         attend(*leaves, backend="sdpa")
 
 
@@ -210,7 +212,9 @@ def test_tiles_give_exact_zeros_where_a_row_is_certain(
     """One weight of 1: the terms of p (dp - sum p dp) are the same numbers, and cancel; one piece
     of keys or several.
     """
-    kernel = tiled.Tiled(tiled.Grain(keys=4, tile=64) if pieces > 1 else tiled.USUAL)
+    kernel = tiled.TiledKernel(
+        tiled.TileSizes(keys=4, tile=64) if pieces > 1 else tiled.DEFAULT_TILE_SIZES
+    )
     q, k, v = draw(0, SHAPES[0], 1e3, torch.float32)
     given: dict[str, Any] = {"mask": masks.Causal()}
     if "window" in options:

@@ -21,9 +21,9 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.masks import EMPTY, FULL
-from regard.ops.softmax import dispatch, pieces, sdpa
+from regard.ops.softmax import dispatch, mask_lowering, sdpa
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.pieces import lower, runs
+from regard.ops.softmax.mask_lowering import lower_mask, merge_tiles
 from regard.span import Span
 from tests.ops.softmax.plain import allowed, assert_near, torch_dense
 from tests.oracles.plain import plain_attention
@@ -155,7 +155,7 @@ CASES = {
     "dense": Case(masks.Dense(TABLE), 20, 40),
     "dense, two dims": Case(masks.Dense(TABLE[0, 0]), 20, 40),
     "nothing visible": Case(masks.Dense(torch.zeros(20, 40, dtype=torch.bool)), 20, 40),
-    "bias": Case(None, 20, 40, {"bias": biases.Dense(SMALL_BIAS)}),
+    "bias": Case(None, 20, 40, {"bias": biases.DenseBias(SMALL_BIAS)}),
     "alibi and causal": Case(CAUSAL, 50, 50, {"bias": biases.ALiBi(4)}),
     "alibi and window": Case(LOCAL, 50, 50, {"bias": biases.ALiBi(4)}),
     "E > D": Case(LOCAL, 40, 40, D=5, E=12),
@@ -165,14 +165,14 @@ CASES = {
 }
 
 
-SMALL = pieces.Grain(rows=16, keys=4)
+SMALL = mask_lowering.BlockSizes(rows=16, keys=4)
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces arise from small shapes, in every call that this kernel is asked for."""
     (kernel,) = (x for x in dispatch.KERNELS if x.name == "sdpa")
-    monkeypatch.setattr(kernel, "grain", SMALL)
+    monkeypatch.setattr(kernel, "sizes", SMALL)
 
 
 def described(call: Call) -> list[Any]:
@@ -181,10 +181,10 @@ def described(call: Call) -> list[Any]:
             (work.rows.start, work.rows.stop),
             [
                 ((p.columns.start, p.columns.stop), p.causal, p.mask is not None)
-                for p in work.pieces
+                for p in work.ranges
             ],
         )
-        for work in lower(call, SMALL)
+        for work in lower_mask(call, SMALL)
     ]
 
 
@@ -342,13 +342,13 @@ def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     """Negative control: a piece's backward must be given the whole row's lse, not one that is
     off.
     """
-    right = sdpa.fused_backward
+    right = sdpa.range_gradients
 
     def stale(row: Any, *rest: Any) -> Any:
         q, out, lse, d_out, d_lse = row
         return right((q, out, lse + 0.01, d_out, d_lse), *rest)
 
-    monkeypatch.setattr(sdpa, "fused_backward", stale)
+    monkeypatch.setattr(sdpa, "range_gradients", stale)
     with pytest.raises(AssertionError, match="off by"):
         assert_right(CASES["window"], torch.float64)
 
@@ -362,7 +362,7 @@ GRADCHECKED = {
     "window by pieces": Case(CAUSAL & masks.Window(3), 18, 18, B=1, H=2, G=1, D=1, E=1),
     "padding": Case(CAUSAL & masks.Padding.right([5]), 16, 16, B=1, H=1, G=1, D=1, E=1),
     "bias": Case(
-        None, 2, 16, {"bias": biases.Dense(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2
+        None, 2, 16, {"bias": biases.DenseBias(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2
     ),
 }
 
@@ -462,7 +462,7 @@ def test_half_scores_do_not_overflow(mask: masks.Mask | None) -> None:
 
 
 def reasons(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[str]:
-    return sdpa.Sdpa().why_not(make_call(q, k, v, **options))
+    return sdpa.SdpaKernel().why_not(make_call(q, k, v, **options))
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf, 1e38])
@@ -479,7 +479,7 @@ def test_a_bad_key_stays_behind_the_triangle(bad: float, at: int) -> None:
 
 def test_refusals() -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
-    learned = biases.Dense(torch.zeros(16, 16, requires_grad=True))
+    learned = biases.DenseBias(torch.zeros(16, 16, requires_grad=True))
     leak = ["a NaN or infinity behind a mask would leak through 0 x NaN"]
     assert reasons(q, k, v) == []
     assert reasons(q, k, v, softcap=30.0) == ["no softcap"]
@@ -489,7 +489,7 @@ def test_refusals() -> None:
         "no softcap",
         "no dropout on the weights in its fused kernel",
     ]
-    short = "fewer than 16 keys, or nothing to do (B 2, T 16, S 15, E 8)"
+    short = "fewer than 16 keys, or nothing to compute (B 2, T 16, S 15, E 8)"
     assert reasons(q, k[:, :, 1:], v[:, :, 1:]) == [short]
     assert reasons(q[:, :, :0], k, v) == [short.replace("T 16, S 15", "T 0, S 16")]
     assert reasons(q[:0], k[:0], v[:0]) == [short.replace("B 2, T 16, S 15", "B 0, T 16, S 16")]
@@ -526,13 +526,13 @@ def test_numbers_whose_products_overflow_count_as_infinite() -> None:
 
 def test_another_schema_of_the_private_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
-    monkeypatch.setattr(sdpa, "_SCHEMA", "another")
-    why = ["this torch has another private CPU op, so no lse"]
+    monkeypatch.setattr(sdpa, "_CPU_OP_SCHEMA", "another")
+    why = ["no lse: this version of torch has another signature of its private CPU operator"]
     assert reasons(q, k, v) == []
     assert reasons(q, k, v, wants_lse=True) == why
     assert reasons(q, k, v, sink=torch.zeros(4)) == why
-    assert sdpa.why_no_lse(torch.device("cuda")) == ["gives no lse on cuda"]
-    with pytest.raises(regard.KernelRefusal, match="another private CPU op"):
+    assert sdpa.no_lse_reasons(torch.device("cuda")) == ["returns no lse on cuda"]
+    with pytest.raises(regard.KernelRefusal, match="another signature of its private CPU operator"):
         regard.attend_partial(q, k, v, backend="sdpa")
 
 
@@ -561,7 +561,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_launders_nan_on_short_inputs(dtype: torch.dtype) -> None:
-    """Control: why fewer than 16 keys are refused. If this fails, torch was mended, and LEAST_KEYS
+    """Control: why fewer than 16 keys are refused. If this fails, torch was mended, and MIN_KEYS
     may go.
     """
     q, k, v = torch.randn(3, 1, 1, 4, 8).to(dtype)
@@ -615,8 +615,8 @@ def test_masks_of_pieces_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         most = max(most, sum(ref() is not None for ref in alive))
         return mask
 
-    right = pieces.additive
-    monkeypatch.setattr(pieces, "additive", counted)
+    right = mask_lowering.additive_mask
+    monkeypatch.setattr(mask_lowering, "additive_mask", counted)
     q, k, v = (x.requires_grad_() for x in CASES["window"].inputs(torch.float32))
     out = regard.attend(q, k, v, mask=LOCAL, backend="sdpa")
     assert total == 6, "one piece for each block of 16 rows"
@@ -629,7 +629,7 @@ def test_masks_of_pieces_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     def pairs(T: int) -> int:
         q = torch.zeros(1, 1, T, 2)
-        return sdpa.Sdpa(SMALL).work(make_call(q, q, q, mask=LOCAL)).pairs
+        return sdpa.SdpaKernel(SMALL).work(make_call(q, q, q, mask=LOCAL)).pairs
 
     assert pairs(640) - pairs(320) == pairs(320) - pairs(160) + (pairs(320) - pairs(160))
     assert pairs(320) < 320 * 320 / 8
@@ -640,7 +640,7 @@ def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     long=st.integers(1, 6),
 )
 def test_runs_by_brute_force(state: list[int], long: int) -> None:
-    found = runs(state, long)
+    found = merge_tiles(state, long)
     kinds: list[bool | None] = [None] * len(state)
     for start, stop, full in found:
         assert start < stop

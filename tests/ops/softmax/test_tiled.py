@@ -14,13 +14,13 @@ from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.softmax import tiled
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.reference import Reference
-from regard.ops.softmax.tiled import Tiled, row_blocks
+from regard.ops.softmax.reference import ReferenceKernel
+from regard.ops.softmax.tiled import TiledKernel, query_blocks
 from tests.ops.softmax.cases import Case, make
 from tests.ops.softmax.test_reference import _with_leaves
 
-KERNEL = Tiled()
-SMALL = Tiled(tiled.Grain(16, 4, 16 * 4 * 2 * 2))
+KERNEL = TiledKernel()
+SMALL = TiledKernel(tiled.TileSizes(16, 4, 16 * 4 * 2 * 2))
 
 
 def qkv(T: int = 40, S: int = 40, H: int = 2, D: int = 8, **kind: Any) -> list[Tensor]:
@@ -30,7 +30,7 @@ def qkv(T: int = 40, S: int = 40, H: int = 2, D: int = 8, **kind: Any) -> list[T
 def visited(call: Call) -> Tensor:
     """How often each pair is visited."""
     seen = torch.zeros(call.T, call.S, dtype=torch.long)
-    for rows, pieces in row_blocks(call, SMALL.grain):
+    for rows, pieces in query_blocks(call, SMALL.sizes):
         for piece in pieces:
             seen[rows, piece.columns] += 1
     return seen
@@ -55,7 +55,7 @@ def test_what_is_visible_is_visited_once_and_empty_tiles_never(mask: masks.Mask)
     visible = mask.block(call.q_positions, call.k_positions).expand(1, 2, 40, 40).flatten(0, 1)
     assert torch.equal(seen[visible.any(0)], torch.ones_like(seen[visible.any(0)]))
     assert int(seen.max()) <= 1
-    for rows, pieces in row_blocks(call, SMALL.grain):
+    for rows, pieces in query_blocks(call, SMALL.sizes):
         some = [visible[:, rows, i : i + 4].any() for i in range(0, 40, 4)]
         at = {
             j
@@ -79,10 +79,10 @@ def test_blocks_shrink_with_many_heads() -> None:
         call = make_call(*(torch.zeros(1, H, 600, 1) for _ in range(3)))
         area = max(
             (rows.stop - rows.start) * (p.columns.stop - p.columns.start) * H
-            for rows, pieces in row_blocks(call)
+            for rows, pieces in query_blocks(call)
             for p in pieces
         )
-        assert area <= max(tiled.USUAL.tile, 16 * tiled.USUAL.keys * H)
+        assert area <= max(tiled.DEFAULT_TILE_SIZES.tile, 16 * tiled.DEFAULT_TILE_SIZES.keys * H)
 
 
 @pytest.mark.full(keep=2)
@@ -118,14 +118,14 @@ def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:
     slope = torch.randn(2, dtype=torch.float64, requires_grad=True)
     bias = (
         biases.T5Relative(table)
-        + biases.Dense(dense)
-        + biases.Dense(frozen)
+        + biases.DenseBias(dense)
+        + biases.DenseBias(frozen)
         + biases.ALiBi(slopes=slope)
-        + biases.Dense(dense * 2)
-        + biases.Fn(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
+        + biases.DenseBias(dense * 2)
+        + biases.FnBias(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
     )
     found = []
-    for kernel in (SMALL, Reference()):
+    for kernel in (SMALL, ReferenceKernel()):
         out = kernel.run(make_call(q, k, v, bias=bias, mask=masks.Causal())).out
         found.append(
             torch.autograd.grad(
@@ -143,7 +143,7 @@ def test_a_bias_that_ignores_its_tensors_gives_them_nothing() -> None:
         lambda q, k, w: 0.1 * (q - k).float(),
         lambda q, k, w: w.detach()[:, None, None] * (q - k),
     ):
-        out = KERNEL.run(make_call(*qkv(), bias=biases.Fn(fn, (w,)))).out
+        out = KERNEL.run(make_call(*qkv(), bias=biases.FnBias(fn, (w,)))).out
         assert torch.equal(torch.autograd.grad(out.sum(), w)[0], torch.zeros(2))
 
 
@@ -215,9 +215,11 @@ def test_refusals() -> None:
     bad = v.clone()
     bad[0, 0, 0, 0] = math.nan
     assert "a NaN or infinity behind a mask would leak through 0 x NaN" in refusal(q, k, bad)
-    assert "tiled (nothing to do (B 1, T 40, S 0, E 8))" in refusal(q, k[:, :, :0], v[:, :, :0])
-    assert "nothing to do (B 1, T 0, S 40, E 8)" in refusal(q[:, :, :0], k, v)
-    assert "nothing to do (B 0, T 40, S 40, E 8)" in refusal(q[:0], k[:0], v[:0])
+    assert "tiled (nothing to compute (B 1, T 40, S 0, E 8))" in refusal(
+        q, k[:, :, :0], v[:, :, :0]
+    )
+    assert "nothing to compute (B 1, T 0, S 40, E 8)" in refusal(q[:, :, :0], k, v)
+    assert "nothing to compute (B 0, T 40, S 40, E 8)" in refusal(q[:0], k[:0], v[:0])
     with regard.Trace("pattern", missing="ignore"):
         message = refusal(q, k, v)
     assert "does not expose ['pattern']" in message
@@ -235,7 +237,7 @@ def test_a_compiled_graph_is_refused() -> None:
         return q + 1
 
     ask(torch.randn(1, 1, 20, 4))
-    assert reasons == ["reads the tiles of the mask, which a compiled graph cannot"]
+    assert reasons == ["reads the tiles of the mask, which is not possible in a compiled graph"]
 
 
 def test_it_promises_memory_that_grows_with_T_and_not_with_its_square() -> None:

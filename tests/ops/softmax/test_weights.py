@@ -156,7 +156,10 @@ def test_errors() -> None:
     q, k = qk()
     with pytest.raises(regard.ArgumentTypeError) as error:
         regard.attention_weights(q, k, dropout=0.1)
-    assert str(error.value) == "attention_weights takes no dropout: weights are shown without it"
+    assert (
+        str(error.value)
+        == "attention_weights does not accept dropout: it returns the weights before dropout"
+    )
     for name, wrong, length in (
         ("rows", 7, 7),
         ("rows", slice(0, 4, 2), 7),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regard.masks import Intervals, Mask, Reach
-from regard.masks.base import whole
+from regard.masks.base import check_int
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +18,8 @@ class Band(Mask):
     far: int
 
     def __post_init__(self) -> None:
-        whole("Band near", self.near, 0)
-        whole("Band far", self.far, 1)
+        check_int("Band near", self.near, 0)
+        check_int("Band far", self.far, 1)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         """near <= q - k < far."""

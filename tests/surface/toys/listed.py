@@ -11,13 +11,13 @@ from torch import Tensor
 from regard.caches import Cache, Contents, Parts
 from regard.caches.base import (
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
-from regard.span import Positions, Span, count, follow
+from regard.span import Positions, Span, concat_positions, slot_count
 
 
 class Listed(Cache):
@@ -33,8 +33,8 @@ class Listed(Cache):
         """Keep one more update; return all of them, joined."""
         check_update(memory, positions)
         if self._positions is not None:
-            check_fits(self._updates[0], memory)
-            positions = follow(self._positions, positions)
+            check_same_layout(self._updates[0], memory)
+            positions = concat_positions(self._positions, positions)
         self._updates, self._positions = [*self._updates, tuple(memory)], positions
         return self._joined(), positions
 
@@ -43,24 +43,24 @@ class Listed(Cache):
         check_crop(length)
         if self._positions is None:
             return
-        positions = kept_until(self._positions, length)
-        self._updates = [tuple(x[:, :, : count(positions)] for x in self._joined())]
+        positions = positions_before(self._positions, length)
+        self._updates = [tuple(x[:, :, : slot_count(positions)] for x in self._joined())]
         self._positions = positions
 
     def contents(self) -> Contents:
         """The joined memory and its positions."""
         if self._positions is None:
             return {}
-        return {**named(self._joined()), "positions": self._positions}
+        return {**named_parts(self._joined()), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold these."""
         positions = contents.get("positions")
-        self._updates = [memory_of(contents)] if contents else []
+        self._updates = [parts_of(contents)] if contents else []
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
     def _joined(self) -> Parts:
         return tuple(torch.cat(parts, 2) for parts in zip(*self._updates, strict=True))

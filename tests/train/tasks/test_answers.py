@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.models import EncoderDecoder, RecurrentEncoderDecoder, recurrent, transformer
 from regard.models.generation import beam_search
 from regard.nn.blocks import PreNorm
-from regard.tap import Trace
+from regard.tracing import Trace
 from regard.train.tasks import BOS, EOS, TASKS, Example
 from regard.train.tasks.base import pad
 from regard.train.tasks.evaluate import (

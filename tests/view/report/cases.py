@@ -89,7 +89,7 @@ CASES = (
         9,
         9,
         lambda h, p, r: r <= p,
-        {"mask": masks.Causal(), "bias": biases.Dense(TABLE[None])},
+        {"mask": masks.Causal(), "bias": biases.DenseBias(TABLE[None])},
         lambda h, p, r: TABLE[h, p, r].item(),
     ),
     Case(

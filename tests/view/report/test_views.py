@@ -16,7 +16,7 @@ import regard
 from regard import masks
 from regard.inspect import Recorder, Recording
 from regard.inspect.report import report
-from regard.tap import place
+from regard.tracing import named_scope
 from regard.view.report import page
 from tests.inspect.test_report import run
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
@@ -45,7 +45,7 @@ def whole_model() -> Recording:
     with torch.inference_mode(), Recorder() as recorder:
         for n in range(12):
             q, k, v = (torch.randn(1, 12, 512, 64, generator=make) for _ in range(3))
-            with place("layers"), place(str(n)):
+            with named_scope("layers"), named_scope(str(n)):
                 regard.attend(q, k, v, mask=masks.Causal())
     return recorder.recording(pieces=tuple(f"t{i}" for i in range(512)))
 

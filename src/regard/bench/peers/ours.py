@@ -11,9 +11,9 @@ from torch import Tensor
 from regard.bench.case import Peer, Way
 from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
 from regard.biases import ALiBi
+from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Window
 from regard.ops.softmax import attend, plan
-from regard.pages import settle
 
 
 def attention(problem: AttentionProblem, backend: str = "auto") -> Way:
@@ -93,7 +93,7 @@ def model(problem: ModelProblem) -> Way:
     """A decoder of ours, one token behind a `Fixed` cache, which is cropped to where it was."""
     caches, S = problem.caches(problem.dtype), problem.sizes.S
     decoder = problem.decoder
-    settle(decoder)
+    module_to_huge_pages(decoder)
 
     def step() -> Tensor:
         with torch.no_grad():

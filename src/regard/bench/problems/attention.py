@@ -23,7 +23,7 @@ from regard.cost.softmax import (
     training_flops,
     window_pairs,
 )
-from regard.pages import settled
+from regard.huge_pages import to_huge_pages
 from regard.span import Span
 
 BLOCK_BYTES = 1 << 27
@@ -187,7 +187,7 @@ class AttentionProblem(Problem):
         B, H, G, D, S, T = sizes.B, sizes.H, sizes.G, sizes.D, sizes.S, sizes.queries
         shapes = {"q": (B, H, T, D), "k": (B, G, S, D), "v": (B, G, S, D), "d": (B, H, T, D)}
         made = {
-            name: settled(torch.randn(shape, generator=generator).to(device, dtype))
+            name: to_huge_pages(torch.randn(shape, generator=generator).to(device, dtype))
             for name, shape in shapes.items()
             if name != "d" or sizes.train
         }
@@ -293,7 +293,7 @@ def _coded(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
     cache = Quantised(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
     coded, _ = cache.update((k, v), Span(0, S))
     again, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
-    return coded, tuple(settled(x.clone()) for x in again)
+    return coded, tuple(to_huge_pages(x.clone()) for x in again)
 
 
 def way(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.bench.case import Outputs, Problem, Sizes, Work
 from regard.cost.latent import absorb_flops, latent_numbers
-from regard.pages import settled
+from regard.huge_pages import to_huge_pages
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LatentProblem(Problem):
         s = sizes
 
         def made(*shape: int) -> Tensor:
-            return settled(torch.randn(shape, generator=generator).to(device, dtype))
+            return to_huge_pages(torch.randn(shape, generator=generator).to(device, dtype))
 
         self.q_nope, self.q_rope = made(s.B, s.H, 1, s.nope), made(s.B, s.H, 1, s.rope)
         self.memory = made(s.B, 1, s.S, s.rank + s.rope)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.foreign import shown, whole
 from regard.inspect.explain.capture import (
     Capture,
     QueryCall,
@@ -52,7 +51,8 @@ from regard.inspect.explain.row import (
 from regard.inspect.explain.steps import hidden_states, mixed, patterns, projected
 from regard.nn.explain import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
-from regard.tap import NAMES, edited
+from regard.tracing import TAP_NAMES, is_edited
+from regard.untrusted_text import parse_integer, short_repr
 
 PREDICTIONS = 5
 
@@ -102,12 +102,14 @@ def which_call(call: int | str, names: Sequence[str]) -> int:
     >>> which_call("window", ["compressed", "selected", "window"])
     2
     """
-    number = whole(call) if isinstance(call, str) else call
+    number = parse_integer(call) if isinstance(call, str) else call
     if number is not None:
         return check_index("call", number, len(names), "call", "calls")
     if call in names:
         return names.index(str(call))
-    raise ArgumentError(f"call is {shown(call)}; the calls for this query are {', '.join(names)}")
+    raise ArgumentError(
+        f"call is {short_repr(call)}; the calls for this query are {', '.join(names)}"
+    )
 
 
 def tokens_of(
@@ -360,7 +362,7 @@ def _noted(read: Reading, site: Site) -> Reading:
         ArgumentError: scores or patterns are edited, which the chain from q and k to the weights
             cannot show.
     """
-    changed = [name for name in NAMES if edited(site.place, name)]
+    changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
     if inner:
         raise ArgumentError(_cannot_show(inner, site))
@@ -449,7 +451,7 @@ def _own_row(
     if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
         raise ArgumentError(
             f"{at.site.place} is a {type(at.site.attention).__name__}, which tells its rows itself "
-            f"and has no tap {', '.join(missing)}; pass q, k, v and z through regard.tap.tap"
+            f"and has no tap {', '.join(missing)}; pass q, k, v and z through regard.tracing.tap"
         )
     head = check_index("head", head, run.q.shape[1], "head", "heads")
     told = mechanism.explain_row(run, head, at.i)

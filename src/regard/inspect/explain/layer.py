@@ -26,7 +26,7 @@ from regard.nn import Attention
 from regard.nn.blocks import PostNorm
 from regard.nn.projections import adjust_query, select_form
 from regard.nn.variants.registry import find
-from regard.process import seeded
+from regard.process_state import seeded
 from regard.span import Span
 
 ROUNDS = 5

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard import masks
-from regard.span import Positions, as_tensor, part, vacant
+from regard.span import Positions, as_tensor, find_empty_slots, slice_positions
 
 Bools = NDArray[np.bool_]
 
@@ -36,7 +36,9 @@ def why_masked(
     ('', '', 'future')
     """
     keys = positions if k_positions is None else k_positions
-    if (empty := vacant(part(positions, slice(i, i + 1)))) is not None and bool(empty[0]):
+    if (
+        empty := find_empty_slots(slice_positions(positions, slice(i, i + 1)))
+    ) is not None and bool(empty[0]):
         return tuple("" if seen else EMPTY for seen in visible)
     said = (
         [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, keys, i, head)

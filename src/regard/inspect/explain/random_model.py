@@ -24,7 +24,7 @@ from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
 from regard.nn import Block, Embed, PreNorm, RMSNorm, SwiGLU
 from regard.nn.variants.registry import Variant, checked, find, names
-from regard.process import seeded
+from regard.process_state import seeded
 
 DIM, HEADS, LAYERS = 32, 4, 2
 """Sizes of the network: those of the catalogue's examples."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.foreign import shown
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
+from regard.untrusted_text import short_repr
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
@@ -130,7 +130,7 @@ class Reading:
                     return site
             known = ", ".join(site.place for site in self.sites)
             raise ArgumentError(
-                f"place is {shown(place)}, where no attention is; there are {known}"
+                f"place is {short_repr(place)}, where no attention is; there are {known}"
             )
         sites = self.main
         if layer is None:

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.files.reading import load as read_tensors
-from regard.files.strict import parse
-from regard.files.write import written
-from regard.foreign import shown, told
+from regard.files.atomic_write import write_atomically
+from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.strict_json import parse_json
 from regard.inspect.record.place import Place, Pool, Step
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.rules import bias_data, bias_from, mask_data, mask_from
-from regard.span import Positions, Span, as_tensor, count
+from regard.span import Positions, Span, as_tensor, slot_count
+from regard.untrusted_text import error_text, short_repr
 
 _KEY, _FORMAT, _READ = "regard.recording", 2, (1, 2)
 """Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute
@@ -75,7 +75,7 @@ def save(recording: Recording, path: str | Path) -> None:
         "places": [_place_data(place, tensors) for place in recording.places.values()],
     }
     try:
-        with written(path) as place:
+        with write_atomically(path) as place:
             save_file(tensors.named, place, metadata={_KEY: json.dumps(data)})
     except (OSError, SafetensorError) as error:
         raise FileError(
@@ -102,16 +102,16 @@ def load(path: str | Path) -> Recording:
             "regard.inspect.save(recording, path) writes one"
         )
     try:
-        data = parse(metadata[_KEY].encode())
+        data = parse_json(metadata[_KEY].encode())
         if data["format"] not in _READ:
             raise FileError(
-                f"{path} has format {shown(data['format'])}; this version reads "
+                f"{path} has format {short_repr(data['format'])}; this version reads "
                 f"{' and '.join(map(str, _READ))}"
             )
         return _recording(data, tensors)
     except _UNFIT as error:
         raise FileError(
-            f"{path}: its parts do not make a recording: {told(error)}; save it again"
+            f"{path}: its parts do not make a recording: {error_text(error)}; save it again"
         ) from error
 
 
@@ -259,21 +259,21 @@ def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
 
 def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
     found = _span(data) if isinstance(data, list) else tensors[data]
-    if count(found) > LONGEST:
-        raise ArgumentError(f"positions of {count(found)} tokens; at most {LONGEST} are read")
+    if slot_count(found) > LONGEST:
+        raise ArgumentError(f"positions of {slot_count(found)} tokens; at most {LONGEST} are read")
     return found
 
 
 def _name(x: Any) -> str:
     """A name as code gives it: it stands in messages and on pages."""
     if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
-        raise ArgumentError(f"{shown(x)} stands where a name must")
+        raise ArgumentError(f"{short_repr(x)} stands where a name must")
     return x
 
 
 def _whole(x: Any) -> int:
     if type(x) is not int:
-        raise ArgumentError(f"{shown(x)} stands where an integer must")
+        raise ArgumentError(f"{short_repr(x)} stands where an integer must")
     if abs(x) > _LARGEST:
         raise ArgumentError(f"{x} is larger than any number of a recording, {_LARGEST}")
     return x
@@ -347,12 +347,12 @@ def _check_step(where: str, place: Place, step: Step, pool: Pool, B: int) -> Non
     for name, n in (("first", step.first), ("token", step.token)):
         if n < 0:
             raise ArgumentError(f"{name} of {where} is {n}; it must be 0 or more")
-    asked = count(step.q_positions)
-    if asked < step.first + t or count(step.k_positions) != s:
+    asked = slot_count(step.q_positions)
+    if asked < step.first + t or slot_count(step.k_positions) != s:
         raise ArgumentError(
             f"{where} has {t} queries behind {step.first} and {s} keys, and positions of {asked} "
             "and "
-            f"{count(step.k_positions)}"
+            f"{slot_count(step.k_positions)}"
         )
     for positions in (step.q_positions, step.k_positions):
         if not isinstance(positions, Span):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, Unpack
 import torch
 from torch import Tensor, nn
 
-from regard.arguments import check_names
+from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.recorder import Recorder, Selection
 from regard.inspect.record.recording import Recording
@@ -18,7 +18,7 @@ from regard.models.generation.context import padded
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
-from regard.span import Positions, part
+from regard.span import Positions, slice_positions
 
 Text: TypeAlias = str | Sequence[str] | Tensor | Mapping[str, Any]
 """A text, several, ids [B,T], or what a transformers model is called with."""
@@ -83,7 +83,7 @@ def record(
         "cache": cache,
         "max_context": max_context,
     }
-    check_names("record", select, (*how, *Selection.__annotations__))
+    check_keyword_names("record", select, (*how, *Selection.__annotations__))
     run, allowed = _run_of(model)
     for name, value in how.items():
         given = value != 0 if isinstance(value, int) else value is not None
@@ -158,7 +158,7 @@ def _model(
     caches = model.new_caches()
     for i in range(0, ids.shape[1], chunk):
         at = slice(i, min(i + chunk, ids.shape[1]))
-        run(ids[:, at], None if positions is None else part(positions, at), caches)
+        run(ids[:, at], None if positions is None else slice_positions(positions, at), caches)
     return _read(model, ids)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.errors import ArgumentError
 from regard.masks import Mask
-from regard.span import Positions, as_tensor, part
+from regard.span import Positions, as_tensor, slice_positions
 
 ALL = slice(None)
 
@@ -81,7 +81,7 @@ class Step:
 
     def row_positions(self, batch: int = 0) -> Tensor:
         """The positions [t] of its kept queries in a row of the batch."""
-        at = as_tensor(part(self.q_positions, slice(self.first, self.first + self.T)))
+        at = as_tensor(slice_positions(self.q_positions, slice(self.first, self.first + self.T)))
         return at[batch if at.shape[0] > 1 else 0].cpu()
 
     def tokens(self) -> range:

@@ -14,17 +14,17 @@ from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from regard.arguments import check_names
+from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
-from regard.caches.codes import Packed
+from regard.caches.quantization import LazyDequantizedTensor
 from regard.errors import ArgumentError
 from regard.inspect.record.place import Place, Pool, Step
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.rules import copied, speaks_of_slots, written_out
 from regard.masks import Mask
-from regard.ops.softmax.call import Call, Result
+from regard.ops.softmax.call import Call, KernelResult
 from regard.span import Positions, Span, as_tensor
-from regard.tap import Opening, Trace
+from regard.tracing import ActiveTrace, Trace
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -187,7 +187,7 @@ class Track:
         same = (self._batch, self._H) == (call.B, call.H)
         return same and bool((first > self._last).all())
 
-    def add(self, call: Call, result: Result, kernel: str) -> None:
+    def add(self, call: Call, result: KernelResult, kernel: str) -> None:
         """A call and its result; tensors are copied, since caches write over their own."""
         if self._last is None:
             self._batch, self._H = call.B, call.H
@@ -210,7 +210,7 @@ class Track:
         """Nothing was kept."""
         return not self._steps
 
-    def _step(self, call: Call, result: Result, kernel: str) -> Step:
+    def _step(self, call: Call, result: KernelResult, kernel: str) -> Step:
         assert result.lse is not None, "an observed call asks for its lse"
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)
@@ -256,7 +256,7 @@ class Track:
         """The store of keys of this form: a projection may answer a prompt in one, and a token in
         another.
         """
-        coded = isinstance(call.k, Packed)
+        coded = isinstance(call.k, LazyDequantizedTensor)
         form = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
         if form not in self._stores:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()
@@ -421,11 +421,11 @@ class Recorder(Trace):
     [1.0, 1.0, 1.0]
     """
 
-    watches: ClassVar[bool] = True
+    observes_calls: ClassVar[bool] = True
 
     def __init__(self, **select: Unpack[Selection]) -> None:
         super().__init__()
-        check_names(type(self).__name__, select, Selection.__annotations__)
+        check_keyword_names(type(self).__name__, select, Selection.__annotations__)
         self._at, self._heads = select.get("places"), select.get("heads")
         self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", KEEP))
         if self._rows is not None and self._rows < 1:
@@ -437,7 +437,7 @@ class Recorder(Trace):
         self._originals: dict[int, tuple[object, object]] = {}
         self._one_at_a_time = threading.RLock()  # threads may share a recorder
 
-    def saw(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
         """One call more at the current place."""
         here = self.where
         with torch.no_grad(), self._one_at_a_time:
@@ -473,7 +473,7 @@ class Recorder(Trace):
         gone = sorted(wanted - recorded)
         return f"heads {gone} were not recorded: no selected place has them" if gone else ""
 
-    def _settle(self, opening: Opening) -> None:
+    def _settle(self, opening: ActiveTrace) -> None:
         """Say what was asked for and not recorded."""
         super()._settle(opening)
         if self.missing == "ignore":

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.error_rule import two_roundings
 from regard.inspect.record.kernel_faults import (
     AuditSample,
     explain_lse,
@@ -27,6 +26,7 @@ from regard.inspect.record.kernel_faults import (
     gather,
 )
 from regard.inspect.record.place import Place
+from regard.tolerance import two_roundings
 
 CELLS = 2**18
 """Scores that are looked at in a place; of a longer run, rows are sampled, evenly."""

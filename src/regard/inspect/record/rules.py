@@ -17,8 +17,8 @@ from regard.errors import ArgumentError
 from regard.inspect.record.place import Step
 from regard.masks import MASKS, Mask
 from regard.ops.softmax.call import Call
-from regard.plain_data import Keep, NotPlain, from_data, to_data
-from regard.registry import is_own
+from regard.registry import is_builtin
+from regard.serialization import NotSerializable, StoreTensor, from_data, to_data
 from regard.span import as_tensor
 
 _DEEPEST = 50
@@ -49,11 +49,13 @@ def written_out(
         rows = max(x.shape[0], slots.shape[0])
         return x.expand(rows, -1, -1, -1).gather(3, slots.expand(rows, *x.shape[1:3], -1))
 
-    made = None if bias is None else biases.Dense(taken(bias.block(*where, dtype=torch.float64)))
+    made = (
+        None if bias is None else biases.DenseBias(taken(bias.block(*where, dtype=torch.float64)))
+    )
     return masks.Dense(taken(mask.block(*where))), made
 
 
-def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
+def mask_data(mask: Mask, step: Step, keep: StoreTensor) -> dict[str, Any]:
     """A mask as data: its text where `masks.parse` reads that back, or the fields of its class.
 
     A mask that is no plain data, such as a function, is written out for the step. So is one of a
@@ -68,9 +70,9 @@ def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
         return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **written_out()}
     try:
         found = to_data(mask, keep, lambda x: mask_data(x, step, keep))
-    except NotPlain:
+    except NotSerializable:
         return written_out()
-    return found if is_own(type(mask)) else {**found, **written_out()}
+    return found if is_builtin(type(mask)) else {**found, **written_out()}
 
 
 def _has_text(mask: Mask) -> bool:
@@ -81,7 +83,7 @@ def _has_text(mask: Mask) -> bool:
 
 
 def _is_ours(rule: Mask) -> bool:
-    return is_own(type(rule)) and all(map(_is_ours, rule.members()))
+    return is_builtin(type(rule)) and all(map(_is_ours, rule.members()))
 
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
@@ -105,7 +107,7 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     return from_data(MASKS, data, tensors, lambda x: mask_from(x, tensors, depth + 1))
 
 
-def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | None:
+def bias_data(bias: Bias | None, step: Step, keep: StoreTensor) -> dict[str, Any] | None:
     """A bias as data; one that is no plain data, such as a function, is written out."""
     if bias is None:
         return None
@@ -116,9 +118,9 @@ def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | Non
 
     try:
         found = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
-    except NotPlain:
+    except NotSerializable:
         return written_out()
-    return found if is_own(type(bias)) else {**found, **written_out()}
+    return found if is_builtin(type(bias)) else {**found, **written_out()}
 
 
 def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:

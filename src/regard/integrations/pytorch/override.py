@@ -31,8 +31,8 @@ from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.dispatch import decide, run_on
-from regard.process import is_compiling
+from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
+from regard.process_state import is_compiling
 from regard.span import Span
 
 M = TypeVar("M", bound=nn.Module)
@@ -274,14 +274,14 @@ def _attention(
             else None
         )
         if call is not None:
-            kernel, call = decide(call)
+            kernel, call = choose_kernel(call)
             if (
                 kernel.name in FAST_KERNELS
                 or _contexts.always
                 or _mask_was_recognized(call, attn_mask)
             ):
                 _contexts.count_kernel(kernel.name)
-                return run_on(kernel, call).out
+                return run_on_kernel(kernel, call).out
             why = TORCH_AS_FAST
         _contexts.count_torch(why or NOT_MASKED_ATTENTION)
     return _torch_attention(

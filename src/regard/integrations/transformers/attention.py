@@ -17,7 +17,7 @@ from regard.integrations.transformers.mask_tensor import EMPTY_WINDOW, BoolMask,
 from regard.masks import Causal, Mask, Selected
 from regard.ops.softmax import attend, attention_weights
 from regard.span import Span
-from regard.tap import place, tap
+from regard.tracing import named_scope, tap
 from regard.units import plural
 
 IGNORED_KEYWORDS = frozenset(
@@ -282,4 +282,4 @@ def _tap_prefix(module: nn.Module) -> AbstractContextManager[None]:
     if name is None:
         layer = getattr(module, "layer_idx", None)
         name = "" if layer is None else f"layers.{layer}"
-    return place(name) if name else nullcontext()
+    return named_scope(name) if name else nullcontext()

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from torch import nn
 
 from regard.biases import ALiBi, Bias
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention import Attention
@@ -19,7 +20,6 @@ from regard.nn.projections import Fused, Heads, Separate
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import checked, find, names
 from regard.positions import Rotary
-from regard.suggest import suggest
 
 Scheme: TypeAlias = Literal["rope", "alibi", "none"]
 """Where the scores of a mechanism know positions from: turned queries and keys, a penalty on

@@ -12,14 +12,14 @@ from typing import Any
 from regard.configs import LOADABLE
 from regard.configs.base import ModelConfig, Raw
 from regard.configs.reader import check_dtypes, is_mark, parse_passing_over
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files import strict
-from regard.files.regular import inside, present
-from regard.foreign import shown, told
+from regard.files import strict_json
+from regard.files.regular_files import checked_path, checked_path_or_none
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.store import without_config
 from regard.models.tokenizer import Tokenizer
-from regard.suggest import suggest
+from regard.untrusted_text import error_text, short_repr
 
 _PER_TENSOR = 64  # experts that one tensor may hold
 
@@ -35,7 +35,7 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
         FileError: config.json is missing, no JSON object, or of another family.
     """
     path = folder / "config.json"
-    if present(folder, "config.json") is None:
+    if checked_path_or_none(folder, "config.json") is None:
         raise without_config(folder)
     raw = read_json(folder, "config.json")
     name = raw.get("model_type")
@@ -44,7 +44,7 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
         known = LOADABLE if isinstance(name, str) else ()
         hint = suggest(name, known, cutoff=0.75, otherwise=".")
         raise FileError(
-            f"{path}: model_type {shown(name)} is not supported{hint} Supported: "
+            f"{path}: model_type {short_repr(name)} is not supported{hint} Supported: "
             f"{', '.join(LOADABLE)}"
         )
     return family, raw
@@ -83,7 +83,7 @@ def read_config(
         )
         family.check(config)
     except ArgumentError as e:
-        raise FileError(f"{folder / 'config.json'}: {told(e)}") from e
+        raise FileError(f"{folder / 'config.json'}: {error_text(e)}") from e
     return config, tuple(dict.fromkeys([*marks, *passed]))
 
 
@@ -99,7 +99,7 @@ def _check_counts(raw: Raw, tensors: int) -> None:
             raise ArgumentError(f"{name} is {value}, and the folder holds {tensors} tensors")
 
 
-def read_json(folder: Path, name: str, *, limit: int = strict.LONGEST) -> dict[str, Any]:
+def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) -> dict[str, Any]:
     """A file of a model folder that holds one JSON object.
 
     Args:
@@ -110,7 +110,7 @@ def read_json(folder: Path, name: str, *, limit: int = strict.LONGEST) -> dict[s
         FileError: it is missing, lies elsewhere, is larger than a config is, or holds something
             else.
     """
-    found: dict[str, Any] = strict.read_json(inside(folder, name), limit=limit)
+    found: dict[str, Any] = strict_json.read_json(checked_path(folder, name), limit=limit)
     return found
 
 
@@ -122,12 +122,13 @@ def read_ends(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[
         FileError: eos_token_id is neither an id nor a list of ids.
     """
     name = "generation_config.json"
-    given = raw if present(folder, name) is None else read_json(folder, name)
+    given = raw if checked_path_or_none(folder, name) is None else read_json(folder, name)
     found = given.get("eos_token_id", raw.get("eos_token_id"))
     ids = found if isinstance(found, list) else [found] if found is not None else []
     if not all(type(i) is int and i >= 0 for i in ids):
         raise FileError(
-            f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of token "
+            f"{folder}: eos_token_id is {short_repr(found)}; it must be a token id or a list of "
+            "token "
             "ids"
         )
     if not ids and tokenizer is not None and tokenizer.end_of_text is not None:

@@ -17,10 +17,10 @@ from jaxtyping import Float, Float8e4m3fn, Float32, UInt8
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.files.header import Stored
-from regard.files.reading import DEFAULT, Buffering
-from regard.foreign import shown
+from regard.files.safetensors_header import StoredTensor
+from regard.files.safetensors_reader import DEFAULT_BUFFERING, ReadBuffering
 from regard.models.checkpoint.store import Store
+from regard.untrusted_text import short_repr
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the three low bits of an MXFP4 number stand for; the fourth is the sign."""
@@ -167,7 +167,7 @@ class Pair:
 
     values: str
     scales: str
-    plain: Stored
+    plain: StoredTensor
     unpack: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -187,7 +187,7 @@ class Unpacked(Store):
     pairs: Mapping[str, Pair]
 
     def read(
-        self, names: Iterable[str] | None = None, buffering: Buffering = DEFAULT
+        self, names: Iterable[str] | None = None, buffering: ReadBuffering = DEFAULT_BUFFERING
     ) -> Iterator[tuple[str, Tensor]]:
         """As `Store.read`; the memory in use is also that of the scales, and of one plain
         tensor.
@@ -236,7 +236,7 @@ def unpacked(store: Store, said: Any) -> Store:
     else:
         raise _config(
             store.folder,
-            f"the quant_method {shown(method)}; supported are 'mxfp4' and 'fp8': take a plain "
+            f"the quant_method {short_repr(method)}; supported are 'mxfp4' and 'fp8': take a plain "
             "checkpoint",
         )
     hidden = {name for pair in pairs for name in (pair.values, pair.scales)}
@@ -244,7 +244,8 @@ def unpacked(store: Store, said: Any) -> Store:
     for pair in pairs:
         if pair.plain.name in found:
             raise FileError(
-                f"{pair.plain.file}: {shown(pair.plain.name)} is stored plain, and packed too; "
+                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored plain, and packed "
+                "too; "
                 "keep one"
             )
         found[pair.plain.name] = pair.plain
@@ -291,31 +292,36 @@ def _block(folder: Path, said: Mapping[str, Any]) -> int:
     """The side of a block."""
     fmt, sides = said.get("fmt", "e4m3"), said.get("weight_block_size")
     if fmt != "e4m3":
-        raise _config(folder, f"the fmt {shown(fmt)}; supported is 'e4m3'")
+        raise _config(folder, f"the fmt {short_repr(fmt)}; supported is 'e4m3'")
     side = sides[0] if isinstance(sides, list) and len(sides) == 2 else None
     if type(side) is not int or not 1 <= side <= _LARGEST_BLOCK or sides != [side, side]:
-        raise _config(folder, f"the weight_block_size {shown(sides)}; supported are square blocks")
+        raise _config(
+            folder, f"the weight_block_size {short_repr(sides)}; supported are square blocks"
+        )
     return side
 
 
-def _scales(store: Store, values: Stored, name: str) -> Stored:
+def _scales(store: Store, values: StoredTensor, name: str) -> StoredTensor:
     if name not in store.tensors:
         raise FileError(
-            f"{values.file}: {shown(values.name)} is packed, and its scales {shown(name)} are "
+            f"{values.file}: {short_repr(values.name)} is packed, and its scales "
+            f"{short_repr(name)} are "
             "missing; "
             "is a shard missing?"
         )
     return store.tensors[name]
 
 
-def _plain(values: Stored, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+def _plain(
+    values: StoredTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> StoredTensor:
     return replace(
         values, name=name, shape=shape, dtype=dtype, bytes=math.prod(shape) * dtype.itemsize
     )
 
 
-def _misfit(values: Stored, scales: Stored, wanted: str) -> FileError:
-    said = [f"{shown(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
+def _misfit(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:
+    said = [f"{short_repr(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
     return FileError(f"{values.file}: {' and '.join(said)}; they must be {wanted}")
 
 

@@ -16,13 +16,20 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files import reading, strict
-from regard.files.header import HEADER_LIMIT, PICKLE, Header, Stored, instead, read_header
-from regard.files.reading import Buffering
-from regard.files.regular import Mark, inside, whole
-from regard.foreign import shown
-from regard.suggest import suggest
+from regard.files import safetensors_reader, strict_json
+from regard.files.regular_files import FileState, checked_path, read_bytes
+from regard.files.safetensors_header import (
+    HEADER_LIMIT,
+    PICKLE_ADVICE,
+    Header,
+    StoredTensor,
+    identify_format,
+    read_header,
+)
+from regard.files.safetensors_reader import ReadBuffering
+from regard.untrusted_text import short_repr
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,9 +60,9 @@ class Store:
     """
 
     folder: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     bytes: int
-    marks: Mapping[Path, Mark]
+    marks: Mapping[Path, FileState]
 
     @classmethod
     def open(cls, folder: Path) -> Store:
@@ -81,7 +88,9 @@ class Store:
         return cls(folder, MappingProxyType(found), total, MappingProxyType(marks))
 
     def read(
-        self, names: Iterable[str] | None = None, buffering: Buffering = reading.DEFAULT
+        self,
+        names: Iterable[str] | None = None,
+        buffering: ReadBuffering = safetensors_reader.DEFAULT_BUFFERING,
     ) -> Iterator[tuple[str, Tensor]]:
         """Name and values of tensors, in the order of the files; each owns its memory.
 
@@ -105,9 +114,9 @@ class Store:
         chosen = set(self.tensors if names is None else names)
         for name in sorted(chosen - self.tensors.keys()):
             hint = suggest(name, self.tensors)
-            raise ArgumentError(f"names: {self.folder} has no tensor {shown(name)}{hint}")
+            raise ArgumentError(f"names: {self.folder} has no tensor {short_repr(name)}{hint}")
         wanted = [x for name, x in self.tensors.items() if name in chosen]
-        return reading.read(wanted, self.marks, buffering)
+        return safetensors_reader.read_tensors(wanted, self.marks, buffering)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -141,7 +150,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
     if first is not None:
         at = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
         raise FileError(
-            f"{shown(name)} holds {nans} NaN and {infinities} infinite values of "
+            f"{short_repr(name)} holds {nans} NaN and {infinities} infinite values of "
             f"{tensor.numel()}, the first at {at}; "
             "it is damaged, or its training was: take another checkpoint"
         )
@@ -187,10 +196,10 @@ def read_headers(folder: Path) -> list[Header]:
     except OSError as e:
         raise FileError(f"{folder} cannot be read as a folder: {e.strerror}") from e
     if SINGLE in names:
-        return [read_header(inside(folder, SINGLE))]
+        return [read_header(checked_path(folder, SINGLE))]
     if INDEX not in names:
         raise without_weights(folder, names)
-    path, places = inside(folder, INDEX), read_index(folder)
+    path, places = checked_path(folder, INDEX), read_index(folder)
     files = sorted(set(places.values()))
     headers = [read_header(_shard(folder, name, path)) for name in files]
     _check_places(places, headers, path)
@@ -204,22 +213,23 @@ def read_index(folder: Path) -> Mapping[str, str]:
     Raises:
         FileError: it is missing, no JSON object, or has no weight_map of names.
     """
-    path = inside(folder, INDEX)
-    raw = whole(path, HEADER_LIMIT)
+    path = checked_path(folder, INDEX)
+    raw = read_bytes(path, HEADER_LIMIT)
     try:
-        found = strict.parse(raw)
+        found = strict_json.parse_json(raw)
     except ArgumentError as e:
-        kind = "" if raw.lstrip().startswith(b"{") else instead(raw[:64])
+        kind = "" if raw.lstrip().startswith(b"{") else identify_format(raw[:64])
         raise FileError(f"{path} {e}{f'; {kind}' if kind else ''}") from e
     places = found.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise FileError(
-            f"{path}: weight_map is {shown(places)}; it must name a shard for every tensor"
+            f"{path}: weight_map is {short_repr(places)}; it must name a shard for every tensor"
         )
     wrong = next((name for name, file in places.items() if not isinstance(file, str)), None)
     if wrong is not None:
         raise FileError(
-            f"{path}: weight_map gives {shown(wrong)} {shown(places[wrong])}; it must be a file "
+            f"{path}: weight_map gives {short_repr(wrong)} {short_repr(places[wrong])}; it must "
+            "be a file "
             "name"
         )
     return places
@@ -227,7 +237,7 @@ def read_index(folder: Path) -> Mapping[str, str]:
 
 def _shard(folder: Path, name: str, index: Path) -> Path:
     try:
-        return inside(folder, name)
+        return checked_path(folder, name)
     except FileError as e:
         raise FileError(f"{e} ({index.name} names it)") from e
 
@@ -245,7 +255,7 @@ def _check_places(places: Mapping[str, str], headers: Sequence[Header], index: P
             (held - listed, "that the index does not place there"),
         ):
             if names:
-                some = ", ".join(shown(name) for name in sorted(names)[:5])
+                some = ", ".join(short_repr(name) for name in sorted(names)[:5])
                 raise FileError(
                     f"{header.file}: {len(names)} tensors {said}: {some}; "
                     f"are {index.name} and the shards of one download?"
@@ -260,10 +270,10 @@ _WEIGHTS = {
     "adapter_config.json": _ADAPTER,
     "adapter_model.*": _ADAPTER,
     "*.index.json": "an index whose name is not model.safetensors.index.json",
-    "*.bin": f"PyTorch weights, a pickle, {PICKLE}",
-    "*.pt": f"PyTorch weights, a pickle, {PICKLE}",
-    "*.pth": f"PyTorch weights, a pickle, {PICKLE}",
-    "*.ckpt": f"a training checkpoint, a pickle, {PICKLE}",
+    "*.bin": f"PyTorch weights, a pickle, {PICKLE_ADVICE}",
+    "*.pt": f"PyTorch weights, a pickle, {PICKLE_ADVICE}",
+    "*.pth": f"PyTorch weights, a pickle, {PICKLE_ADVICE}",
+    "*.ckpt": f"a training checkpoint, a pickle, {PICKLE_ADVICE}",
     "model-*-of-*.safetensors": "a shard; download model.safetensors.index.json, which says what "
     "the shards hold",
     "*.safetensors": "a safetensors file of another name; rename it to model.safetensors if it is "
@@ -307,7 +317,7 @@ def other_weights(names: Iterable[str]) -> str:
         found = [name for name in names if fnmatchcase(name.lower(), pattern)]
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            return f"{shown(found[0])}{more}, {kind}"
+            return f"{short_repr(found[0])}{more}, {kind}"
     return ""
 
 
@@ -335,7 +345,7 @@ def without_config(folder: Path) -> FileError:
         )
     elif inner:
         said = (
-            f"it is in the folder {shown(inner[0])} here, and in {len(inner)} in all: give "
+            f"it is in the folder {short_repr(inner[0])} here, and in {len(inner)} in all: give "
             "that folder"
         )
     else:

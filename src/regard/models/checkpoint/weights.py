@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.did_you_mean import close_matches
 from regard.errors import FileError
-from regard.foreign import inert, shown, told
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Binding, bind, pattern
 from regard.models.checkpoint.store import Store, check_finite
-from regard.suggest import nearest
+from regard.untrusted_text import error_text, escape_controls, short_repr
 
 _DEEPEST = 8  # wrappers around a model; each costs a pass over all names
 
@@ -85,7 +85,7 @@ def fill(
     unexpected = [n for n in where.homeless if n not in passed]
     if unexpected or len(missing) > len(allowed):
         wrong = _complaint(store, [n for n in missing if n not in allowed], unexpected)
-        raise FileError(told(wrong, 4000))
+        raise FileError(error_text(wrong, 4000))
     _check_shapes(store, place, bindings, parameters)
     owners = _owners(model)
     filled: dict[int, str] = {}
@@ -140,11 +140,13 @@ def _check_shapes(
         wanted = tuple(binding.rule.give(meta).shape)
         if found.shape != wanted:
             raise FileError(
-                f"{found.file}: {inert(stored_name)} is {found.shape}; the config says {wanted}"
+                f"{found.file}: {escape_controls(stored_name)} is {found.shape}; the config says "
+                f"{wanted}"
             )
         if not found.dtype.is_floating_point:
             raise FileError(
-                f"{found.file}: {inert(stored_name)} is {found.dtype}; a weight must be a "
+                f"{found.file}: {escape_controls(stored_name)} is {found.dtype}; a weight must be "
+                "a "
                 "floating-point number"
             )
 
@@ -197,7 +199,8 @@ def _check_same(
     held = module._parameters[attribute]
     if held is None or not torch.equal(held, value):
         raise FileError(
-            f"{store.tensors[names[1]].file}: {inert(names[0])} and {inert(names[1])} are tied by "
+            f"{store.tensors[names[1]].file}: {escape_controls(names[0])} and "
+            f"{escape_controls(names[1])} are tied by "
             "the config, and their values differ; "
             "set tie_word_embeddings to false if that is meant"
         )
@@ -215,12 +218,12 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
         )
     ]
     for name in missing[:3]:
-        close = nearest(name, [x[:200] for x in unexpected[:500]], cutoff=0.7, longest=200)
+        close = close_matches(name, [x[:200] for x in unexpected[:500]], cutoff=0.7, longest=200)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")
     if unexpected and not missing:
-        name = shown(unexpected[0])
+        name = short_repr(unexpected[0])
         said.append(
             "; the model has no place for them. If they change nothing that is computed here, as "
             "a head of another task does "
@@ -285,7 +288,7 @@ def placed(
     if other is not None:
         name = next(name for name in stored if other.names.get(name) != fitting[0].names.get(name))
         raise FileError(
-            f"{folder}: the stored names can be read in two ways: {shown(name)} is "
+            f"{folder}: the stored names can be read in two ways: {short_repr(name)} is "
             f"{fitting[0].names.get(name)} or "
             f"{other.names.get(name)}; rename the tensors as the family's published checkpoints "
             "have them"
@@ -343,7 +346,8 @@ def _way(
             if taken_off or added:
                 return None
             raise FileError(
-                f"{folder}: {shown(name)} and {shown(taken[found])} are two names of {found}; "
+                f"{folder}: {short_repr(name)} and {short_repr(taken[found])} are two names of "
+                f"{found}; "
                 "keep one"
             )
         names[name], taken[found] = found, name

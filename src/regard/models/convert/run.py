@@ -22,10 +22,9 @@ from torch import Tensor
 from regard.configs.base import Raw
 from regard.configs.reader import IGNORED
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import present
-from regard.files.strict import read_json
-from regard.files.write import sync, workplace
-from regard.foreign import told
+from regard.files.atomic_write import sync_to_disk, temporary_folder
+from regard.files.regular_files import checked_path_or_none
+from regard.files.strict_json import read_json
 from regard.models.convert.context import Extension, to_context
 from regard.models.convert.dtype import DTYPES, to_dtype
 from regard.models.convert.heads import Pooling, to_groups
@@ -38,6 +37,7 @@ from regard.models.model import Model
 from regard.models.save import save
 from regard.nn.projections import Projection
 from regard.positions.rotary import Layout
+from regard.untrusted_text import error_text
 
 BESIDE = (
     "tokenizer.json",
@@ -374,14 +374,15 @@ def place_for(source: Path, out: Path) -> Iterator[Path]:
     check_out(source, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with workplace(out, alone=True) as folder:
+        with temporary_folder(out, alone=True) as folder:
             check_out(source, out)  # another run may have finished it meanwhile
             yield folder
     except (OSError, SafetensorError) as error:
         if isinstance(error, FileError):
             raise
         raise FileError(
-            f"{out}: cannot write the folder: {told(error)}; free some space, or choose another"
+            f"{out}: cannot write the folder: {error_text(error)}; free some space, or choose "
+            "another"
         ) from error
 
 
@@ -394,7 +395,7 @@ def put(folder: Path, out: Path) -> None:
     if out.is_dir():
         out.rmdir()
     folder.rename(out)
-    sync(out.parent)
+    sync_to_disk(out.parent)
 
 
 def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
@@ -418,8 +419,8 @@ def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
         kept["architectures"] = [ARCHITECTURES[name]]
     path.write_text(json.dumps({**config, **kept}, indent=2) + "\n", "utf-8")
     for file in BESIDE:
-        if (there := present(source, file)) is not None:
+        if (there := checked_path_or_none(source, file)) is not None:
             shutil.copyfile(there, folder / file)
     for written_file in folder.iterdir():
-        sync(written_file)
-    sync(folder)
+        sync_to_disk(written_file)
+    sync_to_disk(folder)

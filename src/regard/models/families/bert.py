@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from regard.arguments import head_size
+from regard.argument_checks import resolve_head_dim
 from regard.configs.base import Raw
 from regard.configs.bert import BertConfig
 from regard.models.assembly.parts import activation
@@ -72,7 +72,7 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config) -> Block:
     M, H = config.hidden_size, config.num_attention_heads
-    D = head_size(M, H, None)
+    D = resolve_head_dim(M, H, None)
     attention = Attention(separate(M, H, H, D, bias=True), join(M, H, D, bias=True))
     feed_forward = FeedForward(M, config.intermediate_size, activation(config.hidden_act))
     return Block(attention, feed_forward, PostNorm(_norm(config)), PostNorm(_norm(config)))

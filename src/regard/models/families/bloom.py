@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from regard import masks
-from regard.arguments import head_size
+from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
 from regard.configs.gpt import BloomConfig
 from regard.models.assembly.parts import embedding_and_head, ready_for_training
@@ -39,7 +39,7 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config) -> Block:
     M, H = config.hidden_size, config.n_head
-    project = Fused(M, H, H, head_size(M, H, None), order="heads")
+    project = Fused(M, H, H, resolve_head_dim(M, H, None), order="heads")
     attention = Attention(project, Linear(M, M), mask=masks.Causal(), bias=ALiBi(H))
     feed_forward = FeedForward(M, 4 * M, nn.GELU("tanh"))
     path = NormedPath if config.apply_residual_connection_post_layernorm else PreNorm

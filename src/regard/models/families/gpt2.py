@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from regard import masks
-from regard.arguments import head_size
+from regard.argument_checks import resolve_head_dim
 from regard.configs.gpt import GPT2Config
 from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
@@ -38,7 +38,7 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config, layer: int) -> Block:
     M, H = config.n_embd, config.n_head
-    D = head_size(M, H, None)
+    D = resolve_head_dim(M, H, None)
     scale = D**-0.5 if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
         scale /= layer + 1

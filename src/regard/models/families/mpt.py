@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 
 from regard import masks
-from regard.arguments import head_size
+from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.configs.gpt import MPT_ATTENTION, MptConfig
@@ -41,7 +41,7 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config) -> Block:
     M, H = config.d_model, config.n_heads
-    D, own = head_size(M, H, None), MPT_ATTENTION | dict(config.attn_config)
+    D, own = resolve_head_dim(M, H, None), MPT_ATTENTION | dict(config.attn_config)
     project = Fused(M, H, H, D, bias=False)
     if own["clip_qkv"] is not None:
         project = Clipped(M, H, H, D, limit=own["clip_qkv"], bias=False)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.errors import ArgumentError
 from regard.models.generation.context import Context, LanguageModel, encoded, padded
 from regard.models.generation.generate import Options

@@ -19,7 +19,7 @@ from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.room import Room, follows_length
 from regard.models.tokenizer import Tokenizer
 from regard.nn import Prefix
-from regard.span import Positions, count, part
+from regard.span import Positions, slice_positions, slot_count
 
 
 class LanguageModel(Protocol):
@@ -106,7 +106,11 @@ class Context:
         logits: Tensor | None = None
         step = T if chunk is None else chunk
         for a in range(0, T, step):
-            where = None if positions is None else part(positions, slice(a, min(T, a + step)))
+            where = (
+                None
+                if positions is None
+                else slice_positions(positions, slice(a, min(T, a + step)))
+            )
             logits = self._decoder(ids[:, a : a + step], where, self._caches, last=1)
         assert logits is not None, "there is something to read"
         return logits[:, -1]
@@ -155,7 +159,7 @@ def padded(
     gaps = torch.tensor([[T - len(row)] for row in rows])
     slots = torch.arange(T)[None] - gaps
     positions = torch.where(slots >= 0, slots + start, -1)
-    assert count(positions) == T
+    assert slot_count(positions) == T
     return ids, positions
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from regard.caches import CACHES, Cache, Growing, Latent, LayerSize
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
 from regard.nn.dynamic_rotary import RowRotary
-from regard.suggest import suggest
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Room:
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        kinds = dict(sorted(CACHES, key=lambda entry: entry[1].forgets))
+        kinds = dict(sorted(CACHES, key=lambda entry: entry[1].evicts))
         if self.cache not in kinds:
             hint = suggest(self.cache, kinds)
             raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
-        least = self.kind.least
+        least = self.kind.min_context
         if self.max_context is None:
             if self.forgets:
                 raise ArgumentError(
@@ -81,12 +81,12 @@ class Room:
     @property
     def forgets(self) -> bool:
         """Whether old tokens are forgotten."""
-        return self.kind.forgets
+        return self.kind.evicts
 
     @property
     def narrowing(self) -> Mask | None:
         """What a layer that keeps everything may still see; None changes no mask."""
-        return None if self.max_context is None else self.kind.narrowing(self.max_context)
+        return None if self.max_context is None else self.kind.narrowing_mask(self.max_context)
 
     def check(self, held: int, new: int) -> None:
         """See that there is room for a prompt of so many tokens, and so many new ones.
@@ -163,7 +163,7 @@ class Room:
                     f"layer {i} is {type(layer.attention).__name__}, which keeps everything and "
                     "has no mask to narrow; "
                     f"cache={self.cache!r} cannot serve this model: choose one of "
-                    f"{', '.join(name for name, kind in CACHES if not kind.forgets)}"
+                    f"{', '.join(name for name, kind in CACHES if not kind.evicts)}"
                 )
             layer.attention = _narrowed(layer.attention, more)
         return twin

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.nn.cross import AdditiveAttention, CrossAttention
 from regard.nn.linear import Linear
 from regard.nn.projections import Heads, Separate, States
-from regard.nn.variants.parts import head_size, join
+from regard.nn.variants.parts import join
 from regard.nn.variants.registry import variant
 
 
@@ -49,7 +50,7 @@ def cross_attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     G, M3 = groups or heads, memory_dim or dim
     project = Separate(
         Heads(dim, heads, D, bias=bias), Heads(M3, G, D, bias=bias), Heads(M3, G, D, bias=bias)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.masks import (
     BigBird,
@@ -21,7 +22,7 @@ from regard.masks import (
 )
 from regard.nn.attention import Attention
 from regard.nn.longformer import Longformer
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary
 
@@ -225,7 +226,7 @@ def _under(
     mask: Mask, dim: int, heads: int, groups: int, head_dim: int | None, base: float
 ) -> Attention:
     """Grouped-query rotary attention under a mask."""
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base))
     return Attention(project, join(dim, heads, D), mask=mask)
 
@@ -276,7 +277,7 @@ def longformer(
             f"window is {window}; it is the total width, an even number: {max(2, window - 1)} or "
             f"{window + 1}"
         )
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     local, globally = (separate(dim, heads, heads, D, bias=bias) for _ in range(2))
     return Longformer(
         local,
@@ -436,7 +437,7 @@ def _under_sparse(
     mask: Mask, dim: int, heads: int, head_dim: int | None, *, bias: bool = False
 ) -> Attention:
     """Multi-head attention under a mask."""
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     return Attention(
         separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias), mask=mask
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from regard.argument_checks import resolve_head_dim
 from regard.nn.infini import InfiniAttention
 from regard.nn.streaming import StreamingAttention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.nn.variants.registry import variant
-from regard.ops.memory.compressive import Update
-from regard.ops.memory.infini import Empty
+from regard.ops.memory.compressive import UpdateRule
+from regard.ops.memory.infini_attention import EmptyMemoryRule
 from regard.positions import Rotary
 
 
@@ -28,7 +29,7 @@ def infini(
     groups: int | None = None,
     head_dim: int | None = None,
     base: float = 10000.0,
-    empty: Empty = "zero",
+    empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
     """Infini-attention: softmax inside a segment, and a memory of fixed size for all segments
     before.
@@ -72,7 +73,7 @@ def infini_delta(
     groups: int | None = None,
     head_dim: int | None = None,
     base: float = 10000.0,
-    empty: Empty = "zero",
+    empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
     """Infini-attention that writes only what its memory does not answer already.
 
@@ -97,10 +98,10 @@ def _infini(
     groups: int | None,
     head_dim: int | None,
     base: float,
-    empty: Empty,
-    update: Update,
+    empty: EmptyMemoryRule,
+    update: UpdateRule,
 ) -> InfiniAttention:
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, heads if groups is None else groups, D)
     return InfiniAttention(
         project,
@@ -153,6 +154,6 @@ def streaming(
 
     Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2; sinks and recent as in its code.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, heads if groups is None else groups, D, Rotary(D, base))
     return StreamingAttention(project, join(dim, heads, D), sinks=sinks, recent=recent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.arguments import head_size as head_size
 from regard.nn.linear import Linear
 from regard.nn.projections import Heads, Separate
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.nn.norms import HeadNorm, RMSNorm
 from regard.nn.projections import Heads, Separate
@@ -21,9 +22,9 @@ from regard.nn.recurrent import (
     Swish,
     UnitLength,
 )
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.nn.variants.registry import variant
-from regard.ops.linear.features import FeatureMap
+from regard.ops.linear.feature_maps import FeatureMap
 from regard.positions import Rotary
 
 
@@ -67,7 +68,7 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
     project = separate(dim, heads, G, D, value_dim=E)
     return Recurrent(project, Features(feature_map, normalise=normalise), join(dim, heads, E))
@@ -112,7 +113,7 @@ def retention(
 
     Source: Sun et al. 2023 (arXiv 2307.08621), section 2.1 and equation 8.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
     steps = () if base is None else (Rotary(D, base),)
     project = separate(dim, heads, G, D, *steps, value_dim=E)
@@ -216,7 +217,7 @@ def delta_net(
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
     project = _swished(dim, heads, G, D, E, normalise=normalise_keys)
     rule = Delta(dim, G, most=most)
@@ -256,7 +257,7 @@ def gated_delta_net(
 
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
     project = _swished(dim, heads, G, D, E, normalise=normalise_keys)
     rule = Delta(dim, G, decay=Decay(dim, G), most=most)

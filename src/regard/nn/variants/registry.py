@@ -14,8 +14,8 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from torch import nn
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.suggest import suggest
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)

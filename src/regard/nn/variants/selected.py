@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from regard.argument_checks import resolve_head_dim
 from regard.nn.projections import Heads
 from regard.nn.selected import NSA, Compress, Indexer, MoBA, SelectedAttention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks
 from regard.positions import Rotary
@@ -62,7 +63,7 @@ def nsa(
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     sizes = NSABlocks(compress, stride, select, count, window)
     rotary = Rotary(D, base)
     return NSA(
@@ -116,7 +117,7 @@ def moba(
 
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base))
     return SelectedAttention(project, MoBA(block, topk), join(dim, heads, D))
 
@@ -166,7 +167,7 @@ def dsa(
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base))
     rotary = Rotary(index_dim, base, rotary_dim=rotary_dim)
     indexer = Indexer(

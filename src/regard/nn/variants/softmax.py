@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi, T5Relative
 from regard.cost.latent import Form
 from regard.errors import ArgumentError
@@ -19,7 +20,7 @@ from regard.nn.gated import Differential, Gated
 from regard.nn.latent import Latent, Naive
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import Fused, Heads, Order, PerHead, Separate, Unprojected
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary, Scaling
 from regard.positions.rotary import Layout
@@ -153,7 +154,7 @@ def mha(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     return Attention(
         separate(dim, heads, heads, D, bias=bias),
         join(dim, heads, D, bias=bias),
@@ -187,7 +188,7 @@ def mha_per_head(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     q, k, v = (PerHead(dim, heads, D, bias=bias) for _ in range(3))
     return Attention(Separate(q, k, v), join(dim, heads, D, bias=bias))
 
@@ -245,7 +246,7 @@ def gpt(
 
     Source: Radford et al. 2018, section 3.1; code: GPT-2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = Fused(dim, heads, groups or heads, D, order=order, bias=bias)
     return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), dropout=dropout)
 
@@ -287,7 +288,7 @@ def gqa(
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base, layout=layout))
     return Attention(project, join(dim, heads, D), mask=Causal())
 
@@ -339,7 +340,10 @@ def qk_norm(
 
     Source: Henry et al. 2020 (arXiv 2010.04245); order: Qwen3.
     """
-    D, rotary = head_size(dim, heads, head_dim), Rotary(head_size(dim, heads, head_dim), base)
+    D, rotary = (
+        resolve_head_dim(dim, heads, head_dim),
+        Rotary(resolve_head_dim(dim, heads, head_dim), base),
+    )
     return _normed(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
 
 
@@ -368,7 +372,10 @@ def qk_norm_after_rotary(
 
     Source: Henry et al. 2020 (arXiv 2010.04245).
     """
-    D, rotary = head_size(dim, heads, head_dim), Rotary(head_size(dim, heads, head_dim), base)
+    D, rotary = (
+        resolve_head_dim(dim, heads, head_dim),
+        Rotary(resolve_head_dim(dim, heads, head_dim), base),
+    )
     return _normed(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
 
 
@@ -397,7 +404,7 @@ def qk_norm_flat(
 
     Source: OLMo 2 (arXiv 2501.00656), section 3.3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     rotary = Rotary(D, base)
     project = Separate(
         Heads(dim, heads, D, rotary, flat=RMSNorm(heads * D)),
@@ -451,7 +458,7 @@ def softcap(
     Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 (arXiv 1611.09940), equation
     16.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base))
     return Attention(project, join(dim, heads, D), mask=Causal(), softcap=cap, scale=scale)
 
@@ -488,7 +495,7 @@ def learned_sink(
 
     Source: gpt-oss model card (arXiv 2508.10925), section 2.2.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base), bias=bias)
     sink = nn.Parameter(torch.zeros(heads))
     return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), sink=sink)
@@ -516,7 +523,7 @@ def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = Fal
 
     Source: Press et al. 2021 (arXiv 2108.12409), section 3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     return Attention(
         separate(dim, heads, heads, D, bias=bias),
         join(dim, heads, D, bias=bias),
@@ -557,7 +564,7 @@ def t5(
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     table = nn.Parameter(0.1 * torch.randn(buckets, heads))
     return Attention(
         separate(dim, heads, heads, D),
@@ -598,7 +605,7 @@ def gated(
 
     Source: Qiu et al. 2025 (arXiv 2505.06708), section 3.
     """
-    D = head_size(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base))
     return Attention(Gated(project, Heads(dim, heads, D)), join(dim, heads, D), mask=Causal())
 
@@ -636,7 +643,7 @@ def differential(
 
     Source: Ye et al. 2024 (arXiv 2410.05258), equations 1 to 3.
     """
-    D, G = head_size(dim, 2 * heads, head_dim), groups or heads
+    D, G = resolve_head_dim(dim, 2 * heads, head_dim), groups or heads
     rotary = Rotary(D, base)
     project = Differential(
         Heads(dim, 2 * heads, D, rotary),

@@ -1,57 +1,63 @@
-"""The compiled CPU kernels: loops that PyTorch has no fast form of, in Python, compiled by Numba.
+"""Compiled CPU kernels: loops that PyTorch has no fast form of, written in Python and compiled by
+Numba.
 
-There are two doors, and two small side doors:
+There are four entry points:
 
-- `decode`: a few queries against many keys; each key and value is read once, at the speed of the
-  memory, also from the codes of a quantised cache. `regard.ops.softmax.cpu` comes in here.
-- `prefill`: many queries, as products of small matrices over the tiles that a mask shows, and their
-  gradient. `regard.ops.softmax.gemm` comes in here.
-- `gemv` and `norm`: a linear map and an RMS norm of a few rows. `regard.ops.gemv` and
-  `regard.ops.norm` come in here.
+- `decode`: a few queries against many keys. Each key and value is read once, at the speed of the
+memory, also from the codes of a quantised cache. Its caller is `regard.ops.softmax.cpu`.
+- `prefill`: many queries, as products of small matrices over the visible tiles of a mask, and their
+gradient. Its caller is `regard.ops.softmax.gemm`.
+- `gemv_loops` and `rms_norm_loops`: a linear map and an RMS norm of a few rows. Their callers are
+`regard.ops.gemv` and `regard.ops.rms_norm`.
 
-One call, from door to loop. `regard.attend(q, k, v)` decodes one token against 1,024 keys:
+One call, from the entry point to the loop. `regard.attend(q, k, v)` decodes one token against 1,024
+keys:
 
-1. `regard.ops.softmax.dispatch` asks the kernel `cpu` (`regard.ops.softmax.cpu.Cpu`) first, because
-   keys and values are many. It has no reason against the call, so its `run` writes the call down as
-   plain contiguous tensors, a `DecodeArgs`: which ranges of positions each query sees, what is
-   added to its scores.
-2. `decode.decode(args, k, v)`, the door, decides how many threads pay and into how many parts the
-   keys are split, makes the output, and packs all addresses and sizes into one C struct: the record
-   `records.DECODE`, whose list of fields is written once and read by both sides.
-3. `decode_loops.entry(dtype)` gives the address of the compiled code for this dtype. The first call
-   of a process loads it from disk, the first one of all compiles it (`compile.py` says when).
-4. `openmp.run(entry, record, workers)` has torch's own OpenMP threads call that address, all with
-   the same record. Where no OpenMP is found, plain Python threads do.
-5. In each thread the entry turns the record into arrays (`entries.record_at`, `array_at`) and calls
-   `decode_loops.run_tasks`. It takes one task after the other (`entries.take` counts them up in the
-   record): a part of the keys of one key/value head. For each tile of 64 keys it finds out which
-   queries see which (`covers`, `_look`), and computes scores (`score`), weights (`soften`) and the
-   weighted values (`mix`). Who finishes last joins the parts (`join`).
-6. The door hands out and lse back; `Cpu.run` applies the sink and gives the caller's dtype.
+1. `regard.ops.softmax.dispatch` tries the kernel "cpu" (`regard.ops.softmax.cpu.CpuKernel`) first,
+because keys and values are large. It supports the call, so its `run` converts the call to plain
+contiguous tensors, a `DecodeArgs`: which ranges of positions each query sees, and what is added to
+its scores.
+2. `decode.decode(args, k, v)` decides on the number of threads and into how many splits the keys
+are divided, allocates the output, and packs all addresses and sizes into one C struct:
+`argument_structs.DECODE_STRUCT`, whose list of fields is written once and used by both sides.
+3. `decode_loops.entry_address(dtype)` returns the address of the compiled code for this dtype. The
+first call in a process loads it from disk; the first call on a machine compiles it (`compile.py`
+documents when it is compiled again).
+4. `openmp.run_entry(entry, record, workers)` lets torch's own OpenMP threads call that address, all
+with the same struct. Where no OpenMP library is found, Python threads do.
+5. In each thread the entry reads the arrays of the struct (`entry_points.struct_at`, `array_4d_at`)
+and calls `decode_loops.run_tasks`, which takes one task after another (`entry_points.take_task`
+increments a counter in the struct). A task is one split of the keys of one key/value head. For each
+tile of 64 keys it determines which queries see which keys (`tile_coverage`,
+`_gather_visible_keys`), and computes scores (`compute_scores`), weights (`online_softmax`) and
+weighted values (`add_values`). The thread that finishes last joins the splits (`join_splits`).
+6. `decode` returns the output and the lse; `CpuKernel.run` applies the sink and converts to the
+dtype of the call.
 
-The files, from the doors inwards:
+The files, from the entry points inwards:
 
-    decode.py prefill.py    the doors: plain Python, no Numba until a call comes
-    records.py              the C structs of arguments: one list of fields each
-    openmp.py               torch's OpenMP threads, and Python threads where there are none
-    decode_loops.py         decoding: tiles of keys, masks, tasks, the entry
-    decode_quantised.py     the same from codes of few bits
-    int_dot.py              its sums over codes of 8 bits, by 16-bit integers
-    prefill_loops.py        prefill: blocks of queries against tiles of keys
-    gradient_loops.py       its gradient
-    product.py              the matrix products of both, and the panels that they read
-    gemv.py norm.py         the loops behind the side doors
-    entries.py              what an entry makes of a record, and its address
-    vectors.py              loops in LLVM's own vectors
-    half_precision.py       bfloat16 and float16 in registers
-    elementary.py           exp and tanh
-    compile.py              the decorators, the stamps of compiled code, processor features
+    decode.py prefill.py        entry points in plain Python; Numba is imported at the first call
+    argument_structs.py         the C structs of arguments: one list of fields each
+    openmp.py                   torch's OpenMP threads, or Python threads where there are none
+    decode_loops.py             decoding: tiles of keys, masks, tasks, the entry
+    decode_quantized_loops.py   the same from quantised codes
+    int_dot.py                  its sums over 8-bit codes, with 16-bit integer products
+    prefill_loops.py            prefill: blocks of queries against tiles of keys
+    prefill_gradient_loops.py   the gradient of prefill
+    matmul.py                   the matrix products of both, and the panels that they read
+    gemv_loops.py               a linear map of a few rows
+    rms_norm_loops.py           an RMS norm of a few rows
+    entry_points.py             compiled functions that take the address of a struct
+    llvm_vectors.py             loops written in LLVM's vector instructions
+    half_precision.py           bfloat16 and float16 in registers
+    exp_tanh.py                 exponential and hyperbolic tangent
+    compile.py                  decorators, the on-disk cache, processor features
 
-Compiled code checks nothing. Who comes in has checked every size, dtype, device and stride that is
-read. To change a loop, edit it: what was compiled from it, or from a file built upon it, is
-compiled anew by itself. `NUMBA_DISABLE_JIT=1` does not work here, because some loops are written in
-LLVM's own words (`numba.extending.intrinsic`); `tests/ops/softmax/test_cpu.py` and its neighbours
-run every loop against fp64.
+Compiled code checks nothing: the caller has checked every size, dtype, device and stride. To change
+a loop, edit its file; everything compiled from that file, or from a file that uses it, is compiled
+again automatically. `NUMBA_DISABLE_JIT=1` does not work here, because some loops are written as
+LLVM code (`numba.extending.intrinsic`); `tests/ops/softmax/test_cpu.py` and its neighbours compare
+every loop with fp64.
 """
 
 from __future__ import annotations
@@ -62,5 +68,5 @@ from functools import cache
 
 @cache
 def has_numba() -> bool:
-    """Whether Numba can be imported; nothing is imported to know it."""
+    """Return whether Numba is installed, without importing it."""
     return importlib.util.find_spec("numba") is not None

@@ -1,12 +1,12 @@
-"""How loops are compiled and kept on disk: the decorator of every compiled function, the
-stamp under which its code is kept, and the processor features that it may use.
+"""The decorators that compile a function with Numba, its on-disk cache, and the processor features
+that loops may use.
 
-Numba keeps compiled code in `__pycache__` (or in NUMBA_CACHE_DIR) and compiles a function again
-when the file that it stands in changes. It does not notice a change in another file whose functions
-were compiled in. So each compiled function here is kept under a stamp of our own, `source_stamp`:
-a hash of the source of its module and of every module of this package that it is built upon. A
-changed loop is always compiled again, whichever file it stands in; and as long as no source
-changes, nothing is, also where files were copied or checked out anew.
+Numba stores compiled code in `__pycache__` (or in NUMBA_CACHE_DIR) and compiles a function again
+when its own file changes, but not when another file changes whose functions were inlined. Here each
+compiled function is stored with a stamp, `source_stamp`: a SHA-256 hash of the sources of its
+module and of every module of this package that it uses. A changed loop is therefore always compiled
+again, in every file that uses it; and code is not compiled again because files were copied or
+checked out anew.
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from numba import njit
 from numba.core import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 
-PACKAGE, FOLDER = __package__ or "", Path(__file__).parent
+JIT_PACKAGE, JIT_FOLDER = __package__ or "", Path(__file__).parent
+"""The full name of this package and the folder of its files."""
 
 
 class SourceStamps:
-    """Hashes of the modules of one package, each with all that it is built upon.
+    """Computes a hash for each module of a package from its source and the sources of the modules
+    that it uses.
 
-    A module is built upon every module of the package whose full name stands somewhere in its
-    text, and upon what those are built upon. That finds every form of import; a name that only a
-    comment mentions costs a compilation now and then, and can never leave old code in use.
+    A module uses every module of the package whose full name occurs in its text, and the modules
+    that those use. This finds every form of import; a name that occurs in a comment only costs an
+    unnecessary compilation, and outdated code is never used.
+
+    Args:
+        package: the full name of the package.
+        folder: the folder of its files.
     """
 
     def __init__(self, package: str, folder: Path) -> None:
@@ -41,42 +47,44 @@ class SourceStamps:
         self._sources: dict[str, bytes] = {}
 
     def source(self, name: str) -> bytes:
-        """The text of a module of the package, read once; empty if there is none of that name."""
+        """Return the source of a module, read once; empty if there is no module of that name."""
         if name not in self._sources:
             file = self._folder / f"{name}.py"
             self._sources[name] = file.read_bytes() if file.is_file() else b""
         return self._sources[name]
 
     def built_upon(self, name: str) -> set[str]:
-        """The module and all modules of the package that it is built upon."""
+        """Return the names of the module and of all modules of the package that it uses."""
         known, waiting = set[str](), [name]
         while waiting:
             module = waiting.pop()
             if module not in known and (text := self.source(module)):
                 known.add(module)
-                for found in self._named.finditer(text):
-                    waiting += re.findall(r"\w+", (found["one"] or found["several"]).decode())
+                for match in self._named.finditer(text):
+                    waiting += re.findall(r"\w+", (match["one"] or match["several"]).decode())
         return known
 
     def stamp(self, name: str) -> str:
-        """SHA-256 over the names and sources of all of them."""
-        found = hashlib.sha256()
+        """Return the SHA-256 hash of the names and sources of those modules."""
+        digest = hashlib.sha256()
         for module in sorted(self.built_upon(name)):
-            found.update(module.encode() + b"\0" + self.source(module) + b"\0")
-        return found.hexdigest()
+            digest.update(module.encode() + b"\0" + self.source(module) + b"\0")
+        return digest.hexdigest()
 
 
-_stamps = SourceStamps(PACKAGE, FOLDER)
+_stamps = SourceStamps(JIT_PACKAGE, JIT_FOLDER)
 
 
 @cache
 def source_stamp(module: str) -> str:
-    """The stamp of a module of this package, by its full name; computed once in a process."""
-    return _stamps.stamp(module.removeprefix(f"{PACKAGE}."))
+    """Return the stamp of a module of this package, given its full name; computed once per
+    process.
+    """
+    return _stamps.stamp(module.removeprefix(f"{JIT_PACKAGE}."))
 
 
 class _StampedCache(FunctionCache):  # type: ignore[misc, unused-ignore]
-    """Numba's cache of a function, valid as long as its stamp is the same."""
+    """Numba's on-disk cache of a function, which is valid as long as the stamp is unchanged."""
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)
@@ -85,8 +93,8 @@ class _StampedCache(FunctionCache):  # type: ignore[misc, unused-ignore]
 
 
 def disk_cache(function: Callable[..., Any], stamp: str) -> Any:
-    """Where a function's compiled code is kept; a cache that keeps nothing where no folder can be
-    written.
+    """Return the on-disk cache for the compiled code of a function, or a cache that stores
+    nothing if no folder is writable.
     """
     try:
         return _StampedCache(function, stamp)
@@ -94,46 +102,51 @@ def disk_cache(function: Callable[..., Any], stamp: str) -> Any:
         return NullCache()
 
 
-def compiled(*, fastmath: Collection[str] = (), makes_arrays: bool = True) -> Callable[[Any], Any]:
-    """Decorate a function that Numba compiles: it lets go of the interpreter while it runs, divides
-    as numpy does, and is kept on disk under the stamp of its module.
+def njit_cached(
+    *, fastmath: Collection[str] = (), makes_arrays: bool = True
+) -> Callable[[Any], Any]:
+    """Return a decorator that compiles a function with Numba: without the interpreter lock, with
+    numpy's rules of division, and cached on disk under the stamp of its module.
 
     Args:
-        fastmath: the liberties that LLVM may take with floating-point numbers. `reassoc` lets it
-            add in another order, which a sum over a vector needs.
-        makes_arrays: False for a loop that makes no array: it then counts no references to the
-            arrays that it is given, which took a tenth of its time.
+        fastmath: the LLVM fast-math flags. `reassoc` allows reordering additions, which a
+            vectorised sum needs.
+        makes_arrays: False for a loop that allocates no array; Numba then omits reference counts
+            for its array arguments, which took a tenth of the time.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         options: dict[str, Any] = {} if makes_arrays else {"_nrt": False}
         if fastmath:
             options["fastmath"] = set(fastmath)
-        made = njit(nogil=True, error_model="numpy", **options)(function)
-        made._cache = disk_cache(function, source_stamp(function.__module__))
-        return made
+        dispatcher = njit(nogil=True, error_model="numpy", **options)(function)
+        dispatcher._cache = disk_cache(function, source_stamp(function.__module__))
+        return dispatcher
 
     return decorate
 
 
-exact = compiled()
-"""For loops over whole numbers and positions, and for floating-point numbers in their order."""
+njit_strict = njit_cached()
+"""Compile a loop over integers and positions, or over floating-point numbers in their written
+order.
+"""
 
-SUMS = ("contract", "reassoc", "nsz")
-"""The liberties of most loops: products and sums in one rounding, and sums in any order."""
+FASTMATH_FLAGS = ("contract", "reassoc", "nsz")
+"""The flags of most loops: fused multiply-add, sums in any order, no distinction of -0."""
 
-fast = compiled(fastmath=SUMS)
-"""For loops over floating-point numbers."""
+njit_fastmath = njit_cached(fastmath=FASTMATH_FLAGS)
+"""Compile a loop over floating-point numbers with `FASTMATH_FLAGS`."""
 
 
-def has(feature: str) -> bool:
-    """Whether loops may name instructions of a processor feature: LLVM knows this processor to have
-    it, and Numba was not told to compile for another. Naming one that is missing ends the process.
+def has_cpu_feature(feature: str) -> bool:
+    """Return whether loops may use the instructions of a processor feature: LLVM reports it for
+    this processor, and Numba is not configured to compile for another one. An instruction that
+    the processor lacks would end the process.
 
-    >>> has("no such feature")
+    >>> has_cpu_feature("no such feature")
     False
     """
-    given: Any = config
-    if {given.CPU_NAME, given.CPU_FEATURES} - {None, "", "host"} or not given.ENABLE_AVX:
+    settings: Any = config
+    if {settings.CPU_NAME, settings.CPU_FEATURES} - {None, "", "host"} or not settings.ENABLE_AVX:
         return False
     return bool(binding.get_host_cpu_features().get(feature))

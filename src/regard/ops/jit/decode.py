@@ -1,11 +1,11 @@
-"""The first door of the compiled CPU kernels: decoding, a few queries against many keys.
+"""Decoding on a CPU: a few queries against many keys.
 
-`DecodeArgs` holds what a call asks, as contiguous tensors; `decode` reads keys and values of any
-strides, and `decode_quantised` those that a cache keeps in codes. Each packs a record
-(`regard.ops.jit.records`), takes the entry of the dtype (`decode_loops`, `decode_quantised`) and
-lets torch's threads run it (`openmp`); `join_parts` joins what both gave. Compiled code checks
-nothing: the caller has checked sizes, dtypes and devices. Numba is imported when the first call
-comes.
+`DecodeArgs` holds the arguments as contiguous tensors; `decode` reads keys and values of any
+strides, and `decode_quantized` reads those that a cache stores as codes. Each packs an argument
+struct (`regard.ops.jit.argument_structs`), takes the entry for the dtype (`decode_loops`,
+`decode_quantized_loops`) and runs it in torch's threads (`openmp`); `join_splits` joins the results
+of both. Compiled code checks nothing: the caller has checked sizes, dtypes and devices. Numba is
+imported at the first call.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ import torch
 from torch import Tensor
 
 from regard.ops.jit import openmp
-from regard.ops.jit.records import DECODE, DECODE_QUANTISED, Record
+from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
 
-TILE = 64
-"""Keys of a tile, as in `decode_loops`."""
+TILE_KEYS = 64
+"""The number of keys in a tile, as in `decode_loops`."""
 
-PART = 1 << 17
-"""Numbers of keys and values that are worth a thread."""
+ELEMENTS_PER_THREAD = 1 << 17
+"""The numbers of keys and values for which one more thread is worth its start."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeArgs:
-    """What the queries are, what each sees, and what is added to its scores; tensors are
-    contiguous.
+    """The arguments of decoding: the queries, the keys that each sees, and the terms that are added
+    to the scores. All tensors are contiguous.
 
-    Attributes:
-        q: [B,G,R,D] fp32, R = H/G * T: row r is query r % T of head g H/G + r // T.
-        scale: of the scores.
-        T: queries.
-        k_positions: of the keys [b,S], or [1,0] for a run from `origin` on.
-        origin: the position of key 0 of such a run.
-        starts, stops: the ranges of positions that a query sees [b,h,t,n], or nothing.
-        visible: in place of them, which keys it sees [b,h,t,S], or [...,0].
-        softcap: 0 is none.
-        symmetric: whether ALiBi is.
-        slopes: [H] of ALiBi, or [0].
-        bias: any other one [b,h,t,S], or [...,0].
-        q_positions: of the queries [b,T].
+    Args:
+        q: `[B, G, R, D]` fp32 with R = H/G * T: row r is query r % T of head g H/G + r // T.
+        scale: the factor on q . k.
+        T: the number of queries.
+        k_positions: the positions of the keys `[b, S]`, or `[1, 0]` for contiguous positions from
+            `origin` on.
+        origin: the position of key 0 if the positions are contiguous.
+        starts: the starts of the ranges of positions that a query sees, `[b, h, t, n]`, or empty.
+        stops: the ends of these ranges, in the same shape.
+        visible: in place of ranges, which keys a query sees, `[b, h, t, S]`, or `[..., 0]`.
+        softcap: the bound on the scores; 0: none.
+        symmetric: whether ALiBi is symmetric.
+        slopes: the slopes of ALiBi `[H]`, or `[0]`.
+        bias: any other bias `[b, h, t, S]`, or `[..., 0]`.
+        q_positions: the positions of the queries `[b, T]`.
     """
 
     q: Tensor
@@ -62,8 +64,8 @@ class DecodeArgs:
     bias: Tensor
     q_positions: Tensor
 
-    def behind(self, slots: int) -> DecodeArgs:
-        """The same for the keys behind so many slots."""
+    def after_slots(self, slots: int) -> DecodeArgs:
+        """Return the arguments for the keys after the first `slots` ones."""
         k_positions, visible, bias = (
             x[..., slots:].contiguous() for x in (self.k_positions, self.visible, self.bias)
         )
@@ -77,50 +79,57 @@ class DecodeArgs:
 
 
 class QuantizedCodes(Protocol):
-    """Codes of a run of slots, and what each group of them means: x = zero + code * scale."""
+    """Protocol of quantised slots: the codes, and for each group the numbers that decode them,
+    x = zero + code * scale.
+    """
 
     @property
     def codes(self) -> Tensor:
-        """uint8 [B,G,R,lines,bytes], several codes to a byte, the first in its lowest bits."""
+        """The codes, uint8 `[B, G, R, lines, bytes]`; several codes share a byte, the first in
+        its lowest bits.
+        """
 
     @property
     def scale(self) -> Tensor:
-        """[B,G,R,lines,1], in the dtype of the numbers."""
+        """The scale of each group `[B, G, R, lines, 1]`, in the dtype of the numbers."""
 
     @property
     def zero(self) -> Tensor:
-        """What the code 0 means, in the shape of the scale."""
+        """The number that the code 0 stands for, in the shape of the scale."""
 
 
 class QuantizedSlots(Protocol):
-    """What a quantised cache gives beside its numbers: older slots in codes, and recent ones."""
+    """Protocol of the slots of a quantised cache: earlier slots as codes, and recent ones in
+    full precision.
+    """
 
     @property
-    def made(self) -> QuantizedCodes:
-        """The codes."""
+    def groups(self) -> QuantizedCodes:
+        """The codes of the earlier slots."""
 
     @property
     def axis(self) -> str:
-        """Which numbers share a scale: of one "channel", or of one "token"."""
+        """Which numbers share a scale: those of one "channel" or those of one "token"."""
 
     @property
     def bits(self) -> int:
-        """The bits of a code: 8, 4 or 2."""
+        """The number of bits of a code: 8, 4 or 2."""
 
     @property
     def recent(self) -> Tensor:
-        """The recent slots [B,G,l,d], as they came."""
+        """The recent slots `[B, G, l, d]` in full precision."""
 
 
 class QuantizedSegment(NamedTuple):
-    """Keys and values in codes, and what stands behind them.
+    """Keys and values stored as codes, and the recent slots that follow them.
 
-    Attributes:
-        k, v: where they lie, as a `records.Coded` field takes it.
-        dtype: of the scales.
-        slots: how many are in codes.
-        recent: keys and values of the slots behind them.
-        owners: what must live as long as k and v are used.
+    Args:
+        k: the codes of the keys in memory, as a `QuantizedField` takes them.
+        v: the codes of the values in memory.
+        dtype: the dtype of the scales.
+        slots: the number of slots that are stored as codes.
+        recent: keys and values of the slots after them, in full precision.
+        owners: the tensors that must live as long as `k` and `v` are used.
     """
 
     k: tuple[int, ...]
@@ -132,28 +141,33 @@ class QuantizedSegment(NamedTuple):
 
 
 def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
-    """The older slots of keys with a scale per channel and values with one per token; None for any
-    other tensors.
+    """Return the slots of a cache that are stored as codes, if keys have a scale per channel
+    and values one per token; None for any other tensors.
     """
     keys: QuantizedSlots | None = getattr(k, "coded", None)
     values: QuantizedSlots | None = getattr(v, "coded", None)
     if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
         return None
-    if keys.made.scale.dtype != values.made.scale.dtype:
+    if keys.groups.scale.dtype != values.groups.scale.dtype:
         return None
     slots = k.shape[2] - keys.recent.shape[2]
-    if slots != v.shape[2] - values.recent.shape[2]:  # one loop over codes reads both
+    if slots != v.shape[2] - values.recent.shape[2]:  # one loop reads the codes of both
         return None
-    (of_k, owners), (of_v, more) = _code_memory(keys), _code_memory(values)
+    (k_codes, k_owners), (v_codes, v_owners) = (
+        _quantized_argument(keys),
+        _quantized_argument(values),
+    )
     recent = keys.recent, values.recent
-    return QuantizedSegment(of_k, of_v, keys.made.scale.dtype, slots, recent, (*owners, *more))
+    return QuantizedSegment(
+        k_codes, v_codes, keys.groups.scale.dtype, slots, recent, (*k_owners, *v_owners)
+    )
 
 
-def _code_memory(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """The numbers of a `records.Coded` field, and the tensors that they are of."""
-    codes, scale, zero = x.made.codes, x.made.scale, x.made.zero
+def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Return the numbers of a `QuantizedField`, and the tensors whose memory they describe."""
+    codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
-    if zero.stride() != scale.stride():  # filled in by hand
+    if zero.stride() != scale.stride():  # the strides of scale and zero must be equal
         scale, zero = scale.contiguous(), zero.contiguous()
     memory = (
         codes.data_ptr(),
@@ -168,17 +182,26 @@ def _code_memory(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]
 
 
 def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to keys [B,G,S,D] and values [B,G,S,E]: out [B,G,R,E] and lse [B,G,R], fp32.
+    """Attend to keys `[B, G, S, D]` and values `[B, G, S, E]`; return the output `[B, G, R, E]` and
+    the lse `[B, G, R]` in fp32.
 
-    Neither is copied, whatever its strides, if its last dimension is contiguous.
+    Keys and values of any strides are read without a copy if their last dimension is contiguous.
     """
-    (k, of_k), (v, of_v) = strided(k), strided(v)
-    return _run(args, DECODE, _plain(), k.dtype, (of_k, of_v), k.shape[2], v.shape[3])
+    (k, k_argument), (v, v_argument) = strided_argument(k), strided_argument(v)
+    return _run_decode(
+        args,
+        DECODE_STRUCT,
+        _plain_entry(),
+        k.dtype,
+        (k_argument, v_argument),
+        k.shape[2],
+        v.shape[3],
+    )
 
 
-def strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """A tensor [B,G,S,d], copied only if its last dimension is not contiguous, and the numbers of
-    its `records.Strided` field.
+def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return a tensor `[B, G, S, d]`, copied only if its last dimension is not contiguous, and
+    the numbers of its `StridedField`.
     """
     x = x.detach()
     if x.stride(-1) != 1 and x.shape[-1] != 1:
@@ -186,35 +209,46 @@ def strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, (x.data_ptr(), *x.stride()[:3])
 
 
-def parts(heads: int, S: int, workers: int) -> int:
-    """Into how many parts the keys of each of so many heads are split: every worker has some tasks,
-    and a part some tiles.
+def split_count(heads: int, S: int, workers: int) -> int:
+    """Return into how many splits the keys of each head are divided, so that every worker gets
+    several tasks and every split several tiles.
 
-    >>> parts(2, 4485, 5), parts(2, 300, 5)
+    Args:
+        heads: the number of key/value heads, over the batch.
+        S: the number of keys.
+        workers: the number of threads.
+
+    >>> split_count(2, 4485, 5), split_count(2, 300, 5)
     (17, 1)
     """
-    return max(1, min(-(-8 * workers // heads), S // (4 * TILE)))
+    return max(1, min(-(-8 * workers // heads), S // (4 * TILE_KEYS)))
 
 
-def decode_quantised(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
-    """The same for the slots of a segment that are in codes; E: the dimension of the values."""
+def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
+    """Attend to the slots of a segment that are stored as codes; return the output and the lse
+    as `decode` does. E is the dimension of the values.
+    """
     fields = segment.k, segment.v
-    return _run(args, DECODE_QUANTISED, _quantised(), segment.dtype, fields, segment.slots, E)
+    return _run_decode(
+        args, DECODE_QUANTIZED_STRUCT, _quantized_entry(), segment.dtype, fields, segment.slots, E
+    )
 
 
-def _run(
+def _run_decode(
     args: DecodeArgs,
-    record: Record,
+    record: StructLayout,
     entry: Callable[[torch.dtype], int],
     dtype: torch.dtype,
     memory: tuple[Sequence[int], Sequence[int]],
     S: int,
     E: int,
 ) -> tuple[Tensor, Tensor]:
-    """Pack the record, run the entry in as many threads as pay, and give out and lse."""
+    """Pack the argument struct, run the entry in as many threads as are worth starting, and
+    return the output and the lse.
+    """
     B, G, R, D = args.q.shape
-    workers = min(openmp.threads(), max(1, B * G * S * (D + E) // PART))
-    P = parts(B * G, S, workers) if workers > 1 else 1
+    workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
+    P = split_count(B * G, S, workers) if workers > 1 else 1
     out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
     packed = record.pack(
         T=args.T,
@@ -236,28 +270,34 @@ def _run(
         k=memory[0],
         v=memory[1],
     )
-    openmp.run(entry(dtype), packed, workers)
+    openmp.run_entry(entry(dtype), packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
 
 
-def join_parts(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Two or more parts out [B,G,R,E] and lse [B,G,R] as one."""
-    from regard.ops.jit.decode_loops import join
+def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Join two or more results, out `[B, G, R, E]` and lse `[B, G, R]`, into one."""
+    from regard.ops.jit.decode_loops import join_splits
 
     out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
-    join(out.numpy(), lse.numpy())
+    join_splits(out.numpy(), lse.numpy())
     return out[:, :, 0], lse[:, :, 0]
 
 
 @cache
-def _plain() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import decode_loops
+def _plain_entry() -> Callable[[torch.dtype], int]:
+    """Import the loops for full-precision keys and values, and return the function that gives
+    their entry for a dtype.
+    """
+    from regard.ops.jit import decode_loops as loops
 
-    return decode_loops.entry
+    return loops.entry_address
 
 
 @cache
-def _quantised() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import decode_quantised
+def _quantized_entry() -> Callable[[torch.dtype], int]:
+    """Import the loops for quantised keys and values, and return the function that gives their
+    entry for a dtype.
+    """
+    from regard.ops.jit import decode_quantized_loops as loops
 
-    return decode_quantised.entry
+    return loops.entry_address

@@ -1,26 +1,26 @@
-"""The loops of decoding: few queries, many keys, each key and value read once.
+"""The loops of decoding: few queries, many keys; each key and value is read once.
 
-For a row of the batch and a key/value head, all queries that share it are the rows of one block: R
-= H/G * T, row r being query r % T of head g H/G + r // T. Keys are visited tile by tile; a tile's
-scores, their maximum and sum, and the weighted values follow at once (online softmax, Milakov and
-Gimelshein 2018, arXiv 1805.02867). Ranges of tiles are tasks, and their results are joined by lse.
-While a tile is computed, the lines of the next are asked for in the order in which they lie: a core
-that waits for every line reads at half the memory's speed (LOG.md).
+For each row of the batch and each key/value head, all queries that share the head are the rows of
+one block: R = H/G * T, where row r is query r % T of head g H/G + r // T. Keys are visited tile by
+tile; for each tile the scores, their maximum and sum, and the weighted values are computed together
+(online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). Splits of the keys are tasks, and
+their results are joined by their lse. While a tile is computed, the cache lines of the next one are
+prefetched in order: a core that waits for every line reads at half the memory's speed (LOG.md).
 
-The first half is the work on one tile: `score`, `soften` and `mix` know of no masks, a score of
--inf is one. The second half knows which keys a query sees, and goes through the tasks
-(`run_tasks`). `entry` at the end is what the door `decode` calls.
+The first half of the file is the work on one tile: `compute_scores`, `online_softmax` and
+`add_values` have no masks; a masked key has the score -inf. The second half determines which keys a
+query sees and goes through the tasks (`run_tasks`). `decode` calls `entry_address`.
 
-What the functions pass on:
-    keys, values: (flat memory, where the head begins in it, step from one token to the next, tag of
-        its bits)
-    index: [:n] are the numbers of the tokens that take part, with room up to a multiple of eight
-    mask: (positions of the keys [b,S] or none, the position of key 0, starts and stops of the
+Arguments that the functions share:
+    keys, values: (flat memory, offset of the head in it, stride from one token to the next, tag of
+        the encoding)
+    index: [:n] are the indices of the tokens that take part, with room up to a multiple of eight
+    mask: (positions of the keys [b,S] or empty, the position of key 0, starts and stops of the
         ranges of positions that a query sees [b,h,t,n], or its visibility key by key [b,h,t,S], or
-        none)
-    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, another bias [b,h,t,S]
-        or none, positions of the queries [b,T])
-b, h and t are B, H and T, or 1.
+        empty)
+    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or empty, another bias
+        [b,h,t,S] or empty, positions of the queries [b,T])
+where b, h and t are B, H and T, or 1.
 """
 
 from __future__ import annotations
@@ -36,74 +36,97 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import SUMS, compiled, exact
-from regard.ops.jit.elementary import exp
-from regard.ops.jit.entries import KINDS, address_of, array_at, done, memory_at, record_at, take
-from regard.ops.jit.half_precision import bits_of, widen
-from regard.ops.jit.records import DECODE
-from regard.ops.jit.vectors import (
+from regard.ops.jit.argument_structs import DECODE_STRUCT
+from regard.ops.jit.compile import FASTMATH_FLAGS, njit_cached, njit_strict
+from regard.ops.jit.entry_points import (
+    STORAGE,
+    array_4d_at,
+    compile_entry,
+    finish_task,
+    memory_at,
+    struct_at,
+    take_task,
+)
+from regard.ops.jit.exp_tanh import exp
+from regard.ops.jit.half_precision import float_to_bits, to_float32
+from regard.ops.jit.llvm_vectors import (
+    HAS_BF16_DOT,
     LANES,
-    NOTHING,
-    PAIRED,
-    Loop,
-    add_pairs,
-    data,
-    everywhere,
-    fetch,
+    ZEROS,
+    LLVMLoop,
+    array_data,
+    bf16_dot_add,
+    broadcast,
     fma,
-    largest,
-    line,
-    number,
-    numbers,
-    pairs,
-    parts,
-    put,
-    sums,
+    i64_constant,
+    lane_sums,
+    load_bf16_pairs,
+    load_floats,
+    max_of,
+    prefetch_elements,
+    row_pointer,
+    split_vector,
+    store,
 )
 
 TILE = 64
-"""Keys that are scored together: with their values they fit the first cache."""
+"""The keys that are scored together; with their values they fit into the first cache."""
 
-TOGETHER = {4: 4, 1: 8}
-"""Rows that are scored together -> keys that are scored with them: their sums stay in registers."""
+KEYS_PER_STEP = {4: 4, 1: 8}
+"""For each number of rows that are scored together, the number of keys that are scored with
+them: their sums stay in registers.
+"""
 
-ZERO, NONE = np.float32(0), np.float32(-np.inf)
-leaf = compiled(makes_arrays=False)
-fast_leaf = compiled(fastmath=(*SUMS, "arcp"), makes_arrays=False)
+ZERO, NEG_INF = np.float32(0), np.float32(-np.inf)
+njit_leaf = njit_cached(makes_arrays=False)
+njit_fast_leaf = njit_cached(fastmath=(*FASTMATH_FLAGS, "arcp"), makes_arrays=False)
 
 
-def _score(rows: int) -> Any:
-    """The loop over keys for so many rows of q: scale times their products, summed over D."""
+def _make_score_loop(rows: int) -> Any:
+    """Return a compiled loop over keys for `rows` rows of q: the scale times their products,
+    summed over D.
+    """
 
     def loop(context: Any, q: Any, r: Any, keys: Any, index: Any, n: Any, s: Any) -> Any:
-        paired = PAIRED and keys[0].dtype != types.float32 and keys[3] == types.int8
+        paired = HAS_BF16_DOT and keys[0].dtype != types.float32 and keys[3] == types.int8
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            (queries, words, scale), first, (flat, base, step, _), listed, count, s_array = (
-                cgutils.unpack_tuple(builder, x) if i in (0, 2) else x for i, x in enumerate(args)
-            )
-            where = [builder.add(first, number(r)) for r in range(rows)]
-            wide = [line(context, builder, q[0], queries, r) for r in where]
-            short = [line(context, builder, q[1], words, r) for r in where]
-            found = [line(context, builder, s, s_array, r) for r in where]
+            (
+                (queries, bf16_queries, scale),
+                first,
+                (flat, base, step, _),
+                index_array,
+                count,
+                s_array,
+            ) = (cgutils.unpack_tuple(builder, x) if i in (0, 2) else x for i, x in enumerate(args))
+            row_numbers = [builder.add(first, i64_constant(r)) for r in range(rows)]
+            query_rows = [row_pointer(context, builder, q[0], queries, r) for r in row_numbers]
+            bf16_query_rows = [
+                row_pointer(context, builder, q[1], bf16_queries, r) for r in row_numbers
+            ]
+            score_rows = [row_pointer(context, builder, s, s_array, r) for r in row_numbers]
             memory, chosen = (
-                data(context, builder, keys[0], flat),
-                data(context, builder, index, listed),
+                array_data(context, builder, keys[0], flat),
+                array_data(context, builder, index, index_array),
             )
-            made = context.make_array(q[0])(context, builder, value=queries)
-            D, tag = cgutils.unpack_tuple(builder, made.shape)[1], keys[3]
-            tile = Loop(builder, number(0), count, TOGETHER[rows])
+            queries_array = context.make_array(q[0])(context, builder, value=queries)
+            D, tag = cgutils.unpack_tuple(builder, queries_array.shape)[1], keys[3]
+            tile = LLVMLoop(builder, i64_constant(0), count, KEYS_PER_STEP[rows])
             places = []
-            for j in range(TOGETHER[rows]):
-                token = builder.load(builder.gep(chosen, [builder.add(tile.i, number(j))]))
+            for j in range(KEYS_PER_STEP[rows]):
+                token = builder.load(
+                    builder.gep(chosen, [builder.add(tile.index, i64_constant(j))])
+                )
                 places.append(builder.gep(memory, [builder.add(base, builder.mul(token, step))]))
-                later = builder.gep(places[-1], [builder.mul(step, number(TILE))])
-                fetch(builder, later, D)
-            total = _dims(builder, D, places, (wide, short if paired else None), tag)
-            dots = sums(builder, total)
-            dots = builder.fmul(dots, everywhere(builder, scale, dots.type.count))
-            for row, x in zip(found, parts(builder, dots, len(places)), strict=True):
-                put(builder, x, builder.gep(row, [tile.i]), len(places))
+                next_tile = builder.gep(places[-1], [builder.mul(step, i64_constant(TILE))])
+                prefetch_elements(builder, next_tile, D)
+            total = _sum_over_dims(
+                builder, D, places, (query_rows, bf16_query_rows if paired else None), tag
+            )
+            dots = lane_sums(builder, total)
+            dots = builder.fmul(dots, broadcast(builder, scale, dots.type.count))
+            for row, x in zip(score_rows, split_vector(builder, dots, len(places)), strict=True):
+                store(builder, x, builder.gep(row, [tile.index]), len(places))
             tile.close()
             return context.get_dummy_value()
 
@@ -112,57 +135,68 @@ def _score(rows: int) -> Any:
     return intrinsic(loop)
 
 
-def _dims(builder: Any, D: Any, keys: list[Any], queries: tuple[Any, Any], tag: Any) -> list[Any]:
-    """Sums over D of each row with each key: of pairs of bfloat16 first, where queries stand in it
-    too.
+def _sum_over_dims(
+    builder: Any, D: Any, keys: list[Any], queries: tuple[Any, Any], tag: Any
+) -> list[Any]:
+    """Emit the sums over D of each row with each key, first in pairs of bfloat16 numbers where
+    the queries exist in that form too.
     """
-    wide, short = queries
-    sizes = (*((2 * LANES,) if short else ()), LANES, 1)
-    ends = [number(0), *(builder.and_(D, number(-x)) for x in sizes)]
-    total = [NOTHING] * (len(wide) * len(keys))
-    for start, stop, lanes in zip(ends, ends[1:], sizes, strict=False):
-        dims = Loop(builder, start, stop, lanes, total)
-        k = [builder.gep(x, [dims.i]) for x in keys]
-        x = [builder.gep(y, [dims.i]) for y in (short if lanes > LANES else wide)]
+    float_queries, bf16_queries = queries
+    sizes = (*((2 * LANES,) if bf16_queries else ()), LANES, 1)
+    bounds = [i64_constant(0), *(builder.and_(D, i64_constant(-x)) for x in sizes)]
+    total = [ZEROS] * (len(float_queries) * len(keys))
+    for start, stop, lanes in zip(bounds, bounds[1:], sizes, strict=False):
+        dims = LLVMLoop(builder, start, stop, lanes, total)
+        k = [builder.gep(x, [dims.index]) for x in keys]
+        x = [
+            builder.gep(y, [dims.index]) for y in (bf16_queries if lanes > LANES else float_queries)
+        ]
         if lanes > LANES:
-            k, x = ([pairs(builder, y) for y in z] for z in (k, x))
+            k, x = ([load_bf16_pairs(builder, y) for y in z] for z in (k, x))
         else:
-            k, x = ([numbers(builder, y, tag, lanes) for y in z] for z in (k, x))
-        add = add_pairs if lanes > LANES else fma
+            k, x = ([load_floats(builder, y, tag, lanes) for y in z] for z in (k, x))
+        add = bf16_dot_add if lanes > LANES else fma
         terms = zip([(a, b) for a in x for b in k], dims.now, strict=True)
         total = dims.close([add(builder, a, b, z) for (a, b), z in terms])
     return total
 
 
-def _mix(rows: int, columns: int) -> Any:
-    """The loop over values for so many rows of weights, and columns of the sums."""
-    lanes, steps = min(LANES, columns), [number(i) for i in range(0, columns, LANES)]
+def _make_value_loop(rows: int, columns: int) -> Any:
+    """Return a compiled loop over values for `rows` rows of weights and `columns` columns of
+    the output sums.
+    """
+    lanes, steps = min(LANES, columns), [i64_constant(i) for i in range(0, columns, LANES)]
 
     def loop(context: Any, s: Any, r: Any, values: Any, index: Any, n: Any, out: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            s_array, first, (flat, base, step, _), listed, count, (acc, column, ahead) = (
+            s_array, first, (flat, base, step, _), index_array, count, (acc, column, ahead) = (
                 cgutils.unpack_tuple(builder, x) if i in (2, 5) else x for i, x in enumerate(args)
             )
-            where = [builder.add(first, number(r)) for r in range(rows)]
-            weights = [line(context, builder, s, s_array, r) for r in where]
+            row_numbers = [builder.add(first, i64_constant(r)) for r in range(rows)]
+            weights = [row_pointer(context, builder, s, s_array, r) for r in row_numbers]
             memory, chosen = (
-                data(context, builder, values[0], flat),
-                data(context, builder, index, listed),
+                array_data(context, builder, values[0], flat),
+                array_data(context, builder, index, index_array),
             )
-            sums_of = [builder.gep(line(context, builder, out[0], acc, r), [column]) for r in where]
-            kept = [builder.gep(x, [i]) for x in sums_of for i in steps]
-            so_far = [numbers(builder, x, types.none, lanes) for x in kept]
-            tile = Loop(builder, number(0), count, 1, so_far)
-            token = builder.load(builder.gep(chosen, [tile.i]))
+            sums_of = [
+                builder.gep(row_pointer(context, builder, out[0], acc, r), [column])
+                for r in row_numbers
+            ]
+            sum_pointers = [builder.gep(x, [i]) for x in sums_of for i in steps]
+            so_far = [load_floats(builder, x, types.none, lanes) for x in sum_pointers]
+            tile = LLVMLoop(builder, i64_constant(0), count, 1, so_far)
+            token = builder.load(builder.gep(chosen, [tile.index]))
             value = builder.gep(memory, [builder.add(base, builder.mul(token, step))])
-            fetch(builder, builder.gep(value, [builder.mul(step, number(TILE))]), ahead)
+            prefetch_elements(
+                builder, builder.gep(value, [builder.mul(step, i64_constant(TILE))]), ahead
+            )
             value = builder.gep(value, [column])
-            v = [numbers(builder, builder.gep(value, [i]), values[3], lanes) for i in steps]
-            w = [everywhere(builder, builder.load(builder.gep(x, [tile.i]))) for x in weights]
+            v = [load_floats(builder, builder.gep(value, [i]), values[3], lanes) for i in steps]
+            w = [broadcast(builder, builder.load(builder.gep(x, [tile.index]))) for x in weights]
             terms = zip([(a, b) for a in w for b in v], tile.now, strict=True)
-            after = tile.close([fma(builder, a, b, z) for (a, b), z in terms])
-            for x, place in zip(after, kept, strict=True):
-                put(builder, x, place, lanes)
+            final_sums = tile.close([fma(builder, a, b, z) for (a, b), z in terms])
+            for x, place in zip(final_sums, sum_pointers, strict=True):
+                store(builder, x, place, lanes)
             return context.get_dummy_value()
 
         return types.void(s, r, values, index, n, out), code
@@ -170,23 +204,33 @@ def _mix(rows: int, columns: int) -> Any:
     return intrinsic(loop)
 
 
-_score_4, _score_1 = _score(4), _score(1)
-_mix_4_64, _mix_4_16, _mix_4_1 = _mix(4, 64), _mix(4, 16), _mix(4, 1)
-_mix_1_128, _mix_1_16, _mix_1_1 = _mix(1, 128), _mix(1, 16), _mix(1, 1)
+_score_4, _score_1 = _make_score_loop(4), _make_score_loop(1)
+_mix_4_64, _mix_4_16, _mix_4_1 = (
+    _make_value_loop(4, 64),
+    _make_value_loop(4, 16),
+    _make_value_loop(4, 1),
+)
+_mix_1_128, _mix_1_16, _mix_1_1 = (
+    _make_value_loop(1, 128),
+    _make_value_loop(1, 16),
+    _make_value_loop(1, 1),
+)
 
 
-@leaf
-def upper_halves(x, words):
-    """Numbers [R,D] as bfloat16, which numbers that came as such are exactly."""
+@njit_leaf
+def to_bfloat16(x, words):
+    """Write the numbers x `[R, D]` as bfloat16 to `words`; exact for numbers that were bfloat16
+    before.
+    """
     for r in range(x.shape[0]):
         for d in range(x.shape[1]):
-            words[r, d] = np.int16(bits_of(x[r, d]) >> np.int32(16))
+            words[r, d] = np.int16(float_to_bits(x[r, d]) >> np.int32(16))
 
 
-@leaf
-def score(q, rows, keys, index, n, s):
-    """Rows of q with n keys, by fours; a single one that is left by itself. q: ([R,D], as bfloat16
-    [R,D], the scale).
+@njit_leaf
+def compute_scores(q, rows, keys, index, n, s):
+    """Compute the scores of all rows of q with n keys, four rows at a time, and a single
+    remaining row alone. q: (`[R, D]`, the same as bfloat16 `[R, D]`, the scale).
     """
     for c in range(n, (n + 7) // 8 * 8):
         index[c] = index[n - 1]
@@ -197,13 +241,15 @@ def score(q, rows, keys, index, n, s):
         _score_1(q, rows - 1, keys, index, n, s)
 
 
-@leaf
-def mix(s, rows, values, index, n, acc):
-    """acc [R,E] += weights times values, by fours; a single one that is left by itself."""
+@njit_leaf
+def add_values(s, rows, values, index, n, acc):
+    """Compute acc `[R, E]` += weights times values, four rows at a time, and a single remaining
+    row alone.
+    """
     E, r, e = acc.shape[1], 0, 0
     while r < rows:
         four = rows - r > 1
-        ahead = E if r == 0 and e == 0 else 0  # the next tile's lines are asked for once
+        ahead = E if r == 0 and e == 0 else 0  # the next tile is prefetched once
         left, out = E - e, (acc, e, ahead)
         if four and left >= 64:
             _mix_4_64(s, r, values, index, n, out)
@@ -227,10 +273,10 @@ def mix(s, rows, values, index, n, acc):
             r, e = r + (4 if four else 1), 0
 
 
-@fast_leaf
-def mix_seen(s, rows, values, index, n, acc):
-    """Do what `mix` does, row by row. A weight of 0 leaves its value alone: behind a mask it may be
-    NaN.
+@njit_fast_leaf
+def add_visible_values(s, rows, values, index, n, acc):
+    """Compute what `add_values` computes, row by row, without reading a value whose weight is
+    0: behind a mask it may be NaN.
     """
     flat, base, step, tag = values
     E = acc.shape[1]
@@ -240,54 +286,61 @@ def mix_seen(s, rows, values, index, n, acc):
             weight = s[r, c]
             if weight == ZERO:
                 continue
-            at = base + index[c] * step
-            value = flat[at : at + E]
+            offset = base + index[c] * step
+            value = flat[offset : offset + E]
             for e in range(E):
-                row[e] += weight * widen(value[e], tag)
+                row[e] += weight * to_float32(value[e], tag)
 
 
-@fast_leaf
-def soften(s, rows, n, acc, top, total):
-    """Scores of all rows become weights relative to each row's maximum so far; what was summed
-    before is scaled to it.
+@njit_fast_leaf
+def online_softmax(s, rows, n, acc, top, total):
+    """Convert the scores of all rows to weights relative to the maximum of each row so far, and
+    rescale the earlier sums to it.
     """
     for r in range(rows):
-        line = s[r, :n]
-        most = max(top[r], largest(s, r * s.shape[1], n))
-        if most > top[r]:
-            shrink, row = exp(top[r] - most), acc[r]
-            total[r] *= shrink
+        scores = s[r, :n]
+        new_max = max(top[r], max_of(s, r * s.shape[1], n))
+        if new_max > top[r]:
+            correction, row = exp(top[r] - new_max), acc[r]
+            total[r] *= correction
             for e in range(row.shape[0]):
-                row[e] *= shrink
-            top[r] = most
+                row[e] *= correction
+            top[r] = new_max
         added = ZERO
-        if most == NONE:  # nothing was visible yet
+        if new_max == NEG_INF:  # nothing was visible yet
             for c in range(n):
-                line[c] = line[c] * ZERO if line[c] != line[c] else ZERO
-                added += line[c]
+                scores[c] = scores[c] * ZERO if scores[c] != scores[c] else ZERO
+                added += scores[c]
         else:
             for c in range(n):
-                weight = exp(line[c] - most)
-                line[c] = weight
+                weight = exp(scores[c] - new_max)
+                scores[c] = weight
                 added += weight
         total[r] += added
 
 
-@exact
-def _of(x, b, h, t):
-    """The line of an array [b,h,t,n] that serves a row of the batch, a head and a query."""
+@njit_strict
+def _row_of(x, b, h, t):
+    """Return the row of an array `[b, h, t, n]` for a batch row, a head and a query; a
+    dimension of 1 is shared.
+    """
     return x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(t, x.shape[2] - 1)]
 
 
-@exact
-def covers(b, g, tile, rows, T, mask):
-    """For contiguous keys: 2 if every row sees all of a tile, 0 if none sees any of it, else 1."""
+@njit_strict
+def tile_coverage(b, g, tile, rows, T, mask):
+    """Return for contiguous keys 2 if every row sees all of a tile, 0 if no row sees any of it,
+    else 1.
+    """
     _, origin, starts, stops, _ = mask
     heads = rows // T
     every, some = True, False
     p0, p1 = origin + tile[0], origin + tile[1]
     for r in range(rows):
-        lo, hi = _of(starts, b, g * heads + r // T, r % T), _of(stops, b, g * heads + r // T, r % T)
+        lo, hi = (
+            _row_of(starts, b, g * heads + r // T, r % T),
+            _row_of(stops, b, g * heads + r // T, r % T),
+        )
         whole = False
         for i in range(lo.shape[0]):
             whole |= lo[i] <= p0 and p1 <= hi[i]
@@ -296,33 +349,37 @@ def covers(b, g, tile, rows, T, mask):
     return 2 if every else 1 if some else 0
 
 
-@exact
-def see(b, h, t, tile, mask, seen):
-    """Which keys of a tile a query sees."""
-    where, origin, starts, stops, dense = mask
+@njit_strict
+def query_visibility(b, h, t, tile, mask, visible):
+    """Write which keys of a tile a query sees to `seen`."""
+    k_positions, origin, starts, stops, dense = mask
     j0, j1 = tile
     if dense.shape[3]:
-        line = _of(dense, b, h, t)
+        line = _row_of(dense, b, h, t)
         for j in range(j0, j1):
-            seen[j - j0] = line[j]
+            visible[j - j0] = line[j]
         return
-    lo, hi = _of(starts, b, h, t), _of(stops, b, h, t)
+    lo, hi = _row_of(starts, b, h, t), _row_of(stops, b, h, t)
     for j in range(j0, j1):
-        p = origin + j if where.shape[1] == 0 else where[min(b, where.shape[0] - 1), j]
+        p = (
+            origin + j
+            if k_positions.shape[1] == 0
+            else k_positions[min(b, k_positions.shape[0] - 1), j]
+        )
         inside = False
         for i in range(lo.shape[0]):
             inside |= lo[i] <= p < hi[i]
-        seen[j - j0] = inside and p >= 0
+        visible[j - j0] = inside and p >= 0
 
 
-@exact
-def _look(b, g, tile, rows, T, mask, vis, index):
-    """The keys of a tile that some row sees: how many, and whether every row sees each. Their
-    numbers go to index.
+@njit_strict
+def _gather_visible_keys(b, g, tile, rows, T, mask, vis, index):
+    """Write the indices of the keys of a tile that some row sees to `index`; return their
+    number and whether every row sees each of them.
     """
     heads = rows // T
     for r in range(rows):
-        see(b, g * heads + r // T, r % T, tile, mask, vis[r])
+        query_visibility(b, g * heads + r // T, r % T, tile, mask, vis[r])
     n, full = 0, True
     for c in range(tile[1] - tile[0]):
         some, every = False, True
@@ -338,11 +395,11 @@ def _look(b, g, tile, rows, T, mask, vis, index):
     return n, full
 
 
-@exact
-def adjust(s, b, g, rows, T, n, index, mask, extra):
-    """Softcap, then bias, on the scores of a tile."""
-    where, origin = mask[0], mask[1]
-    cap, symmetric, slopes, bias, q_where = extra
+@njit_strict
+def apply_softcap_and_bias(s, b, g, rows, T, n, index, mask, extra):
+    """Apply the softcap, then the bias, to the scores of a tile."""
+    k_positions, origin = mask[0], mask[1]
+    cap, symmetric, slopes, bias, q_positions = extra
     heads = rows // T
     for r in range(rows):
         h, t = g * heads + r // T, r % T
@@ -350,36 +407,41 @@ def adjust(s, b, g, rows, T, n, index, mask, extra):
             for c in range(n):
                 s[r, c] = cap * np.float32(math.tanh(s[r, c] / cap))
         if slopes.shape[0]:
-            q = q_where[min(b, q_where.shape[0] - 1), t]
+            q = q_positions[min(b, q_positions.shape[0] - 1), t]
             for c in range(n):
                 j = index[c]
-                p = origin + j if where.shape[1] == 0 else where[min(b, where.shape[0] - 1), j]
+                p = (
+                    origin + j
+                    if k_positions.shape[1] == 0
+                    else k_positions[min(b, k_positions.shape[0] - 1), j]
+                )
                 s[r, c] -= slopes[h] * np.float32(abs(q - p) if symmetric else q - p)
         if bias.shape[3]:
-            line = _of(bias, b, h, t)
+            line = _row_of(bias, b, h, t)
             for c in range(n):
                 s[r, c] += line[index[c]]
 
 
-@exact
-def finish(acc, top, total, out, lse):
-    """Weighted sums of a task's rows become its part of the output [R,E], and its lse [R]."""
+@njit_strict
+def write_output(acc, top, total, out, lse):
+    """Divide the weighted sums of a task by their totals, and write them to the output `[R, E]`
+    and the lse `[R]`.
+    """
     for r in range(out.shape[0]):
         some = total[r] != 0
-        lse[r] = (
-            np.float64(top[r]) + math.log(np.float64(total[r])) if some else NONE
-        )  # rounded once
+        # rounded once
+        lse[r] = np.float64(top[r]) + math.log(np.float64(total[r])) if some else NEG_INF
         for e in range(out.shape[1]):
             out[r, e] = acc[r, e] / total[r] if some else ZERO
 
 
-@exact
-def _join(out, lse):
-    """One row: out [P,E] and lse [P], joined into part 0."""
-    top = NONE
+@njit_strict
+def _join_row(out, lse):
+    """Join the splits of one row, out `[P, E]` and lse `[P]`, into split 0."""
+    top = NEG_INF
     for x in lse:
         top = x if x > top or x != x else top
-    if top == NONE:
+    if top == NEG_INF:
         return
     total = 0.0
     for x in lse:
@@ -394,23 +456,23 @@ def _join(out, lse):
     lse[0] = top + math.log(total)
 
 
-@exact
-def join(out, lse):
-    """Parts [B,G,P,R,E] joined by lse [B,G,P,R], into part 0 of both."""
+@njit_strict
+def join_splits(out, lse):
+    """Join the splits out `[B, G, P, R, E]` by their lse `[B, G, P, R]`, into split 0 of both."""
     B, G, _, R, _ = out.shape
     for b in range(B):
         for g in range(G):
             for r in range(R):
-                _join(out[b, g, :, r], lse[b, g, :, r])
+                _join_row(out[b, g, :, r], lse[b, g, :, r])
 
 
-@exact
+@njit_strict
 def run_tasks(address, call, keys, values):
-    """Tasks of the B G P of a call, while there are any: out [B,G,P,R,E] and lse [B,G,P,R] are
-    theirs to write.
+    """Take tasks of the B G P of a call until none is left, and write their results to out `[B, G,
+    P, R, E]` and lse `[B, G, P, R]`.
 
-    call: (q [B,G,R,D]; the scale; T; mask; extra; out; lse). keys, values: (flat memory, steps of
-        B, G and the tokens, tag, tokens S).
+    call: (q `[B, G, R, D]`, the scale, T, mask, extra, out, lse). keys, values: (flat memory,
+    strides of B, G and the tokens, tag, number of tokens S).
     """
     q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
@@ -426,86 +488,90 @@ def run_tasks(address, call, keys, values):
     contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
     plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
     while True:
-        task = take(address)
+        task = take_task(address)
         if task >= B * G * P:
             break
         b, g, p = task // (G * P), task // P % G, task % P
         q[:R] = q_all[b, g]
-        upper_halves(q, words)
+        to_bfloat16(q, words)
         acc[:] = 0
-        top[:] = NONE
+        top[:] = NEG_INF
         total[:] = 0
         head_k = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
         head_v = (values[0], b * values[1] + g * values[2], values[3], values[4])
         for i in range(p * share, min(tiles, (p + 1) * share)):
             tile = (i * TILE, min(S, (i + 1) * TILE))
-            cover = covers(b, g, tile, R, T, mask) if contiguous else 1
+            cover = tile_coverage(b, g, tile, R, T, mask) if contiguous else 1
             n, full = tile[1] - tile[0], True
             if cover == 2:
                 for c in range(n):
                     index[c] = tile[0] + c
             elif cover == 1:
-                n, full = _look(b, g, tile, R, T, mask, vis, index)
+                n, full = _gather_visible_keys(b, g, tile, R, T, mask, vis, index)
             if cover == 0 or n == 0:
                 continue
-            score((q, words, scale), R, head_k, index, n, s)
+            compute_scores((q, words, scale), R, head_k, index, n, s)
             if not plain:
-                adjust(s, b, g, R, T, n, index, mask, extra)
+                apply_softcap_and_bias(s, b, g, R, T, n, index, mask, extra)
             for r in range(R):
                 for c in range(0 if full else n):
                     if not vis[r, c]:
-                        s[r, c] = NONE
-            soften(s, R, n, acc, top, total)
+                        s[r, c] = NEG_INF
+            online_softmax(s, R, n, acc, top, total)
             if full:
-                mix(s, R, head_v, index, n, acc)
+                add_values(s, R, head_v, index, n, acc)
             else:
-                mix_seen(s, R, head_v, index, n, acc)
-        finish(acc, top, total, out[b, g, p], lse[b, g, p])
-        if done(address) == B * G * P - 1 and P > 1:
-            join(out, lse)
+                add_visible_values(s, R, head_v, index, n, acc)
+        write_output(acc, top, total, out[b, g, p], lse[b, g, p])
+        if finish_task(address) == B * G * P - 1 and P > 1:
+            join_splits(out, lse)
 
 
-@exact
-def call_of(given):
-    """q [B,G,R,D], the scale, T, mask, extra, out [B,G,P,R,E], lse [B,G,P,R] of a record."""
-    q = array_at(given.q, given.q_shape, np.float32)
-    out = array_at(given.out, given.out_shape, np.float32)
-    lse = array_at(given.lse, given.lse_shape, np.float32)
+@njit_strict
+def decode_arguments(arguments):
+    """Read a struct: q `[B, G, R, D]`, the scale, T, mask, extra, out `[B, G, P, R, E]`, lse
+    `[B, G, P, R]`.
+    """
+    q = array_4d_at(arguments.q, arguments.q_shape, np.float32)
+    out = array_4d_at(arguments.out, arguments.out_shape, np.float32)
+    lse = array_4d_at(arguments.lse, arguments.lse_shape, np.float32)
     B, G, R = q.shape[0], q.shape[1], q.shape[2]
     P, E = out.shape[1], out.shape[3]
     mask = (
-        array_at(given.k_positions, given.k_positions_shape, np.int64)[0, 0],
-        given.origin,
-        array_at(given.starts, given.starts_shape, np.int64),
-        array_at(given.stops, given.stops_shape, np.int64),
-        array_at(given.visible, given.visible_shape, np.bool_),
+        array_4d_at(arguments.k_positions, arguments.k_positions_shape, np.int64)[0, 0],
+        arguments.origin,
+        array_4d_at(arguments.starts, arguments.starts_shape, np.int64),
+        array_4d_at(arguments.stops, arguments.stops_shape, np.int64),
+        array_4d_at(arguments.visible, arguments.visible_shape, np.bool_),
     )
     extra = (
-        np.float32(given.softcap),
-        given.symmetric != 0,
-        array_at(given.slopes, given.slopes_shape, np.float32)[0, 0, 0],
-        array_at(given.bias, given.bias_shape, np.float32),
-        array_at(given.q_positions, given.q_positions_shape, np.int64)[0, 0],
+        np.float32(arguments.softcap),
+        arguments.symmetric != 0,
+        array_4d_at(arguments.slopes, arguments.slopes_shape, np.float32)[0, 0, 0],
+        array_4d_at(arguments.bias, arguments.bias_shape, np.float32),
+        array_4d_at(arguments.q_positions, arguments.q_positions_shape, np.int64)[0, 0],
     )
-    scale = np.float32(given.scale)
-    return q, scale, given.T, mask, extra, out.reshape(B, G, P, R, E), lse.reshape(B, G, P, R)
+    scale = np.float32(arguments.scale)
+    return q, scale, arguments.T, mask, extra, out.reshape(B, G, P, R, E), lse.reshape(B, G, P, R)
 
 
-RECORD = DECODE.dtype
+ARGUMENTS = DECODE_STRUCT.dtype
 
 
-def _entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    """Return the entry for one storage dtype and tag."""
+
     def entry(address: int) -> None:
-        given = record_at(address, RECORD)
-        S, k_steps, v_steps = given.S, given.k_steps, given.v_steps
-        keys = (memory_at(given.k, dtype), k_steps[0], k_steps[1], k_steps[2], tag, S)
-        values = (memory_at(given.v, dtype), v_steps[0], v_steps[1], v_steps[2], tag, S)
-        run_tasks(address, call_of(given), keys, values)
+        arguments = struct_at(address, ARGUMENTS)
+        S, k_steps, v_steps = arguments.S, arguments.k_steps, arguments.v_steps
+        keys = (memory_at(arguments.k, dtype), k_steps[0], k_steps[1], k_steps[2], tag, S)
+        values = (memory_at(arguments.v, dtype), v_steps[0], v_steps[1], v_steps[2], tag, S)
+        run_tasks(address, decode_arguments(arguments), keys, values)
 
     return entry
 
 
 @cache
-def entry(dtype: torch.dtype) -> int:
-    """The address of the entry for keys and values of a dtype."""
-    return address_of(_entry(*KINDS[dtype]))
+def entry_address(dtype: torch.dtype) -> int:
+    """Return the address of the compiled entry for keys and values of a dtype."""
+    return compile_entry(_make_entry(*STORAGE[dtype]))

@@ -1,5 +1,5 @@
-"""Half precision in registers: 16 bits widened to float32 and back, without a table and without a
-call, so that a loop over them is SIMD.
+"""Half precision in registers: bfloat16 and float16 numbers converted to and from float32
+without a table and without a call, so that loops over them are vectorised.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import exact
+from regard.ops.jit.compile import njit_strict
 
 BF16, FP16 = np.int8(0), np.int16(0)
-"""Tags that say by their type how 16 bits are meant."""
+"""Tags whose type says how 16 bits encode a number: int8 for bfloat16, int16 for float16."""
 
 
 @intrinsic
-def widen(context: Any, x: Any, tag: Any) -> Any:
-    """A stored number as float32: as it is, or from the 16 bits of a bfloat16 or a float16, as the
-    type of the tag says.
+def to_float32(context: Any, x: Any, tag: Any) -> Any:
+    """Convert a stored number to float32: a float32 unchanged, 16 bits as a bfloat16 or a
+    float16 according to the type of the tag.
     """
 
     def as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -40,8 +40,8 @@ def widen(context: Any, x: Any, tag: Any) -> Any:
 
 
 @intrinsic
-def float_of(context: Any, x: Any) -> Any:
-    """The 32 bits of an int32, read as a float32."""
+def bits_to_float(context: Any, x: Any) -> Any:
+    """Reinterpret the 32 bits of an int32 as a float32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -50,8 +50,8 @@ def float_of(context: Any, x: Any) -> Any:
 
 
 @intrinsic
-def bits_of(context: Any, x: Any) -> Any:
-    """The 32 bits of a float32, read as an int32."""
+def float_to_bits(context: Any, x: Any) -> Any:
+    """Reinterpret the 32 bits of a float32 as an int32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
@@ -59,46 +59,47 @@ def bits_of(context: Any, x: Any) -> Any:
     return types.int32(types.float32), code
 
 
-@exact
-def _bfloat(x):
-    """A float32 as the 16 bits of a bfloat16, to nearest, ties to even; NaN stays NaN."""
-    u = bits_of(x)
+@njit_strict
+def _round_to_bfloat16(x):
+    """Round a float32 to the 16 bits of a bfloat16, to nearest, ties to even; NaN stays NaN."""
+    u = float_to_bits(x)
     rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) >> np.int32(16)
     return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
 
 
-def _as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _unchanged(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Emit the code of the identity."""
     return args[0]
 
 
 @intrinsic
-def narrow(context: Any, x: Any, tag: Any, like: Any) -> Any:
-    """A float32 in the dtype of an array: as it is, or as 16 bits that mean what the type of the
-    tag says.
+def from_float32(context: Any, x: Any, tag: Any, like: Any) -> Any:
+    """Convert a float32 to the dtype of the array `like`: unchanged, or to 16 bits according to
+    the type of the tag.
     """
 
     def bfloat(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = types.uint16(types.float32)
-        return context.compile_internal(builder, lambda x: _bfloat(x), kind, args[:1])
+        return context.compile_internal(builder, lambda x: _round_to_bfloat16(x), kind, args[:1])
 
     def half(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     if like.dtype == types.float32:
-        return types.float32(types.float32, tag, like), _as_it_is
+        return types.float32(types.float32, tag, like), _unchanged
     return types.uint16(types.float32, tag, like), bfloat if tag == types.int8 else half
 
 
 @intrinsic
-def converted(context: Any, x: Any, tag: Any, like: Any) -> Any:
-    """A stored number for an array: 16 bits as they are where it holds such, else widened to
-    float32.
+def convert(context: Any, x: Any, tag: Any, like: Any) -> Any:
+    """Convert a stored number for the array `like`: 16 bits are copied if it holds 16-bit
+    numbers, else converted to float32.
     """
 
     def wide(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = types.float32(*signature.args[:2])
-        return context.compile_internal(builder, lambda x, tag: widen(x, tag), kind, args[:2])
+        return context.compile_internal(builder, lambda x, tag: to_float32(x, tag), kind, args[:2])
 
     if like.dtype == types.uint16:
-        return types.uint16(x, tag, like), _as_it_is
+        return types.uint16(x, tag, like), _unchanged
     return types.float32(x, tag, like), wide

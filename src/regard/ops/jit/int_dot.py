@@ -1,13 +1,14 @@
-"""Codes of 8 bits, weighed by whole numbers of 16: twice as many products to an instruction as in
-fp32.
+"""Weighted sums of 8-bit codes with 16-bit integer products: twice as many products per instruction
+as in fp32.
 
     sum_i w[r, i] x[i, c] = f_r (sum_i W[r, i] code[i, c] - 128 sum_i W[r, i]) + sum_i w[r, i]
     (zero[i] + 128 scale[i])
     W[r, i] = round(w[r, i] scale[i] / f_r),   f_r = max_i |w[r, i] scale[i]| / 32767
 
-Sums of 32 bits wrap around, and so does what is subtracted: what is left is exact where it is less
-than 2^31, up to `MOST` lines of at most 2^22 each. A weight is off by 2^-16 of the largest of its
-row, which numbers of 16 bits do not notice; fp32 would.
+The 32-bit sums may wrap around, and so may the term that is subtracted; the difference is exact
+while it is below 2^31, that is for up to `MAX_LINES` lines of at most 2^22 each. A weight is off by
+at most 2^-16 of the largest of its row, which is below the precision of 16-bit inputs but not of
+fp32 ones.
 """
 
 from __future__ import annotations
@@ -20,113 +21,119 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import compiled, has
-from regard.ops.jit.vectors import (
+from regard.ops.jit.compile import has_cpu_feature, njit_cached
+from regard.ops.jit.llvm_vectors import (
     LANES,
-    Loop,
-    ask,
-    data,
-    everywhere,
-    largest_size,
-    line,
-    number,
-    put,
-    turns,
+    LLVMLoop,
+    array_data,
+    broadcast,
+    i64_constant,
+    max_abs_of,
+    prefetch_bytes,
+    row_pointer,
+    shuffle_mask,
+    store,
 )
 
-THERE = has("avx512bw")
-"""Whether the processor multiplies pairs of 16 bits in long registers."""
+HAS_INT_DOT = has_cpu_feature("avx512bw")
+"""Whether the processor multiplies pairs of 16-bit integers in registers of 512 bits."""
 
-ROWS, MOST = 4, 511
-WIDE = 64
-"""Columns that are summed together: whole lines of the cache, of two lines of codes, so that sums
-stay in registers.
+ROWS, MAX_LINES = 4, 511
+BLOCK_COLUMNS = 64
+"""The columns that are summed together: two cache lines of codes, so that the sums stay in
+registers.
 """
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
-_SUMS, _PAIRS = ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
+_I32_VECTOR, _I16_VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
 
 
-def _pairs(builder: Any, codes: Any, at: tuple[Any, Any], columns: int) -> list[Any]:
-    """Codes of two lines, side by side as numbers of 16 bits: the even columns of each eight words,
-    and the odd ones.
+def _load_code_pairs(builder: Any, codes: Any, offsets: tuple[Any, Any], columns: int) -> list[Any]:
+    """Load codes of two lines as adjacent 16-bit numbers: the even columns of each eight words,
+    then the odd ones.
     """
-    kind = ir.VectorType(_I16, columns // 2)
+    vector_type = ir.VectorType(_I16, columns // 2)
     a, b = (
-        builder.load(builder.bitcast(builder.gep(codes, [x]), kind.as_pointer()), align=1)
-        for x in at
+        builder.load(builder.bitcast(builder.gep(codes, [x]), vector_type.as_pointer()), align=1)
+        for x in offsets
     )
-    low = ir.Constant(_PAIRS, [0xFF] * (2 * LANES))
-    high = ir.Constant(_PAIRS, [8] * (2 * LANES))
-    found = []
-    for order in _orders(columns):
-        words = builder.shuffle_vector(a, b, turns(order))
-        found += [builder.and_(words, low), builder.lshr(words, high)]
-    return found
+    low = ir.Constant(_I16_VECTOR, [0xFF] * (2 * LANES))
+    high = ir.Constant(_I16_VECTOR, [8] * (2 * LANES))
+    results = []
+    for order in _word_orders(columns):
+        words = builder.shuffle_vector(a, b, shuffle_mask(order))
+        results += [builder.and_(words, low), builder.lshr(words, high)]
+    return results
 
 
-def _orders(columns: int) -> list[list[int]]:
-    """Words of two lines in turns, register by register; of a wide line what stands in the lower
-    and upper halves of quarters.
+def _word_orders(columns: int) -> list[list[int]]:
+    """Return the order of the words of two lines in each register: alternating between the
+    lines, and for a wide line by the lower and upper halves of its quarters.
     """
     words = columns // 2
     runs: list[list[int]] = [list(range(words))]
-    if columns == WIDE:
+    if columns == BLOCK_COLUMNS:
         runs = [[q + i for q in range(0, words, 8) for i in range(j, j + 4)] for j in (0, 4)]
     return [[i for word in run for i in (word, words + word)] for run in runs]
 
 
-def _columns(columns: int) -> list[int]:
-    """Where a column's sum stands, in the sums of all registers."""
+def _column_lanes(columns: int) -> list[int]:
+    """Return the lane of each column's sum, counted over the sums of all registers."""
     words = columns // 2
-    at = {}
-    for n, order in enumerate(_orders(columns)):
+    lane_of = {}
+    for n, order in enumerate(_word_orders(columns)):
         for lane, word in enumerate(x for x in order if x < words):
-            at[2 * word], at[2 * word + 1] = 2 * n * LANES + lane, (2 * n + 1) * LANES + lane
-    return [at[c] for c in range(columns)]
+            lane_of[2 * word], lane_of[2 * word + 1] = (
+                2 * n * LANES + lane,
+                (2 * n + 1) * LANES + lane,
+            )
+    return [lane_of[c] for c in range(columns)]
 
 
-def _sum(columns: int) -> Any:
-    """The sums of four rows over pairs of lines, for so many columns.
+def _make_sum(columns: int) -> Any:
+    """Return a compiled function that sums four rows over pairs of lines, for `columns` columns.
 
-    lines: (bytes of the codes, byte of the first line, step to the next, how many: even; byte from
-        which on lines are asked for, in order). weights: (whole numbers [R,n], factors [R], what is
-        added to every number of a row [R], the sums of the whole numbers [R]). out: (array [R,n],
-        first row, first column, whether it is written anew).
+    lines: (bytes of the codes, byte of the first line, stride to the next line, an even number of
+    lines, byte from which lines are prefetched in order). weights: (integers `[R, n]`, factors
+    `[R]`, the term added to every number of a row `[R]`, the sums of the integers `[R]`). out:
+    (array `[R, n]`, first row, first column, whether it is overwritten).
     """
 
     def loop(context: Any, lines: Any, weights: Any, out: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            flat, start, step, count, later = cgutils.unpack_tuple(builder, args[0])
-            whole, *ends = cgutils.unpack_tuple(builder, args[1])
-            array, first, column, fresh = cgutils.unpack_tuple(builder, args[2])
-            rows = [builder.add(first, number(r)) for r in range(ROWS)]
-            codes = data(context, builder, lines[0], flat)
-            lines_of = [line(context, builder, weights[0], whole, r) for r in rows]
+            flat, start, step, count, prefetch_start = cgutils.unpack_tuple(builder, args[0])
+            whole, *row_vectors = cgutils.unpack_tuple(builder, args[1])
+            array, first, column, overwrite = cgutils.unpack_tuple(builder, args[2])
+            rows = [builder.add(first, i64_constant(r)) for r in range(ROWS)]
+            codes = array_data(context, builder, lines[0], flat)
+            lines_of = [row_pointer(context, builder, weights[0], whole, r) for r in rows]
             words = [builder.bitcast(x, _I32.as_pointer()) for x in lines_of]
             n = columns // LANES
-            nothing = [ir.Constant(_SUMS, [0] * LANES)] * (n * ROWS)
-            loop = Loop(builder, number(0), count, 2, nothing)
-            at = builder.add(start, builder.mul(loop.i, step))
-            next_at = builder.add(later, builder.mul(loop.i, number(columns)))
-            ask(builder, builder.gep(codes, [next_at]), 0, 2 * columns)
-            pairs = _pairs(builder, codes, (at, builder.add(at, step)), columns)
-            after = []
+            nothing = [ir.Constant(_I32_VECTOR, [0] * LANES)] * (n * ROWS)
+            loop = LLVMLoop(builder, i64_constant(0), count, 2, nothing)
+            position = builder.add(start, builder.mul(loop.index, step))
+            next_at = builder.add(prefetch_start, builder.mul(loop.index, i64_constant(columns)))
+            prefetch_bytes(builder, builder.gep(codes, [next_at]), 0, 2 * columns)
+            pairs = _load_code_pairs(
+                builder, codes, (position, builder.add(position, step)), columns
+            )
+            next_sums = []
             for r, place in enumerate(words):
-                word = builder.load(builder.gep(place, [builder.lshr(loop.i, number(1))]))
-                weight = builder.bitcast(everywhere(builder, word), _PAIRS)
+                word = builder.load(builder.gep(place, [builder.lshr(loop.index, i64_constant(1))]))
+                weight = builder.bitcast(broadcast(builder, word), _I16_VECTOR)
                 for j, x in enumerate(pairs):
-                    more = builder.call(_product(builder), [x, weight])
-                    after.append(builder.add(loop.now[n * r + j], more))
-            done = loop.close(after)
+                    more = builder.call(_multiply_add_pairs(builder), [x, weight])
+                    next_sums.append(builder.add(loop.now[n * r + j], more))
+            final = loop.close(next_sums)
             for i, r in enumerate(rows):
-                found = _joined(builder, done[n * i : n * (i + 1)], _columns(columns))
-                kinds = zip(weights[1:], ends, strict=True)
-                given = [
-                    builder.load(builder.gep(data(context, builder, k, x), [r])) for k, x in kinds
+                sums = _concatenate(builder, final[n * i : n * (i + 1)], _column_lanes(columns))
+                kinds = zip(weights[1:], row_vectors, strict=True)
+                row_values = [
+                    builder.load(builder.gep(array_data(context, builder, k, x), [r]))
+                    for k, x in kinds
                 ]
-                place = builder.gep(line(context, builder, out[0], array, r), [column])
-                _give(builder, found, given, place, fresh)
+                place = builder.gep(row_pointer(context, builder, out[0], array, r), [column])
+                _store_rescaled(builder, sums, row_values, place, overwrite)
             return context.get_dummy_value()
 
         return types.void(lines, weights, out), code
@@ -134,81 +141,92 @@ def _sum(columns: int) -> Any:
     return intrinsic(loop)
 
 
-def _joined(builder: Any, vectors: list[Any], order: list[int]) -> Any:
-    """Vectors as one, its numbers in an order."""
+def _concatenate(builder: Any, vectors: list[Any], order: list[int]) -> Any:
+    """Concatenate vectors into one, with its numbers in the given order."""
     while len(vectors) > 1:
-        every = turns(range(2 * vectors[0].type.count))
+        every = shuffle_mask(range(2 * vectors[0].type.count))
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         vectors = [builder.shuffle_vector(a, b, every) for a, b in pairs]
     return builder.shuffle_vector(
-        vectors[0], ir.Constant(vectors[0].type, ir.Undefined), turns(order)
+        vectors[0], ir.Constant(vectors[0].type, ir.Undefined), shuffle_mask(order)
     )
 
 
-def _product(builder: Any) -> Any:
-    """Products of neighbours, added: 32 numbers of 16 bits each -> 16 of 32."""
-    kind = ir.FunctionType(_SUMS, [_PAIRS, _PAIRS])
+def _multiply_add_pairs(builder: Any) -> Any:
+    """Return the LLVM function that multiplies 32 pairs of 16-bit integers and adds
+    neighbouring products: 16 sums of 32 bits.
+    """
+    kind = ir.FunctionType(_I32_VECTOR, [_I16_VECTOR, _I16_VECTOR])
     return cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.pmaddw.d.512")
 
 
-def _give(builder: Any, found: Any, given: list[Any], place: Any, fresh: Any) -> None:
-    """Whole numbers, counted from the middle, times what one is worth, and one more number: added
-    to what is there, or in its place.
+def _store_rescaled(
+    builder: Any, integers: Any, row_values: list[Any], place: Any, overwrite: Any
+) -> None:
+    """Subtract the middle of the codes from integer sums, multiply by the value of one unit,
+    add one more number, and store the result or add it to the stored numbers.
     """
-    worth, plus, total = given
-    columns = found.type.count
+    unit, added, weight_sum = row_values
+    columns = integers.type.count
     wide = ir.VectorType(ir.FloatType(), columns)
-    middle = builder.shl(total, ir.Constant(_I32, 7))
-    found = builder.sub(found, everywhere(builder, middle, columns))
-    x = builder.fmul(builder.sitofp(found, wide), everywhere(builder, worth, columns))
-    x = builder.fadd(x, everywhere(builder, plus, columns))
+    middle = builder.shl(weight_sum, ir.Constant(_I32, 7))
+    integers = builder.sub(integers, broadcast(builder, middle, columns))
+    x = builder.fmul(builder.sitofp(integers, wide), broadcast(builder, unit, columns))
+    x = builder.fadd(x, broadcast(builder, added, columns))
     old = builder.load(builder.bitcast(place, wide.as_pointer()), align=4)
     nothing = ir.Constant(wide, [0.0] * columns)
-    before = builder.select(builder.trunc(fresh, ir.IntType(1)), nothing, old)
-    put(builder, builder.fadd(before, x), place, columns)
+    before = builder.select(builder.trunc(overwrite, ir.IntType(1)), nothing, old)
+    store(builder, builder.fadd(before, x), place, columns)
 
 
-_sum_64, _sum_32 = _sum(WIDE), _sum(WIDE // 2)
-leaf = compiled(fastmath=("contract", "nsz"), makes_arrays=False)
+_sum_64_columns, _sum_32_columns = _make_sum(BLOCK_COLUMNS), _make_sum(BLOCK_COLUMNS // 2)
+njit_leaf = njit_cached(fastmath=("contract", "nsz"), makes_arrays=False)
 
 
-@leaf
-def _round(weighed, rows, count, whole, factors, totals):
-    """Weights [R,n] as whole numbers of 16 bits, what one of them is worth [R], and their sums
-    [R].
+@njit_leaf
+def _quantize_weights(weighed, rows, count, whole, factors, totals):
+    """Convert weights `[R, n]` to 16-bit integers; also compute the value of one unit `[R]` and
+    the sums of the integers `[R]`.
     """
     for r in range(rows):
-        given, line, total = weighed[r], whole[r], np.int32(0)
-        largest = largest_size(weighed, r * weighed.shape[1], count)
-        usual = np.float32(0) < largest < np.float32(np.inf)
+        row_weights, line, total = weighed[r], whole[r], np.int32(0)
+        largest = max_abs_of(weighed, r * weighed.shape[1], count)
+        is_regular = np.float32(0) < largest < np.float32(np.inf)
         factors[r] = largest / np.float32(32767)
-        turn = np.float32(32767) / largest if usual else np.float32(0)
+        inverse_unit = np.float32(32767) / largest if is_regular else np.float32(0)
         for i in range(count):
-            word = np.int32(np.rint(given[i] * turn))
-            line[i] = np.int16(word)
-            total += word
+            integer = np.int32(np.rint(row_weights[i] * inverse_unit))
+            line[i] = np.int16(integer)
+            total += integer
         totals[r] = total
 
 
-@leaf
-def sum_words(rows, lines, columns, weighed, added, scratch, out):
-    """`decode_quantised.sum_lines` for rows that are a whole number of `ROWS`, and columns of 32.
+@njit_leaf
+def int_weighted_sums(rows, lines, columns, weighed, added, scratch, out):
+    """Compute `decode_quantized_loops.weighted_line_sums` for a multiple of `ROWS` rows and of 32
+    columns.
 
-    lines: (codes, byte of the first line, step, how many: even; byte from which as much is read
-        next). weighed: [R,n] with the scales in them. scratch: (int16 [R,n], [R], int32 [R]). out:
-        (array [R,n], first column, whether it is written anew).
+    lines: (codes, byte of the first line, stride, an even number of lines, byte from which as many
+    bytes are prefetched). weighed: `[R, n]`, weights times the scales of the lines. scratch: (int16
+    `[R, n]`, `[R]`, int32 `[R]`). out: (array `[R, n]`, first column, whether it is overwritten).
     """
     whole, factors, totals = scratch
-    codes, at, step, count, later = lines
-    z, first, fresh = out
-    _round(weighed, rows, count, whole, factors, totals)
+    codes, first_byte, step, count, prefetch_start = lines
+    z, first, overwrite = out
+    _quantize_weights(weighed, rows, count, whole, factors, totals)
     weights = (whole, factors, added, totals)
-    wide, c = columns // WIDE * WIDE, 0
+    wide, c = columns // BLOCK_COLUMNS * BLOCK_COLUMNS, 0
     while c < columns:
         for r in range(0, rows, ROWS):
-            there = (codes, at + c, step, count, later + c * count if r == 0 else at + c)
+            block = (
+                codes,
+                first_byte + c,
+                step,
+                count,
+                prefetch_start + c * count if r == 0 else first_byte + c,
+            )
             if c < wide:
-                _sum_64(there, weights, (z, r, first + c, fresh))
+                _sum_64_columns(block, weights, (z, r, first + c, overwrite))
             else:
-                _sum_32(there, weights, (z, r, first + c, fresh))
-        c += WIDE if c < wide else WIDE // 2
+                _sum_32_columns(block, weights, (z, r, first + c, overwrite))
+        c += BLOCK_COLUMNS if c < wide else BLOCK_COLUMNS // 2

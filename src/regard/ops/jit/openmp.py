@@ -1,19 +1,21 @@
-"""Threads for compiled loops: torch's own OpenMP threads where they are found, and Python threads
-where they are not.
+"""Threads for compiled loops: torch's own OpenMP threads where they are found, otherwise Python
+threads.
 
-Between its products torch's threads spin for work. Threads of ours beside them lose up to a fifth
-of the memory's speed to that (LOG.md), and wake up a hundred times more slowly: so an entry is run
-by the same team of threads, from its address. This module is the only one that looks for OpenMP:
+Between its products torch's threads spin while they wait for work. Other threads beside them lose
+up to a fifth of the memory bandwidth (LOG.md) and wake up a hundred times more slowly, so an entry
+is run by the same threads, through its address. This module is the only one that searches for
+OpenMP:
 
-1. `libraries` lists the OpenMP libraries that this process has loaded, torch's own first. It reads
-   /proc/self/maps, so it finds them on Linux only.
-2. `openmp_of` asks each of them for `GOMP_parallel`, which GNU's, LLVM's and Intel's all have.
-3. Where none has it (another system, a torch without OpenMP), and in a process that was forked off
-   (a child has none of the team), `run` falls back to `Pool`: plain Python threads, as many, with
-   the same results.
+1. `loaded_openmp_libraries` lists the OpenMP libraries that this process has loaded, torch's own
+first. It reads /proc/self/maps and so works on Linux only.
+2. `find_gomp_parallel` looks up `GOMP_parallel` in each of them; GNU's, LLVM's and Intel's
+libraries all have it.
+3. Where none has it (another system, a torch without OpenMP), and in a forked process (a child has
+none of its parent's threads), `run_entry` falls back to `ThreadPool`: as many Python threads, with
+the same results.
 
-Numba's own threading layers are not used: one of them dies when two Python threads call it, another
-after a fork, and all keep threads beside torch's that spin for work.
+Numba's own threading layers are not used: one of them crashes when two Python threads call it,
+another after a fork, and all keep spinning threads beside torch's.
 """
 
 from __future__ import annotations
@@ -30,21 +32,21 @@ from typing import Any
 
 import torch
 
-from regard.ops.jit.records import Words
+from regard.ops.jit.argument_structs import PackedStruct
 
-Parallel = Callable[[int, int, int, int], None]
-"""`GOMP_parallel(function, its argument, threads, flags)`, addresses as numbers."""
+ParallelFunction = Callable[[int, int, int, int], None]
+"""`GOMP_parallel(function, its argument, threads, flags)`, with addresses as integers."""
 
-MAPS = Path("/proc/self/maps")
-"""What this process has loaded, on Linux."""
+PROC_MAPS = Path("/proc/self/maps")
+"""The file that lists what this process has loaded, on Linux."""
 
 
-class Pool:
-    """Runs `work(part, parts)` for every part at once in Python threads; the caller's thread does
-    part 0.
+class ThreadPool:
+    """Runs `work(part, parts)` for every part at the same time in Python threads; part 0 runs in
+    the calling thread.
 
     >>> done = []
-    >>> Pool().run(lambda part, parts: done.append((part, parts)), 1)
+    >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
     >>> done
     [(0, 1)]
     """
@@ -57,7 +59,9 @@ class Pool:
             os.register_at_fork(after_in_child=self._forget)
 
     def run(self, work: Callable[[int, int], Any], parts: int) -> None:
-        """Do all parts, and come back when they are done; an exception of any of them is raised."""
+        """Run all parts and return when they are finished; an exception in any of them is
+        raised.
+        """
         if parts <= 1:
             work(0, 1)
             return
@@ -78,77 +82,80 @@ class Pool:
             return self._executor
 
     def _forget(self) -> None:
-        """A child has none of its parent's threads."""
+        """Reset the pool in a forked child, which has none of its parent's threads."""
         self._lock, self._executor, self._size = Lock(), None, 0
 
 
-POOL = Pool()
-_Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+THREAD_POOL = ThreadPool()
+_EntryPrototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _forked = False
 
 
-def _fork() -> None:
+def _mark_as_forked() -> None:
     global _forked
     _forked = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fork)
+    os.register_at_fork(after_in_child=_mark_as_forked)
 
 
-def threads() -> int:
-    """How many: as many as torch uses."""
+def thread_count() -> int:
+    """Return the number of threads: as many as torch uses."""
     return torch.get_num_threads()
 
 
-def run(entry: int, record: Words, workers: int) -> None:
-    """Call an entry with a record in so many threads at once, and come back when all are done.
+def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
+    """Call an entry with an argument struct in several threads at once, and return when all have
+    finished.
 
     Args:
-        entry: the address of the compiled code (`regard.ops.jit.entries.address_of`).
-        record: as `regard.ops.jit.records.Record.pack` makes it. The threads share its counters:
-            `regard.ops.jit.entries.take` hands out the tasks.
-        workers: threads, the caller's among them.
+        entry: the address of the compiled code, from `regard.ops.jit.entry_points.compile_entry`.
+        record: the struct, from `regard.ops.jit.argument_structs.StructLayout.pack`. The threads
+            share its counters; `regard.ops.jit.entry_points.take_task` assigns the tasks.
+        workers: the number of threads, including the calling thread.
     """
     address = record.buffer_info()[0]
     if workers <= 1:
-        _as_function(entry)(address)
-    elif not _forked and (parallel := openmp()) is not None:
+        _callable_at(entry)(address)
+    elif not _forked and (parallel := torch_openmp()) is not None:
         parallel(entry, address, workers, 0)
     else:
-        function = _as_function(entry)
-        POOL.run(lambda _part, _of: function(address), workers)
+        function = _callable_at(entry)
+        THREAD_POOL.run(lambda _part, _of: function(address), workers)
 
 
 @cache
-def _as_function(entry: int) -> Callable[[int], None]:
-    """It lets go of the interpreter while it runs."""
-    return _Entry(entry)
+def _callable_at(entry: int) -> Callable[[int], None]:
+    """Return the code at an address as a function, which releases the interpreter lock while it
+    runs.
+    """
+    return _EntryPrototype(entry)
 
 
 @cache
-def openmp() -> Parallel | None:
-    """The threads of the OpenMP library that torch uses; None where there are none to be had."""
-    return openmp_of(libraries())
+def torch_openmp() -> ParallelFunction | None:
+    """Return `GOMP_parallel` of the OpenMP library that torch uses, or None if there is none."""
+    return find_gomp_parallel(loaded_openmp_libraries())
 
 
-def openmp_of(paths: Iterable[str]) -> Parallel | None:
-    """`GOMP_parallel` of the first library that can be opened and has it."""
+def find_gomp_parallel(paths: Iterable[str]) -> ParallelFunction | None:
+    """Return `GOMP_parallel` of the first library that can be opened and has it, or None."""
     for path in paths:
         try:
-            found: Any = ctypes.CDLL(path).GOMP_parallel
+            symbol: Any = ctypes.CDLL(path).GOMP_parallel
         except (OSError, AttributeError):
             continue
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-        function: Parallel = found
+        symbol.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        symbol.restype = None
+        function: ParallelFunction = symbol
         return function
     return None
 
 
-def libraries(maps: Path = MAPS) -> list[str]:
-    """Loaded OpenMP libraries, torch's own first; none where the system does not list what is
-    loaded.
+def loaded_openmp_libraries(maps: Path = PROC_MAPS) -> list[str]:
+    """Return the paths of the loaded OpenMP libraries, torch's own first; empty where the
+    system does not list what is loaded.
     """
     if not maps.exists():
         return []

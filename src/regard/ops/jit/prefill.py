@@ -1,11 +1,11 @@
-"""The second door of the compiled CPU kernels: prefill, many queries, and its gradient.
+"""Prefill on a CPU: many queries, and their gradient.
 
-`PrefillArgs` holds what a call asks. `prefill` packs keys and values into the panels that products
-of small matrices read (`product`), then has blocks of queries computed (`prefill_loops`);
-`prefill_with_gradient` is the same for autograd, whose backward pass goes through the same blocks
-again (`gradient_loops`). A call takes milliseconds, so arguments go through Numba's own
-dispatchers, and threads are those of `openmp.POOL`. Compiled code checks nothing: the caller has
-checked sizes, dtypes and devices. Numba is imported when the first call comes.
+`PrefillArgs` holds the arguments. `prefill` packs keys and values into the panels that the matrix
+products read (`matmul`), then computes blocks of queries (`prefill_loops`); `prefill_with_gradient`
+is its form for autograd, whose backward pass goes through the same blocks again
+(`prefill_gradient_loops`). A call takes milliseconds, so arguments go through Numba's dispatchers
+and threads are those of `openmp.THREAD_POOL`. Compiled code checks nothing: the caller has checked
+sizes, dtypes and devices. Numba is imported at the first call.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ from torch.autograd.function import once_differentiable
 
 from regard.ops.jit import openmp
 
-_FAR = 1 << 62
+_NO_POSITION = 1 << 62
+"""Larger than any position."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillArgs:
-    """Queries, keys and values, which pairs are visible, and what is added to their scores.
+    """The arguments of prefill: queries, keys and values, which pairs are visible, and the terms
+    that are added to the scores.
 
-    Attributes:
-        q, k, v: [B,H,T,D], [B,G,S,D] and [B,G,S,E], of any strides.
-        scale: of the scores.
-        softcap: 0 is none.
-        symmetric: whether ALiBi is.
-        slopes: fp32 [H] of ALiBi, or [0].
-        q_positions, k_positions: int64 [b,T] and [b,S], below 0 where a slot holds nothing.
-        starts, stops: int64 [b,h,t,n], the ranges of positions that a query sees.
+    Args:
+        q: queries `[B, H, T, D]` of any strides.
+        k: keys `[B, G, S, D]` of any strides.
+        v: values `[B, G, S, E]` of any strides.
+        scale: the factor on q . k.
+        softcap: the bound on the scores; 0: none.
+        symmetric: whether ALiBi is symmetric.
+        slopes: the slopes of ALiBi, fp32 `[H]`, or `[0]`.
+        q_positions: the positions of the queries, int64 `[b, T]`, below 0 for empty slots.
+        k_positions: the positions of the keys, int64 `[b, S]`, below 0 for empty slots.
+        starts: the starts of the ranges of positions that a query sees, int64 `[b, h, t, n]`.
+        stops: the ends of these ranges, in the same shape.
     """
 
     q: Tensor
@@ -52,53 +58,57 @@ class PrefillArgs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """B, H, G, T, S, D, E."""
+        """The sizes B, H, G, T, S, D and E."""
         (B, H, T, D), (_, G, S, E) = self.q.shape, self.v.shape
         return B, H, G, T, S, D, E
 
 
 def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B,H,T,E] in the dtype of q; of each row the largest score m, or 0 if it sees nothing,
-    and sum e^(s - m), fp32 [B,H,T].
+    """Compute attention; return the output `[B, H, T, E]` in the dtype of q, and for each row the
+    largest score m (0 if it sees nothing) and sum e^(s - m), fp32 `[B, H, T]`.
 
-    Keys and values are packed, then blocks of queries are tasks.
+    Keys and values are packed first; then each task is a block of queries.
     """
+    from regard.ops.jit import matmul
     from regard.ops.jit import prefill_loops as loops
-    from regard.ops.jit import product
 
     B, H, G, T, _, D, E = args.sizes
-    workers = openmp.threads()
+    workers = openmp.thread_count()
     out = torch.empty(B, H, T, E, dtype=args.q.dtype)
-    top, total = torch.empty(B, H, T), torch.empty(B, H, T)
-    packed, depth = _pack(args, workers)
-    share = math.ceil(B * G * T * (H // G) / workers)
-    step = min(loops.ROWS, up(share, product.STEP))
-    sizes = (B, H, G, T, E, step, depth)
-    mask, extra, queries = _mask(args), _extra(args), (*_memory(args.q), D)
-    results = _numbers(out), _numbers(top), _numbers(total)
+    max_score, scaled_sum = torch.empty(B, H, T), torch.empty(B, H, T)
+    panels, packed_dims = _pack_keys_and_values(args, workers)
+    rows_per_worker = math.ceil(B * G * T * (H // G) / workers)
+    block_rows = min(loops.MAX_BLOCK_ROWS, round_up(rows_per_worker, matmul.REGISTER_ROWS))
+    sizes = (B, H, G, T, E, block_rows, packed_dims)
+    mask, extra, queries = _mask_arguments(args), _score_arguments(args), (*_flat_memory(args.q), D)
+    results = _flat_array(out), _flat_array(max_score), _flat_array(scaled_sum)
 
-    def work(part: int, of: int) -> None:
-        scratch = _scratch(args, step, depth)
-        loops.run_tasks(queries, packed, sizes, mask, extra, scratch, results, part, of)
+    def work(worker: int, worker_count: int) -> None:
+        scratch = _forward_scratch(args, block_rows, packed_dims)
+        loops.run_tasks(queries, panels, sizes, mask, extra, scratch, results, worker, worker_count)
 
-    openmp.POOL.run(work, workers)
-    return out, top, total
+    openmp.THREAD_POOL.run(work, workers)
+    return out, max_score, scaled_sum
 
 
 def prefill_with_gradient(args: PrefillArgs) -> tuple[Tensor, Tensor]:
-    """out [B,H,T,E] and lse [B,H,T], with gradients for q, k and v. It saves no scores."""
-    found: tuple[Tensor, Tensor] = _WithGradient.apply(args, args.q, args.k, args.v)
-    return found
+    """Return the output `[B, H, T, E]` and the lse `[B, H, T]`, with gradients for q, k and v.
+    No scores are saved.
+    """
+    results: tuple[Tensor, Tensor] = _PrefillFunction.apply(args, args.q, args.k, args.v)
+    return results
 
 
-class _WithGradient(torch.autograd.Function):
+class _PrefillFunction(torch.autograd.Function):
+    """Autograd function of `prefill`, for the gradients of q, k and v."""
+
     @staticmethod
     def forward(
         ctx: Any, args: PrefillArgs, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, top, total = prefill(args)
         ctx.save_for_backward(q, k, v, out, top, total)
-        # what autograd keeps for us is not kept a second time
+        # autograd saves q, k and v already; the saved arguments hold their shapes only
         ctx.args = replace(args, **{x: getattr(args, x).detach().to("meta") for x in "qkv"})
         ctx.set_materialize_grads(False)
         return out, top + total.log()
@@ -117,91 +127,102 @@ class _WithGradient(torch.autograd.Function):
 def prefill_gradient(
     args: PrefillArgs, out: Tensor, saved: tuple[Tensor, Tensor], d_out: Tensor, d_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v.
+    """Return the gradients of q, k and v.
 
     Args:
-        args: as `prefill` was given them.
-        out: what it gave.
-        saved: of each row [B,H,T] the largest score, and the sum of e^(score - largest).
-        d_out, d_lse: the gradients of out and lse.
+        args: the arguments of `prefill`.
+        out: its output.
+        saved: for each row `[B, H, T]` the largest score, and the sum of e^(score - largest).
+        d_out: the gradient of the output.
+        d_lse: the gradient of the lse.
     """
-    from regard.ops.jit import gradient_loops as loops
-    from regard.ops.jit.prefill_loops import ROWS
-    from regard.ops.jit.product import PANEL, STEP
+    from regard.ops.jit import prefill_gradient_loops as loops
+    from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
+    from regard.ops.jit.prefill_loops import MAX_BLOCK_ROWS
 
     B, H, G, T, S, D, E = args.sizes
-    workers, n = openmp.threads(), H // G
-    step = min(ROWS, up(T * n, STEP))
-    splits = min(workers // math.gcd(B * G, workers), max(4, n), -(-T * n // step))
-    packed = _pack_for_gradient(args, workers)
+    workers, group_size = openmp.thread_count(), H // G
+    step = min(MAX_BLOCK_ROWS, round_up(T * group_size, REGISTER_ROWS))
+    splits = min(
+        workers // math.gcd(B * G, workers), max(4, group_size), -(-T * group_size // step)
+    )
+    packed = _pack_for_backward(args, workers)
     d_q = torch.empty(args.q.shape, dtype=args.q.dtype)
-    panels = (splits, B * G, up(S, PANEL) // PANEL)
-    d_k, d_v = (torch.zeros(*panels, up(size, STEP), PANEL) for size in (D, E))
-    given = ((*_memory(args.q), D), (*_memory(d_out), E), (*_memory(out), E))
+    panels = (splits, B * G, round_up(S, PANEL_COLUMNS) // PANEL_COLUMNS)
+    d_k, d_v = (
+        torch.zeros(*panels, round_up(size, REGISTER_ROWS), PANEL_COLUMNS) for size in (D, E)
+    )
+    row_inputs = ((*_flat_memory(args.q), D), (*_flat_memory(d_out), E), (*_flat_memory(out), E))
     sizes = (B, H, G, T, step, splits)
-    rows = tuple(_numbers(x.contiguous()) for x in (*saved, d_lse))
-    rest = _mask(args), _extra(args), rows
-    results = tuple(_numbers(x) for x in (d_q, d_k, d_v))
+    rows = tuple(_flat_array(x.contiguous()) for x in (*saved, d_lse))
+    call_data = _mask_arguments(args), _score_arguments(args), rows
+    results = tuple(_flat_array(x) for x in (d_q, d_k, d_v))
 
-    def work(part: int, of: int) -> None:
-        scratch = _scratch_for_gradient(args, step)
-        loops.run_tasks(given, packed, sizes, *rest, scratch, results, part, of)
+    def work(worker: int, worker_count: int) -> None:
+        scratch = _backward_scratch(args, step)
+        loops.run_tasks(
+            row_inputs, packed, sizes, *call_data, scratch, results, worker, worker_count
+        )
 
-    openmp.POOL.run(work, workers)
-    return d_q, _unpacked(d_k, args.k, args.scale), _unpacked(d_v, args.v, 1.0)
+    openmp.THREAD_POOL.run(work, workers)
+    return d_q, _unpack_gradient(d_k, args.k, args.scale), _unpack_gradient(d_v, args.v, 1.0)
 
 
-def up(n: int, step: int) -> int:
-    """The least multiple of a step that is not below n.
+def round_up(n: int, step: int) -> int:
+    """Return the smallest multiple of `step` that is at least `n`.
 
-    >>> up(70, 64)
+    >>> round_up(70, 64)
     128
     """
     return -(-n // step) * step
 
 
-def _together(args: PrefillArgs) -> int:
-    """How many factors stand together: two bfloat16s, where the processor multiplies those."""
-    from regard.ops.jit.product import PAIRS
+def _factors_per_word(args: PrefillArgs) -> int:
+    """Return 2 where the processor multiplies pairs of bfloat16 numbers and q is bfloat16, else
+    1.
+    """
+    from regard.ops.jit.matmul import HAS_BF16_DOT
 
-    return 2 if args.q.dtype == torch.bfloat16 and PAIRS else 1
+    return 2 if args.q.dtype == torch.bfloat16 and HAS_BF16_DOT else 1
 
 
-def _numbers(x: Tensor) -> Any:
-    """The memory of a contiguous tensor as a flat array, of the bits if they are 16."""
+def _flat_array(x: Tensor) -> Any:
+    """Return the memory of a contiguous tensor as a flat numpy array; as uint16 for 16-bit
+    dtypes.
+    """
     flat = x.detach().view(-1)
     return flat.numpy() if x.dtype == torch.float32 else flat.view(torch.uint16).numpy()
 
 
-def _memory(x: Tensor) -> tuple[Any, ...]:
-    """A tensor [B,a,b,d] as its flat memory, its first three steps, and how its bits are meant; d
-    is contiguous.
+def _flat_memory(x: Tensor) -> tuple[Any, ...]:
+    """Return a tensor `[B, a, b, d]` as its flat memory, its first three strides, and the tag
+    of its encoding; the last dimension is made contiguous.
     """
     from regard.ops.jit.half_precision import BF16, FP16
 
     x = x.detach()
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    steps = x.stride()
+    strides = x.stride()
     length = x.shape[-1] + sum(
-        (n - 1) * step for n, step in zip(x.shape[:-1], steps[:-1], strict=True)
+        (n - 1) * step for n, step in zip(x.shape[:-1], strides[:-1], strict=True)
     )
     tag = FP16 if x.dtype == torch.float16 else BF16
-    return _numbers(x.as_strided((length,), (1,))), *steps[:3], tag
+    return _flat_array(x.as_strided((length,), (1,))), *strides[:3], tag
 
 
-def _mask(args: PrefillArgs) -> tuple[Any, ...]:
-    """Positions of the keys; least, largest and whether all are there, of each panel; ranges of the
-    queries.
+def _mask_arguments(args: PrefillArgs) -> tuple[Any, ...]:
+    """Return the positions of the keys; for each panel of keys the smallest and the largest
+    position and whether all keys are tokens; and the ranges of the queries.
     """
-    from regard.ops.jit.product import PANEL
+    from regard.ops.jit.matmul import PANEL_COLUMNS
 
     keys, S = args.k_positions, args.k.shape[2]
-    padded = torch.full((keys.shape[0], up(S, PANEL)), -1)
+    padded = torch.full((keys.shape[0], round_up(S, PANEL_COLUMNS)), -1)
     padded[:, :S] = keys
-    panels = padded.unflatten(1, (-1, PANEL))
-    there = panels >= 0
-    least = panels.masked_fill(~there, _FAR).amin(-1)
-    bounds = torch.stack([least, panels.amax(-1), there.all(-1).long()], -1)
+    panels = padded.unflatten(1, (-1, PANEL_COLUMNS))
+    is_token = panels >= 0
+    smallest = panels.masked_fill(~is_token, _NO_POSITION).amin(-1)
+    bounds = torch.stack([smallest, panels.amax(-1), is_token.all(-1).long()], -1)
     starts, stops = (
         x.expand(*(max(n, 1) for n in x.shape)).contiguous().numpy()
         for x in (args.starts, args.stops)
@@ -209,86 +230,114 @@ def _mask(args: PrefillArgs) -> tuple[Any, ...]:
     return padded.numpy(), bounds.numpy(), starts, stops
 
 
-def _extra(args: PrefillArgs) -> tuple[Any, ...]:
-    """Scale, softcap, ALiBi's slopes, and where the queries stand."""
-    slopes, at = args.slopes.contiguous().numpy(), args.q_positions.contiguous().numpy()
-    return np.float32(args.scale), np.float32(args.softcap), args.symmetric, slopes, at
-
-
-def _pack(args: PrefillArgs, workers: int) -> tuple[tuple[Any, ...], int]:
-    """(packed keys and values, steps of a head in both and of a panel of values), and D as it is
-    packed.
+def _score_arguments(args: PrefillArgs) -> tuple[Any, ...]:
+    """Return scale, softcap, whether ALiBi is symmetric, its slopes, and the positions of the
+    queries.
     """
-    from regard.ops.jit import product
+    slopes, q_positions = args.slopes.contiguous().numpy(), args.q_positions.contiguous().numpy()
+    return np.float32(args.scale), np.float32(args.softcap), args.symmetric, slopes, q_positions
 
-    (B, _, G, _, S, D, E), each, PANEL = args.sizes, _together(args), product.PANEL
-    length, depth, width = up(S, PANEL), up(D, each), up(E, PANEL)
-    dtype = torch.bfloat16 if each == 2 else torch.float32
-    fits = (length, depth, width) == (S, D, E)  # else what is missing must be zeros
-    make = torch.empty if fits else torch.zeros
-    packed = tuple(_numbers(make(B * G * length * size, dtype=dtype)) for size in (depth, width))
-    sizes, keys, values = (B, G, S, D, E, each), _memory(args.k), _memory(args.v)
-    openmp.POOL.run(lambda part, of: product.pack(keys, values, sizes, packed, part, of), workers)
+
+def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[Any, ...], int]:
+    """Return the packed keys and values with the strides of a head in both and of a panel of
+    values, and the packed size of D.
+    """
+    from regard.ops.jit import matmul
+
+    (B, _, G, _, S, D, E), per_word, PANEL = (
+        args.sizes,
+        _factors_per_word(args),
+        matmul.PANEL_COLUMNS,
+    )
+    length, depth, width = round_up(S, PANEL), round_up(D, per_word), round_up(E, PANEL)
+    dtype = torch.bfloat16 if per_word == 2 else torch.float32
+    is_exact = (length, depth, width) == (S, D, E)  # otherwise the padding must be zeros
+    allocate = torch.empty if is_exact else torch.zeros
+    packed = tuple(
+        _flat_array(allocate(B * G * length * size, dtype=dtype)) for size in (depth, width)
+    )
+    sizes, keys, values = (B, G, S, D, E, per_word), _flat_memory(args.k), _flat_memory(args.v)
+    openmp.THREAD_POOL.run(
+        lambda worker, worker_count: matmul.pack_panels(
+            keys, values, sizes, packed, worker, worker_count
+        ),
+        workers,
+    )
     return (*packed, length * depth, length * width, length * PANEL), depth
 
 
-def _scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...]:
-    """Queries, scores, weights, sums and the lanes of a maximum, for one worker."""
-    from regard.ops.jit.prefill_loops import TILE
-    from regard.ops.jit.product import PANEL
+def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...]:
+    """Allocate the memory of one worker: queries, scores, weights, output sums, and one panel
+    for a maximum.
+    """
+    from regard.ops.jit.matmul import PANEL_COLUMNS
+    from regard.ops.jit.prefill_loops import TILE_KEYS
 
-    pairs = _together(args) == 2
-    q = _numbers(torch.zeros(rows * depth, dtype=torch.bfloat16 if pairs else torch.float32))
-    scores = torch.empty(rows * TILE).numpy()
-    weights = _numbers(torch.empty(rows * TILE, dtype=torch.bfloat16)) if pairs else scores
-    sums = torch.empty(rows * up(args.v.shape[3], PANEL)).numpy()
-    return q, scores, weights, sums, torch.empty(PANEL).numpy()
+    in_pairs = _factors_per_word(args) == 2
+    q = _flat_array(torch.zeros(rows * depth, dtype=torch.bfloat16 if in_pairs else torch.float32))
+    scores = torch.empty(rows * TILE_KEYS).numpy()
+    weights = (
+        _flat_array(torch.empty(rows * TILE_KEYS, dtype=torch.bfloat16)) if in_pairs else scores
+    )
+    sums = torch.empty(rows * round_up(args.v.shape[3], PANEL_COLUMNS)).numpy()
+    return q, scores, weights, sums, torch.empty(PANEL_COLUMNS).numpy()
 
 
-def _pack_for_gradient(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
-    """Keys and values by dims, and keys by tokens, in panels."""
-    from regard.ops.jit import gradient_loops
-    from regard.ops.jit.product import PANEL
+def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
+    """Return the keys and values packed by dimension, and the keys packed by token."""
+    from regard.ops.jit import prefill_gradient_loops
+    from regard.ops.jit.matmul import PANEL_COLUMNS
 
-    (B, _, G, _, S, D, E), each = args.sizes, _together(args)
-    length = up(S, PANEL)
-    dtype = torch.bfloat16 if each == 2 else torch.float32
-    widths = up(D, each), up(E, each), up(D, PANEL)
-    fits = (length, *widths) == (S, D, E, D)  # else what is missing must be zeros
-    make = torch.empty if fits else torch.zeros
-    packed = tuple(_numbers(make(B * G * length * width, dtype=dtype)) for width in widths)
-    sizes, keys, values = (B, G, S, D, E, each), _memory(args.k), _memory(args.v)
-    openmp.POOL.run(
-        lambda part, of: gradient_loops.pack(keys, values, sizes, packed, part, of), workers
+    (B, _, G, _, S, D, E), per_word = args.sizes, _factors_per_word(args)
+    length = round_up(S, PANEL_COLUMNS)
+    dtype = torch.bfloat16 if per_word == 2 else torch.float32
+    widths = round_up(D, per_word), round_up(E, per_word), round_up(D, PANEL_COLUMNS)
+    is_exact = (length, *widths) == (S, D, E, D)  # otherwise the padding must be zeros
+    allocate = torch.empty if is_exact else torch.zeros
+    packed = tuple(_flat_array(allocate(B * G * length * width, dtype=dtype)) for width in widths)
+    sizes, keys, values = (B, G, S, D, E, per_word), _flat_memory(args.k), _flat_memory(args.v)
+    openmp.THREAD_POOL.run(
+        lambda worker, worker_count: prefill_gradient_loops.pack_for_gradient(
+            keys, values, sizes, packed, worker, worker_count
+        ),
+        workers,
     )
     return packed
 
 
-def _scratch_for_gradient(args: PrefillArgs, step: int) -> tuple[Any, ...]:
-    """Rows as they are and turned; scores, their gradients and the lanes of a slope; the same as
-    factors; sums.
+def _backward_scratch(args: PrefillArgs, step: int) -> tuple[Any, ...]:
+    """Allocate the memory of one worker: queries and output gradients with their transposes;
+    scores, their gradients and a softcap slope; the same as bfloat16 factors; and the sums
+    of the query gradient.
     """
     from regard.ops.jit.half_precision import BF16
-    from regard.ops.jit.product import PANEL, STEP
+    from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
 
-    D, E, each = args.q.shape[3], args.v.shape[3], _together(args)
-    kind = torch.bfloat16 if each == 2 else torch.float32
-    left = tuple(
-        _numbers(torch.zeros(step * width, dtype=kind))
+    D, E, per_word = args.q.shape[3], args.v.shape[3], _factors_per_word(args)
+    dtype = torch.bfloat16 if per_word == 2 else torch.float32
+    row_factors = tuple(
+        _flat_array(torch.zeros(step * width, dtype=dtype))
         for size in (D, E)
-        for width in (up(size, each), up(size, STEP))
+        for width in (round_up(size, per_word), round_up(size, REGISTER_ROWS))
     )
-    scores = tuple(torch.empty(length).numpy() for length in (step * PANEL, step * PANEL, PANEL))
-    if each == 2:
-        weights, slopes, rows = (_numbers(torch.empty(step * PANEL, dtype=kind)) for _ in range(3))
+    scores = tuple(
+        torch.empty(length).numpy()
+        for length in (step * PANEL_COLUMNS, step * PANEL_COLUMNS, PANEL_COLUMNS)
+    )
+    if per_word == 2:
+        weights, slopes, rows = (
+            _flat_array(torch.empty(step * PANEL_COLUMNS, dtype=dtype)) for _ in range(3)
+        )
     else:
         weights, slopes, rows = scores[0], scores[1], scores[1]
     factors = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows, BF16
-    return left, scores, factors, torch.empty(step * up(D, PANEL)).numpy()
+    return row_factors, scores, factors, torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
 
 
-def _unpacked(sums: Tensor, like: Tensor, scale: float) -> Tensor:
-    """[splits,B G,panels,D,PANEL] -> [B,G,S,D], in the dtype of `like`."""
+def _unpack_gradient(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+    """Sum a gradient over the splits and convert it from `[splits, B G, panels, D,
+    PANEL_COLUMNS]` to `[B, G, S, D]` in the dtype of `like`.
+    """
     B, G, S, D = like.shape
     sums = sums.sum(0) if sums.shape[0] > 1 else sums[0]
     rows = sums[:, :, :D].mT.reshape(B, G, -1, D)[:, :, :S]

@@ -1,130 +1,138 @@
-"""The loops of prefill: blocks of queries against tiles of keys, scores in fp32; what is masked is
-not multiplied.
+"""The loops of prefill: blocks of queries against tiles of keys, with scores in fp32; masked tiles
+are not multiplied.
 
-For a row of the batch and a key/value head g, row r is query r // n of head g n + r % n, n = H/G:
-neighbours see almost the same keys. So many rows as fit the second cache are a block, (b, g, its
-first row, its rows, n), STEP rows a group. For each tile of keys the groups that see some of it
-multiply the panels between the first and the last that they see, become weights (online softmax,
-Milakov and Gimelshein 2018, arXiv 1805.02867), and are multiplied with the values of the same
-panels.
+For each row of the batch and each key/value head g, row r is query r // n of head g n + r % n with
+n = H/G, so that neighbouring rows see almost the same keys. As many rows as fit into the second
+cache are a block, (b, g, its first row, its rows, n), in groups of REGISTER_ROWS rows. For each
+tile of keys, the groups that see some of it multiply the panels between the first and the last that
+they see; the scores become weights (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867)
+and are multiplied with the values of the same panels.
 
-`run_tasks` at the end is where the door `prefill` comes in. What the functions pass on:
-    mask: (positions of the keys [b,S], -1 where there is none; of each panel of keys the least and
-        the largest position, and whether all are there [b,panels,3]; starts and stops of the ranges
-        of positions that a query sees [b,h,t,n])
-    extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, positions of
+`prefill` calls `run_tasks`. Arguments that the functions share:
+    mask: (positions of the keys [b,S], -1 for an empty slot; for each panel of keys the smallest
+        and the largest position, and whether all keys are tokens [b,panels,3]; starts and stops of
+        the ranges of positions that a query sees [b,h,t,n])
+    extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or empty, positions of
         the queries [b,T])
-b, h and t are B, H and T, or 1. Arrays are slices that begin where the work begins: an index that
-runs from 0 needs no look at its sign, and the loop is SIMD.
+where b, h and t are B, H and T, or 1. Arrays are slices that begin where the work begins: an index
+that runs from 0 needs no check of its sign, so that the loop is vectorised.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.compile import exact, fast
-from regard.ops.jit.elementary import exp, tanh
-from regard.ops.jit.half_precision import converted, narrow
-from regard.ops.jit.product import PANEL, STEP, add_product, product
+from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.exp_tanh import exp, tanh
+from regard.ops.jit.half_precision import convert, from_float32
+from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS, matmul, matmul_add
 
-ZERO, ONE, NONE = np.float32(0), np.float32(1), np.float32(-np.inf)
+ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
-@exact
-def line(x, b, h, t):
-    """The line of an array [b,h,t,n] that serves a row of the batch, a head and a query."""
+@njit_strict
+def row_of(x, b, h, t):
+    """Return the row of an array `[b, h, t, n]` for a batch row, a head and a query; a
+    dimension of 1 is shared.
+    """
     return x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(t, x.shape[2] - 1)]
 
 
-@exact
-def hide(s, b, h, t, keys, mask):
-    """Scores of one row with some keys become -inf where it may not see."""
-    where, _, starts, stops = mask
-    lo, hi = line(starts, b, h, t), line(stops, b, h, t)
-    at = where[min(b, where.shape[0] - 1), keys[0] : keys[1]]
-    for c in range(at.shape[0]):
+@njit_strict
+def hide_masked(s, b, h, t, keys, mask):
+    """Set the scores of one row to -inf for the keys that it may not see."""
+    k_positions, _, starts, stops = mask
+    lo, hi = row_of(starts, b, h, t), row_of(stops, b, h, t)
+    positions = k_positions[min(b, k_positions.shape[0] - 1), keys[0] : keys[1]]
+    for c in range(positions.shape[0]):
         inside = False
         for i in range(lo.shape[0]):
-            inside |= (lo[i] <= at[c]) & (at[c] < hi[i])
-        s[c] = s[c] if inside else NONE
+            inside |= (lo[i] <= positions[c]) & (positions[c] < hi[i])
+        s[c] = s[c] if inside else NEG_INF
 
 
-@fast
-def adjust(s, first, b, h, t, where, extra):
-    """The scale, then the softcap, then ALiBi, on the scores of one row with the keys from `first`
-    on.
+@njit_fastmath
+def adjust_scores(s, first, b, h, t, k_positions, extra):
+    """Apply the scale, the softcap and ALiBi to the scores of one row with the keys from
+    `first` on.
     """
-    scale, cap, symmetric, slopes, q_where = extra
+    scale, cap, symmetric, slopes, q_positions = extra
     for c in range(s.shape[0]):
         s[c] *= scale
     if cap > 0:
         for c in range(s.shape[0]):
             s[c] = cap * tanh(s[c] / cap)
     if slopes.shape[0]:
-        at, slope = where[min(b, where.shape[0] - 1), first : first + s.shape[0]], slopes[h]
-        q = q_where[min(b, q_where.shape[0] - 1), t]
+        positions, slope = (
+            k_positions[min(b, k_positions.shape[0] - 1), first : first + s.shape[0]],
+            slopes[h],
+        )
+        q = q_positions[min(b, q_positions.shape[0] - 1), t]
         for c in range(s.shape[0]):
-            far = q - at[c]
-            s[c] -= slope * np.float32(abs(far) if symmetric else far)
+            distance = q - positions[c]
+            s[c] -= slope * np.float32(abs(distance) if symmetric else distance)
 
 
-@fast
-def _largest(s, lanes):
-    """The largest score of a row of whole panels; NaN counts for nothing. Lane by lane, so that the
-    loop is SIMD.
+@njit_fastmath
+def _row_maximum(s, lanes):
+    """Return the largest score of a row of whole panels, ignoring NaN. It is computed lane by
+    lane, so that the loop is vectorised.
     """
-    for i in range(PANEL):
-        lanes[i] = NONE
-    for at in range(0, s.shape[0], PANEL):
-        panel = s[at : at + PANEL]
-        for i in range(PANEL):
-            # not max: Numba's looks for NaN as well
+    for i in range(PANEL_COLUMNS):
+        lanes[i] = NEG_INF
+    for start in range(0, s.shape[0], PANEL_COLUMNS):
+        panel = s[start : start + PANEL_COLUMNS]
+        for i in range(PANEL_COLUMNS):
+            # not max(), which checks for NaN in Numba
             lanes[i] = panel[i] if panel[i] > lanes[i] else lanes[i]  # noqa: FURB136
-    largest = NONE
-    for i in range(PANEL):
+    largest = NEG_INF
+    for i in range(PANEL_COLUMNS):
         largest = lanes[i] if lanes[i] > largest else largest  # noqa: FURB136
     return largest
 
 
-@fast
-def soften(s, p, acc, top, total, r, tag, lanes):
-    """Scores of a row become weights p relative to its maximum so far; what was summed before is
-    scaled to it.
+@njit_fastmath
+def online_softmax(s, p, acc, top, total, r, tag, lanes):
+    """Convert the scores of a row to weights p relative to its maximum so far, and rescale the
+    earlier sums to it.
     """
-    largest = _largest(s, lanes)
+    largest = _row_maximum(s, lanes)
     if largest > top[r]:
         shrink = exp(top[r] - largest)
         total[r] *= shrink
         for e in range(acc.shape[0]):
             acc[e] *= shrink
         top[r] = largest
-    base = top[r] if top[r] > NONE else ZERO
+    base = top[r] if top[r] > NEG_INF else ZERO
     added = ZERO
     for c in range(s.shape[0]):
         weight = exp(s[c] - base)
         added += weight
         s[c] = weight
     total[r] += added
-    if p.itemsize < s.itemsize:  # else p is s
+    if p.itemsize < s.itemsize:  # otherwise p and s are the same array
         for c in range(s.shape[0]):
-            p[c] = narrow(s[c], tag, p)
+            p[c] = from_float32(s[c], tag, p)
 
 
-PANELS = 256 // PANEL
-"""Panels of keys in a tile."""
+TILE_PANELS = 256 // PANEL_COLUMNS
+"""The panels of keys in a tile."""
 
-TILE = PANELS * PANEL
-ROWS = 43 * STEP
-"""The most rows of a block: with 256 keys their scores, weights, queries and sums stay in the
+TILE_KEYS = TILE_PANELS * PANEL_COLUMNS
+MAX_BLOCK_ROWS = 43 * REGISTER_ROWS
+"""The most rows of a block: with 256 keys, their scores, weights, queries and sums fit into the
 second cache.
 """
 
-FAR = 1 << 62
+NO_POSITION = 1 << 62
+"""Larger than any position."""
 
 
-@exact
-def _sees(ranges, bounds):
-    """0 if no range meets a panel, 2 if one covers it and no key is missing, else 1."""
+@njit_strict
+def _panel_visibility(ranges, bounds):
+    """Return 0 if no range overlaps a panel, 2 if one covers it and all its keys are tokens,
+    else 1.
+    """
     state = 0
     lo, hi = ranges
     for i in range(lo.shape[0]):
@@ -135,171 +143,192 @@ def _sees(ranges, bounds):
     return state
 
 
-@exact
-def place(block, r):
-    """The head and the query of a row."""
+@njit_strict
+def head_and_query(block, r):
+    """Return the head and the query of a row."""
     _, g, r0, _, n = block
     return g * n + (r0 + r) % n, (r0 + r) // n
 
 
-@exact
-def reach(block, mask, hull):
-    """Find for each of the ranges the least start and the largest stop of all rows: a tile outside
-    of all of them cannot be seen.
+@njit_strict
+def block_reach(block, mask, hull):
+    """Compute for each range the smallest start and the largest stop over all rows; a tile
+    outside of all of them is invisible.
     """
     b, _, _, rows, _ = block
-    hull[:, 0], hull[:, 1] = FAR, 0
+    hull[:, 0], hull[:, 1] = NO_POSITION, 0
     for r in range(rows):
-        h, t = place(block, r)
-        lo, hi = line(mask[2], b, h, t), line(mask[3], b, h, t)
+        h, t = head_and_query(block, r)
+        lo, hi = row_of(mask[2], b, h, t), row_of(mask[3], b, h, t)
         for i in range(lo.shape[0]):
             if lo[i] < hi[i]:
                 hull[i, 0], hull[i, 1] = min(hull[i, 0], lo[i]), max(hull[i, 1], hi[i])
 
 
-@exact
-def meets(block, first, mask, hull):
-    """Whether some panel of a tile can be seen."""
+@njit_strict
+def tile_in_reach(block, first, mask, hull):
+    """Return whether some panel of a tile may be visible."""
     bounds = mask[1][min(block[0], mask[1].shape[0] - 1)]
-    for p in range(first, min(first + PANELS, bounds.shape[0])):
-        if _sees((hull[:, 0], hull[:, 1]), bounds[p]):
+    for p in range(first, min(first + TILE_PANELS, bounds.shape[0])):
+        if _panel_visibility((hull[:, 0], hull[:, 1]), bounds[p]):
             return True
     return False
 
 
-@exact
-def survey(block, first, mask, spans, hidden):
-    """What each group sees of the tile whose first panel is `first`: panels spans[group], 1 of
-    hidden[group] if in part, 2 if nothing.
+@njit_strict
+def survey_tile(block, first, mask, spans, hidden):
+    """Determine the panels that each group sees of the tile whose first panel is `first`.
 
-    Returns whether any group sees any of it.
+    spans[group] is set to the range of visible panels; hidden[group, panel] to 0 if the panel is
+    fully visible, 1 if it is partly masked, 2 if it is masked. Returns whether any group sees any
+    of the tile.
     """
     b, _, _, rows, _ = block
     _, bounds, starts, stops = mask
-    panels, any_at_all = min(PANELS, bounds.shape[1] - first), False
+    panels, any_visible = min(TILE_PANELS, bounds.shape[1] - first), False
     bound = bounds[min(b, bounds.shape[0] - 1)]
     for group in range(spans.shape[0]):
-        spans[group, 0], spans[group, 1] = PANELS, 0
+        spans[group, 0], spans[group, 1] = TILE_PANELS, 0
         for p in range(panels):
-            least, most, before = 2, 0, -1
-            for r in range(group * STEP, min(rows, (group + 1) * STEP)):
-                h, t = place(block, r)
-                if t == before and starts.shape[1] == 1:
+            smallest, largest, previous_query = 2, 0, -1
+            for r in range(group * REGISTER_ROWS, min(rows, (group + 1) * REGISTER_ROWS)):
+                h, t = head_and_query(block, r)
+                if t == previous_query and starts.shape[1] == 1:
                     continue
-                before = t
-                state = _sees((line(starts, b, h, t), line(stops, b, h, t)), bound[first + p])
-                least, most = min(least, state), max(most, state)
-            hidden[group, p] = 2 if most == 0 else least != 2
-            if most:
+                previous_query = t
+                state = _panel_visibility(
+                    (row_of(starts, b, h, t), row_of(stops, b, h, t)), bound[first + p]
+                )
+                smallest, largest = min(smallest, state), max(largest, state)
+            hidden[group, p] = 2 if largest == 0 else smallest != 2
+            if largest:
                 spans[group, 0], spans[group, 1] = min(spans[group, 0], p), p + 1
-        any_at_all |= spans[group, 1] > 0
-    return any_at_all
+        any_visible |= spans[group, 1] > 0
+    return any_visible
 
 
-@fast
-def _tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
-    """Scores, weights and their values for one tile."""
+@njit_fastmath
+def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
+    """Compute the scores and weights of one tile, and add the weighted values."""
     b, _, _, rows, _ = block
     depth, k, k_at, v, v_at, v_panel, tag = head
     s, p, lanes = scratch
     acc, width, top, total = sums
-    for panel in range(PANELS):
-        at = k_at + (first + panel) * PANEL * depth
+    for panel in range(TILE_PANELS):
+        offset = k_at + (first + panel) * PANEL_COLUMNS * depth
         for group in range(spans.shape[0]):
             if hidden[group, panel] < 2:
-                r = group * STEP
-                product(q, r * depth, depth, k, at, depth, s, r * TILE + panel * PANEL, TILE)
+                r = group * REGISTER_ROWS
+                matmul(
+                    q,
+                    r * depth,
+                    depth,
+                    k,
+                    offset,
+                    depth,
+                    s,
+                    r * TILE_KEYS + panel * PANEL_COLUMNS,
+                    TILE_KEYS,
+                )
     for r in range(rows):
-        group, (h, t) = r // STEP, place(block, r)
+        group, (h, t) = r // REGISTER_ROWS, head_and_query(block, r)
         start, stop = spans[group, 0], spans[group, 1]
         if start >= stop:
             continue
-        row = s[r * TILE + start * PANEL : r * TILE + stop * PANEL]
-        adjust(row, (first + start) * PANEL, b, h, t, mask[0], extra)
+        row = s[r * TILE_KEYS + start * PANEL_COLUMNS : r * TILE_KEYS + stop * PANEL_COLUMNS]
+        adjust_scores(row, (first + start) * PANEL_COLUMNS, b, h, t, mask[0], extra)
         for panel in range(start, stop):
             if hidden[group, panel]:
-                keys = ((first + panel) * PANEL, (first + panel + 1) * PANEL)
-                hide(s[r * TILE + panel * PANEL :], b, h, t, keys, mask)
-        weights = p[r * TILE + start * PANEL : r * TILE + stop * PANEL]
-        soften(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag, lanes)
-    for e in range(width // PANEL):
+                keys = ((first + panel) * PANEL_COLUMNS, (first + panel + 1) * PANEL_COLUMNS)
+                hide_masked(s[r * TILE_KEYS + panel * PANEL_COLUMNS :], b, h, t, keys, mask)
+        weights = p[r * TILE_KEYS + start * PANEL_COLUMNS : r * TILE_KEYS + stop * PANEL_COLUMNS]
+        online_softmax(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag, lanes)
+    for e in range(width // PANEL_COLUMNS):
         for group in range(spans.shape[0]):
             start, stop = spans[group, 0], spans[group, 1]
             if start < stop:
-                at, r = v_at + e * v_panel + (first + start) * PANEL * PANEL, group * STEP
-                add_product(
+                offset, r = (
+                    v_at + e * v_panel + (first + start) * PANEL_COLUMNS * PANEL_COLUMNS,
+                    group * REGISTER_ROWS,
+                )
+                matmul_add(
                     p,
-                    r * TILE + start * PANEL,
-                    TILE,
+                    r * TILE_KEYS + start * PANEL_COLUMNS,
+                    TILE_KEYS,
                     v,
-                    at,
-                    (stop - start) * PANEL,
+                    offset,
+                    (stop - start) * PANEL_COLUMNS,
                     acc,
-                    r * width + e * PANEL,
+                    r * width + e * PANEL_COLUMNS,
                     width,
                 )
 
 
-@exact
-def fetch(queries, block, q, depth):
-    """The rows of a block, side by side, as the product reads them; rows and dims that are missing
-    stay 0.
+@njit_strict
+def load_queries(queries, block, q, depth):
+    """Copy the rows of a block into contiguous memory for the products; missing rows and
+    dimensions stay 0.
     """
     flat, b_step, h_step, t_step, tag, D = queries
     for r in range(block[3]):
-        h, t = place(block, r)
+        h, t = head_and_query(block, r)
         start = block[0] * b_step + h * h_step + t * t_step
         row, numbers = q[r * depth : r * depth + D], flat[start : start + D]
         for d in range(D):
-            row[d] = converted(numbers[d], tag, q)
+            row[d] = convert(numbers[d], tag, q)
 
 
-@exact
+@njit_strict
 def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stride):
-    """Blocks first, first + stride, ... of all rows and heads, the last queries first.
+    """Compute the blocks first, first + stride, ... of all rows and heads, beginning with the last
+    queries.
 
-    results: out [B,H,T,E]; the largest score and the sum of exp(score - largest) of each row,
-        [B,H,T].
-    queries: (flat memory, steps of B, H and T, tag, D). packed: of `pack`, and the steps of a head
-        and of a panel of values. sizes: B, H, G, T, E, rows of a block, D as it is packed. scratch:
-        q, scores, weights, sums, lanes.
+    results: out `[B, H, T, E]`, and of each row the largest score and the sum of exp(score -
+    largest), `[B, H, T]`. queries: (flat memory, strides of B, H and T, tag, D). packed: the
+    results of `pack_panels`, and the strides of a head and of a panel of values. sizes: B, H, G, T,
+    E, rows of a block, D as packed. scratch: queries, scores, weights, output sums, lanes.
     """
     B, H, G, T, E, step, depth = sizes
     k, v, k_head, v_head, v_panel = packed
     q, s, p, acc, lanes = scratch
-    n, width, groups = H // G, acc.shape[0] // step, step // STEP
+    n, width, groups = H // G, acc.shape[0] // step, step // REGISTER_ROWS
     blocks = (T * n + step - 1) // step
-    top, total = np.empty(groups * STEP, np.float32), np.empty(groups * STEP, np.float32)
-    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, PANELS), np.int8)
+    top, total = (
+        np.empty(groups * REGISTER_ROWS, np.float32),
+        np.empty(groups * REGISTER_ROWS, np.float32),
+    )
+    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, TILE_PANELS), np.int8)
     hull, sums = np.empty((mask[2].shape[3], 2), np.int64), (acc, width, top, total)
     for task in range(first, B * G * blocks, stride):
         number, pair = blocks - 1 - task // (B * G), task % (B * G)
         block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
         head = (depth, k, pair * k_head, v, pair * v_head, v_panel, queries[4])
-        fetch(queries, block, q, depth)
-        reach(block, mask, hull)
+        load_queries(queries, block, q, depth)
+        block_reach(block, mask, hull)
         acc[:] = 0
-        top[:] = NONE
+        top[:] = NEG_INF
         total[:] = 0
-        for panel in range(0, mask[1].shape[1], PANELS):
-            if meets(block, panel, mask, hull) and survey(block, panel, mask, spans, hidden):
-                _tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
-        _finish(block, T, H, E, sums, queries[4], results)
+        for panel in range(0, mask[1].shape[1], TILE_PANELS):
+            if tile_in_reach(block, panel, mask, hull) and survey_tile(
+                block, panel, mask, spans, hidden
+            ):
+                _attend_tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
+        _write_output(block, T, H, E, sums, queries[4], results)
 
 
-@fast
-def _finish(block, T, H, E, sums, tag, results):
-    """The rows of a block, divided by their totals; a row that saw nothing is 0, and so is its
-    total.
+@njit_fastmath
+def _write_output(block, T, H, E, sums, tag, results):
+    """Divide the rows of a block by their totals and write them; a row that saw nothing has the
+    output 0 and the total 0.
     """
     acc, width, top, total = sums
     out, tops, totals = results
     for r in range(block[3]):
-        h, t = place(block, r)
-        at = (block[0] * H + h) * T + t
-        blind = total[r] == 0
-        share = ZERO if blind else ONE / total[r]
-        tops[at], totals[at] = ZERO if blind else top[r], total[r]
-        row, sums_of_row = out[at * E : (at + 1) * E], acc[r * width : r * width + E]
+        h, t = head_and_query(block, r)
+        row_index = (block[0] * H + h) * T + t
+        sees_nothing = total[r] == 0
+        factor = ZERO if sees_nothing else ONE / total[r]
+        tops[row_index], totals[row_index] = ZERO if sees_nothing else top[r], total[r]
+        row, sums_of_row = out[row_index * E : (row_index + 1) * E], acc[r * width : r * width + E]
         for e in range(E):
-            row[e] = narrow(ZERO if blind else sums_of_row[e] * share, tag, out)
+            row[e] = from_float32(ZERO if sees_nothing else sums_of_row[e] * factor, tag, out)

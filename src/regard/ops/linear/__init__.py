@@ -1,9 +1,9 @@
-"""Mechanisms that keep a state in place of tokens: each a recurrence, computed step by step or in
-chunks.
+"""Linear recurrences with a state of fixed size: linear attention, retention, gated linear
+attention, and the delta rules; each is computed token by token or in chunks.
 """
 
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.features import FEATURE_MAPS
+from regard.ops.linear.feature_maps import FEATURE_MAPS
 from regard.ops.linear.gated_linear import gated_linear
 from regard.ops.linear.linear_attention import linear_attention
 from regard.ops.linear.retention import retention

@@ -1,5 +1,5 @@
-"""The delta rule, with and without a decay: the public functions, the definition, and the chunked
-form.
+"""The delta rule, with and without a decay: the public functions, the definition, and the
+chunked form.
 """
 
 from __future__ import annotations
@@ -8,16 +8,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
-from regard.ops.linear.call import (
-    check_call,
-    check_shape,
-    chunk_of,
-    emptied,
-    empty_slots,
-    first_state,
+from regard.argument_checks import check_finite
+from regard.ops.linear.chunk_decays import (
+    decay_since_start,
+    decay_until_end,
+    decayed_products,
+    pairwise_decay,
+    split_into_chunks,
 )
-from regard.ops.linear.decays import between, fold, reads, since_start, until_end
+from regard.ops.linear.validation import (
+    check_call,
+    check_tensor_shape,
+    chunk_size,
+    empty_slot_mask,
+    initial_state,
+    zero_empty_slots,
+)
 from regard.span import Positions
 
 
@@ -29,35 +35,39 @@ def recurrent(
     log_decay: Float[Tensor, "B G T #D"] | None,
     state: Float[Tensor, "B G D E"],
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """Decay the state, read what it holds under the key, write the difference, answer the queries.
+    """Compute the delta rule token by token: decay the state, read its value for the key, write the
+    difference, read the output.
 
     S <- diag(exp(g_t)) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = S^T q_t
 
     Args:
-        q: the R queries of each key/value head, scaled; all tensors in the dtype of the state.
-        k, v, beta: keys, values and writing strengths.
-        log_decay: g, one number per key channel, or one for all of them; None is 0 everywhere.
-        state: S in front of the first token; it is not changed.
+        q: the scaled queries `[B, G, R, T, D]`, R per key/value head; all tensors have the dtype of
+            the state.
+        k: keys `[B, G, T, D]`.
+        v: values `[B, G, T, E]`.
+        beta: the fraction of the difference that is written, `[B, G, T, 1]`.
+        log_decay: g, with one number per key channel or one for all of them; None: 0 everywhere.
+        state: S `[B, G, D, E]` before the first token; it is not changed.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
-    >>> strength, nothing = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
-    >>> out, state = recurrent(k[:, :, None], k, v, strength, None, nothing)
-    >>> state.flatten().tolist()  # two orthogonal keys: both values are held exactly
+    >>> beta, zeros = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    >>> out, state = recurrent(k[:, :, None], k, v, beta, None, zeros)
+    >>> state.flatten().tolist()  # the keys are orthogonal, so both values are stored exactly
     [3.0, 5.0]
 
     Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: Yang et al. 2024 (arXiv
     2412.06464), equation 10; a decay per channel: Kimi Team 2025 (arXiv 2510.26692), equation 1.
     """
-    S, answers = state.clone(), []
+    S, outputs = state.clone(), []
     for t in range(k.shape[2]):
         key = k[:, :, t, :, None]  # [B,G,D,1]
         if log_decay is not None:
             S = S * log_decay[:, :, t, :, None].exp()
-        held = key.transpose(-1, -2) @ S  # [B,G,1,E]
-        S = S + key * (beta[:, :, t, None] * (v[:, :, t, None] - held))
-        answers.append(q[:, :, :, t] @ S)  # [B,G,R,E]
-    return (torch.stack(answers, 3) if answers else q @ S[:, :, None]), S
+        stored = key.transpose(-1, -2) @ S  # [B,G,1,E]
+        S = S + key * (beta[:, :, t, None] * (v[:, :, t, None] - stored))
+        outputs.append(q[:, :, :, t] @ S)  # [B,G,R,E]
+    return (torch.stack(outputs, 3) if outputs else q @ S[:, :, None]), S
 
 
 def chunked(
@@ -69,30 +79,30 @@ def chunked(
     state: Float[Tensor, "B G D E"],
     size: int,
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """What `recurrent` computes, with matrix products over chunks of `size` tokens (the last one
-    may be shorter).
+    """Compute the delta rule with matrix products over chunks of `size` tokens (the last one may be
+    shorter).
 
     With c_i the sum of g over the chunk up to token i, and L_ij = exp(c_i - c_j) for j <= i, the
-    tokens' updates u solve
+    updates u of the tokens solve
     (I + strict(diag(beta) K K^T * L)) U = diag(beta) (V - diag(exp(c)) K S);  then
     O = diag(exp(c)) Q S + (Q K^T * L) U  and  S <- exp(c_C) S + K^T diag(exp(c_C - c)) U.
 
     With a decay per channel c_i has D numbers, and (X K^T * L)_ij is sum_d x_id k_jd exp(c_id -
-    c_jd): `reads`.
+    c_jd): `decayed_products`.
 
     The system is solved for all chunks at once; only the state passes from chunk to chunk. No
-    exponent is a difference of two sums: each is summed by itself, so that it is as exact as the g
-    inside it, and exp(-inf) = 0 resets the state. Where strengths are near 2 and keys much alike,
-    the system is ill-conditioned: longer chunks then round worse.
+    exponent is a difference of two sums: each is summed separately, so that it is as exact as the g
+    in it, and exp(-inf) = 0 clears the state. Where beta is close to 2 and keys are similar, the
+    system is ill-conditioned, and longer chunks have larger rounding errors.
 
     Args:
-        q, k, v, beta, log_decay, state: as for `recurrent`.
+        q: as in `recurrent`, and so are k, v, beta, log_decay and state.
         size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
-    >>> strength, nothing = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
-    >>> out, state = chunked(k[:, :, None], k, v, strength, None, nothing, 2)
+    >>> beta, zeros = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    >>> out, state = chunked(k[:, :, None], k, v, beta, None, zeros, 2)
     >>> state.flatten().tolist()
     [3.0, 5.0]
 
@@ -103,62 +113,70 @@ def chunked(
     T, R = k.shape[2], q.shape[2]
     if T == 0:
         return q @ state[:, :, None], state.clone()
-    lost, size = _not_finite(k, v, beta, log_decay), min(size, T)
+    nan_markers, size = _nan_markers(k, v, beta, log_decay), min(size, T)
     if log_decay is not None and log_decay.shape[-1] > 1:
         size = 1 << (size - 1).bit_length()
-    own = 0 * q.detach().sum(-1, keepdim=True)
-    q, k, v, beta = (fold(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, beta))
+    query_nans = 0 * q.detach().sum(-1, keepdim=True)
+    q, k, v, beta = (
+        split_into_chunks(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, beta)
+    )
     g = None
     if log_decay is not None:
-        g = fold(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-    start = None if g is None else since_start(g)
-    write, erase = _solve(k, v, beta, g, start)
+        g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
+    start = None if g is None else decay_since_start(g)
+    write, erase = _solve_updates(k, v, beta, g, start)
     q = q.movedim(2, 3)  # [B,G,n,R,C,D]
-    weights = _decayed(q, k[:, :, :, None], None if g is None else g[:, :, :, None]).flatten(3, 4)
+    weights = _decayed_products(
+        q, k[:, :, :, None], None if g is None else g[:, :, :, None]
+    ).flatten(3, 4)
     q = (q if start is None else q * start[:, :, :, None]).flatten(3, 4)  # [B,G,n,R*C,D]
-    k = k if g is None else k * until_end(g)  # as much as is left of it at the end
-    answers = []
+    k = k if g is None else k * decay_until_end(g)  # decayed to the end of the chunk
+    outputs = []
     for i in range(k.shape[2]):
         u = write[:, :, i] - erase[:, :, i] @ state
-        answers.append(q[:, :, i] @ state + weights[:, :, i] @ u)
+        outputs.append(q[:, :, i] @ state + weights[:, :, i] @ u)
         state = state if start is None else state * start[:, :, i, -1, :, None]
         state = state + k[:, :, i].mT @ u
-    out = torch.unflatten(torch.stack(answers, 2), 3, (R, size))
+    out = torch.unflatten(torch.stack(outputs, 2), 3, (R, size))
     out = out.movedim(3, 2).flatten(3, 4)[..., :T, :]
-    return out + own + lost[:, :, None], state + lost[:, :, -1:]
+    return out + query_nans + nan_markers[:, :, None], state + nan_markers[:, :, -1:]
 
 
-def _solve(
+def _solve_updates(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Updates u = write - erase S, for any state S in front of the chunk: write [B,G,n,C,E], erase
-    [B,G,n,C,D].
+    """Solve for the updates u = write - erase S, for any state S before the chunk; return write
+    `[B, G, n, C, E]` and erase `[B, G, n, C, D]`.
     """
-    system = beta * _decayed(k, k, g)
-    seen = k if start is None else k * start
-    # the diagonal is taken to be 1, whatever stands there
+    system = beta * _decayed_products(k, k, g)
+    decayed_keys = k if start is None else k * start
+    # unitriangular: the diagonal is taken to be 1 and is not read
     solved = torch.linalg.solve_triangular(
-        system.tril(-1), torch.cat([beta * v, beta * seen], -1), upper=False, unitriangular=True
+        system.tril(-1),
+        torch.cat([beta * v, beta * decayed_keys], -1),
+        upper=False,
+        unitriangular=True,
     )
     write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)
     return write, erase
 
 
-def _decayed(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """x_i . (k_j decayed from j to i) for j <= i, else 0: [*L,C,C]."""
+def _decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
+    """Return x_i . (k_j decayed from j to i) for j <= i, else 0, `[..., C, C]`."""
     if g is None:
         return (x @ k.mT).tril()
-    return (x @ k.mT) * between(g) if g.shape[-1] == 1 else reads(x, k, g)
+    return (x @ k.mT) * pairwise_decay(g) if g.shape[-1] == 1 else decayed_products(x, k, g)
 
 
-def _not_finite(
+def _nan_markers(
     k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
 ) -> Float[Tensor, "B G T E"]:
-    """NaN in what the recurrence spoils, 0 elsewhere, at each token; an infinity counts as NaN.
+    """Return NaN for the outputs that non-finite inputs affect in the recurrence, and 0 for all
+    others; an infinity counts as NaN.
 
-    A product of matrices multiplies what is masked by 0, so that a NaN would reach the tokens in
-    front of it. Here it goes round the products: in a key, a strength or a decay it spoils the
-    whole state from there on, in a value's channel that column.
+    A matrix product multiplies masked entries by 0, so that a NaN would reach earlier tokens. Here
+    it bypasses the products: in a key, a beta or a decay it affects the whole state from there on,
+    in a channel of a value that column.
     """
     bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * beta.detach()
     if log_decay is not None:
@@ -178,35 +196,38 @@ def delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """The delta rule: each token corrects what the state holds under its key, instead of adding to
-    it.
+    """Compute the delta rule: each token corrects the value that the state returns for its key,
+    instead of adding to it.
 
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
 
-    Query head h reads the state of key/value head h // (H/G). With beta 1 and |k| = 1 the value
-    under k is replaced, with beta 0 nothing is written. **Keys must be of a length with 0 <= beta
-    |k|^2 <= 2**, else the state grows without
-    bound: a step multiplies what stands under k by 1 - beta |k|^2. Models normalise k (and q) to
-        length 1; this function does not.
+    Query head h reads the state of key/value head h // (H/G). With beta = 1 and |k| = 1 the value
+    for k is replaced; with beta = 0 nothing is written. **Keys must satisfy 0 <= beta |k|^2 <= 2**,
+    otherwise the state grows without bound: one step multiplies the stored value for k by 1 - beta
+    |k|^2. Models normalise k (and q) to length 1; this function does not.
 
     Args:
-        q, k, v: queries, keys and values of the same T tokens; G divides H.
-        beta: how much of the correction is written, of any floating dtype; [B,G,T] or [B,G,T,1].
-        scale: on the queries; None is 1/sqrt(D).
-        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is
-            not changed.
-        k_positions: slots at -1 are no tokens: they write nothing, and their outputs are 0.
-        form: "recurrent" is the definition, "chunk" solves a triangular system per chunk,
-            "parallel" is one chunk of length T, "auto" takes "recurrent" for a few tokens, else
-            "chunk".
-        chunk: tokens in a chunk, at least 1; T need not be a multiple.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        beta: the fraction of the correction that is written, `[B, G, T]` or `[B, G, T, 1]`, of any
+            floating dtype.
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
+            outputs are 0.
+        form: "recurrent" is the definition, token by token; "chunk" solves a triangular system per
+            chunk; "parallel" is one chunk of length T; "auto" takes "recurrent" for up to 8 tokens,
+            else "chunk". All give the same result.
+        chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64
-        for fp64).
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]  # the third token has the key of the first
@@ -219,7 +240,7 @@ def delta_rule(
     2406.06484).
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    return _run(q, k, v, {"beta": beta}, scale, state, k_positions, form, chunk)
+    return _run_rule(q, k, v, {"beta": beta}, scale, state, k_positions, form, chunk)
 
 
 def gated_delta_rule(
@@ -235,7 +256,8 @@ def gated_delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """The gated delta rule: the state decays, then the token corrects what is left under its key.
+    """Compute the gated delta rule: the state decays, then each token corrects the value that the
+    state returns for its key.
 
     S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
 
@@ -243,12 +265,30 @@ def gated_delta_rule(
     Attention, and the update rule "gated_delta" of ONNX's LinearAttention, which has both.
 
     Args:
-        log_decay: g, of any floating dtype: [B,G,T], one number per head, or [B,G,T,D], one per key
-            channel. At most 0 if the state is to stay bounded; 0 is the delta rule, -inf empties
-            the state, or the channel, in front of the token.
-        chunk: as for `delta_rule`; with a decay per channel it is rounded up to a power of 2.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        beta: the fraction of the correction that is written, `[B, G, T]` or `[B, G, T, 1]`, of any
+            floating dtype.
+        log_decay: g, `[B, G, T]` with one number per head, or `[B, G, T, D]` with one per key
+            channel, of any floating dtype. Above 0 the state may grow without bound; 0 gives the
+            delta rule; -inf clears the state, or the channel, before the token is written.
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `delta_rule`.
+        chunk: the number of tokens in a chunk, at least 1; with a decay per channel it is rounded
+            up to a power of 2.
 
-    All else, and what is raised, is as for `delta_rule`; padding does not decay the state.
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
@@ -264,10 +304,10 @@ def gated_delta_rule(
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
     gates = {"beta": beta, "log_decay": log_decay}
-    return _run(q, k, v, gates, scale, state, k_positions, form, chunk)
+    return _run_rule(q, k, v, gates, scale, state, k_positions, form, chunk)
 
 
-def _run(
+def _run_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -278,25 +318,37 @@ def _run(
     form: str,
     chunk: int,
 ) -> tuple[Tensor, tuple[Tensor]]:
-    """Both rules; the caller has held q, k, v and the options against one another."""
+    """Run either rule; the caller has checked q, k, v and the options.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]`.
+        v: values `[B, G, T, E]`.
+        gates: beta, and for the gated rule log_decay, by name.
+        scale: the factor on the queries, or None.
+        state: the state before the first token, or None.
+        positions: the positions of the tokens, or None.
+        form: the form of computation.
+        chunk: the number of tokens in a chunk.
+    """
     (B, G, T, D), E = k.shape, v.shape[3]
-    wide = {"beta": 1, "log_decay": D}
+    channels = {"beta": 1, "log_decay": D}
     for name, gate in gates.items():
         meaning = "one number per key/value head and token"
         meaning += ", or one per key channel as well" * (name == "log_decay")
-        check_shape(name, gate, ((B, G, T), (B, G, T, wide[name])), meaning, k)
-    (S,) = first_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slots(positions, q)
-    q, k, v = (emptied(x, empty) for x in (q, k, v))
+        check_tensor_shape(name, gate, ((B, G, T), (B, G, T, channels[name])), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     columns = (x if x.ndim == 4 else x[..., None] for x in gates.values())
-    beta, *decay = (emptied(x, empty).to(S.dtype) for x in columns)
+    beta, *decay = (zero_empty_slots(x, empty).to(S.dtype) for x in columns)
     g = decay[0] if decay else None  # [B,G,T,1 or D]
     queries = torch.unflatten(q.to(S.dtype) * (D**-0.5 if scale is None else scale), 1, (G, -1))
-    k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_of(form, chunk, T)
+    k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
         if size is None:
             out, S = recurrent(queries, k, v, beta, g, S)
         else:
             out, S = chunked(queries, k, v, beta, g, S, size)
-    return emptied(out.flatten(1, 2).to(q.dtype), empty), (S,)
+    return zero_empty_slots(out.flatten(1, 2).to(q.dtype), empty), (S,)

@@ -1,20 +1,22 @@
-"""Gated linear attention: each token says, channel by channel, how much of the state it leaves."""
+"""Gated linear attention: a linear recurrence whose decay depends on the token, with one factor
+per channel or per head.
+"""
 
 from __future__ import annotations
 
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
-from regard.ops.linear.call import (
+from regard.argument_checks import check_finite
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.validation import (
     check_call,
-    check_shape,
-    emptied,
-    empty_slots,
-    first_state,
+    check_tensor_shape,
+    empty_slot_mask,
+    initial_state,
     state_dtype,
+    zero_empty_slots,
 )
-from regard.ops.linear.decayed_sum import decayed_sum
 from regard.span import Positions
 
 
@@ -30,33 +32,37 @@ def gated_linear(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """Gated linear attention: the state decays by what the token says, then the token is written.
+    """Compute gated linear attention: the state decays by a factor that depends on the token, then
+    the token is added.
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
 
     Query head h reads the state of key/value head h // (H/G). With g = 0 it is linear attention
-    without features and normaliser, with one number per head retention; Mamba-2's recurrence is the
-    form [B,G,T,1].
+    without features and normalisation, with one constant per head it is retention; Mamba-2's
+    recurrence is the form with one decay per token, `[B, G, T, 1]`.
 
     Args:
-        q, k, v: queries, keys and values of the same T tokens; G divides H.
-        log_decay: g, one number per key channel, or one for all of them, of any floating dtype; at
-            most 0 if the state is to stay bounded. -inf empties the state in front of the token.
-        scale: on the queries; None is 1/sqrt(D).
-        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is
-            not changed.
-        k_positions: slots at -1 are no tokens: they write nothing and decay nothing, and their
-            outputs are 0.
-        form: as for `linear_attention`.
-        chunk: tokens in a chunk, at least 1; with one decay per channel it is rounded up to a power
-            of 2.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        log_decay: g, `[B, G, T, D]` with one number per key channel, or `[B, G, T, 1]` with one for
+            all of them, of any floating dtype. Above 0 the state may grow without bound; -inf
+            clears the state before the token is written.
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `linear_attention`.
+        chunk: the number of tokens in a chunk, at least 1; with one decay per channel it is rounded
+            up to a power of 2.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64
-        for fp64).
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
 
     >>> import torch
@@ -70,11 +76,11 @@ def gated_linear(
     check_call(q, k, v, scale, k_positions, form, chunk)
     (B, G, T, D), E = k.shape, v.shape[3]
     meaning = "one number per key channel and token, or one for all channels"
-    check_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
-    (S,) = first_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slots(k_positions, q)
-    q, k, v, log_decay = (emptied(x, empty) for x in (q, k, v, log_decay))
+    check_tensor_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(k_positions, q)
+    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
     check_finite(query=q, key=k, value=v)
     queries = q.to(state_dtype(k)) * (D**-0.5 if scale is None else scale)
-    out, S = decayed_sum(queries, k, v, log_decay, S, form=form, chunk=chunk)
-    return emptied(out.to(q.dtype), empty), (S,)
+    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)

@@ -1,5 +1,5 @@
-"""Linear attention: a product of feature maps in place of exp(q . k), so that the past fits in one
-matrix.
+"""Linear attention: exp(q . k) is replaced by a product of feature maps, so that all earlier
+tokens fit into one matrix.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.errors import ArgumentError
-from regard.ops.linear.call import check_call, emptied, empty_slots, first_state, state_dtype
-from regard.ops.linear.decayed_sum import decayed_sum
-from regard.ops.linear.features import FeatureMap, feature_map_of, relative
+from regard.ops.linear.feature_maps import FeatureMap, feature_map_of, normalised_query_features
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.validation import (
+    check_call,
+    empty_slot_mask,
+    initial_state,
+    state_dtype,
+    zero_empty_slots,
+)
 from regard.span import Positions
 
 
@@ -32,38 +38,45 @@ def linear_attention(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, ...]]:
-    """Causal linear attention: the mean of the values seen so far, weighted by phi(q) . phi(k).
+    """Compute causal linear attention: the mean of the values up to each token, weighted by phi(q)
+    . phi(k).
 
     S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t)
     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Without `normalise`, o_t = scale S_t^T phi(q_t) and there is no z. Query head h reads the state
-    of key/value head h // (H/G). Nothing is added to the denominator: where it is exactly 0
-    (nothing was seen; relu shut every channel; every feature of the keys is below the smallest
-    number) the output is 0, not 0/0. The weights of positive features differ little between keys
-    that are not trained for it: with elu+1 and Gaussian q and k of standard deviation 1, the
-    matching key weighs 1.46 times as much as any other.
+    Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. Query head h reads the state
+    of key/value head h // (H/G). Nothing is added to the denominator: where it is exactly 0 (no
+    token was written, relu is 0 in every channel, or every feature of the keys underflows), the
+    output is 0 rather than 0/0. The weights of positive features differ little between keys unless
+    the model is trained for them: with elu+1 and Gaussian q and k of standard deviation 1, the
+    matching key gets only 1.46 times the weight of any other key.
 
     Args:
-        q, k, v: queries, keys and values of the same T tokens; G divides H.
-        feature_map: phi: a name in `regard.linear.FEATURE_MAPS`, or a function [B,n,T,D] ->
-            [B,n,T,F] of each token.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function `[B, n, T, D]` ->
+            `[B, n, T, F]` that maps each token separately.
         normalise: whether the weights are divided by their sum. With features that may be negative
-            (identity) the sum may come near 0.
-        scale: on the queries, without `normalise`; with it every scale gives the same.
-        state: what a call before this one returned: (S, z), or (S,) without `normalise`; S
-            [B,G,F,E], z [B,G,F], fp32 (fp64 for fp64). None is 0. It is not changed.
-        k_positions: slots at -1 are no tokens: they write nothing, and their outputs are 0.
-        form: "recurrent" is the definition, "chunk" has products of matrices per chunk, "parallel"
-            is one chunk of length T, "auto" takes "recurrent" for a few tokens, else "chunk".
-        chunk: tokens in a chunk, at least 1; T need not be a multiple.
+            (identity) the sum may be close to 0.
+        scale: the factor on the queries without `normalise`; with it, the output does not depend on
+            the scale.
+        state: the state that an earlier call returned: (S, z), or (S,) without `normalise`, with S
+            `[B, G, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
+            changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
+            outputs are 0.
+        form: "recurrent" is the definition, token by token; "chunk" uses matrix products over
+            chunks; "parallel" is one chunk of length T; "auto" takes "recurrent" for up to 8
+            tokens, else "chunk". All give the same result.
+        chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Features and sums are in
-        fp32 (fp64 for fp64).
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Features
+        and sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
 
     >>> q, v = torch.randn(1, 2, 5, 4), torch.ones(1, 2, 5, 3)
@@ -74,51 +87,55 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 8 to 12 and 16 to 20.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    features, empty = feature_map_of(feature_map), empty_slots(k_positions, q)
-    q, k, v = (emptied(x, empty) for x in (q, k, v))
+    features, empty = feature_map_of(feature_map), empty_slot_mask(k_positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
-    wide = state_dtype(k)
+    dtype = state_dtype(k)
     with torch.autocast(q.device.type, enabled=False):
-        keys = _features(features, k.to(wide))
-        keys = emptied(keys, empty)  # once more: phi(0) need not be 0
+        keys = _checked_features(features, k.to(dtype))
+        keys = zero_empty_slots(keys, empty)  # again, since phi(0) may differ from 0
         B, G, _, F = keys.shape
         if normalise:
-            S, z = first_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
-            queries = relative(feature_map, q.to(wide))
-            # z is one more column of S, under a value that is always 1
-            both = torch.cat([S, z[..., None]], -1)
-            ones = pad(v.to(wide), (0, 1), value=1.0)
-            out, both = decayed_sum(queries, keys, ones, None, both, form=form, chunk=chunk)
-            out, after = _mean(out), tuple(x.contiguous() for x in (both[..., :-1], both[..., -1]))
+            S, z = initial_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
+            queries = normalised_query_features(feature_map, q.to(dtype))
+            # z is computed as one more column of S, for a value that is always 1
+            S_and_z = torch.cat([S, z[..., None]], -1)
+            v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
+            out, S_and_z = linear_recurrence(
+                queries, keys, v_and_one, None, S_and_z, form=form, chunk=chunk
+            )
+            out, new_state = (
+                _normalised(out),
+                tuple(x.contiguous() for x in (S_and_z[..., :-1], S_and_z[..., -1])),
+            )
         else:
-            (S,) = first_state(state, {"S": (B, G, F, v.shape[3])}, k)
-            queries = features(q.to(wide)) * scale
-            out, S = decayed_sum(queries, keys, v, None, S, form=form, chunk=chunk)
-            after = (S,)
-    return emptied(out.to(q.dtype), empty), after
+            (S,) = initial_state(state, {"S": (B, G, F, v.shape[3])}, k)
+            queries = features(q.to(dtype)) * scale
+            out, S = linear_recurrence(queries, keys, v, None, S, form=form, chunk=chunk)
+            new_state = (S,)
+    return zero_empty_slots(out.to(q.dtype), empty), new_state
 
 
-def _features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
-    """The features of keys, of a shape that a state can be made of."""
-    found = features(k)
-    if found.ndim != 4 or found.shape[:3] != k.shape[:3]:
+def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
+    """Return the features of keys after a check of their shape."""
+    result = features(k)
+    if result.ndim != 4 or result.shape[:3] != k.shape[:3]:
         raise ArgumentError(
-            f"feature_map made {tuple(found.shape)} of keys {tuple(k.shape)}; it must keep all "
-            "but the last dimension"
+            f"feature_map returned {tuple(result.shape)} for keys {tuple(k.shape)}; it may change "
+            "the last dimension only"
         )
-    return found
+    return result
 
 
-def _mean(sums: Tensor) -> Tensor:
-    """Sums of weighted values, and in the last column the sum of the weights -> their quotient; 0
-    where that is 0.
+def _normalised(sums: Tensor) -> Tensor:
+    """Divide sums of weighted values by the sum of the weights, which is the last column; 0 where
+    that sum is 0.
 
-    What is not finite goes round the division, whose gradient would take a NaN to the tokens in
-    front of it.
+    Non-finite sums bypass the division, whose gradient would carry a NaN to earlier tokens.
     """
-    spoilt = 0 * sums.detach()
+    nan_marker = 0 * sums.detach()
     sums = torch.where(sums.isfinite(), sums, 0)
     total = sums[..., -1:]
-    none = total == 0
-    mean = (sums[..., :-1] / total.masked_fill(none, 1)).masked_fill(none, 0)
-    return mean + spoilt[..., :-1] + spoilt[..., -1:]
+    is_zero = total == 0
+    mean = (sums[..., :-1] / total.masked_fill(is_zero, 1)).masked_fill(is_zero, 0)
+    return mean + nan_marker[..., :-1] + nan_marker[..., -1:]

@@ -1,4 +1,6 @@
-"""Retention: a sum that forgets at a fixed rate, another one in each head."""
+"""Retention: a linear recurrence whose state decays by a fixed factor per token, a different
+one in each head.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
-from regard.ops.linear.call import (
+from regard.argument_checks import check_finite
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.validation import (
     check_call,
-    check_shape,
-    emptied,
-    empty_slots,
-    first_state,
+    check_tensor_shape,
+    empty_slot_mask,
+    initial_state,
     state_dtype,
+    zero_empty_slots,
 )
-from regard.ops.linear.decayed_sum import decayed_sum
 from regard.span import Positions
 
 
@@ -31,34 +33,37 @@ def retention(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """Retention: the sum of the values seen so far, weighted by q . k and by gamma to the power of
-    how long ago.
+    """Compute retention: the sum of the values up to each token, weighted by q . k and by gamma to
+    the power of their distance.
 
     S_t = gamma_g S_{t-1} + k_t v_t^T
     o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
-    Query head h reads the state of key/value head h // (H/G), which has one gamma. With gamma 1 it
-    is linear attention without features and normaliser. The paper turns q and k by rotary positions
-    first, and normalises each head afterwards: `regard.nn.variants.retention`. Every token decays
-    the state by one step, whatever the gaps between positions.
+    Query head h reads the state of key/value head h // (H/G), which has one gamma. With gamma = 1
+    it is linear attention without features and normalisation. The paper applies rotary positions to
+    q and k first and normalises each head afterwards: `regard.nn.variants.retention`. Every token
+    decays the state by one step, whatever the gaps between positions.
 
     Args:
-        q, k, v: queries, keys and values of the same T tokens; G divides H.
-        decay: gamma, from 0 to 1; None is 1 - 2^(-5-g): 0.96875, 0.984375, 0.9921875, ... Gradients
-            reach it.
-        scale: on the queries; None is 1/sqrt(D).
-        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is
-            not changed.
-        k_positions: slots at -1 are no tokens: they write nothing and decay nothing, and their
-            outputs are 0.
-        form, chunk: as for `linear_attention`.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        decay: gamma of each key/value head, `[G]`, from 0 to 1; it may require a gradient. None: 1
+            - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `linear_attention`.
+        chunk: the number of tokens in a chunk, at least 1.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64
-        for fp64).
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
 
     >>> one = torch.ones(1, 1, 3, 1)
@@ -71,28 +76,32 @@ def retention(
     (B, G, T, D), E = k.shape, v.shape[3]
     if decay is not None:
         meaning = "one factor per key/value head, each of which has one state"
-        check_shape("decay", decay, ((G,),), meaning, k)
-    (S,) = first_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slots(k_positions, q)
-    q, k, v = (emptied(x, empty) for x in (q, k, v))
+        check_tensor_shape("decay", decay, ((G,),), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(k_positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     dtype = state_dtype(k)
-    g = log_decays(G, k.device, dtype) if decay is None else _wide(decay).log().to(dtype)
+    g = (
+        default_log_decays(G, k.device, dtype)
+        if decay is None
+        else _to_float32_or_wider(decay).log().to(dtype)
+    )
     rows = 1 if empty is None else empty.shape[0]
-    steps = emptied(g[None, :, None, None].expand(rows, G, T, 1), empty)
+    steps = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
     queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
-    out, S = decayed_sum(queries, k, v, steps, S, form=form, chunk=chunk)
-    return emptied(out.to(q.dtype), empty), (S,)
+    out, S = linear_recurrence(queries, k, v, steps, S, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)
 
 
-def log_decays(
+def default_log_decays(
     groups: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " G"]:
-    """ln(1 - 2^(-5-g)) for g = 0 ... G-1: the decays of the paper's heads.
+    """Return ln(1 - 2^(-5-g)) for g = 0 ... G-1, the decays of the heads in the paper.
 
-    By log1p, so that heads with a decay that rounds to 1 forget all the same.
+    They are computed by log1p, so that heads decay even if 1 - 2^(-5-g) rounds to 1.
 
-    >>> log_decays(3).exp().tolist()
+    >>> default_log_decays(3).exp().tolist()
     [0.96875, 0.984375, 0.9921875]
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equation 8.
@@ -101,5 +110,6 @@ def log_decays(
     return torch.log1p(-torch.exp2(-5 - g))
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_float32_or_wider(x: Tensor) -> Tensor:
+    """Return x in fp64 if it is fp64, else in fp32."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,20 +1,25 @@
-"""Selections: which keys a query is worth reading, computed from queries and keys, as masks for
-softmax attention.
+"""Key selection: functions that choose for each query the keys or blocks of keys to attend to,
+and return them as masks for softmax attention.
 """
 
-from regard.ops.selection.blocks import Order, order, top
-from regard.ops.selection.indexer import index_mask, index_scores, indexer_loss
+from regard.deprecation import renamed
+from regard.ops.selection.lightning_indexer import index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import moba_mask
 from regard.ops.selection.nsa import NSABlocks, selection_mask
+from regard.ops.selection.position_blocks import BlockLayout, block_layout, top_k_mask
 
 __all__ = [
+    "BlockLayout",
     "NSABlocks",
-    "Order",
+    "block_layout",
     "index_mask",
     "index_scores",
     "indexer_loss",
     "moba_mask",
-    "order",
     "selection_mask",
-    "top",
+    "top_k_mask",
 ]
+
+__getattr__ = renamed(
+    __name__, {"Order": "BlockLayout", "order": "block_layout", "top": "top_k_mask"}
+)

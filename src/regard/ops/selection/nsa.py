@@ -1,5 +1,5 @@
-"""Native sparse attention: compressed tokens, the importance of blocks that follows from them, and
-the choice of blocks.
+"""Native sparse attention (NSA): compressed tokens, the importance of blocks that follows from
+them, and the selection of blocks.
 """
 
 from __future__ import annotations
@@ -11,29 +11,36 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.arguments import check_positions, check_query_key, divisors
+from regard.argument_checks import check_positions, check_query_key, divisors
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
-from regard.ops.selection.blocks import Order, best_blocks, by_rows, undifferentiated
+from regard.ops.selection.position_blocks import (
+    BlockLayout,
+    in_query_chunks,
+    select_blocks,
+    without_gradient,
+)
 from regard.ops.softmax import attention_weights
 from regard.span import Positions
 
 
 @dataclass(frozen=True)
 class NSABlocks:
-    """The sizes of native sparse attention, with the paper's figures.
+    """The sizes of native sparse attention; the defaults are those of the paper.
 
-    Attributes:
-        compress: tokens in a compressed block, l.
-        stride: tokens from the start of one to the start of the next, d.
-        select: tokens in a block of the selection, l'.
-        count: blocks per query, n, the forced ones included.
-        window: keys of the window, w, the query's own included.
-        initial, local: forced blocks: the first ones, and the last ones up to the query's own.
+    Args:
+        compress: l, the tokens in a compressed block.
+        stride: d, the tokens between the starts of neighbouring compressed blocks.
+        select: l', the tokens in a block of the selection.
+        count: n, the blocks per query, including the forced ones.
+        window: w, the keys of the sliding window, including the query's own.
+        initial: the forced blocks at the start of the sequence.
+        local: the forced last blocks up to the query's own.
 
     Raises:
         ArgumentError: stride does not divide compress and select, compress is larger than select,
-            count is smaller than the forced blocks, or a size is below 1 (initial: 0).
+            count is smaller than the number of forced blocks, or a size is below 1 (initial: 0).
 
     >>> NSABlocks().count
     16
@@ -66,80 +73,101 @@ class NSABlocks:
             )
 
 
-def windows(
-    x: Float[Tensor, "B G S D"], laid: Order, sizes: NSABlocks
+def compression_windows(
+    x: Float[Tensor, "B G S D"], layout: BlockLayout, sizes: NSABlocks
 ) -> Float[Tensor, "B G C l D"]:
-    """The tokens of each compressed block: block i holds positions i d .. i d + l - 1 behind the
-    first one.
+    """Return the tokens of each compressed block `[B, G, C, l, D]`: block i contains the
+    positions i d to i d + l - 1 after the first one.
     """
-    return laid.lay(x).unfold(2, sizes.compress, sizes.stride).mT  # [B,G,C,D,l] -> [B,G,C,l,D]
+    return (
+        layout.to_position_order(x).unfold(2, sizes.compress, sizes.stride).mT
+    )  # [B,G,C,D,l] -> [B,G,C,l,D]
 
 
-def ends(laid: Order, sizes: NSABlocks) -> Int[Tensor, "B C"]:
-    """The position of the last token of each compressed block; -1 where a token of it is
-    missing.
+def compression_positions(layout: BlockLayout, sizes: NSABlocks) -> Int[Tensor, "B C"]:
+    """Return the position of the last token of each compressed block `[B, C]`; -1 where a token
+    of the block is missing.
     """
-    whole = laid.held.unfold(1, sizes.compress, sizes.stride).all(-1)  # [B,C]
-    at = torch.arange(whole.shape[1], device=whole.device) * sizes.stride + sizes.compress - 1
-    return torch.where(whole, laid.first[:, None] * laid.size + at, -1)
+    is_complete = layout.occupied.unfold(1, sizes.compress, sizes.stride).all(-1)  # [B,C]
+    last_offset = (
+        torch.arange(is_complete.shape[1], device=is_complete.device) * sizes.stride
+        + sizes.compress
+        - 1
+    )
+    return torch.where(is_complete, layout.first[:, None] * layout.size + last_offset, -1)
 
 
-def importance(
+def block_importance(
     p: Float[Tensor, "B H T C"], groups: int, sizes: NSABlocks
 ) -> Float[Tensor, "B G T N"]:
-    """What share of the attention to compressed tokens falls on each block, summed over the heads
-    of a group.
+    """Return the share of the attention to compressed tokens that falls on each block, summed over
+    the heads of a group.
 
     importance[j] = sum_h sum_{m < l'/d} sum_{n < l/d} p_h[(l'/d) j - m - n], with j and the index
     counted from 1
 
-    A compressed token gives its weight to a block once for each stride that they have in common.
-    (Read with indices from 0, the printed sum would give it to the block in front.)
+    A compressed token contributes its weight to a block once for each stride that they have in
+    common. (With indices counted from 0, the printed sum would contribute it to the block before.)
+
+    Args:
+        p: the attention to the compressed tokens `[B, H, T, C]`.
+        groups: the number of key/value heads G.
+        sizes: the sizes of the blocks.
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 9 and 10.
     """
     shares, per_block = sizes.compress // sizes.stride, sizes.select // sizes.stride
-    # the weight that falls on each stride of the sequence: those of the compressed blocks that
-    # cover it
+    # the weight of each stride of the sequence is the sum over the compressed blocks that cover it
     strides = sum(F.pad(p, (n, shares - 1 - n)) for n in range(shares))
     assert isinstance(strides, Tensor)
     blocks = torch.unflatten(strides, -1, (-1, per_block)).sum(-1)  # [B,H,T,N]
     return torch.unflatten(blocks, 1, (groups, -1)).sum(2)
 
 
+@renamed_parameters(laid="layout")
 def selection_mask(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G C D"],
-    laid: Order,
+    layout: BlockLayout,
     sizes: NSABlocks,
     *,
     q_positions: Positions,
     k_positions: Int[Tensor, "#B C"],
     scale: float | None = None,
 ) -> Mask:
-    """The blocks that each group of query heads reads, from its attention to compressed keys, as a
-    mask.
+    """Select the blocks that each group of query heads reads, from its attention to the compressed
+    keys.
 
-    p = softmax(scale q k^T) over the compressed tokens that end at or before the query; blocks: the
-    first `initial`, the last `local` up to the query's own, and the most important others, `count`
-    in all
+    p = softmax(scale q k^T) over the compressed tokens that end at or before the query. Selected
+    are the first `initial` blocks, the last `local` blocks up to the query's own, and the most
+    important other ones, `count` in all. No gradient flows through the choice.
 
     Args:
-        q, k: queries, and compressed keys at the positions of their last tokens (`ends`).
-        laid: the order of the keys that are selected from.
+        q: queries `[B, H, T, D]`.
+        k: compressed keys `[B, G, C, D]`.
+        layout: the arrangement in blocks of the keys that are selected.
+        sizes: the sizes of the blocks.
+        q_positions: the positions of the queries.
+        k_positions: the positions of the last tokens of the compressed keys `[B or 1, C]`
+            (`compression_positions`).
+        scale: the factor on q . k; None: 1/sqrt(D).
 
-    No gradient flows through the choice.
+    Returns:
+        The mask, equal for the query heads of a group.
 
     Raises:
-        ArgumentError, ArgumentTypeError: q, k and positions do not fit.
+        ArgumentError, ArgumentTypeError: q, k and positions do not fit together.
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 8 to 12.
     """
     check_query_key(q, k)
     check_positions("q_positions", q_positions, q.shape[0], q.shape[2])
     check_positions("k_positions", k_positions, q.shape[0], k.shape[2])
-    own, number = laid.own(q_positions)[:, None, :, None], laid.number[:, None, None]
-    allowed = (number <= own) & (laid.filled > 0)[:, None, None]
+    own, number = (
+        layout.block_of(q_positions)[:, None, :, None],
+        layout.block_numbers[:, None, None],
+    )
+    allowed = (number <= own) & (layout.token_counts > 0)[:, None, None]
     forced = (number < sizes.initial) | (number > own - sizes.local)
     (B, H, T, _), G = q.shape, k.shape[1]
     q, k = q.detach(), k.detach()
@@ -154,9 +182,9 @@ def selection_mask(
             q_positions=q_positions,
             k_positions=k_positions,
         )
-        share = importance(p, G, sizes)
-        return best_blocks(share, forced[:, :, rows], allowed[:, :, rows], sizes.count)
+        share = block_importance(p, G, sizes)
+        return select_blocks(share, forced[:, :, rows], allowed[:, :, rows], sizes.count)
 
-    with undifferentiated(q.device):
-        table = by_rows(choose, T, B * H * k.shape[2] * 24)
-    return Selected(table.repeat_interleave(H // G, 1), sizes.select, laid.first) & Causal()
+    with without_gradient(q.device):
+        table = in_query_chunks(choose, T, B * H * k.shape[2] * 24)
+    return Selected(table.repeat_interleave(H // G, 1), sizes.select, layout.first) & Causal()

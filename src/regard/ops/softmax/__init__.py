@@ -1,21 +1,29 @@
-"""Softmax attention: `attend`, its parts and their `merge`, any block of its weights, and the
-`plan` of a call.
+"""Softmax attention: the functions `attend`, `attend_partial`, `merge`, `attention_weights` and
+`plan`, the kernels that compute it, and the protocol for registering another kernel.
 """
 
+from regard.deprecation import renamed
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
-from regard.ops.softmax.call import Call, Kernel, Options, Partial, Result, Work
+from regard.ops.softmax.call import (
+    AttentionOptions,
+    Call,
+    Kernel,
+    KernelResult,
+    Partial,
+    WorkEstimate,
+)
 from regard.ops.softmax.dispatch import register_kernel
 from regard.ops.softmax.merge import merge
 from regard.ops.softmax.plan import Plan, plan
 
 __all__ = [
+    "AttentionOptions",
     "Call",
     "Kernel",
-    "Options",
+    "KernelResult",
     "Partial",
     "Plan",
-    "Result",
-    "Work",
+    "WorkEstimate",
     "attend",
     "attend_partial",
     "attention_weights",
@@ -23,3 +31,7 @@ __all__ = [
     "plan",
     "register_kernel",
 ]
+
+__getattr__ = renamed(
+    __name__, {"Options": "AttentionOptions", "Result": "KernelResult", "Work": "WorkEstimate"}
+)

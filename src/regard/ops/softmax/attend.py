@@ -1,4 +1,4 @@
-"""The public functions of softmax attention."""
+"""The public functions `attend`, `attend_partial` and `attention_weights`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
-from regard.ops.softmax.call import Call, Options, Partial, make_call
-from regard.ops.softmax.dispatch import run, without_garbage
-from regard.ops.softmax.reference import BLOCK_BYTES, join, scores, total, weights, with_sink
+from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
+from regard.ops.softmax.dispatch import run_call, zero_empty_slots
+from regard.ops.softmax.reference import (
+    BLOCK_BYTES,
+    add_sink,
+    join_sums,
+    scores,
+    softmax_sum,
+    softmax_weights,
+)
 from regard.span import Positions
 
 
@@ -32,18 +39,50 @@ def attend(
     k_positions: Positions | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "B H T E"]:
-    """Softmax attention: each query's weighted mean of the values of the keys that it may see.
+    """Compute softmax attention: for each query, the weighted mean of the values of its visible
+    keys.
 
-    s = softcap(scale q k^T) + bias, -inf where masked
-    out = softmax(s) v, with exp(sink) in the denominator as well
+    s_ij = c tanh(scale (q_i . k_j) / c) + bias_ij, and -inf where the mask hides key j from query i
+    out_i = sum_j p_ij v_j,  p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
 
-    Query head h reads key/value head h // (H/G). `Options` says what each option is. A row that
-    sees nothing gives 0.
+    Without `softcap` the score is scale (q_i . k_j) + bias_ij; without `sink` the term exp(sink) is
+    absent. Grouped-query attention: query head h uses key/value head h // (H/G). A query that sees
+    no key gets the output 0. Scores and softmax are computed in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        q: queries `[B, H, T, D]`: batch, query heads, queries, head dimension.
+        k: keys `[B, G, S, D]`, in the dtype and on the device of `q`; G divides H.
+        v: values `[B, G, S, E]`, in the dtype and on the device of `q`.
+        mask: which keys each query may see: a mask of `regard.masks`, or a bool tensor `[T, S]` or
+            `[B or 1, H or 1, T, S]` in which True means that the query may attend to the key. None
+            (the default): every query sees every key whose position is at least 0.
+        bias: a term that is added to the scores after the softcap: a bias of `regard.biases`, or a
+            float tensor `[T, S]` or `[B or 1, H or 1, T, S]`, which may require a gradient. None:
+            no bias.
+        scale: the factor on q . k, finite and not 0. None: 1/sqrt(D).
+        softcap: the bound c in c tanh(s / c), which keeps scores between -c and c; greater than 0.
+            None: no bound.
+        sink: one logit per query head, `[H]`, that is added to the softmax denominator only, so
+            that the weights of a row sum to less than 1. None: no sink.
+        dropout: the probability that a weight is set to 0, at least 0 and less than 1; the other
+            weights are divided by 1 - dropout. It applies in every call, in training and in
+            inference.
+        q_positions: the position of each query: a `regard.Span`, or an integer tensor
+            `[B or 1, T]`. A position of -1 marks an empty slot, which sees nothing. None: the last
+            T positions of the keys.
+        k_positions: the position of each key: a `regard.Span`, or an integer tensor `[B or 1, S]`.
+            A position of -1 marks an empty slot, which no query sees. None: 0 to S - 1.
+        backend: the kernel: "cpu", "sdpa", "tiled", "flex", "gemm", "reference", or the name of a
+            registered kernel. "auto" takes the fastest kernel that supports the call; `regard.plan`
+            shows which one that is.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of `q`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
-            computed.
-        KernelRefusal: the backend asked for cannot run this call; the message has its reasons.
+        ArgumentError, ArgumentTypeError: an argument is invalid, or the arguments do not fit
+            together; raised before anything is computed.
+        KernelRefusal: the requested backend cannot run this call; the message lists its reasons.
 
     >>> import torch, regard
     >>> q, k, v = torch.randn(3, 2, 8, 16, 32).unbind(0)
@@ -66,7 +105,7 @@ def attend(
         q_positions=q_positions,
         k_positions=k_positions,
     )
-    return run(call, backend).out
+    return run_call(call, backend).out
 
 
 def attend_partial(
@@ -75,17 +114,30 @@ def attend_partial(
     v: Float[Tensor, "B G S E"],
     *,
     backend: str = "auto",
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Partial:
-    """Attention over a part of the keys, as (out, lse), for `merge`; options as in `attend`, but
-    dropout and sink.
+    """Compute attention over some of the keys, with the log-sum-exp that `merge` needs to join it
+    to attention over the other keys.
 
-    lse_i = ln sum_j exp(s_ij), natural log, fp32 or fp64, -inf for a row that sees nothing;
-    differentiable.
+    lse_i = ln sum_j exp(s_ij), with the scores s_ij of `attend`
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, S, D]` of this part.
+        v: values `[B, G, S, E]` of this part.
+        backend: the kernel, as in `attend`.
+        **options: `mask`, `bias`, `scale`, `softcap`, `q_positions` and `k_positions`, as in
+            `attend`. By default the keys have the positions 0 to S - 1, so that parts other than
+            the first one usually need `k_positions`.
+
+    Returns:
+        A `Partial` with `out` `[B, H, T, E]` in the dtype of `q`, and `lse` `[B, H, T]` in fp32
+        (fp64 for fp64 inputs), -inf for a query that sees no key of this part. Both are
+        differentiable.
 
     Raises:
-        ArgumentTypeError: dropout or sink is given: a sink is counted once, by `merge`.
-        ArgumentError, KernelRefusal: as `attend`.
+        ArgumentTypeError: `dropout` or `sink` is given; a sink is counted once, by `merge`.
+        ArgumentError, KernelRefusal: as in `attend`.
 
     >>> import torch, regard
     >>> q, k, v = torch.zeros(3, 1, 1, 4, 8).unbind(0)
@@ -95,18 +147,18 @@ def attend_partial(
     Source: Dao 2022 (arXiv 2205.14135), section 3.1.
     """
     for name in ("dropout", "sink"):
-        given = options.get(name)
-        if given is not None and not (name == "dropout" and given == 0):
+        value = options.get(name)
+        if value is not None and not (name == "dropout" and value == 0):
             raise ArgumentTypeError(
-                f"attend_partial takes no {name}; "
+                f"attend_partial does not accept {name}; "
                 + (
-                    "give it to regard.merge, which counts it once"
+                    "pass it to regard.merge, which counts it once"
                     if name == "sink"
-                    else "use attend"
+                    else "use regard.attend"
                 )
             )
-    result = run(make_call(q, k, v, wants_lse=True, **options), backend)
-    assert result.lse is not None, "a kernel that was asked for the lse returned none"
+    result = run_call(make_call(q, k, v, wants_lse=True, **options), backend)
+    assert result.lse is not None, "the kernel returned no lse although the call requested one"
     return Partial(result.out, result.lse)
 
 
@@ -116,21 +168,30 @@ def attention_weights(
     *,
     rows: slice | int | None = None,
     columns: slice | int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Float[Tensor, "B H t s"]:
-    """Any block of the exact weights [B,H,t,s], whatever the length: p_ij = exp(s_ij) / sum_j
-    exp(s_ij).
+    """Compute a block of the exact attention weights, for a sequence of any length.
 
-    Each row is normalised over all its keys, also those outside the block; with a sink a row sums
-    to less than 1. Memory grows with t * s and with t, not with T * S.
+    p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink)), with the scores s_ij of `attend`
+
+    Each row is normalised over all its keys, including those outside the block; with a sink a row
+    sums to less than 1. Memory grows with the size of the block, not with T S.
 
     Args:
-        rows, columns: the queries and keys of the block: a slice, one index, or None for all.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, S, D]`.
+        rows: the queries of the block: a slice of step 1, one index, or None for all queries.
+        columns: the keys of the block: a slice of step 1, one index, or None for all keys.
+        **options: `mask`, `bias`, `scale`, `softcap`, `sink`, `q_positions` and `k_positions`, as
+            in `attend`.
+
+    Returns:
+        The weights `[B, H, t, s]` of the t queries and s keys of the block, in fp32 (fp64 for fp64
+        inputs).
 
     Raises:
-        ArgumentTypeError: dropout is given (weights are shown without), or rows or columns are
-            something else.
-        ArgumentError: as `attend`.
+        ArgumentTypeError: `dropout` is given, or `rows` or `columns` has another type.
+        ArgumentError: as in `attend`.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 1000, 8)
@@ -139,28 +200,34 @@ def attention_weights(
     torch.Size([1, 2, 1, 4])
     """
     if options.get("dropout"):
-        raise ArgumentTypeError("attention_weights takes no dropout: weights are shown without it")
-    call = without_garbage(make_call(q, k, k, **options))
-    shown, block = _part("rows", rows, call.T), _part("columns", columns, call.S)
+        raise ArgumentTypeError(
+            "attention_weights does not accept dropout: it returns the weights before dropout"
+        )
+    call = zero_empty_slots(make_call(q, k, k, **options))
+    row_slice, column_slice = _as_slice("rows", rows, call.T), _as_slice("columns", columns, call.S)
     with torch.autocast(q.device.type, enabled=False):
-        return _weights(call, shown, block)
+        return _block_of_weights(call, row_slice, column_slice)
 
 
-def _weights(call: Call, shown: slice, block: slice) -> Tensor:
-    rows = len(range(*shown.indices(call.T)))
-    step = max(1, BLOCK_BYTES // max(1, call.B * call.H * rows * 8))
-    if step >= call.S:
-        every, _ = scores(call, shown, slice(0, call.S))
-        return weights(every[..., block], with_sink(total(every), call.sink))
+def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
+    """Compute the weights of the rows `shown` and the columns `block`; the sums over a row are
+    computed in chunks of keys.
+    """
+    row_count = len(range(*rows.indices(call.T)))
+    chunk = max(1, BLOCK_BYTES // max(1, call.B * call.H * row_count * 8))
+    if chunk >= call.S:
+        every, _ = scores(call, rows, slice(0, call.S))
+        return softmax_weights(every[..., columns], add_sink(softmax_sum(every), call.sink))
     totals = [
-        total(scores(call, shown, slice(i, min(i + step, call.S)))[0])
-        for i in range(0, call.S, step)
+        softmax_sum(scores(call, rows, slice(i, min(i + chunk, call.S)))[0])
+        for i in range(0, call.S, chunk)
     ]
-    s, _ = scores(call, shown, block)
-    return weights(s, with_sink(join(totals), call.sink))
+    s, _ = scores(call, rows, columns)
+    return softmax_weights(s, add_sink(join_sums(totals), call.sink))
 
 
-def _part(name: str, which: slice | int | None, length: int) -> slice:
+def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
+    """Return the queries or keys that `which` names as a slice with non-negative ends."""
     if which is None:
         return slice(0, length)
     if isinstance(which, slice) and which.step in (None, 1):

@@ -1,4 +1,6 @@
-"""One softmax attention call as checked data, and the protocol that every kernel follows."""
+"""One checked call of softmax attention as data (`Call`), and the protocol that every kernel
+implements (`Kernel`).
+"""
 
 from __future__ import annotations
 
@@ -10,48 +12,63 @@ from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard import arguments, biases, masks, tap
+from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process import is_compiling
-from regard.span import EMPTY, Positions, Span, count
+from regard.process_state import is_compiling
+from regard.span import EMPTY, Positions, Span, slot_count
+from regard.units import plural
 
 
-def last(keys: Positions, T: int) -> Positions:
-    """The default query positions: the last T of the keys' ones (bottom-right alignment).
+def default_query_positions(keys: Positions, T: int) -> Positions:
+    """Return the default positions of T queries: the last T positions of the keys (bottom-right
+    alignment).
+
+    Args:
+        keys: the positions of the keys.
+        T: the number of queries.
 
     Raises:
-        ArgumentError: there are not so many keys at stored positions; or fewer queries than keys,
-            and a row of keys that ends in empty slots, in which its queries would stand.
+        ArgumentError: there are fewer keys than queries at positions given as a tensor; or there
+            are fewer queries than keys, and a row of keys ends in empty slots, where its queries
+            would stand.
 
-    >>> last(Span(0, 5), 2), last(Span(0, 2), 3)
+    >>> default_query_positions(Span(0, 5), 2), default_query_positions(Span(0, 2), 3)
     (Span(start=3, length=2), Span(start=-1, length=3, tokens=True))
     """
     if isinstance(keys, Span):
         return Span(keys.stop - T, T, tokens=keys.stop < T)
     if keys.shape[1] < T:
         raise ArgumentError(
-            f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
+            f"{plural(T, 'query', 'queries')} for {plural(keys.shape[1], 'key')} with k_positions: "
+            "pass q_positions as well"
         )
     if 0 < T < keys.shape[1] and not is_compiling():
-        _check_ends(keys, T)
+        _check_rows_end_in_tokens(keys, T)
     return keys[:, keys.shape[1] - T :]
 
 
-def _check_ends(keys: Tensor, T: int) -> None:
-    """The last tokens of a row stand at its end, so that they may be the queries."""
-    ends = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
-    if bool(ends.any()):
+def _check_rows_end_in_tokens(keys: Tensor, T: int) -> None:
+    """Check that no row of keys that holds tokens ends in an empty slot: its last slots are the
+    queries.
+    """
+    ends_empty = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
+    if bool(ends_empty.any()):
         raise ArgumentError(
-            f"k_positions of row {int(ends.nonzero()[0])} end in an empty slot (-1), and {T} "
-            f"queries for {keys.shape[1]} keys "
-            "would stand there by default, where a query sees nothing: give q_positions as well"
+            f"row {int(ends_empty.nonzero()[0])} of k_positions ends in an empty slot (-1). By "
+            "default "
+            f"the last {T} of its {plural(keys.shape[1], 'slot')} are the queries, and a query in "
+            "an empty slot sees nothing: pass q_positions as well"
         )
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
-    """None is Full(), a bool tensor is Dense(tensor)."""
+    """Return the mask of an argument: `Full()` for None, `Dense(tensor)` for a bool tensor.
+
+    Raises:
+        ArgumentTypeError: the argument is something else.
+    """
     if mask is None:
         return masks.Full()
     if isinstance(mask, Mask):
@@ -59,110 +76,132 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
     if isinstance(mask, Tensor):
         if mask.is_floating_point():
             raise ArgumentTypeError(
-                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask is bool, True = may "
-                "attend: "
-                "use regard.masks.from_additive(mask), or pass it as bias="
+                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask must be bool, with "
+                "True = may "
+                "attend: convert it with regard.masks.from_additive(mask), or pass it as bias="
             )
         dense = masks.Dense(mask)
         _warn_if_inverted(mask)
         return dense
-    raise ArgumentTypeError(_no_mask(mask))
+    raise ArgumentTypeError(_wrong_mask_type_message(mask))
 
 
-def _no_mask(given: object) -> str:
-    if isinstance(given, type):
-        return f"mask is the class {given.__name__}; make one: {given.__name__}(...)"
-    return f"mask is {type(given).__name__}; it must be a regard.masks mask, a bool tensor or None"
+def _wrong_mask_type_message(mask: object) -> str:
+    """Return the error message for an argument that is neither a mask nor a tensor."""
+    if isinstance(mask, type):
+        return f"mask is the class {mask.__name__}; pass an instance, {mask.__name__}(...)"
+    return f"mask is {type(mask).__name__}; it must be a regard.masks mask, a bool tensor or None"
 
 
-def check_rules(
+def check_custom_rules(
     mask: Mask, bias: Bias | None, sizes: tuple[int, int], q: Positions, k: Positions
 ) -> None:
-    """What a caller's own function or class says is for as many rows of the batch and heads as the
-    call has.
+    """Check that a user-defined mask or bias returns blocks for the batch size and head count of
+    the call.
 
-    Ours know these sizes (`require`). Of others one pair is asked for: most kernels would take
-    another size for a batch to broadcast to, and compiled ones for the last row or head.
+    The masks and biases of this package check these sizes themselves (`require`). A custom function
+    or class is evaluated on one query-key pair, because most kernels would broadcast a wrong batch
+    or head dimension silently.
+
+    Args:
+        mask: the mask of the call.
+        bias: the bias of the call, or None.
+        sizes: B and H.
+        q: the positions of the queries.
+        k: the positions of the keys.
 
     Raises:
-        ArgumentError: it is for another number of them.
+        ArgumentError: a custom rule returns another batch size or number of heads.
     """
-    if count(q) == 0 or count(k) == 0:
+    if slot_count(q) == 0 or slot_count(k) == 0:
         return
-    one = slice(0, 1)
+    first_slot = slice(0, 1)
     for name, rule in (("mask", mask), ("bias", bias)):
-        if rule is None or not _foreign(rule):
+        if rule is None or not _has_custom_code(rule):
             continue
-        found = tuple(rule.block(q, k, one, one).shape[:2])
-        if any(n not in (1, size) for n, size in zip(found, sizes, strict=True)):
+        block_sizes = tuple(rule.block(q, k, first_slot, first_slot).shape[:2])
+        if any(n not in (1, size) for n, size in zip(block_sizes, sizes, strict=True)):
             raise ArgumentError(
-                f"{name} {rule} is for batch {found[0]} and {found[1]} heads, but the call has "
-                f"batch {sizes[0]} and "
-                f"{sizes[1]} heads; it must give 1 or as many of each"
+                f"{name} {rule} is for batch {block_sizes[0]} and "
+                f"{plural(block_sizes[1], 'head')}, but the "
+                f"call has batch {sizes[0]} and {plural(sizes[1], 'head')}; each must be 1 or equal"
             )
 
 
-_FAMILIAR = "_familiar"
-"""Where a rule that was looked through remembers it: a model asks with the same one for every layer
-and token.
+_NO_CUSTOM_CODE = "_familiar"
+"""Attribute that marks a mask or bias as inspected and free of custom code: a model passes the
+same one for every layer and token.
 """
 
 
-def _foreign(rule: Mask | Bias) -> bool:
-    """Whether a function or class of the caller is in it."""
-    if _FAMILIAR in rule.__dict__:
+def _has_custom_code(rule: Mask | Bias) -> bool:
+    """Return whether a mask or bias contains a user-defined function or class."""
+    if _NO_CUSTOM_CODE in rule.__dict__:
         return False
-    if isinstance(rule, (masks.Fn, biases.Fn)) or not type(rule).__module__.startswith("regard."):
+    if isinstance(rule, (masks.Fn, biases.FnBias)) or not type(rule).__module__.startswith(
+        "regard."
+    ):
         return True
     values = [getattr(rule, x.name) for x in fields(rule)]
     inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
-    found = any(_foreign(x) for x in inner if isinstance(x, (Mask, Bias)))
-    if not found and not is_compiling():
-        rule.__dict__[_FAMILIAR] = True
-    return found
+    is_custom = any(_has_custom_code(x) for x in inner if isinstance(x, (Mask, Bias)))
+    if not is_custom and not is_compiling():
+        rule.__dict__[_NO_CUSTOM_CODE] = True
+    return is_custom
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """A float tensor is Dense(tensor)."""
+    """Return the bias of an argument: None and biases unchanged, `Dense(tensor)` for a float
+    tensor.
+
+    Raises:
+        ArgumentTypeError: the argument is something else.
+    """
     if bias is None or isinstance(bias, Bias):
         return bias
     if isinstance(bias, Tensor):
-        return biases.Dense(bias)
+        return biases.DenseBias(bias)
     raise ArgumentTypeError(
         f"bias is {type(bias).__name__}; it must be a regard.biases bias, a float tensor or None"
     )
 
 
 def _warn_if_inverted(mask: Tensor) -> None:
-    """A square mask that hides every query's own key is nearly always one of the other polarity."""
+    """Warn if a square mask hides the own key of every query: it is probably of the opposite
+    polarity.
+    """
     square = mask.shape[-1] == mask.shape[-2] > 1
     if is_compiling() or not square:
         return
     if not bool(mask.diagonal(dim1=-2, dim2=-1).any()) and bool(mask.any()):
         warnings.warn(
-            "mask hides each query's own key: is it inverted? True = may attend; "
-            "regard.masks.from_drop(mask) takes a mask with True = drop, and a mask that means it "
-            "is regard.masks.Dense(mask)",
+            "the mask hides the own key of every query; it may be inverted, since True = may "
+            "attend. "
+            "Convert a mask with True = drop by regard.masks.from_drop(mask); if the mask is "
+            "intended, pass regard.masks.Dense(mask)",
             stacklevel=5,
         )
 
 
-class Options(TypedDict, total=False):
-    """What every softmax function takes by keyword.
+class AttentionOptions(TypedDict, total=False):
+    """The keyword options that the functions of softmax attention share; `help(regard.attend)`
+    explains each.
 
-    mask: a rule on positions (`regard.masks`), a bool tensor [T,S] or [B or 1, H or 1, T, S] with
-        True = may attend, or
-        None: every key whose position is >= 0.
-    bias: added to scores after the softcap: `regard.biases`, or a float tensor of the shapes of a
-        mask; learnable.
-    scale: None is 1/sqrt(D); finite, not 0.
-    softcap: c of c tanh(s / c), greater than 0; None is off.
-    sink: [H], one logit per head that takes part in the denominator only.
-    dropout: the probability with which a weight is dropped, the rest scaled by 1/(1-p). It knows no
-        training mode.
-    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds
-        nothing: such a key is never seen, and such a query sees nothing. Default: keys 0..S-1,
-        queries the last T of them.
+    Args:
+        mask: which keys each query may see: a mask of `regard.masks`, a bool tensor `[T, S]` or
+            `[B or 1, H or 1, T, S]` with True = may attend, or None: every key whose position is at
+            least 0.
+        bias: a term added to the scores after the softcap: a bias of `regard.biases`, or a float
+            tensor `[T, S]` or `[B or 1, H or 1, T, S]`; it may require a gradient.
+        scale: the factor on q . k, finite and not 0; None: 1/sqrt(D).
+        softcap: the bound c in c tanh(s / c), greater than 0; None: no bound.
+        sink: one logit per head, `[H]`, added to the softmax denominator only.
+        dropout: the probability that a weight is set to 0; the others are divided by 1 - dropout,
+            in every call, in training and in inference.
+        q_positions: the position of each query, a `Span` or an integer tensor `[B or 1, T]`; -1
+            marks an empty slot, which sees nothing. Default: the last T positions of the keys.
+        k_positions: the position of each key, a `Span` or an integer tensor `[B or 1, S]`; -1 marks
+            an empty slot, which no query sees. Default: 0 to S - 1.
     """
 
     mask: Mask | Tensor | None
@@ -176,32 +215,41 @@ class Options(TypedDict, total=False):
 
 
 class Partial(NamedTuple):
-    """Attention over a part of the keys: what `merge` joins.
+    """Attention over some of the keys, which `merge` joins to attention over others.
 
-    out: [B,H,T,E], the weighted mean of the values of that part; 0 for a row that sees none of
-        them.
-    lse: [B,H,T], natural log of the sum of exp(score), fp32 (fp64 for fp64); -inf for such a row.
+    Args:
+        out: `[B, H, T, E]`, the weighted mean of the values of this part; 0 for a query that sees
+            none of its keys.
+        lse: `[B, H, T]`, ln sum_j exp(s_ij) over the keys of this part, in fp32 (fp64 for fp64
+            inputs); -inf for a query that sees none of them.
     """
 
     out: Tensor
     lse: Tensor
 
 
-class Work(NamedTuple):
-    """What a kernel would do with a call: query-key pairs that it visits over all B and H, and its
-    peak extra bytes.
+class WorkEstimate(NamedTuple):
+    """The work of a kernel for one call.
+
+    Args:
+        pairs: the query-key pairs that it computes, summed over B and H.
+        bytes: the peak memory that it allocates in addition to the inputs and the output.
     """
 
     pairs: int
     bytes: int
 
 
-class Result(NamedTuple):
-    """What a kernel returns; lse may be None when the call did not ask for it. The sink is in
-    `out`, never in `lse`.
+class KernelResult(NamedTuple):
+    """The result of a kernel.
 
-    scores, pattern: [B,H,T,S], only where an open trace edited them: they no longer follow from the
-        call.
+    Args:
+        out: the output `[B, H, T, E]`, with the sink included.
+        lse: the log-sum-exp `[B, H, T]` without the sink; it may be None if the call does not
+            request it (`Call.wants_lse`).
+        scores: `[B, H, T, S]`, only where an open trace replaced them, since they then no longer
+            follow from the call.
+        pattern: the weights `[B, H, T, S]`, only where an open trace replaced them.
     """
 
     out: Tensor
@@ -212,10 +260,26 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A checked call: q [B,H,T,D], k [B,G,S,D], v [B,G,S,E], and how to score them.
+    """One attention call whose arguments have been checked and whose defaults are filled in.
 
-    What every kernel asks is found out once, when the call is made: the sizes, whether something
-    in it wants a gradient, and whether this thread compiles a graph.
+    The sizes B, H, G, T, S, D and E are attributes as well, and so are two facts that every kernel
+    needs: `has_gradient` (autograd is enabled and an input requires a gradient) and `compiling`
+    (torch.compile is tracing in this thread).
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, E]`.
+        mask: the mask; `Full()` where none was given.
+        bias: the bias, or None.
+        scale: the factor on q . k.
+        softcap: the bound on the scores, or None.
+        sink: one logit per head, `[H]`, or None.
+        dropout: the dropout probability; 0 is none.
+        q_positions: the positions of the queries.
+        k_positions: the positions of the keys.
+        wants_lse: whether the result must include the lse.
+        needs: the taps, "scores" or "pattern", that an open trace captures or edits.
     """
 
     q: Tensor
@@ -252,7 +316,7 @@ class Call:
         put(self, "compiling", is_compiling())
 
     def _learns(self) -> bool:
-        """Whether a tensor of the call wants a gradient."""
+        """Return whether an input tensor requires a gradient."""
         return (
             self.q.requires_grad
             or self.k.requires_grad
@@ -263,12 +327,12 @@ class Call:
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """Scores and softmax are fp32, or fp64 for fp64."""
+        """The dtype of the scores and the softmax: fp32, or fp64 for fp64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property
     def sees_everything(self) -> bool:
-        """Every query sees every key, known without reading a tensor."""
+        """Whether every query sees every key, as far as that is known without reading a tensor."""
         return (
             isinstance(self.mask, masks.Full)
             and isinstance(self.q_positions, Span)
@@ -279,73 +343,111 @@ class Call:
 
     @property
     def finite(self) -> bool:
-        """q, k and v hold no NaN and no infinity."""
+        """Whether q, k and v contain neither NaN nor infinity."""
         return self.all_finite("k", "v", "q")
 
     @property
     def score_bound(self) -> float:
-        """No |scale q k| is larger: |scale| times the longest query and the longest key of a head
-        that it reads.
+        """An upper bound on |scale q . k|: |scale| times the largest query norm and the largest key
+        norm of the same head.
 
-        Infinite where nobody may look: in a compiled graph, and on another device than a CPU, which
-        would be waited for.
+        It is infinite in a compiled graph, which cannot read tensors, and on devices other than the
+        CPU, where reading would synchronise.
         """
         if self.compiling or not self.q.is_cpu:
             return math.inf
         if 0 in (self.B, self.T, self.S):
             return 0.0
-        if "bound" not in self._known:  # read once a call, however many kernels ask
-            q, k = (_longest(x) for x in (self.q, self.k))  # [B,H], [B,G]
-            longest = (torch.unflatten(q, 1, (self.G, -1)) * k[:, :, None]).amax()
-            self._known["bound"] = abs(self.scale) * longest.item()
+        if "bound" not in self._known:  # computed once per call
+            q_norms, k_norms = (_largest_norms(x) for x in (self.q, self.k))  # [B,H], [B,G]
+            largest_product = (
+                torch.unflatten(q_norms, 1, (self.G, -1)) * k_norms[:, :, None]
+            ).amax()
+            self._known["bound"] = abs(self.scale) * largest_product.item()
         return self._known["bound"]
 
     def all_finite(self, *names: str) -> bool:
-        """Those of q, k and v hold no NaN and no infinity. Not read while compiling: assumed
-        there.
+        """Return whether some of the inputs contain neither NaN nor infinity.
+
+        While torch.compile is tracing, the tensors cannot be read and are assumed to be finite.
+
+        Args:
+            *names: which inputs to check: "q", "k" or "v".
+
+        Returns:
+            True if none of them contains a NaN, an infinity, or a number above `MAX_FINITE`.
         """
         if self.compiling:
             return True
         for name in names:
-            if name not in self._known:  # read once a call, however many kernels ask
-                self._known[name] = _finite(getattr(self, name))
+            if name not in self._known:  # computed once per call
+                self._known[name] = _all_entries_finite(getattr(self, name))
         return all(bool(self._known[name]) for name in names)
 
 
 @runtime_checkable
 class Kernel(Protocol):
-    """One way to run a call. It declares what it can do (`why_not` is a whitelist) and how early it
-    wants to be asked (`priority`); `regard.register_kernel` takes any object with these names.
+    """The protocol of a kernel: one way to compute an attention call.
 
-    name: what `backend=` and `regard.plan` call it.
-    selects: whether what is masked is never read, not even to be multiplied by 0.
+    A kernel states which calls it supports (`why_not`) and when `backend="auto"` tries it
+    (`priority`). `regard.register_kernel` accepts any object with these attributes.
+
+    Attributes:
+        name: the name that `backend=` and `regard.plan` use.
+        selects: True if the kernel never reads a masked key or value, so that a NaN there has no
+            effect; False if it multiplies masked values by a weight of 0.
     """
 
     name: str
     selects: bool
 
     def why_not(self, call: Call) -> list[str]:
-        """Give the reasons against running this call on this machine: what the machine lacks (a
-        device, a package), and what the call asks for that the kernel cannot do. Empty if it can.
+        """Return the reasons why this kernel cannot run a call on this machine: a missing device or
+        package, or an unsupported option.
+
+        Args:
+            call: the checked call.
+
+        Returns:
+            The reasons, each in a few words; an empty list if the kernel can run the call.
         """
 
     def priority(self, call: Call) -> float | None:
-        """Say how early `backend="auto"` asks this kernel: the largest number first, at equal
-        numbers the kernel that was registered first. None: only a caller who names it gets it.
+        """Return when `backend="auto"` tries this kernel; it must not read a tensor, because it is
+        computed for every call.
 
-        It must read no tensor, because every kernel is asked for every call. Ours give
-        100 or 90 where they were measured to be faster than torch's fused kernel,
-        80 for torch's fused kernel itself,
-        75 to 60 for what comes next where that one refuses,
-        50 to 20 for what is right but was measured to be slower, and
-        10 for the definition, which runs everything.
+        The kernels of this package return 100 or 90 where they were measured to be faster than
+        torch's fused kernel, 80 for torch's fused kernel, 75 to 60 for the next choices where that
+        one refuses, 50 to 20 for kernels that were measured to be slower, and 10 for the reference,
+        which runs everything.
+
+        Args:
+            call: the checked call.
+
+        Returns:
+            A number; the kernel with the largest one is tried first, and among equal numbers the
+            one that was registered first. None: the kernel runs only if it is requested by name.
         """
 
-    def run(self, call: Call) -> Result:
-        """Run it."""
+    def run(self, call: Call) -> KernelResult:
+        """Compute the call.
 
-    def work(self, call: Call) -> Work:
-        """What running it costs; nothing is computed."""
+        Args:
+            call: the checked call, for which `why_not` returned no reason.
+
+        Returns:
+            The output, and the lse if `call.wants_lse`.
+        """
+
+    def work(self, call: Call) -> WorkEstimate:
+        """Estimate the work of a call without computing it.
+
+        Args:
+            call: the checked call.
+
+        Returns:
+            The query-key pairs that would be computed, and the extra memory.
+        """
 
 
 def make_call(
@@ -363,34 +465,48 @@ def make_call(
     k_positions: Positions | None = None,
     wants_lse: bool = False,
 ) -> Call:
-    """Check every argument, fill in the defaults, and say what taps are listened to."""
-    arguments.check_query_key_value(q, k, v)
+    """Check all arguments of an attention call, fill in the defaults, and record which taps an open
+    trace uses.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, E]`.
+        mask: as in `attend`, and so are all further options.
+        wants_lse: whether the result must include the lse.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid.
+    """
+    argument_checks.check_query_key_value(q, k, v)
     if scale is not None:
-        arguments.check_number("scale", scale, -math.inf, math.inf, "finite and not 0")
+        argument_checks.check_number("scale", scale, -math.inf, math.inf, "finite and not 0")
         if scale == 0:
-            raise ArgumentError("scale is 0; it must be finite and not 0: None is 1/sqrt(D)")
+            raise ArgumentError("scale is 0; it must be finite and not 0; None means 1/sqrt(D)")
     if softcap is not None:
-        arguments.check_number("softcap", softcap, 0, math.inf, "greater than 0: None turns it off")
+        argument_checks.check_number(
+            "softcap", softcap, 0, math.inf, "greater than 0: None turns it off"
+        )
     if type(dropout) is not float or dropout:
-        arguments.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        argument_checks.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
     (B, H, T, D), S = q.shape, k.shape[2]
     if sink is not None:
-        arguments.check_sink(sink, H, q)
+        argument_checks.check_sink(sink, H, q)
     if k_positions is not None:
-        arguments.check_positions("k_positions", k_positions, B, S)
+        argument_checks.check_positions("k_positions", k_positions, B, S)
     if q_positions is not None:
-        arguments.check_positions("q_positions", q_positions, B, T)
+        argument_checks.check_positions("q_positions", q_positions, B, T)
     elif k_positions is not None:
-        q_positions = last(k_positions, T)
+        q_positions = default_query_positions(k_positions, T)
     else:
-        q_positions = Span(S - T, T, S < T)  # as `last` says
+        q_positions = Span(S - T, T, S < T)  # as in `default_query_positions`
     k_positions = Span(0, S) if k_positions is None else k_positions
     mask, bias = as_mask(mask), None if bias is None else as_bias(bias)
     mask.require(B, H, T, S)
     if bias is not None:
         bias.require(B, H, T, S)
-    if bias is not None or _FAMILIAR not in mask.__dict__:
-        check_rules(mask, bias, (B, H), q_positions, k_positions)
+    if bias is not None or _NO_CUSTOM_CODE not in mask.__dict__:
+        check_custom_rules(mask, bias, (B, H), q_positions, k_positions)
     call = Call(
         q,
         k,
@@ -404,38 +520,42 @@ def make_call(
         q_positions,
         k_positions,
         wants_lse,
-        tap.needed() & {"scores", "pattern"},
+        tracing.requested_taps() & {"scores", "pattern"},
     )
-    if not call.compiling and arguments.checks_finite():
-        arguments.check_finite(query=q, key=k, value=v)
+    if not call.compiling and argument_checks.finite_checks_enabled():
+        argument_checks.check_finite(query=q, key=k, value=v)
     return call
 
 
-SMALL_SCORES = 6.0
-"""Up to this bound on |scale q k| every kernel's gradient rounds as plain math does.
+SMALL_SCORE_BOUND = 6.0
+"""The bound on |scale q . k| up to which the gradient of every kernel is as accurate as that of
+plain math.
 
-Then scores of a row differ by at most 12, so that no weight is lost beside another in fp32 (e^-12 >
-2^-24): the terms of p (dp - sum p dp) do not cancel to nothing. A kernel that computes p = exp(s -
-lse) from a rounded lse is off by some roundings of the largest score: measured (LOG.md), torch's
-breaks the error rule now and then from 7 on.
+Up to 6 the scores of a row differ by at most 12, so that no weight is negligible beside another in
+fp32 (e^-12 > 2^-24) and the terms of p (dp - sum p dp) do not cancel completely. A kernel that
+recomputes p = exp(s - lse) from a rounded lse is off by some roundings of the largest score;
+torch's kernel was measured to break the error rule occasionally from 7 on (LOG.md).
 """
 
 
-def _longest(x: Tensor) -> Tensor:
-    """The length of the longest vector [B,h] of x [B,h,n,D], in fp32 or better."""
+def _largest_norms(x: Tensor) -> Tensor:
+    """Return the largest vector norm `[B, h]` of each head of x `[B, h, n, D]`, in fp32 or fp64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
     return lengths.amax(-1)
 
 
-LARGE = 1e17
-"""Numbers up to here have finite products and sums in fp32."""
+MAX_FINITE = 1e17
+"""Numbers up to this size have finite products and sums in fp32."""
 
 
-def _finite(x: Tensor) -> bool:
-    # One cheap pass that keeps every NaN and infinity. Larger numbers count as infinite: behind a
-    # mask they may be anything, and -inf + inf is NaN in a kernel that masks by adding.
+def _all_entries_finite(x: Tensor) -> bool:
+    """Return whether x contains no NaN, no infinity, and no number above `MAX_FINITE`, in one pass.
+
+    Larger numbers count as infinite: they may be arbitrary garbage behind a mask, and -inf + inf is
+    NaN in a kernel that masks by adding -inf.
+    """
     if x.numel() == 0:
         return True
     low, high = torch.aminmax(x.detach() if x.requires_grad else x)
-    return low.item() >= -LARGE and high.item() <= LARGE
+    return low.item() >= -MAX_FINITE and high.item() <= MAX_FINITE

@@ -1,6 +1,8 @@
-"""The choice of a kernel, made once for each call: every kernel says how early it wants to be asked
-(`priority`), and the first one that has no reason against the call (`why_not`) runs it. A backend
-that is asked for by name runs it or refuses with its reasons.
+"""The choice of the kernel that runs a call.
+
+With `backend="auto"` the kernels are tried in the order of their `priority`, and the first one
+without a reason against the call (`why_not`) runs it. A kernel that is requested by name runs the
+call, or refuses it and reports its reasons.
 """
 
 from __future__ import annotations
@@ -11,33 +13,40 @@ from threading import Lock
 
 import torch
 
-from regard import tap
+from regard import tracing
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
-from regard.ops.softmax.call import Call, Kernel, Result
-from regard.ops.softmax.cpu import Cpu
-from regard.ops.softmax.flex import Flex
-from regard.ops.softmax.gemm import Gemm
-from regard.ops.softmax.reference import Reference
-from regard.ops.softmax.sdpa import Sdpa
-from regard.ops.softmax.tiled import Tiled
-from regard.span import Span, vacant
-from regard.suggest import suggest
+from regard.ops.softmax.call import Call, Kernel, KernelResult
+from regard.ops.softmax.cpu import CpuKernel
+from regard.ops.softmax.flex import FlexKernel
+from regard.ops.softmax.gemm import GemmKernel
+from regard.ops.softmax.reference import ReferenceKernel
+from regard.ops.softmax.sdpa import SdpaKernel
+from regard.ops.softmax.tiled import TiledKernel
+from regard.span import Span, find_empty_slots
 
-KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
-"""The kernels of this package."""
+KERNELS: tuple[Kernel, ...] = (
+    CpuKernel(),
+    SdpaKernel(),
+    TiledKernel(),
+    FlexKernel(),
+    GemmKernel(),
+    ReferenceKernel(),
+)
+"""The kernels of this package, in the order of their registration."""
 
 _registered: tuple[Kernel, ...] = KERNELS
 _lock = Lock()
 
 
 class KernelHandle:
-    """A registered kernel; `remove`, or the end of a `with` block, takes it out again."""
+    """A registered kernel; `remove()`, or the end of a `with` block, unregisters it."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def remove(self) -> None:
-        """Take the kernel out; a second time does nothing."""
+        """Unregister the kernel; a second call does nothing."""
         global _registered
         with _lock:
             _registered = tuple(x for x in _registered if x is not self.kernel)
@@ -50,31 +59,31 @@ class KernelHandle:
 
 
 def register_kernel(kernel: Kernel) -> KernelHandle:
-    """Let `attend`, `attend_partial` and `plan` use one more kernel, in all threads.
+    """Register one more kernel for `attend`, `attend_partial` and `plan`, in all threads.
 
-    `backend="auto"` asks it where its `priority` says, and `backend=kernel.name` asks it alone.
-    `regard.ops.softmax.Kernel` says what it must offer, and `Call`, `Result` and `Work` beside it
-    are what it is given and what it gives back.
+    `backend="auto"` tries it according to its `priority`; `backend=kernel.name` requests it alone.
+    The protocol `regard.ops.softmax.Kernel` documents the attributes and methods of a kernel;
+    `Call`, `KernelResult` and `WorkEstimate` in the same package are its input and its results.
 
     Args:
         kernel: an object with `name`, `selects`, `why_not(call)`, `priority(call)`, `run(call)` and
             `work(call)`.
 
     Returns:
-        A handle: `handle.remove()` takes the kernel out, and so does the end of `with handle:`.
+        A handle: `handle.remove()` unregisters the kernel, and so does the end of `with handle:`.
 
     Raises:
-        ArgumentTypeError: something that a kernel must have is missing.
-        ArgumentError: there is a kernel of that name already, or the name is "auto".
+        ArgumentTypeError: the object lacks one of these attributes.
+        ArgumentError: a kernel of that name is registered already, or the name is "auto".
 
     >>> import torch, regard
-    >>> from regard.ops.softmax import Result, Work
+    >>> from regard.ops.softmax import KernelResult, WorkEstimate
     >>> class Zeros:
     ...     name, selects = "zeros", True
     ...     def why_not(self, call): return ["no gradient"] if call.has_gradient else []
-    ...     def priority(self, call): return None  # only if it is asked for
-    ...     def run(self, call): return Result(call.q.new_zeros(*call.q.shape[:3], call.E), None)
-    ...     def work(self, call): return Work(0, 0)
+    ...     def priority(self, call): return None  # only by name
+    ...     def run(self, call): return KernelResult(0 * call.q[..., :1].expand(call.v.shape), None)
+    ...     def work(self, call): return WorkEstimate(0, 0)
     >>> q = torch.randn(1, 2, 3, 4)
     >>> with regard.register_kernel(Zeros()):
     ...     regard.attend(q, q, q, backend="zeros").abs().sum().item()
@@ -82,56 +91,60 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
     """
     global _registered
     missing = [
-        word
-        for word in ("name", "selects", "why_not", "priority", "run", "work")
-        if not hasattr(kernel, word)
+        name
+        for name in ("name", "selects", "why_not", "priority", "run", "work")
+        if not hasattr(kernel, name)
     ]
     if missing or not isinstance(kernel.name, str):
-        what = f"has no {', '.join(missing)}" if missing else "has a name that is no string"
+        what = f"has no {', '.join(missing)}" if missing else "has a name that is not a string"
         raise ArgumentTypeError(
-            f"the kernel is {type(kernel).__name__}, which {what}; it must offer what "
-            "regard.ops.softmax.Kernel says"
+            f"the kernel is {type(kernel).__name__}, which {what}; it must have every "
+            "attribute of the protocol regard.ops.softmax.Kernel"
         )
     with _lock:
         names = ["auto", *(x.name for x in _registered)]
         if kernel.name in names:
             raise ArgumentError(
                 f"a kernel is named {kernel.name!r} already; the names in use are "
-                f"{', '.join(names)}: give it another one"
+                f"{', '.join(names)}: choose another name"
             )
         _registered = (*_registered, kernel)
     return KernelHandle(kernel)
 
 
-def kernels() -> tuple[Kernel, ...]:
-    """All kernels: those of this package, then those that were registered, in that order."""
+def all_kernels() -> tuple[Kernel, ...]:
+    """Return all registered kernels: those of this package first, then others in the order of their
+    registration.
+    """
     return _registered
 
 
-def order(call: Call) -> list[Kernel]:
-    """The kernels in the order in which `backend="auto"` asks them; those that are never chosen by
-    themselves are left out.
+def kernels_by_priority(call: Call) -> list[Kernel]:
+    """Return the kernels in the order in which `backend="auto"` tries them, without those whose
+    priority is None.
     """
-    every, asked = _registered, []
-    for i, kernel in enumerate(every):
-        number = kernel.priority(call)
-        if number is not None:
-            asked.append((-number, i))
-    asked.sort()
-    return [every[i] for _, i in asked]
+    registered, ranked = _registered, []
+    for i, kernel in enumerate(registered):
+        priority = kernel.priority(call)
+        if priority is not None:
+            ranked.append((-priority, i))
+    ranked.sort()
+    return [registered[i] for _, i in ranked]
 
 
-def run(call: Call, backend: str = "auto") -> Result:
-    """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy
-    of autocast.
+def run_call(call: Call, backend: str = "auto") -> KernelResult:
+    """Choose a kernel for the call and run it. Autocast is disabled while it runs, so that the
+    kernel computes in the dtypes of the call.
     """
-    return run_on(*decide(call, backend))
+    return run_on_kernel(*choose_kernel(call, backend))
 
 
-def run_on(kernel: Kernel, call: Call) -> Result:
-    """Run a call on the kernel that `decide` gave for it, and show it to the open traces."""
-    if watching := tap.watchers():
-        return _shown(kernel, call, watching)
+def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
+    """Run a call on the kernel that `choose_kernel` returned, and pass the call and its result to
+    the open traces.
+    """
+    if watching := tracing.call_observers():
+        return _run_observed(kernel, call, watching)
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
@@ -139,62 +152,71 @@ def run_on(kernel: Kernel, call: Call) -> Result:
         return kernel.run(call)
 
 
-def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
-    """Run the kernel that was chosen for the call without an observer, with its lse, and show both
-    to the observers.
+def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> KernelResult:
+    """Run the kernel that was chosen for the call without observers, request its lse as well, and
+    show the call and the result to the observers.
+
+    Where the kernel cannot return the lse, the output is still its own and another kernel computes
+    the lse.
     """
-    asked, name = replace(call, wants_lse=True), kernel.name
+    call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
-        if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's
-            other, asked = decide(asked)
+        if kernel.why_not(call_with_lse):
+            # it cannot return the lse of this call: another kernel computes the lse
+            other, call_with_lse = choose_kernel(call_with_lse)
             name = f"{name}, lse by {other.name}"
-            result = Result(kernel.run(call).out, other.run(asked).lse)
+            result = KernelResult(kernel.run(call).out, other.run(call_with_lse).lse)
         else:
-            result = kernel.run(asked)
+            result = kernel.run(call_with_lse)
     for watcher in watching:
         watcher.saw(call, result, name)
     return result
 
 
-def decide(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
-    """The kernel of that name, or the first that can run the call; and the call as it takes it.
+def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
+    """Return the kernel that runs a call, and the call with empty slots set to 0 where that kernel
+    needs it.
 
-    A kernel that `selects` never looks at what is masked, so it takes the call as it is. For every
-    other one the slots that hold nothing are emptied first, once.
+    The kernel is the one named by `backend`, or with "auto" the first in the order of priority that
+    can run the call. A kernel with `selects` never reads masked keys and values and gets the call
+    unchanged; for every other kernel the content of empty slots is replaced by 0.
 
     Raises:
-        ArgumentError: there is no kernel of that name.
-        KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every
-            reason.
+        ArgumentError: no kernel has that name.
+        KernelRefusal: the requested kernel cannot run the call, or no kernel can; the message lists
+            all reasons.
     """
     if backend == "auto":
-        asked = order(call)
+        candidates = kernels_by_priority(call)
     else:
-        asked = [kernel for kernel in _registered if kernel.name == backend]
-        if not asked:
-            raise ArgumentError(_unknown(backend))
+        candidates = [kernel for kernel in _registered if kernel.name == backend]
+        if not candidates:
+            raise ArgumentError(_unknown_backend_message(backend))
     refusals: dict[str, list[str]] = {}
     emptied = False
-    for kernel in asked:
+    for kernel in candidates:
         if not (kernel.selects or emptied):
-            call, emptied = without_garbage(call), True
+            call, emptied = zero_empty_slots(call), True
         reasons = kernel.why_not(call)
         if not reasons:
             return kernel, call
         refusals[kernel.name] = reasons
-    raise KernelRefusal(_refusal(call, refusals))
+    raise KernelRefusal(_refusal_message(call, refusals))
 
 
-def _refusal(call: Call, refusals: dict[str, list[str]]) -> str:
+def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
+    """Return the message of a `KernelRefusal`: the reasons of each kernel, and the backends that
+    can run the call.
+    """
     reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
     able = [x.name for x in _registered if x.name not in refusals and not x.why_not(call)]
     hint = f"backends that can: {', '.join(able)}" if able else "no other backend can"
     return f"this call cannot run on {reasons}; {hint}"
 
 
-def without_garbage(call: Call) -> Call:
-    """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by
-    0.
+def zero_empty_slots(call: Call) -> Call:
+    """Replace the content of empty slots (position -1) by 0, so that no kernel multiplies a NaN in
+    them by 0.
     """
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
@@ -202,13 +224,14 @@ def without_garbage(call: Call) -> Call:
             not call.compiling and call.finite
         ):
             continue
-        if (empty := vacant(positions, call.q.device)) is not None:
+        if (empty := find_empty_slots(positions, call.q.device)) is not None:
             for name in names:
                 changes[name] = getattr(call, name).masked_fill(empty[:, None, :, None], 0)
     return replace(call, **changes) if changes else call
 
 
-def _unknown(backend: str) -> str:
+def _unknown_backend_message(backend: str) -> str:
+    """Return the error message for a backend name that is not registered."""
     names = ["auto", *(kernel.name for kernel in _registered)]
     hint = suggest(backend, names)
     return f"unknown backend {backend!r}; it must be one of {', '.join(names)}{hint}"

@@ -1,10 +1,10 @@
-"""torch's FlexAttention: one generated kernel for any mask and score change. On CUDA it trains; on
-CPU it only infers.
+"""The kernel "flex": torch's FlexAttention, one generated kernel for any mask and score function.
+It trains on CUDA; on a CPU it supports inference only.
 
-A mask becomes the key ranges of each query, as tensors (one generated kernel then serves every
-mask), and the blocks of 128 x 128 that it leaves; softcap and bias become a `score_mod`; a sink is
-applied by the lse. On CPU torch's uncompiled form holds every score, so `backend="auto"` does not
-take it there.
+A mask becomes the key ranges of each query, as tensors, so that one generated kernel serves every
+mask, and the list of 128 x 128 blocks that are not empty. Softcap and bias become a `score_mod`; a
+sink is applied by the lse. On a CPU the function runs uncompiled and holds every score in memory,
+so `backend="auto"` prefers other kernels there.
 
 Source: Dong et al. 2024 (arXiv 2412.05496).
 """
@@ -22,53 +22,53 @@ from regard import biases, masks, units
 from regard.biases import Bias
 from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.bias_gradient import bias_terms
-from regard.ops.softmax.call import Call, Result, Work
-from regard.ops.softmax.merge import with_sink
-from regard.span import Positions, Span, as_tensor, part
+from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.merge import apply_sink
+from regard.span import Positions, Span, as_tensor, slice_positions
 
-BLOCK = 128
-"""The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are
-as fast.
+BLOCK_SIZE = 128
+"""The side of a block of the mask, and the shortest length on CUDA; for shorter inputs the
+other kernels are as fast.
 """
 
-DIMS = (16, 256)
-"""Head dimensions on CUDA: what its generated kernel takes."""
+CUDA_HEAD_DIMS = (16, 256)
+"""The smallest and the largest head dimension of the generated CUDA kernel."""
 
-RANGES = 8
-"""The most key ranges per query; a mask with more, or none, is looked up in a table of bools."""
+MAX_RANGES = 8
+"""The most key ranges per query; a mask with more, or without ranges, becomes a table of bools."""
 
-TABLE_BYTES = 2**26
-"""The largest such table on CUDA."""
+MAX_TABLE_BYTES = 2**26
+"""The largest such table on CUDA, in bytes."""
 
-MAX_BYTES = 2**32
-"""What it may hold on CPU, where it keeps every score."""
+MAX_CPU_BYTES = 2**32
+"""The most bytes of scores that it may hold on a CPU, where every score is in memory."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Flex:
-    """torch.nn.attention.flex_attention."""
+class FlexKernel:
+    """The kernel "flex": a call of torch.nn.attention.flex_attention."""
 
     name = "flex"
     selects = False
 
     def why_not(self, call: Call) -> list[str]:
-        """Dropout, taps, non-finite inputs; on CUDA other shapes and dtypes; on CPU gradients and
-        long inputs.
+        """Refuse dropout, taps and non-finite masked inputs; on CUDA unsupported shapes and
+        dtypes; on a CPU gradients and long inputs.
         """
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
         if call.compiling:
-            reasons.append("not inside a graph that is being compiled")
+            reasons.append("not inside a compiled graph")
         if 0 in (call.B, call.T, call.S, call.E):
-            reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
+            reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         device = call.q.device.type
         if device == "cpu":
-            reasons += _why_not_cpu(call)
+            reasons += _cpu_reasons(call)
         elif device == "cuda":
-            reasons += _why_not_cuda(call)
+            reasons += _cuda_reasons(call)
         else:
             reasons.append(f"runs on cuda and cpu, not on {device}")
         if not reasons and not call.finite:
@@ -76,17 +76,19 @@ class Flex:
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Behind torch's fused kernel; on a CPU, where it holds every score, behind the tiles."""
+        """Return 70 on an accelerator, behind torch's fused kernel; 40 on a CPU, where it holds
+        every score, behind the tiled kernel.
+        """
         return 40 if call.q.is_cpu else 70
 
-    def run(self, call: Call) -> Result:
-        """Lower mask and bias, run, apply the sink."""
+    def run(self, call: Call) -> KernelResult:
+        """Convert mask and bias, run FlexAttention, and apply the sink."""
         from torch.nn.attention.flex_attention import AuxRequest
 
         q, k, v = call.q, call.k, call.v
-        if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
+        if q.device.type == "cpu":  # uncompiled, it would round the scores to half precision
             q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
-        out, aux = _function(q.device.type)(
+        out, aux = _flex_attention_for(q.device.type)(
             q,
             k,
             v,
@@ -97,52 +99,56 @@ class Flex:
             return_aux=AuxRequest(lse=True),
         )
         lse = aux.lse.to(call.score_dtype)
-        out = out if call.sink is None else with_sink(out, lse, call.sink)
-        return Result(out.to(call.q.dtype), lse)
+        out = out if call.sink is None else apply_sink(out, lse, call.sink)
+        return KernelResult(out.to(call.q.dtype), lse)
 
-    def work(self, call: Call) -> Work:
-        """On CUDA the blocks that are not empty, and the lse; on CPU every pair, as scores and as
-        weights.
+    def work(self, call: Call) -> WorkEstimate:
+        """Return on CUDA the pairs of the blocks that are not empty, and the bytes of the lse;
+        on a CPU every pair, with scores and weights.
         """
-        every = call.B * call.H * call.T * call.S
+        pairs = call.B * call.H * call.T * call.S
         if call.q.device.type == "cpu":
-            return Work(every, 2 * every * call.score_dtype.itemsize)
-        tiles = call.mask.tiles(call.q_positions, call.k_positions, (BLOCK, BLOCK)) != EMPTY
+            return WorkEstimate(pairs, 2 * pairs * call.score_dtype.itemsize)
+        tiles = (
+            call.mask.tiles(call.q_positions, call.k_positions, (BLOCK_SIZE, BLOCK_SIZE)) != EMPTY
+        )
         heads = call.B * call.H // (tiles.shape[0] * tiles.shape[1])
-        pairs = min(every, heads * int(tiles.sum()) * BLOCK**2)
-        return Work(pairs, call.B * call.H * call.T * 4)
+        visible_pairs = min(pairs, heads * int(tiles.sum()) * BLOCK_SIZE**2)
+        return WorkEstimate(visible_pairs, call.B * call.H * call.T * 4)
 
 
-def _why_not_cpu(call: Call) -> list[str]:
+def _cpu_reasons(call: Call) -> list[str]:
+    """Return the reasons against a call on a CPU."""
     reasons = ["no gradients on CPU"] if call.has_gradient else []
     size = 2 * call.B * call.H * call.T * call.S * call.score_dtype.itemsize
-    if size > MAX_BYTES:
-        held, limit = units.size(size), units.size(MAX_BYTES)
-        reasons.append(f"would hold {held} of scores on CPU; limit {limit}")
+    if size > MAX_CPU_BYTES:
+        need, limit = units.size(size), units.size(MAX_CPU_BYTES)
+        reasons.append(f"would hold {need} of scores on CPU; limit {limit}")
     return reasons
 
 
-def _why_not_cuda(call: Call) -> list[str]:
+def _cuda_reasons(call: Call) -> list[str]:
+    """Return the reasons against a call on CUDA."""
     reasons = []
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')} on CUDA")
-    if min(call.T, call.S) < BLOCK:
-        reasons.append(f"fewer than {BLOCK} queries or keys (T {call.T}, S {call.S})")
-    low, high = DIMS
+    if min(call.T, call.S) < BLOCK_SIZE:
+        reasons.append(f"T {call.T} or S {call.S} is below {BLOCK_SIZE}")
+    low, high = CUDA_HEAD_DIMS
     if any(not low <= x <= high or x % 16 for x in (call.D, call.E)):
         reasons.append(
             f"head dimensions are not multiples of 16 from {low} to {high} (D {call.D}, E {call.E})"
         )
     for term in bias_terms(call.bias):
-        if not isinstance(term, (biases.ALiBi, biases.Dense)):
+        if not isinstance(term, (biases.ALiBi, biases.DenseBias)):
             reasons.append(f"no generated kernel for the bias {term}")
         elif any(x.requires_grad for x in term.tensors()):
             reasons.append("no gradient for a bias")
-    first = part(call.q_positions, slice(0, 1))
+    first = slice_positions(call.q_positions, slice(0, 1))
     table = call.B * call.H * call.T * call.S
     if (
         not isinstance(call.mask, masks.Dense)
-        and table > TABLE_BYTES
+        and table > MAX_TABLE_BYTES
         and call.mask.intervals(first) is None
     ):
         reasons.append(f"no key ranges in the mask {call.mask}")
@@ -150,44 +156,49 @@ def _why_not_cuda(call: Call) -> list[str]:
 
 
 @cache
-def _function(device: str) -> Callable[..., Any]:
+def _flex_attention_for(device: str) -> Callable[..., Any]:
+    """Return FlexAttention for a device type: uncompiled for a CPU, compiled for other devices."""
     from torch.nn.attention import flex_attention as module
 
-    # torch warns once in a process of the uncompiled form. Its own list of what was said is told
-    # so, because a filter around each call is one for all threads: two that come and go in turns
-    # leave it behind.
+    # torch warns once per process about the uncompiled form. The warning is marked as shown in
+    # torch's own list; a warning filter around each call would be shared by all threads, and two
+    # threads that enter and leave it in turns would leave it set.
     module._WARNINGS_SHOWN.add("flex_attention_performance")
-    # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse
-    # and no float64
+    # The uncompiled form holds every score, so it is never used on CUDA. On a CPU the compiled form
+    # takes seconds to compile, returns no lse, and does not support float64.
     chosen: Callable[..., Any] = module.flex_attention
     return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
 
 def block_mask(call: Call) -> Any:
-    """The `BlockMask` of a call, or None if every query sees every key."""
+    """Return the `BlockMask` of a call, or None if every query sees every key."""
     if call.sees_everything:
         return None
     q, k = call.q_positions, call.k_positions
-    lasts = isinstance(q, Span) and isinstance(k, Span) and call.mask.is_static
-    build = _block_mask_cached if lasts else _block_mask  # a tensor in a mask may change
+    is_constant = isinstance(q, Span) and isinstance(k, Span) and call.mask.is_static
+    # a mask with tensors may change and is not cached
+    build = _block_mask_cached if is_constant else _block_mask
     return build(call.mask, q, k, call.q.device, (call.T, call.S))
 
 
 def _block_mask(
     mask: Mask, q: Positions, k: Positions, device: torch.device, lengths: tuple[int, int]
 ) -> Any:
+    """Build the `BlockMask`: the partial and the full blocks of the mask, and the mask as a
+    function of indices.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    tiles = mask.tiles(q, k, (BLOCK, BLOCK), device=device)
+    tiles = mask.tiles(q, k, (BLOCK_SIZE, BLOCK_SIZE), device=device)
     some, full = tiles != EMPTY, tiles == FULL
     for dim, length in ((2, lengths[0]), (3, lengths[1])):
-        if length % BLOCK:  # a block that sticks out is never full: its tail must be masked
+        if length % BLOCK_SIZE:  # a block that extends past the end is not full: its tail is masked
             full = full.clone()
             full.select(dim, -1).fill_(False)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~full),
-        *_listed(full),
-        BLOCK_SIZE=BLOCK,
+        *_block_indices(some & ~full),
+        *_block_indices(full),
+        BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=mask_mod(mask, q, k, device),
         seq_lengths=lengths,
     )
@@ -197,9 +208,11 @@ _block_mask_cached = lru_cache(32)(_block_mask)
 
 
 def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
-    """The mask as a function of indices: by key ranges, else by a table."""
-    found = mask.intervals(q, device=device)
-    if found is None or not 0 < found.starts.shape[-1] <= RANGES:
+    """Return the mask as a function of indices, evaluated by key ranges, or by a table of bools
+    where there are too many.
+    """
+    intervals = mask.intervals(q, device=device)
+    if intervals is None or not 0 < intervals.starts.shape[-1] <= MAX_RANGES:
         table = mask.block(q, k, device=device)
         b_step, h_step = (int(n > 1) for n in table.shape[:2])
 
@@ -207,36 +220,38 @@ def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Ma
             return table[b * b_step, h * h_step, i, j]
 
         return by_table
-    most = torch.iinfo(torch.int32).max
+    largest = torch.iinfo(torch.int32).max
     starts, stops = (
-        [y.contiguous() for y in x.clamp(-most, most).to(torch.int32).unbind(-1)]
-        for x in (found.starts, found.stops)
+        [y.contiguous() for y in x.clamp(-largest, largest).to(torch.int32).unbind(-1)]
+        for x in (intervals.starts, intervals.stops)
     )
     keys = as_tensor(k, device).to(torch.int32)
     row_step, (b_step, h_step) = int(keys.shape[0] > 1), (int(n > 1) for n in starts[0].shape[:2])
 
     def by_range(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        at = keys[b * row_step, j]
-        seen = at < 0
+        position = keys[b * row_step, j]
+        visible = position < 0
         for start, stop in zip(starts, stops, strict=True):
-            here = (b * b_step, h * h_step, i)
-            seen = seen | ((at >= start[here]) & (at < stop[here]))
-        return seen & (at >= 0)
+            index = (b * b_step, h * h_step, i)
+            visible = visible | ((position >= start[index]) & (position < stop[index]))
+        return visible & (position >= 0)
 
     return by_range
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [b,h,nQ,nK] -> how many are chosen [b,h,nQ], and which, first in the list
-    [b,h,nQ,nK].
+def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert bool `[b, h, nQ, nK]` to the number of chosen blocks `[b, h, nQ]` and their
+    indices, first in the list `[b, h, nQ, nK]`.
     """
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def score_mod(call: Call) -> ScoreMod | None:
-    """Softcap, then bias, as one function of a score and its indices; None if there is neither."""
-    mods = [_bias_mod(term, call) for term in bias_terms(call.bias)]
+    """Return softcap and bias as one function of a score and its indices; None if there is
+    neither.
+    """
+    mods = [_bias_score_mod(term, call) for term in bias_terms(call.bias)]
     cap = call.softcap
     if cap is None and not mods:
         return None
@@ -251,7 +266,8 @@ def score_mod(call: Call) -> ScoreMod | None:
     return mod
 
 
-def _bias_mod(term: Bias, call: Call) -> ScoreMod:
+def _bias_score_mod(term: Bias, call: Call) -> ScoreMod:
+    """Return one bias as a function that adds it to a score."""
     q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))
     q_step, k_step = int(q.shape[0] > 1), int(k.shape[0] > 1)
     if isinstance(term, biases.ALiBi):
@@ -264,7 +280,7 @@ def _bias_mod(term: Bias, call: Call) -> ScoreMod:
             return score + slopes[h] * (distance.abs() if term.symmetric else distance)
 
         return linear
-    # the others are a table of slots: on CUDA only Dense comes here, which is one already
+    # other biases become a table; on CUDA only Dense reaches this line, which is a table already
     table = term.block(call.q_positions, call.k_positions, dtype=call.score_dtype, device=q.device)
     b_step, h_step = (int(n > 1) for n in table.shape[:2])
 

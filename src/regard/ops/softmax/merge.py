@@ -1,5 +1,5 @@
-"""Joining attention over parts of the keys: (out, lse) is all that is needed, and the join is
-exact.
+"""`merge`: join attention over disjoint parts of the keys, exactly, from the output and the
+log-sum-exp of each part.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.arguments import check_device, check_sink, check_tensor
+from regard.argument_checks import check_device, check_sink, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.softmax.call import Partial
 
 
 def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial:
-    """Attention over the union of disjoint parts of the keys, from attention over each part.
+    """Join attention over disjoint parts of the keys into attention over their union.
 
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
-    The parts must not share a key. It is associative and commutative, its identity is (0, -inf),
-    and it is differentiable in every out and lse. A row that sees nothing in any part stays (0,
-    -inf), with gradient 0.
+    No key may be in two parts. The operation is associative and commutative, and differentiable in
+    every `out` and `lse`. A query that sees no key in any part keeps the output 0, the lse -inf and
+    the gradient 0.
 
     Args:
-        partials: at least one `Partial`: out [B,H,T,E], lse [B,H,T].
-        sink: [H], one logit per head that takes part in the denominator only; counted once, here.
-            The lse that comes back is without it.
+        partials: one or more `Partial`s, as `attend_partial` returns them: out `[B, H, T, E]`, lse
+            `[B, H, T]`.
+        sink: one logit per query head, `[H]`, that is added to the softmax denominator only; None:
+            no sink. It is counted here once, for all parts; the returned lse does not include it.
+
+    Returns:
+        A `Partial` over all the keys, in the shapes and dtypes of the parts.
 
     Raises:
-        ArgumentError: there is no part, shapes differ, or the sink is not [H].
+        ArgumentError: there is no part, shapes differ, or the sink is not `[H]`.
+        ArgumentTypeError: the parts differ in dtype.
 
     >>> import torch, regard
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
@@ -45,7 +50,7 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     partials = [Partial(*p) for p in partials]
     if not partials:
         raise ArgumentError(
-            "merge got no partials; give at least one: regard.attend_partial makes them"
+            "merge got no partials; pass at least one result of regard.attend_partial"
         )
     for i, (out, lse) in enumerate(partials):
         if out.shape != partials[0].out.shape or lse.shape != out.shape[:3]:
@@ -54,24 +59,24 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
                 "have out "
                 f"{tuple(partials[0].out.shape)} and lse {tuple(partials[0].out.shape[:3])}"
             )
-    _check_kinds(partials)
+    _check_dtypes_and_devices(partials)
     check_sink(sink, partials[0].out.shape[1], partials[0].out)
     lses = torch.stack([p.lse for p in partials])
-    top = lses.amax(0).detach()
-    top = top.masked_fill(top.isneginf(), 0)
-    weights = torch.exp(lses - top)  # [P,B,H,T]
+    max_lse = lses.amax(0).detach()
+    max_lse = max_lse.masked_fill(max_lse.isneginf(), 0)
+    weights = torch.exp(lses - max_lse)  # [P,B,H,T]
     total = weights.sum(0)
     empty = total == 0
     share = (weights / total.masked_fill(empty, 1)).unsqueeze(-1)
-    out = sum_selected(share, [p.out for p in partials])
-    lse = (top + total.masked_fill(empty, 1).log()).masked_fill(empty, -math.inf)
+    out = weighted_sum(share, [p.out for p in partials])
+    lse = (max_lse + total.masked_fill(empty, 1).log()).masked_fill(empty, -math.inf)
     if sink is not None:
-        out = with_sink(out, lse, sink)
+        out = apply_sink(out, lse, sink)
     return Partial(out, lse)
 
 
-def _check_kinds(partials: Sequence[Partial]) -> None:
-    """All parts are floating tensors of one dtype on one device, and so are their log-sums."""
+def _check_dtypes_and_devices(partials: Sequence[Partial]) -> None:
+    """Check that all parts are floating-point tensors of one dtype on one device."""
     first = partials[0]
     for i, part in enumerate(partials):
         for name, x, like in zip(Partial._fields, part, first, strict=True):
@@ -85,18 +90,27 @@ def _check_kinds(partials: Sequence[Partial]) -> None:
                 )
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The output when exp(sink) joins the denominator: out * sigmoid(lse - sink); a row that sees
-    nothing stays 0.
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return the output after exp(sink) has joined the softmax denominator: out * sigmoid(lse -
+    sink).
+
+    A query that sees no key keeps the output 0.
+
+    Args:
+        out: `[B, H, T, E]`.
+        lse: `[B, H, T]`.
+        sink: `[H]`.
     """
-    sees = lse.masked_fill(lse.isneginf(), 0)  # its out is 0 anyway, and -inf - -inf would be NaN
-    keep = torch.sigmoid(sees - sink.to(lse.dtype)[:, None])
-    return (out * keep.unsqueeze(-1)).to(out.dtype)
+    # where lse is -inf, out is 0; -inf - -inf would be NaN
+    finite_lse = lse.masked_fill(lse.isneginf(), 0)
+    share = torch.sigmoid(finite_lse - sink.to(lse.dtype)[:, None])
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-def sum_selected(share: Tensor, outs: list[Tensor]) -> Tensor:
-    """sum_p share_p out_p in the precision of the shares; a part with share 0 is left out, NaN
-    included.
+def weighted_sum(share: Tensor, outs: list[Tensor]) -> Tensor:
+    """Return sum_p share_p out_p, computed in the dtype of the shares.
+
+    A part with share 0 is left out rather than multiplied by 0, so that a NaN in it has no effect.
     """
     terms = [s * torch.where(s == 0, 0, out) for s, out in zip(share, outs, strict=True)]
     return torch.stack(terms).sum(0).to(outs[0].dtype)

@@ -1,4 +1,4 @@
-"""What a call would do: the kernel chosen, why not the others, and what each would cost."""
+"""`plan`: the kernel that a call would use, why others cannot run it, and what each would cost."""
 
 from __future__ import annotations
 
@@ -10,41 +10,54 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
-from regard.ops.softmax.call import Options, Work, make_call
-from regard.ops.softmax.dispatch import decide, kernels, order, without_garbage
+from regard.ops.softmax.call import AttentionOptions, WorkEstimate, make_call
+from regard.ops.softmax.dispatch import (
+    all_kernels,
+    choose_kernel,
+    kernels_by_priority,
+    zero_empty_slots,
+)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One kernel's answer: the reasons against it, or its work (pairs visited, peak extra bytes)
-    and FLOPs.
+class KernelChoice:
+    """What one kernel reports about a call.
+
+    Args:
+        kernel: the name of the kernel.
+        reasons: why it cannot run the call; empty if it can.
+        work: its `WorkEstimate`, or None if it cannot run the call.
+        flops: the FLOPs that it would compute.
+        skipped: the FLOPs of a full T x S computation that it would leave out.
     """
 
     kernel: str
     reasons: tuple[str, ...]
-    work: Work | None
+    work: WorkEstimate | None
     flops: int
     skipped: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `attend` would do with a call; printing it gives the table.
+    """What `attend` would do with a call; `print` shows it as a table.
 
-    Attributes:
+    `plan[name]` returns the entry of one kernel.
+
+    Args:
         kernel: the name of the kernel that would run.
-        choices: every kernel's answer, in the order in which they are asked; last those that
-            `backend="auto"` never asks.
-        flops: what computing every pair would take: 2 B H T S (D + E).
-        title: the call in words.
+        choices: one entry per kernel, in the order in which `backend="auto"` tries them, followed
+            by the kernels that it never tries.
+        flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
+        title: one line that describes the call.
     """
 
     kernel: str
-    choices: tuple[Choice, ...]
+    choices: tuple[KernelChoice, ...]
     flops: int
     title: str
 
-    def __getitem__(self, kernel: str) -> Choice:
+    def __getitem__(self, kernel: str) -> KernelChoice:
         return {choice.kernel: choice for choice in self.choices}[kernel]
 
     def __str__(self) -> str:
@@ -72,33 +85,46 @@ def plan(
     v: Float[Tensor, "B G S E"],
     *,
     backend: str = "auto",
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Plan:
-    """Say which kernel `attend` would run, why not each other one, and the bytes and FLOPs of each;
-    compute nothing.
+    """Report which kernel `attend` would run, why each other kernel cannot run the call, and the
+    memory and FLOPs of each. Nothing is computed.
 
-    FLOPs count scores and mix, 2 (D + E) for each query-key pair visited; `skipped` is what the
-    kernel leaves out of 2 B H T S (D + E). Options as in `attend`.
+    FLOPs count the scores and the weighted sum of values, 2 (D + E) for each query-key pair that a
+    kernel visits; `skipped` is the part of 2 B H T S (D + E) that it leaves out.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, E]`.
+        backend: the kernel, as in `attend`.
+        **options: `mask`, `bias`, `scale`, `softcap`, `sink`, `dropout`, `q_positions` and
+            `k_positions`, as in `attend`.
+
+    Returns:
+        A `Plan`: the chosen kernel and one `KernelChoice` per kernel.
 
     Raises:
-        ArgumentError, ArgumentTypeError, KernelRefusal: as `attend`.
+        ArgumentError, ArgumentTypeError, KernelRefusal: as in `attend`.
 
     >>> import torch, regard
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> regard.plan(q, q, q, mask=regard.masks.Causal()).kernel
     'sdpa'
     """
-    call = without_garbage(make_call(q, k, v, **options))
+    call = zero_empty_slots(make_call(q, k, v, **options))
     dense = call.B * call.H * call.T * call.S
     total = attention_flops(dense, call.D, call.E)
     choices = []
-    asked = order(call)
-    for kernel in (*asked, *(x for x in kernels() if x not in asked)):
+    tried = kernels_by_priority(call)
+    for kernel in (*tried, *(x for x in all_kernels() if x not in tried)):
         reasons = tuple(kernel.why_not(call))
         work = None if reasons else kernel.work(call)
         flops = 0 if work is None else attention_flops(work.pairs, call.D, call.E)
-        choices.append(Choice(kernel.name, reasons, work, flops, total - flops if work else 0))
+        choices.append(
+            KernelChoice(kernel.name, reasons, work, flops, total - flops if work else 0)
+        )
     sizes = " ".join(f"{name}={getattr(call, name)}" for name in "BHGTSDE")
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
-    return Plan(decide(call, backend)[0].name, tuple(choices), total, title)
+    return Plan(choose_kernel(call, backend)[0].name, tuple(choices), total, title)

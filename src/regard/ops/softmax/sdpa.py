@@ -1,5 +1,7 @@
-"""torch's fused kernel: one call where it knows the mask, otherwise the parts of the mask joined by
-their lse.
+"""The kernel "sdpa": torch's scaled_dot_product_attention.
+
+A call whose mask torch supports is one call of it. For other masks the keys are split into ranges
+(`mask_lowering`), and the results are merged by their lse.
 """
 
 from __future__ import annotations
@@ -14,35 +16,48 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
-from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
-from regard.ops.softmax.merge import merge, with_sink
-from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, USUAL, Grain, Piece, Rows, lower
-from regard.process import is_compiling
+from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.mask_lowering import (
+    BLOCK_QUERIES,
+    DEFAULT_BLOCK_SIZES,
+    MIN_KEYS,
+    BlockSizes,
+    KeyRange,
+    QueryBlock,
+    lower_mask,
+)
+from regard.ops.softmax.merge import apply_sink, merge
+from regard.process_state import is_compiling
 from regard.span import Span
+from regard.units import plural
 
 
-def last_contiguous(x: Tensor) -> Tensor:
-    """x, copied if its last dimension is strided: torch would leave its fused kernel."""
+def ensure_contiguous(x: Tensor) -> Tensor:
+    """Return x, copied if its last dimension is strided: torch would otherwise leave its fused
+    kernel.
+    """
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def same_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero columns until D and E are equal: they change neither a score nor a value."""
+def pad_to_equal_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append zero columns to q and k, or to v, until D and E are equal; zeros change neither a
+    score nor a value.
+    """
     missing = v.shape[-1] - q.shape[-1]
     if missing > 0:
         q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
     elif missing < 0:
-        v = k if _begins(v, k) else F.pad(v, (0, -missing))
+        v = k if _is_prefix_of_keys(v, k) else F.pad(v, (0, -missing))
     return q, k, v
 
 
-def _begins(v: Tensor, k: Tensor) -> bool:
-    """Whether values are the first numbers of their keys, in the same memory, as those of absorbed
-    MLA: no copy is needed.
+def _is_prefix_of_keys(v: Tensor, k: Tensor) -> bool:
+    """Return whether the values are the first numbers of their keys in the same memory, as in
+    MLA with absorbed projections; then no copy is needed.
     """
-    learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    requires_grad = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     return (
-        not learns
+        not requires_grad
         and type(k) is type(v) is Tensor
         and not is_compiling()
         and v.data_ptr() == k.data_ptr()
@@ -51,12 +66,12 @@ def _begins(v: Tensor, k: Tensor) -> bool:
     )
 
 
-FOLD_ROWS = 32
-"""Up to so many queries, the heads of a group become rows of one product: one read of the keys
-instead of H/G.
+MAX_FOLDED_QUERIES = 32
+"""Up to this many queries, the query heads of a group become rows of one product, so that the
+keys are read once instead of H/G times.
 """
 
-_SCHEMA = (
+_CPU_OP_SCHEMA = (
     "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, "
     "float dropout_p=0., "
     "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, "
@@ -64,20 +79,23 @@ _SCHEMA = (
 )
 
 
-class Sdpa:
-    """torch.nn.functional.scaled_dot_product_attention, and on CPU the op below it that returns the
-    lse.
+class SdpaKernel:
+    """The kernel "sdpa": torch.nn.functional.scaled_dot_product_attention, and on a CPU the
+    operator below it that returns the lse.
+
+    Args:
+        sizes: how finely masks are split into key ranges.
     """
 
     name = "sdpa"
     selects = False
 
-    def __init__(self, grain: Grain = USUAL) -> None:
-        self.grain = grain
+    def __init__(self, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> None:
+        self.sizes = sizes
 
     def why_not(self, call: Call) -> list[str]:
-        """Softcap, dropout, learned bias, taps, short or non-finite inputs, gradients of large
-        scores; without the private op: lse and sinks.
+        """Refuse softcap, dropout, learned biases, taps, few keys, non-finite masked inputs,
+        gradients of large scores, and an lse or a sink where torch returns no lse.
         """
         reasons = [
             *(["no softcap"] if call.softcap is not None else []),
@@ -86,254 +104,305 @@ class Sdpa:
         ]
         if call.bias is not None and any(x.requires_grad for x in call.bias.tensors()):
             reasons.append("no gradient for a bias")
-        if call.S < LEAST_KEYS or 0 in (call.B, call.T, call.E):
-            reasons.append(f"fewer than {LEAST_KEYS} keys, or nothing to do ({_sizes(call)})")
+        if call.S < MIN_KEYS or 0 in (call.B, call.T, call.E):
+            reasons.append(
+                f"fewer than {plural(MIN_KEYS, 'key')}, or nothing to compute "
+                f"({_describe_sizes(call)})"
+            )
         if reasons:
             return reasons
-        if not call.all_finite(*must_be_finite(call)):
+        if not call.all_finite(*inputs_to_check(call)):
             return ["a NaN or infinity behind a mask would leak through 0 x NaN"]
-        if call.has_gradient and (too_large := _too_large(call)):
+        if call.has_gradient and (too_large := _large_score_reasons(call)):
             return too_large
         if call.wants_lse or call.sink is not None:
-            return why_no_lse(call.q.device)
+            return no_lse_reasons(call.q.device)
         return []
 
     def priority(self, call: Call) -> float | None:
-        """The usual choice."""
+        """Return 80: the usual choice."""
         return 80
 
-    def run(self, call: Call) -> Result:
-        """Lower the mask, then run the pieces."""
-        q, k, v = same_dim(*(last_contiguous(x) for x in (call.q, call.k, call.v)))
-        # torch puts -inf above the diagonal before it scales: a negative scale would make it +inf
+    def run(self, call: Call) -> KernelResult:
+        """Split the mask into key ranges and attend to each."""
+        q, k, v = pad_to_equal_dim(*(ensure_contiguous(x) for x in (call.q, call.k, call.v)))
+        # torch writes -inf above the diagonal before it scales; a negative scale would make it +inf
         q, scale = (q, call.scale) if call.scale > 0 else (-q, -call.scale)
-        work = lower(call, self.grain)
-        whole = len(work) == 1 and len(work[0].pieces) == 1 and _covers(work[0].rows, call.T)
-        if whole and not call.wants_lse and call.sink is None:
-            out = one_call(q, k, v, work[0].pieces[0], scale)
-            return Result(out if call.E >= call.D else out[..., : call.E], None)
-        run = Pieces.apply if call.has_gradient else run_pieces
-        out, lse = run(q, k, v, scale, work)
+        blocks = lower_mask(call, self.sizes)
+        is_one_range = (
+            len(blocks) == 1
+            and len(blocks[0].ranges) == 1
+            and _covers_all_queries(blocks[0].rows, call.T)
+        )
+        if is_one_range and not call.wants_lse and call.sink is None:
+            out = attend_range(q, k, v, blocks[0].ranges[0], scale)
+            return KernelResult(out if call.E >= call.D else out[..., : call.E], None)
+        attend = BlockwiseSdpa.apply if call.has_gradient else attend_blocks
+        out, lse = attend(q, k, v, scale, blocks)
         out = out if call.E >= call.D else out[..., : call.E]
-        return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
+        return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
-    def work(self, call: Call) -> Work:
-        """Pairs of the pieces; bytes of their masks."""
-        pieces = [(rows, piece) for rows, pieces in lower(call, self.grain) for piece in pieces]
-        pairs = sum(_pairs(rows, piece) for rows, piece in pieces)
-        masked = [(rows, piece) for rows, piece in pieces if piece.mask is not None]
+    def work(self, call: Call) -> WorkEstimate:
+        """Return the query-key pairs of the key ranges, and the bytes of the largest additive
+        mask.
+        """
+        ranges = [
+            (rows, key_range)
+            for rows, ranges in lower_mask(call, self.sizes)
+            for key_range in ranges
+        ]
+        pairs = sum(_count_pairs(rows, key_range) for rows, key_range in ranges)
+        masked = [(rows, key_range) for rows, key_range in ranges if key_range.mask is not None]
         if not masked:
-            return Work(call.B * call.H * pairs, 0)
+            return WorkEstimate(call.B * call.H * pairs, 0)
         _, largest = max(masked, key=lambda x: (x[0].stop - x[0].start) * x[1].size)
         mask = make_mask(largest)
-        return Work(call.B * call.H * pairs, 0 if mask is None else mask.nbytes)
+        return WorkEstimate(call.B * call.H * pairs, 0 if mask is None else mask.nbytes)
 
 
-def must_be_finite(call: Call) -> str:
-    """The inputs in which a NaN could reach a row that may not see it; reading one costs a pass
-    over it.
+def inputs_to_check(call: Call) -> str:
+    """Return the names of the inputs in which a NaN could reach a query that may not see it;
+    checking an input takes one pass over it.
     """
     if call.sees_everything:
         return ""
     if not isinstance(call.mask, masks.Causal):
         return "kvq"
-    # the triangle by the flag selects scores, but multiplies values; its gradient multiplies keys
-    # as well
+    # with the causal flag torch selects scores but multiplies masked values by 0; the gradient
+    # multiplies keys as well
     square = isinstance(call.q_positions, Span) and call.q_positions == call.k_positions
     return "v" if square and not call.has_gradient else "kv"
 
 
-def _too_large(call: Call) -> list[str]:
-    """Whether torch's backward pass may be wrong on a CPU: its weights are exp(s - lse), and a
-    large lse is rounded coarsely.
+def _large_score_reasons(call: Call) -> list[str]:
+    """Return a reason if torch's gradient on a CPU may be inaccurate, because the scores may be
+    large.
 
-    The lse of a row is near its largest score: at most the bound on |scale q k|, and the largest
-    bias of the row.
+    Its backward pass computes the weights as exp(s - lse), and a large lse is rounded coarsely. The
+    lse of a row is near its largest score, which is at most the bound on |scale q . k| plus the
+    largest bias of the row.
     """
     if not call.q.is_cpu:
         return []
     if call.compiling:
-        return ["its gradient is right for small scores only, and a graph cannot look at them"]
+        return [
+            "its gradient is accurate for small scores only, and a compiled graph cannot read them"
+        ]
     bound = call.score_bound
-    if call.bias is not None and bound <= SMALL_SCORES:
-        bound += _largest_bias(call)
-    if bound <= SMALL_SCORES:
+    if call.bias is not None and bound <= SMALL_SCORE_BOUND:
+        bound += _largest_bias_of_any_row(call)
+    if bound <= SMALL_SCORE_BOUND:
         return []
     return [
         (
-            f"its gradient is right for scores up to {SMALL_SCORES:.0f}; here they may reach "
+            f"its gradient is accurate for scores up to {SMALL_SCORE_BOUND:.0f}; here they may "
+            "reach "
             f"{bound:.3g}"
         )
     ]
 
 
-def _largest_bias(call: Call) -> float:
-    """The largest size of a row's largest visible bias."""
+def _largest_bias_of_any_row(call: Call) -> float:
+    """Return the largest absolute value, over all rows, of the largest visible bias of a row."""
     assert call.bias is not None
-    most, where = 0.0, (call.q_positions, call.k_positions)
-    for start in range(0, call.T, ROWS):
-        rows = slice(start, min(start + ROWS, call.T))
-        bias = call.bias.block(*where, rows, dtype=call.score_dtype, device=call.q.device)
-        seen = call.mask.block(*where, rows, device=call.q.device)
-        largest = bias.detach().masked_fill(~seen, -math.inf).amax(-1)
-        most = max(most, largest.masked_fill(largest.isneginf(), 0).abs().amax().item())
-    return most
+    result, positions = 0.0, (call.q_positions, call.k_positions)
+    for start in range(0, call.T, BLOCK_QUERIES):
+        rows = slice(start, min(start + BLOCK_QUERIES, call.T))
+        bias = call.bias.block(*positions, rows, dtype=call.score_dtype, device=call.q.device)
+        visible = call.mask.block(*positions, rows, device=call.q.device)
+        largest = bias.detach().masked_fill(~visible, -math.inf).amax(-1)
+        result = max(result, largest.masked_fill(largest.isneginf(), 0).abs().amax().item())
+    return result
 
 
-def why_no_lse(device: torch.device) -> list[str]:
-    """Reasons why the lse is not to be had."""
+def no_lse_reasons(device: torch.device) -> list[str]:
+    """Return why torch gives no lse on this device, or an empty list if it does."""
     if device.type != "cpu":
-        return [f"gives no lse on {device.type}"]
-    found = str(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema)
-    return [] if found == _SCHEMA else ["this torch has another private CPU op, so no lse"]
+        return [f"returns no lse on {device.type}"]
+    schema = str(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema)
+    return (
+        []
+        if schema == _CPU_OP_SCHEMA
+        else ["no lse: this version of torch has another signature of its private CPU operator"]
+    )
 
 
-def one_call(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> Tensor:
-    """The public function, on one piece."""
-    k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
+def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: float) -> Tensor:
+    """Compute attention over one key range with torch's public function."""
+    k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
     (B, H, T, _), G = q.shape, k.shape[1]
-    folds = _folds(q, k, piece, mask)
-    if folds:
+    folded = _can_fold_heads(q, k, key_range, mask)
+    if folded:
         q = q.reshape(B, G, H // G * T, -1)
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=piece.causal, scale=scale, enable_gqa=q.shape[1] != G
+        q, k, v, attn_mask=mask, is_causal=key_range.causal, scale=scale, enable_gqa=q.shape[1] != G
     )
-    return out.reshape(B, H, T, -1) if folds else out
+    return out.reshape(B, H, T, -1) if folded else out
 
 
-def of_piece(x: Tensor, piece: Piece) -> Tensor:
-    """The keys or values of a piece."""
-    return x if piece.size == x.shape[2] else x[:, :, piece.columns]
+def select_range(x: Tensor, key_range: KeyRange) -> Tensor:
+    """Return the keys or values of a key range."""
+    return x if key_range.size == x.shape[2] else x[:, :, key_range.columns]
 
 
-def run_pieces(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[QueryBlock]
 ) -> tuple[Tensor, Tensor]:
-    """q [B,H,T,D], k and v [B,G,S,D] -> out [B,H,T,D], lse [B,H,T]."""
+    """Attend to all key ranges: q `[B, H, T, D]`, k and v `[B, G, S, D]` -> out `[B, H, T, D]`,
+    lse `[B, H, T]`.
+    """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.full(q.shape[:3], -math.inf, dtype=kind, device=q.device)
-    for rows, pieces in work:
-        parts = [fused(q[:, :, rows], k, v, piece, scale) for piece in pieces]
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
+    for rows, ranges in blocks:
+        parts = [
+            attend_range_with_lse(q[:, :, rows], k, v, key_range, scale) for key_range in ranges
+        ]
         if parts:
-            out[:, :, rows], lse[:, :, rows] = _join(parts)
+            out[:, :, rows], lse[:, :, rows] = _merge_ranges(parts)
     return out, lse
 
 
-class Pieces(torch.autograd.Function):
-    """(out, lse) of all pieces; each backward call is given the whole row's out and lse, so nothing
-    is merged twice.
+class BlockwiseSdpa(torch.autograd.Function):
+    """Autograd function for the output and lse of all key ranges.
+
+    Each backward call gets the output and lse of the whole row, so that nothing is merged a second
+    time.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[QueryBlock]
     ) -> tuple[Tensor, Tensor]:
-        """Run the pieces, and save what the backward pass needs."""
-        out, lse = run_pieces(q, k, v, scale, work)
+        """Attend to all key ranges, and save what the backward pass needs."""
+        out, lse = attend_blocks(q, k, v, scale, blocks)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.work = scale, work
+        ctx.scale, ctx.blocks = scale, blocks
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        """Gradients of q, k and v, summed in the precision of the lse."""
+        """Return the gradients of q, k and v, summed in the dtype of the lse."""
         q, k, v, out, lse = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        lse = lse.masked_fill(
-            lse.isneginf(), 0
-        )  # of a blind row: exp(-inf - 0) is 0, as it must be
-        for rows, pieces in ctx.work:
-            row = tuple(None if x is None else x[:, :, rows] for x in (q, out, lse, d_out, d_lse))
-            for piece in pieces:
-                g_q, g_k, g_v = fused_backward(row, k, v, piece, ctx.scale)
+        # for a row that sees nothing: exp(-inf - 0) is 0, as required
+        lse = lse.masked_fill(lse.isneginf(), 0)
+        for rows, ranges in ctx.blocks:
+            row_tensors = tuple(
+                None if x is None else x[:, :, rows] for x in (q, out, lse, d_out, d_lse)
+            )
+            for key_range in ranges:
+                g_q, g_k, g_v = range_gradients(row_tensors, k, v, key_range, ctx.scale)
                 d_q[:, :, rows] += g_q
-                d_k[:, :, piece.columns] += g_k
-                d_v[:, :, piece.columns] += g_v
+                d_k[:, :, key_range.columns] += g_k
+                d_v[:, :, key_range.columns] += g_v
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries over one piece, -inf for a row without a visible key (torch says 0
-    there).
+def attend_range_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the output and lse of queries over one key range; the lse is -inf for a row
+    without a visible key, where torch returns 0.
     """
-    k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
+    k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
     (B, H, T, _), G = q.shape, k.shape[1]
-    if _folds(q, k, piece, mask):
+    if _can_fold_heads(q, k, key_range, mask):
         q = q.reshape(B, G, H // G * T, -1)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, piece.causal, attn_mask=mask, scale=scale)
+    out, lse = op(q, k, v, 0.0, key_range.causal, attn_mask=mask, scale=scale)
     out, lse = out.reshape(B, H, T, -1), lse.reshape(B, H, T)
-    return out, lse if mask is None else lse.masked_fill(_blind(mask, piece), -math.inf)
+    return out, lse if mask is None else lse.masked_fill(
+        _fully_masked_rows(mask, key_range), -math.inf
+    )
 
 
-def fused_backward(
-    row: tuple[Tensor | None, ...], k: Tensor, v: Tensor, piece: Piece, scale: float
+def range_gradients(
+    row: tuple[Tensor | None, ...], k: Tensor, v: Tensor, key_range: KeyRange, scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients of one piece, from the out and lse of the whole row.
+    """Return the gradients of one key range, given the output and lse of the whole row.
 
-    d score = p (dO . v - dO . O + d lse): the last term rides along as one more value column of
+    d score = p (dO . v - dO . O + d lse). The last term is computed as one more value column, of
     ones.
+
+    Args:
+        row: q, out, lse, and the gradients of out and lse (None if it is not used), for the queries
+            of the block.
+        k: all keys `[B, G, S, D]`.
+        v: all values `[B, G, S, D]`.
+        key_range: the key range.
+        scale: the factor on q . k.
     """
     q, out, lse, d_out, d_lse = row
     assert q is not None
     assert out is not None
     assert lse is not None
     assert d_out is not None
-    k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
+    k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if d_lse is None:
         gradients: tuple[Tensor, ...] = op(
-            d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale
+            d_out, q, k, v, out, lse, 0.0, key_range.causal, attn_mask=mask, scale=scale
         )
         return gradients
     d_out = torch.cat([d_out, d_lse.unsqueeze(-1).to(d_out.dtype)], -1)
     q, k, out = (F.pad(x, (0, 1)) for x in (q, k, out))
     v = F.pad(v, (0, 1), value=1.0)
-    grads = op(d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale)
+    grads = op(d_out, q, k, v, out, lse, 0.0, key_range.causal, attn_mask=mask, scale=scale)
     return tuple(g[..., :-1] for g in grads)
 
 
-def _join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _merge_ranges(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Join the outputs of several key ranges; one alone is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     return merge([Partial(*part) for part in parts])
 
 
-def make_mask(piece: Piece) -> Tensor | None:
-    """The float mask of a piece, if it has one."""
-    return None if piece.mask is None else piece.mask()
+def make_mask(key_range: KeyRange) -> Tensor | None:
+    """Return the additive mask of a key range, or None if it has none."""
+    return None if key_range.mask is None else key_range.mask()
 
 
-def _blind(mask: Tensor, piece: Piece) -> Tensor:
-    """The rows [B|1,H|1,t|1] that see no key; under the triangle row i sees none if the first i + 1
-    are masked.
+def _fully_masked_rows(mask: Tensor, key_range: KeyRange) -> Tensor:
+    """Return the rows `[B or 1, H or 1, t or 1]` that see no key; under the causal triangle,
+    row i sees none if the first i + 1 keys are masked.
     """
     hidden = mask.isneginf()
-    return hidden[:, :, 0].cumprod(-1).bool() if piece.causal else hidden.all(-1)
+    return hidden[:, :, 0].cumprod(-1).bool() if key_range.causal else hidden.all(-1)
 
 
-def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:
-    """The heads of a group may be rows of one product: no triangle, and a mask that does not tell
-    rows or heads apart.
+def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | None) -> bool:
+    """Return whether the heads of a group can be rows of one product: there is no triangle, and
+    the mask is the same for every row and head.
     """
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
-    return q.shape[1] != k.shape[1] and q.shape[2] <= FOLD_ROWS and not piece.causal and one_mask
+    return (
+        q.shape[1] != k.shape[1]
+        and q.shape[2] <= MAX_FOLDED_QUERIES
+        and not key_range.causal
+        and one_mask
+    )
 
 
-def _sizes(call: Call) -> str:
+def _describe_sizes(call: Call) -> str:
+    """Return the sizes of a call for a message; without numbers in a compiled graph, which
+    would specialise on them.
+    """
     if call.compiling:  # a number in a message would tie the graph to it
         return "in a graph"
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 
 
-def _covers(rows: slice, length: int) -> bool:
+def _covers_all_queries(rows: slice, length: int) -> bool:
+    """Return whether a block of queries is all of them."""
     return (rows.start, rows.stop) == (0, length)
 
 
-def _pairs(rows: slice, piece: Piece) -> int:
-    n = int(rows.stop - rows.start)
-    return n * (n + 1) // 2 if piece.causal else n * piece.size
+def _count_pairs(rows: slice, key_range: KeyRange) -> int:
+    """Return the number of query-key pairs of a block and a key range."""
+    queries = int(rows.stop - rows.start)
+    return queries * (queries + 1) // 2 if key_range.causal else queries * key_range.size

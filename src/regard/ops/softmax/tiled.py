@@ -1,24 +1,24 @@
-"""Attention tile by tile: memory linear in T and S, forward and backward, and what is masked is
-never visited.
+"""The kernel "tiled": flash attention in plain torch, with memory linear in T and S in the forward
+and the backward pass. Tiles that are masked completely are never visited.
 
-The keys of a block of queries are read in pieces; with m the largest score so far, each piece
+The keys of a block of queries are read in ranges; with m the largest score so far, each range
 updates
 
     m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')
     o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
-and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are
-saved, not the lse, which cannot hold the small digits of l beside a large m:
+and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again. It uses the
+saved m and l rather than the lse, which cannot represent the small digits of ln l beside a large m:
 
     p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)
     dq = ds k    dk = ds^T q
 
-rowsum(p dp) = rowsum(dout out), which takes no pass over the keys: that is used where the keys are
-several pieces and scores are small.
+rowsum(p dp) equals rowsum(dout out), which needs no pass over the keys; that form is used where the
+keys are in several ranges and the scores are small.
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv
-2205.14135), algorithms 1 and 4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse:
-differentiate lse = ln sum_j e^(s_j).
+2205.14135), algorithms 1 and 4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse is the
+derivative of lse = ln sum_j e^(s_j).
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.ops.softmax.bias_gradient import BiasGradient
-from regard.ops.softmax.call import SMALL_SCORES, Call, Result, Work
-from regard.ops.softmax.merge import with_sink
-from regard.ops.softmax.pieces import tile_runs
+from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.mask_lowering import visible_key_ranges
+from regard.ops.softmax.merge import apply_sink
 
 
-class Grain(NamedTuple):
-    """How finely a call is cut.
+class TileSizes(NamedTuple):
+    """How finely a call is split.
 
-    rows: queries in a block, of each head. keys: keys in a tile, which is what a mask is asked
-    about. tile: scores in a piece, over all heads and rows, as long as that leaves it `keys` wide:
-    they should stay in the cache. long: full tiles in a row that are worth a piece of their own;
-    fewer join their masked neighbours.
+    Args:
+        rows: queries per block, for each head.
+        keys: keys per tile, the unit in which a mask reports what is visible.
+        tile: scores per key range, over all heads and rows, so that they stay in the CPU cache; a
+            range has at least `keys` keys.
+        long: full tiles in a row from which on they form a range of their own; shorter runs join
+            their masked neighbours.
     """
 
     rows: int = 128
@@ -54,71 +57,80 @@ class Grain(NamedTuple):
     long: int = 5
 
 
-USUAL = Grain()
+DEFAULT_TILE_SIZES = TileSizes()
+"""The tile sizes that the kernel "tiled" uses."""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that the kernel supports."""
 
 
-class Tiled:
-    """Flash attention in plain torch, for every mask and bias, with gradients, softcap, sink and
-    dropout.
+class TiledKernel:
+    """The kernel "tiled": flash attention in plain torch, for every mask and bias, with gradients,
+    softcap, sink and dropout.
+
+    Args:
+        sizes: how finely a call is split.
     """
 
     name = "tiled"
     selects = False
 
-    def __init__(self, grain: Grain = USUAL) -> None:
-        self.grain = grain
+    def __init__(self, sizes: TileSizes = DEFAULT_TILE_SIZES) -> None:
+        self.sizes = sizes
 
     def why_not(self, call: Call) -> list[str]:
-        """Taps, non-finite inputs, empty shapes, compiled graphs."""
+        """Refuse taps, unsupported dtypes, non-finite masked inputs, empty inputs, and compiled
+        graphs.
+        """
         reasons = [*([f"does not expose {sorted(call.needs)}"] if call.needs else [])]
         if call.q.dtype not in DTYPES:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
         if 0 in (call.B, call.T, call.S, call.E):
-            reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
+            reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         if call.compiling:
-            reasons.append("reads the tiles of the mask, which a compiled graph cannot")
+            reasons.append("reads the tiles of the mask, which is not possible in a compiled graph")
         elif not reasons and not call.finite:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Next to torch's kernel on a CPU; elsewhere generated kernels come before plain torch."""
+        """Return 60 on a CPU, behind torch's fused kernel; 20 on other devices, behind
+        generated kernels.
+        """
         return 60 if call.q.is_cpu else 20
 
-    def run(self, call: Call) -> Result:
-        """All query blocks, one after the other."""
+    def run(self, call: Call) -> KernelResult:
+        """Compute all query blocks, one after another."""
         seed = int(torch.randint(2**31, ())) if call.dropout else 0
-        work = row_blocks(call, self.grain)
+        blocks = query_blocks(call, self.sizes)
         if call.has_gradient:
-            learned = () if call.bias is None else call.bias.tensors()
+            bias_tensors = () if call.bias is None else call.bias.tensors()
             out, lse = TiledFunction.apply(  # type: ignore[no-untyped-call]
-                call, seed, list(work), call.q, call.k, call.v, *learned
+                call, seed, list(blocks), call.q, call.k, call.v, *bias_tensors
             )
         else:
-            out, top, total = forward(call, seed, call.q, call.k, call.v, work)
-            lse = top + total.log()
-        return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
+            out, max_score, scaled_sum = tiled_forward(call, seed, call.q, call.k, call.v, blocks)
+            lse = max_score + scaled_sum.log()
+        return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
-    def work(self, call: Call) -> Work:
-        """Pairs of the pieces; bytes of the lse, of a piece's scores, and of the gradients while
-        they are summed.
+    def work(self, call: Call) -> WorkEstimate:
+        """Return the pairs of the key ranges, and the bytes of the lse, of the scores of one
+        range, and of the summed gradients.
         """
         size, heads = call.score_dtype.itemsize, call.B * call.H
         areas = [
             (rows.stop - rows.start) * (columns.stop - columns.start)
-            for rows, pieces in row_blocks(call, self.grain)
-            for columns, _ in pieces
+            for rows, ranges in query_blocks(call, self.sizes)
+            for columns, _ in ranges
         ]
-        held = heads * call.T + heads * max(areas, default=0) * (4 if call.has_gradient else 2)
+        elements = heads * call.T + heads * max(areas, default=0) * (4 if call.has_gradient else 2)
         if call.has_gradient:
-            held += call.q.numel() + call.k.numel() + call.v.numel()
-        return Work(heads * sum(areas), held * size)
+            elements += call.q.numel() + call.k.numel() + call.v.numel()
+        return WorkEstimate(heads * sum(areas), elements * size)
 
 
-class Piece(NamedTuple):
-    """A range of keys, and whether every query of the block sees all of them in every row and
+class TiledKeyRange(NamedTuple):
+    """A range of keys, and whether every query of the block sees all of it in every row and
     head.
     """
 
@@ -126,213 +138,268 @@ class Piece(NamedTuple):
     full: bool
 
 
-class Rows(NamedTuple):
-    """A block of queries, and the pieces of the keys that some of them see."""
+class TiledQueryBlock(NamedTuple):
+    """A block of queries, and the ranges of keys that some of them see."""
 
     rows: slice
-    pieces: list[Piece]
+    ranges: list[TiledKeyRange]
 
 
-def row_blocks(call: Call, grain: Grain = USUAL) -> Iterator[Rows]:
-    """The work of a call, one block of queries after the other."""
-    heads, size = call.B * call.H, grain.keys
-    step = min(call.T, max(16, min(grain.rows, grain.tile // (size * heads))))
-    widest = size * max(1, grain.tile // (heads * step * size))
+def query_blocks(call: Call, sizes: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[TiledQueryBlock]:
+    """Yield the blocks of queries of a call with their key ranges."""
+    heads, tile_keys = call.B * call.H, sizes.keys
+    step = min(call.T, max(16, min(sizes.rows, sizes.tile // (tile_keys * heads))))
+    widest = tile_keys * max(1, sizes.tile // (heads * step * tile_keys))
     for start in range(0, call.T, step):
         rows = slice(start, min(start + step, call.T))
-        parts = [
-            Piece(slice(i, min(i + widest, keys.stop)), full)
-            for keys, full in tile_runs(call, rows, size, grain.long)
+        ranges = [
+            TiledKeyRange(slice(i, min(i + widest, keys.stop)), full)
+            for keys, full in visible_key_ranges(call, rows, tile_keys, sizes.long)
             for i in range(keys.start, keys.stop, widest)
         ]
-        yield Rows(rows, parts)
+        yield TiledQueryBlock(rows, ranges)
 
 
 class TiledFunction(torch.autograd.Function):
-    """(out, lse), with gradients for q, k, v and the tensors of the bias. It saves no scores."""
+    """Autograd function for the output and lse, with gradients for q, k, v and the tensors of
+    the bias. It saves no scores.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         call: Call,
         seed: int,
-        work: list[Rows],
+        blocks: list[TiledQueryBlock],
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *learned: Tensor,
+        *bias_tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The tiles, and what the backward pass needs of them."""
-        out, top, total = forward(call, seed, q, k, v, work)
-        ctx.save_for_backward(q, k, v, out, top, total, *learned)
-        # what autograd keeps for us is not kept a second time
+        """Compute the output, and save what the backward pass needs."""
+        out, max_score, scaled_sum = tiled_forward(call, seed, q, k, v, blocks)
+        ctx.save_for_backward(q, k, v, out, max_score, scaled_sum, *bias_tensors)
+        # autograd saves q, k and v already; the saved call holds their shapes only
         shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
-        ctx.call, ctx.seed, ctx.work = replace(call, sink=None, **shapes), seed, work
-        ctx.careful = call.score_bound > SMALL_SCORES
+        ctx.call, ctx.seed, ctx.blocks = replace(call, sink=None, **shapes), seed, blocks
+        ctx.exact_row_sums = call.score_bound > SMALL_SCORE_BOUND
         ctx.set_materialize_grads(False)
-        return out, top + total.log()
+        return out, max_score + scaled_sum.log()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        """The same tiles again."""
-        q, k, v, out, top, total, *learned = ctx.saved_tensors
+        """Compute the scores of all tiles again, and return the gradients."""
+        q, k, v, out, max_score, scaled_sum, *bias_tensors = ctx.saved_tensors
         call = ctx.call
         if call.bias is not None:
-            call = replace(call, bias=call.bias.with_tensors(learned))
-        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6:], top.dtype)
+            call = replace(call, bias=call.bias.with_tensors(bias_tensors))
+        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6:], max_score.dtype)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
-            saved = (q, k, v, out, top, total)
-            grads = backward(
-                call, ctx.seed, ctx.work, saved, d_out, d_lse, d_bias, careful=ctx.careful
+            saved = (q, k, v, out, max_score, scaled_sum)
+            grads = tiled_backward(
+                call,
+                ctx.seed,
+                ctx.blocks,
+                saved,
+                d_out,
+                d_lse,
+                d_bias,
+                exact_row_sums=ctx.exact_row_sums,
             )
         return None, None, None, *grads, *d_bias.total()
 
 
-def forward(
-    call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, work: Iterable[Rows]
+def tiled_forward(
+    call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, blocks: Iterable[TiledQueryBlock]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B,H,T,E] in the dtype of q; of each row the largest score m and l = sum e^(s - m),
-    [B,H,T].
+    """Compute the output `[B, H, T, E]` in the dtype of q, and for each row the largest score m and
+    l = sum e^(s - m), `[B, H, T]`.
+
+    Args:
+        call: the checked call.
+        seed: the seed of the dropout; 0 without dropout.
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, E]`.
+        blocks: the blocks of queries with their key ranges.
     """
-    kind = call.score_dtype
+    dtype = call.score_dtype
     out = torch.zeros(call.B, call.H, call.T, call.E, dtype=q.dtype, device=q.device)
-    tops, totals = (torch.zeros(call.B, call.H, call.T, dtype=kind, device=q.device) for _ in "ml")
-    for rows, pieces in work:
-        if not pieces:
+    max_scores, scaled_sums = (
+        torch.zeros(call.B, call.H, call.T, dtype=dtype, device=q.device) for _ in "ml"
+    )
+    for rows, ranges in blocks:
+        if not ranges:
             continue
-        query = fold(call, q[:, :, rows]) * call.scale
-        top = torch.full_like(query[..., :1], torch.finfo(kind).min)  # not -inf: -inf - -inf is NaN
-        total, mixed = torch.zeros_like(top), top.new_zeros(*query.shape[:2], call.E)
-        for piece in pieces:
-            s, _ = tile_scores(call, query, k, rows, piece)
-            higher = torch.maximum(top, s.amax(-1, keepdim=True))
-            p, shrink = s.sub_(higher).exp_(), top.sub_(higher).exp_()
-            total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+        query = fold_heads(call, q[:, :, rows]) * call.scale
+        # finite, since -inf - -inf is NaN
+        max_score = torch.full_like(query[..., :1], torch.finfo(dtype).min)
+        scaled_sum, weighted_sum = (
+            torch.zeros_like(max_score),
+            max_score.new_zeros(*query.shape[:2], call.E),
+        )
+        for key_range in ranges:
+            s, _ = tile_scores(call, query, k, rows, key_range)
+            new_max = torch.maximum(max_score, s.amax(-1, keepdim=True))
+            p, correction = s.sub_(new_max).exp_(), max_score.sub_(new_max).exp_()
+            scaled_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
             if call.dropout:
-                p.mul_(kept(call, seed, p, rows, piece))
-            mixed.mul_(shrink).baddbmm_(p, fold_keys(v, piece, kind))
-            top = higher
-        tops[:, :, rows], totals[:, :, rows] = (x.view(call.B, call.H, -1) for x in (top, total))
-        out[:, :, rows] = mixed.div_(total.masked_fill_(total == 0, 1)).view(out[:, :, rows].shape)
-    return out, tops, totals
+                p.mul_(dropout_factors(call, seed, p, rows, key_range))
+            weighted_sum.mul_(correction).baddbmm_(p, keys_of_range(v, key_range, dtype))
+            max_score = new_max
+        max_scores[:, :, rows], scaled_sums[:, :, rows] = (
+            x.view(call.B, call.H, -1) for x in (max_score, scaled_sum)
+        )
+        out[:, :, rows] = weighted_sum.div_(scaled_sum.masked_fill_(scaled_sum == 0, 1)).view(
+            out[:, :, rows].shape
+        )
+    return out, max_scores, scaled_sums
 
 
-def backward(
+def tiled_backward(
     call: Call,
     seed: int,
-    work: list[Rows],
+    blocks: list[TiledQueryBlock],
     saved: tuple[Tensor, ...],
     d_out: Tensor,
     d_lse: Tensor | None,
     d_bias: BiasGradient,
     *,
-    careful: bool,
+    exact_row_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; that of the bias is added to d_bias.
+    """Return the gradients of q, k and v; the gradient of the bias is added to `d_bias`.
 
-    careful: sum p dp over the keys even where it takes a pass of its own, in place of the equal
-        rowsum(dout out). Where one weight of a row is nearly 1, p (dp - sum p dp) is nearly 0, and
-        only the same numbers cancel.
+    Args:
+        call: the checked call.
+        seed: the seed of the dropout.
+        blocks: the blocks of queries with their key ranges.
+        saved: q, k, v, the output, and of each row m and l.
+        d_out: the gradient of the output.
+        d_lse: the gradient of the lse, or None.
+        d_bias: accumulates the gradient of the bias.
+        exact_row_sums: compute sum p dp over the keys even where that takes another pass, instead
+            of the equal rowsum(dout out). Where one weight of a row is nearly 1, p (dp - sum p dp)
+            is nearly 0, and only identical numbers cancel.
     """
-    (q, k, v, out, top, total), kind = saved, call.score_dtype
-    d_q = torch.zeros(q.shape, dtype=kind, device=q.device)
-    d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=kind, device=q.device) for x in (k, v))
-    for rows, pieces in work:
-        query = fold(call, q[:, :, rows]) * call.scale
-        d_row, row_top, row_total = (
-            fold(call, x[:, :, rows]) for x in (d_out, top[..., None], total[..., None])
+    (q, k, v, out, max_score, scaled_sum), dtype = saved, call.score_dtype
+    d_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=dtype, device=q.device) for x in (k, v))
+    for rows, ranges in blocks:
+        query = fold_heads(call, q[:, :, rows]) * call.scale
+        d_row, row_max, row_sum = (
+            fold_heads(call, x[:, :, rows])
+            for x in (d_out, max_score[..., None], scaled_sum[..., None])
         )
-        blind = row_total == 0
-        row_total = row_total.masked_fill(blind, 1)
-        weigh = partial(_weigh, call, seed, (query, row_top, d_row / row_total), (k, v), rows)
-        held = [weigh(piece) for piece in pieces[: len(pieces) == 1]]
-        if held or careful:
-            shift = sum((_slip(held[0] if held else weigh(piece)) for piece in pieces), 0 * row_top)
+        sees_nothing = row_sum == 0
+        row_sum = row_sum.masked_fill(sees_nothing, 1)
+        recompute = partial(
+            _recompute_weights, call, seed, (query, row_max, d_row / row_sum), (k, v), rows
+        )
+        only_range = [recompute(key_range) for key_range in ranges[: len(ranges) == 1]]
+        if only_range or exact_row_sums:
+            row_shift = sum(
+                (
+                    _weighted_gradient_sum(only_range[0] if only_range else recompute(key_range))
+                    for key_range in ranges
+                ),
+                0 * row_max,
+            )
         else:
-            shift = (d_row * fold(call, out[:, :, rows])).sum(-1, keepdim=True)
-        if d_lse is not None:  # of a blind row it may be anything: nothing depends on it
-            shift = shift - fold(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
-        shift, d_row = shift / row_total, d_row / row_total
+            row_shift = (d_row * fold_heads(call, out[:, :, rows])).sum(-1, keepdim=True)
+        if d_lse is not None:
+            # the gradient of the lse of a row that sees nothing is arbitrary, and has no effect
+            row_shift = row_shift - fold_heads(call, d_lse[:, :, rows, None]).masked_fill(
+                sees_nothing, 0
+            )
+        row_shift, d_row = row_shift / row_sum, d_row / row_sum
         d_query = torch.zeros_like(query)
-        for piece in pieces:
-            p, d_p, kept_p, slope = held.pop() if held else weigh(piece)
-            d_v[:, piece.columns] += torch.bmm(kept_p.mT, d_row)
-            d_s = d_p.sub_(shift).mul_(p)
-            d_bias.add(call, d_s, rows, piece.columns)
+        for key_range in ranges:
+            p, d_p, dropped_p, slope = only_range.pop() if only_range else recompute(key_range)
+            d_v[:, key_range.columns] += torch.bmm(dropped_p.mT, d_row)
+            d_s = d_p.sub_(row_shift).mul_(p)
+            d_bias.add(call, d_s, rows, key_range.columns)
             if slope is not None:
                 d_s.mul_(slope)
-            d_query.baddbmm_(d_s, fold_keys(k, piece, kind))
-            d_k[:, piece.columns] += torch.bmm(d_s.mT, query)
+            d_query.baddbmm_(d_s, keys_of_range(k, key_range, dtype))
+            d_k[:, key_range.columns] += torch.bmm(d_s.mT, query)
         d_q[:, :, rows] = d_query.mul_(call.scale).view(d_q[:, :, rows].shape)
     return d_q.to(q.dtype), d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
 
 
-def _weigh(
+def _recompute_weights(
     call: Call,
     seed: int,
     row: tuple[Tensor, ...],
-    memory: tuple[Tensor, Tensor],
+    keys_values: tuple[Tensor, Tensor],
     rows: slice,
-    piece: Piece,
+    key_range: TiledKeyRange,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute one piece without the 1/l of the weights: p, dp, p after dropout, and the slope of
-    the softcap if there is one.
+    """Recompute a key range without the factor 1/l of the weights: p, dp, p after dropout, and
+    the slope of the softcap or None.
     """
-    (query, row_top, d_row), (k, v) = row, memory
-    s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
-    p = s.sub_(row_top).exp_()
-    d_p = torch.bmm(d_row, fold_keys(v, piece, query.dtype).mT)
+    (query, row_max, d_row), (k, v) = row, keys_values
+    s, slope = tile_scores(call, query, k, rows, key_range, with_slope=True)
+    p = s.sub_(row_max).exp_()
+    d_p = torch.bmm(d_row, keys_of_range(v, key_range, query.dtype).mT)
     if not call.dropout:
         return p, d_p, p, slope
-    keep = kept(call, seed, p, rows, piece)
-    return p, d_p.mul_(keep), p * keep, slope
+    factors = dropout_factors(call, seed, p, rows, key_range)
+    return p, d_p.mul_(factors), p * factors, slope
 
 
-def _slip(weighed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
-    """sum_j p_j dp_j over the keys of a piece."""
-    return (weighed[0] * weighed[1]).sum(-1, keepdim=True)
+def _weighted_gradient_sum(recomputed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
+    """Return sum_j p_j dp_j over the keys of a range."""
+    return (recomputed[0] * recomputed[1]).sum(-1, keepdim=True)
 
 
 def tile_scores(
-    call: Call, query: Tensor, k: Tensor, rows: slice, piece: Piece, *, with_slope: bool = False
+    call: Call,
+    query: Tensor,
+    k: Tensor,
+    rows: slice,
+    key_range: TiledKeyRange,
+    *,
+    with_slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores [B G, (H/G) t, s] of a piece, and the slope of the softcap there, 1 - tanh^2, if
-    it is asked for.
+    """Compute the scores `[B G, (H/G) t, s]` of a key range, and with `with_slope` the slope 1
+    - tanh^2 of the softcap there.
     """
     slope = None
-    s = torch.bmm(query, fold_keys(k, piece, query.dtype).mT)
+    s = torch.bmm(query, keys_of_range(k, key_range, query.dtype).mT)
     if call.softcap is not None:
         s.div_(call.softcap).tanh_()
         slope = 1 - s * s if with_slope else None
         s.mul_(call.softcap)
     by_head = s.view(call.B, call.H, -1, s.shape[-1])
-    where = (call.q_positions, call.k_positions, rows, piece.columns)
+    block_of = (call.q_positions, call.k_positions, rows, key_range.columns)
     if call.bias is not None:
-        by_head += call.bias.block(*where, dtype=s.dtype, device=s.device)
-    if not piece.full:
-        by_head.masked_fill_(~call.mask.block(*where, device=s.device), -math.inf)
+        by_head += call.bias.block(*block_of, dtype=s.dtype, device=s.device)
+    if not key_range.full:
+        by_head.masked_fill_(~call.mask.block(*block_of, device=s.device), -math.inf)
     return s, slope
 
 
-def fold(call: Call, x: Tensor) -> Tensor:
-    """[B,H,t,a] -> [B G, (H/G) t, a], in the dtype of the scores: the heads of a group are rows of
-    one product.
+def fold_heads(call: Call, x: Tensor) -> Tensor:
+    """Reshape `[B, H, t, a]` to `[B G, (H/G) t, a]` in the dtype of the scores: the heads of a
+    group become rows of one product.
     """
     return x.reshape(call.B * call.G, -1, x.shape[-1]).to(call.score_dtype)
 
 
-def fold_keys(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """The keys or values of a piece, [B G, s, a]."""
-    return x[:, :, piece.columns].flatten(0, 1).to(dtype)
+def keys_of_range(x: Tensor, key_range: TiledKeyRange, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values of a range, `[B G, s, a]`."""
+    return x[:, :, key_range.columns].flatten(0, 1).to(dtype)
 
 
-def kept(call: Call, seed: int, p: Tensor, rows: slice, piece: Piece) -> Tensor:
-    """1/(1 - dropout) where a weight is kept, else 0; the same for a piece in both passes, another
-    for each piece.
+def dropout_factors(
+    call: Call, seed: int, p: Tensor, rows: slice, key_range: TiledKeyRange
+) -> Tensor:
+    """Return 1/(1 - dropout) where a weight is kept and 0 where it is dropped; the same in the
+    forward and the backward pass, and different for each range.
     """
     generator = torch.Generator(p.device)
-    generator.manual_seed(seed + rows.start * call.S + piece.columns.start)
+    generator.manual_seed(seed + rows.start * call.S + key_range.columns.start)
     draw = torch.rand(p.shape, generator=generator, dtype=torch.float32, device=p.device)
     return (draw >= call.dropout).to(p.dtype).div_(1 - call.dropout)

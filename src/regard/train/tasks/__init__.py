@@ -4,8 +4,8 @@ seed.
 
 from __future__ import annotations
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.suggest import suggest
 from regard.train.tasks.base import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
 from regard.train.tasks.recall import COPY, INDUCTION, MQAR, PASSKEY
 from regard.train.tasks.translate import BACK, DATES, TRANSLATE

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.suggest import suggest
 
 PAD, BOS, EOS = 0, 1, 2
 """An empty slot; in front of a target; behind a source and behind a target."""

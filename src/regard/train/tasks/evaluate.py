@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.models import EncoderDecoder, RecurrentEncoderDecoder
 from regard.models.generation import beam_search, greedy
 from regard.nn.rnn import Carried
-from regard.tap import Trace
+from regard.tracing import Trace
 from regard.train.losses import where
 from regard.train.tasks.base import BOS, EOS, IGNORED, Example, Padded, Task, pad
 

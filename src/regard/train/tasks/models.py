@@ -10,12 +10,12 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models import recurrent, transformer
 from regard.models.families import family, type_of
 from regard.models.rnn import CELLS
 from regard.nn.blocks import PreNorm
-from regard.suggest import suggest
 from regard.train.run import config_of
 from regard.train.tasks.base import Task
 

@@ -14,10 +14,10 @@ from rich.text import Text
 from torch import nn
 
 from regard.errors import FileError
-from regard.files.regular import text
-from regard.foreign import inert, told
+from regard.files.regular_files import read_text
 from regard.train.tasks.base import Task
 from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
+from regard.untrusted_text import error_text, escape_controls
 from regard.view import charts
 from regard.view.html import write
 from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines
@@ -125,7 +125,7 @@ def read_series(folder: Path, name: str | None = None) -> charts.Accuracy:
     """
     path = folder / "accuracy.csv"
     try:
-        rows = list(csv.DictReader(io.StringIO(text(path, LONGEST))))
+        rows = list(csv.DictReader(io.StringIO(read_text(path, LONGEST))))
         points = [
             charts.LengthBin(
                 int(row["shortest"]),
@@ -140,10 +140,10 @@ def read_series(folder: Path, name: str | None = None) -> charts.Accuracy:
         raise FileError(f"{error}; give a folder that `regard train --task` wrote") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise FileError(
-            f"{path}: not a table of {', '.join(COLUMNS)}: {told(error)}; write it anew with "
+            f"{path}: not a table of {', '.join(COLUMNS)}: {error_text(error)}; write it anew with "
             "`regard train --task`"
         ) from error
-    return charts.Accuracy(name or inert(folder.name), tuple(points))
+    return charts.Accuracy(name or escape_controls(folder.name), tuple(points))
 
 
 def lines(report: Report) -> Iterator[Text]:

@@ -21,12 +21,11 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.lock import locked
-from regard.files.reading import load as read_tensors
-from regard.files.regular import inside
-from regard.files.strict import read_json
-from regard.files.write import replacing
-from regard.foreign import LINES, inert, shown, told
+from regard.files.atomic_write import write_user_file
+from regard.files.folder_lock import folder_locked
+from regard.files.regular_files import checked_path
+from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.strict_json import read_json
 from regard.train import checkpoints
 from regard.train.loop import Result, fit
 from regard.train.losses import AnswerLoss, PairLoss
@@ -37,6 +36,7 @@ from regard.train.tasks import find_task
 from regard.train.tasks.base import Made, Task, pad
 from regard.train.tasks.models import Recipe, build, recipe
 from regard.train.tasks.report import Report, examine, lines, read_series, write_report
+from regard.untrusted_text import MULTILINE, error_text, escape_controls, short_repr
 from regard.view.charts import Accuracy
 
 VALIDATION = 128
@@ -118,10 +118,12 @@ class TaskRun:
         )
         if result.stopped_by is None:
             try:
-                with replacing(self.out / WEIGHTS) as whole:
+                with write_user_file(self.out / WEIGHTS) as whole:
                     save_model(model.cpu(), str(whole))
             except SafetensorError as error:
-                raise FileError(f"{self.out / WEIGHTS} cannot be written: {told(error)}") from error
+                raise FileError(
+                    f"{self.out / WEIGHTS} cannot be written: {error_text(error)}"
+                ) from error
             self.report = examine(
                 model, self.task, self.name, examples=o["examples"], beams=o["beams"]
             )
@@ -149,15 +151,15 @@ class TaskRun:
         file = self.out / RECIPE
         checkpoints.prepare(self.out, checkpoints.MARGIN)
         try:
-            held.enter_context(locked(self.out))
+            held.enter_context(folder_locked(self.out))
             if not file.exists():
-                with replacing(self.out / "command.txt") as place:
+                with write_user_file(self.out / "command.txt") as place:
                     place.write_text(self.command(), encoding="utf-8")
-                with replacing(file) as place:
+                with write_user_file(file) as place:
                     place.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             known = read_json(file)
         except OSError as error:
-            raise FileError(f"{self.out}: cannot start a run there: {told(error)}") from error
+            raise FileError(f"{self.out}: cannot start a run there: {error_text(error)}") from error
         if known != content:
             differ = [name for name in content if known.get(name) != content[name]]
             raise ArgumentError(
@@ -223,9 +225,9 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
     """
     path = Path(folder)
     try:
-        held = read_json(inside(path, RECIPE))
+        held = read_json(checked_path(path, RECIPE))
         task = find_task(held["task"])
-        weights, _ = read_tensors(inside(path, WEIGHTS))
+        weights, _ = read_tensors(checked_path(path, WEIGHTS))
         with torch.device("meta"):  # sizes are believed when the weights have them
             _check_shapes(build(task, held["model"], _recipe(held["sizes"])), weights)
         model = build(task, held["model"], _recipe(held["sizes"]))
@@ -242,7 +244,8 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
         ZeroDivisionError,
     ) as error:
         raise FileError(
-            f"{path}: cannot load a trained task: {told(error)}; give a folder that `regard train "
+            f"{path}: cannot load a trained task: {error_text(error)}; give a folder that `regard "
+            "train "
             "--task` wrote"
         ) from error
     return model.eval(), task
@@ -255,12 +258,12 @@ def _recipe(sizes: Any) -> Recipe:
         ArgumentError: it is no object, or a size is none.
     """
     if not isinstance(sizes, dict):
-        raise ArgumentError(f"sizes is {shown(sizes)}; it must be an object")
+        raise ArgumentError(f"sizes is {short_repr(sizes)}; it must be an object")
     for name in ("dim", "hidden", "heads", "layers"):
         most = 128 if name == "layers" else 1 << 14
         found = sizes.get(name, 1)
         if type(found) is not int or not 1 <= found <= most:
-            raise ArgumentError(f"{name} is {shown(found)}; it must be from 1 to {most}")
+            raise ArgumentError(f"{name} is {short_repr(found)}; it must be from 1 to {most}")
     return Recipe().with_(sizes)
 
 
@@ -276,9 +279,11 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         here = tuple(own[name].shape) if name in own else None
         there = tuple(weights[name].shape) if name in weights else None
         if here != there and not (there is None and id(own[name]) in stored):
-            raise ArgumentError(f"{shown(name)} is {there} in the file and {here} in the model")
+            raise ArgumentError(
+                f"{short_repr(name)} is {there} in the file and {here} in the model"
+            )
 
 
 def say(text: str) -> None:
     """A line for the person who waits, on standard error."""
-    print(inert(text, keep=LINES), file=sys.stderr, flush=True)
+    print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)

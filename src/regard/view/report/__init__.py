@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.errors import ArgumentTypeError
-from regard.foreign import inert
+from regard.untrusted_text import escape_controls
 from regard.view import palette
 from regard.view.html import content_hash
 from regard.view.report.lang import LANGUAGES, catalogue, check_language
@@ -75,7 +75,7 @@ def page(data: Mapping[str, Any], lang: str = "en") -> str:
     }
     return Template(_asset("page.html")).substitute(
         lang=lang,
-        title=html.escape(inert(f"regard: {meta['title']}")),
+        title=html.escape(escape_controls(f"regard: {meta['title']}")),
         style=style,
         script=script,
         style_hash=content_hash(style),
@@ -140,9 +140,9 @@ def shown(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
-        return inert(value)
+        return escape_controls(value)
     if isinstance(value, Mapping):
-        return {inert(str(name)): shown(x) for name, x in value.items()}
+        return {escape_controls(str(name)): shown(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [shown(x) for x in value]
     return value

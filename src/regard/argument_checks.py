@@ -1,0 +1,379 @@
+"""Checks of arguments that raise errors with the actual values, made before torch is called.
+
+torch's fused CPU kernel reads past the keys when lengths differ. Each check says what is wrong,
+where, which value was passed, what is allowed, and the next step. Constructors and the public
+functions of `ops` check their arguments; internal functions rely on this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.span import Positions, Span
+from regard.units import plural
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_finite: ContextVar[bool] = ContextVar("finite", default=False)
+
+
+@contextmanager
+def checks(*, finite: bool = True) -> Iterator[None]:
+    """Check the inputs of every attention call in the block for NaN and infinities.
+
+    This is off by default, because it reads every input once more; a NaN in a visible value then
+    propagates to the output.
+
+    Args:
+        finite: whether q, k and v must be finite.
+
+    Yields:
+        None.
+
+    Raises:
+        ArgumentError: from the attention call, with the name of the tensor, the number of
+            non-finite values and the index of the first.
+
+    >>> import torch, regard
+    >>> q = torch.full((1, 1, 2, 4), float("nan"))
+    >>> with regard.checks(finite=True):
+    ...     regard.attend(q, q.nan_to_num(), q.nan_to_num())
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: query has 8 non-finite values, first at [0, 0, 0, 0]; ...
+    """
+    token = _finite.set(finite)
+    try:
+        yield
+    finally:
+        _finite.reset(token)
+
+
+def finite_checks_enabled() -> bool:
+    """Return whether a `checks(finite=True)` block is active."""
+    return _finite.get()
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Raise for the first tensor that contains NaN or infinity, if `checks(finite=True)` is
+    active.
+    """
+    from regard.process_state import (
+        is_compiling,  # imports torch, which `import regard` must not do
+    )
+
+    if is_compiling() or not _finite.get():
+        return
+    for name, x in tensors.items():
+        bad = ~x.isfinite()
+        if bool(bad.any()):
+            n, first = int(bad.sum()), bad.nonzero()[0].tolist()
+            raise ArgumentError(
+                f"{name} has {plural(n, 'non-finite value')}, first at {first}; find the operation "
+                "that produced it (regard.checks(finite=True) enables this check)"
+            )
+
+
+def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:
+    """Raise if a keyword argument is not one of those that a function accepts.
+
+    Args:
+        function: the name of the function, for the message.
+        names: the names of the arguments that were passed.
+        allowed: the names that the function accepts.
+
+    Raises:
+        ArgumentTypeError: a name is not accepted; the message suggests the most similar one.
+
+    >>> check_keyword_names("record", ["head"], ["heads", "rows"])
+    Traceback (most recent call last):
+    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
+    """
+    for name in names:
+        if name not in allowed:
+            hint = suggest(name, allowed, otherwise=".")
+            raise ArgumentTypeError(
+                f"{function}() has no argument {name!r}{hint} It has {', '.join(allowed)}"
+            )
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Raise unless x is a torch tensor of a floating dtype."""
+    import torch
+
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a torch tensor")
+    if not x.is_floating_point():
+        raise ArgumentTypeError(
+            f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: use "
+            f"{name}.float()"
+        )
+
+
+def check_query_key(q: Tensor, k: Tensor) -> None:
+    """Raise unless q `[B, H, T, D]` and k `[B, G, S, D]` fit together: one batch, D > 0, G
+    divides H.
+    """
+    for name, x in (("query", q), ("key", k)):
+        check_tensor(name, x)
+        if x.ndim != 4:
+            hint = "add a batch dimension with [None]" if x.ndim == 3 else "reshape it"
+            raise ArgumentError(
+                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [batch, heads, length, "
+                f"dim]: {hint}"
+            )
+    if q.dtype != k.dtype:
+        raise ArgumentTypeError(
+            f"query is {_dtype(q)} and key is {_dtype(k)}; all must have one dtype: convert one "
+            "with .to()"
+        )
+    if q.device != k.device:
+        raise ArgumentError(f"query is on {q.device} and key on {k.device}; move one with .to()")
+    check_batch("key", k, q.shape[0])
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ArgumentError(
+            f"query dim {q.shape[3]} and key dim {k.shape[3]} must be equal and at least 1 (query "
+            f"{_shape(q)}, key {_shape(k)})"
+        )
+    check_groups(q.shape[1], k.shape[1])
+
+
+def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k."""
+    if _all_fit(q, k, v):
+        return
+    check_query_key(q, k)
+    check_tensor("value", v)
+    if v.ndim != 4:
+        raise ArgumentError(
+            f"value has {v.ndim} dimensions, {_shape(v)}; it must be [batch, heads, length, dim]"
+        )
+    if v.dtype != q.dtype:
+        raise ArgumentTypeError(
+            f"query is {_dtype(q)} and value is {_dtype(v)}; all must have one dtype: convert one "
+            "with .to()"
+        )
+    if v.device != q.device:
+        raise ArgumentError(f"query is on {q.device} and value on {v.device}; move one with .to()")
+    check_batch("value", v, q.shape[0])
+    if k.shape[1] != v.shape[1]:
+        raise ArgumentError(
+            f"key heads {k.shape[1]} != value heads {v.shape[1]} (key {_shape(k)}, value "
+            f"{_shape(v)})"
+        )
+    if k.shape[2] != v.shape[2]:
+        raise ArgumentError(
+            f"key length {k.shape[2]} != value length {v.shape[2]} (key {_shape(k)}, value "
+            f"{_shape(v)})"
+        )
+
+
+def _all_fit(q: object, k: object, v: object) -> bool:
+    """Return whether all conditions hold; only if they do not, the details are checked one
+    by one.
+    """
+    import torch
+
+    if not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
+        return False
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.is_floating_point()):
+        return False
+    (B, H, _, D), (b, G, S, d) = q.shape, k.shape
+    same = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    return (
+        same
+        and b == B
+        and D == d > 0
+        and G > 0
+        and H > 0
+        and H % G == 0
+        and v.shape[:3] == (b, G, S)
+    )
+
+
+def check_batch(name: str, x: Tensor, batch: int) -> None:
+    """Raise unless x has the batch size of the query; batches do not broadcast silently."""
+    if x.shape[0] != batch:
+        raise ArgumentError(
+            f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: if one "
+            f"{name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
+        )
+
+
+def check_groups(heads: int, groups: int) -> None:
+    """Raise unless G key/value heads can serve H query heads, that is, unless G divides H."""
+    if groups < 1 or heads < 1 or heads % groups:
+        allowed = ", ".join(map(str, divisors(heads)))
+        raise ArgumentError(
+            f"{heads} query heads are not divisible by {groups} key/value heads; allowed key/value "
+            f"heads: {allowed or 'none'}"
+        )
+
+
+def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
+    """Return `head_dim` if it is given, else dim / heads.
+
+    Raises:
+        ArgumentError: `head_dim` is None, and dim is not divisible by heads.
+
+    >>> resolve_head_dim(32, 4, None)
+    8
+    """
+    if head_dim is not None:
+        return head_dim
+    if heads < 1 or dim % heads:
+        allowed = ", ".join(map(str, divisors(dim)))
+        raise ArgumentError(
+            f"dim {dim} is not divisible by {plural(heads, 'head')}; give head_dim, or heads among "
+            f"{allowed}"
+        )
+    return dim // heads
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a number in increasing order; none for n < 1 or n >= 2^40.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    if not 1 <= n < 1 << 40:
+        return []
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return [*small, *(n // i for i in reversed(small) if i * i != n)]
+
+
+def check_positions(name: str, positions: Positions, batch: int, length: int) -> None:
+    """Raise unless positions are a `Span` of the length, or an integer tensor `[batch or 1,
+    length]`.
+    """
+    import torch
+
+    if isinstance(positions, Span):
+        if positions.length != length:
+            raise ArgumentError(
+                f"{name} is {positions} but there are {length} slots; give Span({positions.start}, "
+                f"{length})"
+            )
+        return
+    if not isinstance(positions, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{name} is {type(positions).__name__}; it must be a regard.Span or an integer tensor "
+            "[batch, length]"
+        )
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ArgumentTypeError(
+            f"{name} is {_dtype(positions)}; positions are integers: use .long()"
+        )
+    if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, batch):
+        raise ArgumentError(
+            f"{name} is {_shape(positions)}; it must be ({batch}, {length}) or (1, {length})"
+        )
+
+
+def check_number(name: str, x: float | None, low: float, high: float, allowed: str) -> None:
+    """Raise unless x is None or a finite number with low < x < high.
+
+    Args:
+        name: the name of the argument in the message.
+        x: the value.
+        low: the lower bound, which x may not reach.
+        high: the upper bound, which x may not reach.
+        allowed: the bounds in words, for the message.
+    """
+    if x is None:
+        return
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a number, {allowed}")
+    if not (math.isfinite(x) and low < x < high):
+        raise ArgumentError(f"{name} is {x}; it must be {allowed}")
+
+
+def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
+    """Check that tensors agree in the dimensions that have the same letter, and are on one device.
+
+    Args:
+        tensors: for each name a tensor and its dimensions as letters; "#B" is B or 1, "1" is 1.
+
+    Returns:
+        The size of each letter.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a value is not a tensor, or its shape does not agree with
+            those before it.
+
+    >>> import torch
+    >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores ...
+    """
+    import torch
+
+    sizes: dict[str, tuple[int, str]] = {"1": (1, "")}
+    device = None
+    for name, (x, letters) in tensors.items():
+        words = letters.split()
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{name} is {type(x).__name__}; it must be a torch tensor [{', '.join(words)}]"
+            )
+        if x.ndim != len(words):
+            raise ArgumentError(
+                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [{', '.join(words)}]"
+            )
+        for n, word in zip(x.shape, words, strict=True):
+            if word.startswith("#") and n == 1:
+                continue
+            letter = word.removeprefix("#")
+            size, first = sizes.setdefault(letter, (n, name))
+            if n != size:
+                conflict = (
+                    f"{letter} is {size} in {first} {_shape(tensors[first][0])}" if first else ""
+                )
+                raise ArgumentError(
+                    f"{name} is {_shape(x)}, which is [{', '.join(words)}], but "
+                    f"{conflict or 'it must be 1'}; all must agree"
+                )
+        if device is not None and x.device != device[0]:
+            raise ArgumentError(
+                f"{device[1]} is on {device[0]} and {name} on {x.device}; move one with .to()"
+            )
+        device = device or (x.device, name)
+    return {letter: n for letter, (n, _) in sizes.items() if letter != "1"}
+
+
+def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> None:
+    """Raise unless x is on the device of another tensor of the call."""
+    if x.device != like.device:
+        raise ArgumentError(
+            f"{other} is on {like.device} and {name} on {x.device}; move one with .to()"
+        )
+
+
+def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
+    """Raise unless the sink is None or one logit per query head: a float tensor `[H]` on the device
+    of `like`.
+    """
+    if sink is None:
+        return
+    check_tensor("sink", sink)
+    check_device("sink", sink, like)
+    if tuple(sink.shape) != (heads,):
+        raise ArgumentError(
+            f"sink is {_shape(sink)}; it holds one logit per query head, ({heads},)"
+        )
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""Writes into preallocated buffers: in place where that is safe, and into a copy where a gradient
+needs the old values.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from regard.caches.base import Parts
+from regard.process_state import is_compiling
+
+
+def can_write_in_place(buffers: Parts, new: Parts) -> bool:
+    """Return whether the buffers may be overwritten in place.
+
+    They may not if a gradient needs the old values, or if torch forbids it for inference tensors.
+
+    >>> x = torch.zeros(1, 1, 2, 1)
+    >>> can_write_in_place((x,), (x,)), can_write_in_place((x,), (x.clone().requires_grad_(),))
+    (True, False)
+    """
+    if any(x.requires_grad for x in buffers):
+        return False  # the autograd graph may have saved it
+    outside = not is_compiling() and not torch.is_inference_mode_enabled()
+    if outside and any(x.is_inference() for x in buffers):
+        return False  # torch forbids writes to inference tensors
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in new))
+
+
+def write_slots(buffers: Parts, new: Parts, start: int) -> Parts:
+    """Write new slots `[B, n, T, d]` at slots start, start + 1, ... of the buffers.
+
+    Returns:
+        The buffers, or changed copies of them.
+
+    >>> held = (torch.zeros(1, 1, 4, 1),)
+    >>> write_slots(held, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
+    [0.0, 1.0, 1.0, 0.0]
+    """
+    if can_write_in_place(buffers, new):
+        for old, x in zip(buffers, new, strict=True):
+            old[:, :, start : start + x.shape[2]] = x
+        return buffers
+    return tuple(
+        torch.slice_scatter(old, x, 2, start, start + x.shape[2])
+        for old, x in zip(buffers, new, strict=True)
+    )
+
+
+def scatter_slots(
+    buffers: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
+) -> tuple[Parts, OverwrittenSlots | None]:
+    """Write new slots at the given slot numbers where `real` is True.
+
+    Args:
+        buffers: the buffers, each `[B, n, S, d]`.
+        new: the new slots, each `[B, n, T, d]`.
+        slots: slot numbers `[B or 1, T]`, distinct in each row.
+        real: which of the new slots to write, `[B or 1, T]`.
+
+    Returns:
+        The buffers, and the values that were overwritten in place; None in place of these values if
+        the buffers were copied.
+
+    >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
+    >>> slots, real = torch.tensor([[2, 0]]), torch.tensor([[True, False]])
+    >>> now, before = scatter_slots(held, new, slots, real)
+    >>> now[0].flatten().tolist()
+    [0.0, 0.0, 5.0]
+    >>> before.put_back(now)
+    >>> now[0].flatten().tolist()
+    [0.0, 0.0, 0.0]
+    """
+    safe, results, before = can_write_in_place(buffers, new), [], []
+    for old, x in zip(buffers, new, strict=True):
+        index = slots[:, None, :, None].expand(x.shape)
+        overwritten = old.gather(2, index)
+        x = torch.where(real[:, None, :, None], x, overwritten)
+        results.append(old.scatter_(2, index, x) if safe else old.scatter(2, index, x))
+        before.append(overwritten)
+    return tuple(results), OverwrittenSlots(slots, tuple(before)) if safe else None
+
+
+class OverwrittenSlots:
+    """The values that the last step overwrote, and their slots `[B or 1, T]`."""
+
+    def __init__(self, slots: Tensor, values: Parts) -> None:
+        self.slots, self.values = slots, values
+
+    def put_back(self, buffers: Parts) -> None:
+        """Write the old values into the buffers, in place."""
+        for old, x in zip(buffers, self.values, strict=True):
+            old.scatter_(2, self.slots[:, None, :, None].expand(x.shape), x)
+
+
+def fill_slots(buffers: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
+    """Return copies of the buffers with new slot source[b, j] at slot j; -1 keeps the old slot j.
+
+    >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
+    >>> fill_slots(held, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
+    [6.0, 0.0, 5.0]
+    """
+    index, taken = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]
+    return tuple(
+        torch.where(taken, x.gather(2, index.expand(old.shape)), old)
+        for old, x in zip(buffers, new, strict=True)
+    )

@@ -1,0 +1,374 @@
+"""Quantization of cached values to groups of integer codes, and tensors that dequantize on
+first use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from regard.errors import ArgumentError
+
+Axis: TypeAlias = Literal["channel", "token", "exact"]
+"""Which values share a scale: "channel" is one channel over several tokens, "token" several
+channels of one token, and "exact" means that values are not quantized.
+"""
+
+
+class QuantizedGroups(NamedTuple):
+    """Values x `[B, n, L, d]` as integer codes: x ~ zero + code * scale.
+
+    Outliers are values that no group can represent: NaN, infinities, and values above a quarter of
+    the dtype's range. They are stored exactly; there are none in nearly all cases.
+
+    Attributes:
+        codes: uint8 `[B, n, R, lines, bytes]`, several codes per byte; R is L for "token" and L /
+            group for "channel". For "exact", x itself.
+        scale: the scale of each group, `[B, n, R, lines, 1]` in the dtype of x.
+        zero: the smallest value of each group, of the same shape and dtype.
+        odd_at: the places of the outliers `[B, X]`, slot-major; -1 means none.
+        odd: the outliers `[B, X]`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    odd_at: Tensor
+    odd: Tensor
+
+
+def quantize(
+    x: Shaped[Tensor, "B n L d"],
+    used: Bool[Tensor, "b L"],
+    axis: Axis,
+    *,
+    bits: int,
+    group: int,
+    start: int = 0,
+) -> QuantizedGroups:
+    """Quantize values in groups: code = round((x - zero) / scale).
+
+    zero = min and scale = (max - min) / (2^bits - 1) over each group, where min and max are taken
+    over the slots that hold tokens. The scale is rounded up to the dtype of x, and codes are
+    computed with the rounded scale, so that |x - x'| <= scale / 2. The arithmetic is in fp64, once
+    per token.
+
+    Args:
+        x: values `[B, n, L, d]`, floating unless the axis is "exact". L is divisible by the group
+            size for "channel", and d for "token".
+        used: which slots hold a token, `[B or 1, L]`.
+        axis: which values share a scale.
+        bits: bits per code.
+        group: values per group.
+        start: the slot at which x begins, for `odd_at`.
+
+    Returns:
+        The codes, scales, zeros and outliers.
+
+    >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
+    >>> made = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
+    >>> made.codes.flatten().tolist(), made.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
+    ([228], 1.0)
+
+    Source: Liu et al. 2024 (arXiv 2402.02750), equation 1 and section 3.
+    """
+    none = x.new_zeros(x.shape[0], 0)
+    if axis == "exact":
+        return QuantizedGroups(x, none, none, none.long(), none)
+    in_use = used[:, None, :, None].expand_as(x)
+    fits = x.abs() <= torch.finfo(x.dtype).max / 4  # False for NaN
+    strange = in_use & ~fits
+    usable, lines = _view_as_groups(in_use & fits, axis, group), _view_as_groups(x, axis, group)
+    low = lines.masked_fill(~usable, float("inf")).amin(-1, keepdim=True)
+    high = lines.masked_fill(~usable, float("-inf")).amax(-1, keepdim=True)
+    low, high = (y.where(y.isfinite(), 0) for y in (low, high))  # inf if the group has no token
+    levels, zero = 2**bits - 1, low.double()
+    scale = _round_up((high.double() - zero) / levels, x.dtype)
+    code = (lines.double() - zero) / scale.double()
+    code = code.where(usable & (scale > 0), 0).round().clamp(0, levels)
+    outlier_at, odd = (
+        _find_outliers(x, strange, start) if bool(strange.any()) else (none.long(), none)
+    )
+    return QuantizedGroups(_pack(code.to(torch.uint8), bits), scale, low, outlier_at, odd)
+
+
+def dequantize(
+    groups: QuantizedGroups, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
+) -> Shaped[Tensor, "B n L d"]:
+    """Return zero + code * scale as `[B, n, L, d]`, computed in fp32 or better.
+
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> seen = torch.ones(1, 8, dtype=torch.bool)
+    >>> made = quantize(x, seen, "channel", bits=8, group=8)
+    >>> bool((dequantize(made, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
+    True
+    """
+    if axis == "exact":
+        return groups.codes
+    wide = torch.promote_types(groups.scale.dtype, torch.float32)
+    code = _unpack(groups.codes, bits).to(wide)
+    lines = groups.zero.to(wide) + code * groups.scale.to(wide)
+    if axis == "channel":
+        lines = lines.transpose(-1, -2)  # [B,n,R,group,d]
+    x = lines.to(groups.scale.dtype).reshape(shape)
+    if groups.odd.shape[1]:
+        _, n, _, d = shape
+        row, column = (groups.odd_at >= 0).nonzero(as_tuple=True)
+        places = groups.odd_at[row, column]
+        x[row, places // d % n, places // (n * d), places % d] = groups.odd[row, column]
+    return x
+
+
+def crop_groups(groups: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
+    """Return the first rows of codes, and the outliers among the first `numbers` values of each
+    row.
+
+    >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
+    >>> crop_groups(quantize(x, seen, "token", bits=8, group=2), "token", 3, 6).scale.shape
+    torch.Size([1, 1, 3, 1, 1])
+    """
+    if axis == "exact":
+        return groups._replace(codes=groups.codes[:, :, :rows])
+    places = groups.odd_at.masked_fill(groups.odd_at >= numbers, -1)
+    codes, scale, zero = (x[:, :, :rows] for x in groups[:3])
+    return QuantizedGroups(codes, scale, zero, places, groups.odd)
+
+
+def group_shapes(
+    shape: tuple[int, int, int, int], axis: Axis, *, bits: int, group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the codes and of the scales of values `[B, n, L, d]`.
+
+    >>> group_shapes((1, 2, 64, 16), "channel", bits=4, group=32)
+    ((1, 2, 2, 16, 16), (1, 2, 2, 16, 1))
+    """
+    B, n, L, d = shape
+    if axis == "exact":
+        return shape, (B, 0)
+    scale = (B, n, L // group, d) if axis == "channel" else (B, n, L, d // group)
+    return (*scale, group * bits // 8), (*scale, 1)
+
+
+def check_groups(
+    groups: QuantizedGroups,
+    recent: Tensor,
+    axis: Axis,
+    slots: int,
+    *,
+    bits: int,
+    group: int,
+    name: str = "the memory",
+) -> None:
+    """Raise unless the codes belong to `older` slots that precede the recent ones `[B, n, L, d]`.
+
+    Kernels read codes by their address, so that wrong shapes would read foreign memory.
+
+    Raises:
+        ArgumentError: sizes, dtypes or devices differ, or an outlier is outside the slots.
+
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
+    >>> check_groups(made, x, "channel", 16, bits=8, group=8)
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), ...
+    """
+    B, n, _, d = recent.shape
+    wanted = group_shapes((B, n, slots, d), axis, bits=bits, group=group)
+    got = tuple(groups.codes.shape), tuple(groups.scale.shape)
+    if (
+        got != wanted
+        or groups.zero.shape != groups.scale.shape
+        or groups.odd.shape != groups.odd_at.shape
+    ):
+        raise ArgumentError(
+            f"codes and scales of {name} are {got}, not {wanted} for {slots} slots in front of "
+            f"{tuple(recent.shape)}, by {axis} in {bits} bits and groups of {group}"
+        )
+    kind = recent.dtype if axis == "exact" else torch.uint8
+    kinds = {groups.scale.dtype, groups.zero.dtype, groups.odd.dtype}
+    if groups.codes.dtype != kind or kinds != {recent.dtype} or groups.odd_at.dtype != torch.int64:
+        raise ArgumentError(
+            f"codes of {name} are {groups.codes.dtype} with scales {groups.scale.dtype}, zeros "
+            f"{groups.zero.dtype} and exceptions {groups.odd.dtype} at {groups.odd_at.dtype}; they "
+            f"must be {kind} with {recent.dtype}, as the recent slots are, at torch.int64"
+        )
+    if {x.device for x in groups} != {recent.device}:
+        raise ArgumentError(
+            f"codes of {name} are not all on {recent.device}, where the recent slots are; move "
+            "them with .to()"
+        )
+
+
+def _view_as_groups(x: Tensor, axis: Axis, group: int) -> Tensor:
+    """Return x `[B, n, L, d]` with each group as the last dimension.
+
+    The shape is `[B, n, L/group, d, group]` for "channel" and `[B, n, L, d/group, group]` for
+    "token".
+    """
+    if axis == "channel":
+        return torch.unflatten(x, 2, (x.shape[2] // group, group)).transpose(-1, -2)
+    return torch.unflatten(x, 3, (-1, group))
+
+
+def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert x >= 0 to another dtype, rounded up, so that codes reach the largest value of
+    the group.
+    """
+    y = x.to(dtype)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
+
+    above = (y.contiguous().view(whole) + 1).view(dtype)
+    return torch.where(y.double() < x, above, y)
+
+
+def _find_outliers(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Return the places and values of the outliers of each row, `[B, X]`."""
+    flat, values = (y.transpose(1, 2).flatten(1) for y in (strange, x))
+    most = int(flat.sum(1).max())
+    places = flat.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    is_outlier = flat.gather(1, places)
+    odd = values.gather(1, places).masked_fill(~is_outlier, 0)
+    return (places + start * x.shape[1] * x.shape[3]).masked_fill(~is_outlier, -1), odd
+
+
+def _pack(code: Tensor, bits: int) -> Tensor:
+    """Pack 8 / bits codes into each byte, the first in the lowest bits."""
+    per = 8 // bits
+    if per == 1:
+        return code.contiguous()
+    shifts = torch.arange(per, dtype=torch.uint8, device=code.device) * bits
+    return (torch.unflatten(code, -1, (-1, per)) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Return the codes of each byte, in order."""
+    per = 8 // bits
+    if per == 1:
+        return packed
+    shifts = torch.arange(per, dtype=torch.uint8, device=packed.device) * bits
+    codes: Tensor = ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    return codes
+
+
+class QuantizedAndRecent(NamedTuple):
+    """The input of a kernel that reads codes: quantized slots, followed by recent ones as they
+    came.
+
+    Attributes:
+        groups: the codes of the older slots.
+        axis: which values share a scale.
+        bits: bits per code.
+        recent: the recent slots `[B, n, l, d]`.
+    """
+
+    groups: QuantizedGroups
+    axis: Axis
+    bits: int
+    recent: Tensor
+
+
+class LazyDequantizedTensor(Tensor):
+    """A tensor `[B, n, S, d]` whose older slots are stored as codes until a value is needed.
+
+    Shape, dtype and device are those of the dequantized values. The first torch operation
+    dequantizes them, once; later operations read and write the result, and `coded` is None from
+    then on. A kernel that can read codes takes `coded` instead.
+
+    >>> from regard.caches.quantization import quantize
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
+    >>> packed = LazyDequantizedTensor.of(QuantizedAndRecent(made, "channel", 8, x[:, :, :1]))
+    >>> packed.shape, packed.coded is None
+    (torch.Size([1, 2, 9, 4]), False)
+    >>> type(packed * 1).__name__, packed.coded is None
+    ('Tensor', True)
+    """
+
+    _coded: QuantizedAndRecent
+    _numbers: Tensor | None = None
+
+    # Operations are handled in __torch_dispatch__, below autograd, so that properties stay as fast
+    # as those of any tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, coded: QuantizedAndRecent) -> LazyDequantizedTensor:
+        """Create the tensor from codes and the recent slots that follow them.
+
+        Raises:
+            ArgumentError: sizes, dtypes or devices do not fit each other.
+        """
+        recent = coded.recent
+        B, n, length, d = recent.shape
+        codes, group = coded.groups.codes, coded.groups.codes.shape[-1] * 8 // coded.bits
+        slots = codes.shape[2] * (group if coded.axis == "channel" else 1)
+        check_groups(coded.groups, recent, coded.axis, slots, bits=coded.bits, group=group)
+        tensor = Tensor._make_wrapper_subclass(
+            cls, (B, n, slots + length, d), dtype=recent.dtype, device=recent.device
+        )
+        tensor._coded = coded
+        return tensor
+
+    @property
+    def coded(self) -> QuantizedAndRecent | None:
+        """The codes; None if the values were dequantized, or if there are outliers."""
+        codes_say_all = self._numbers is None and not self._coded.groups.odd.shape[1]
+        return self._coded if codes_say_all else None
+
+    def numbers(self) -> Tensor:
+        """Return the values as a plain tensor, the same one in each call."""
+        if self._numbers is None:
+            groups, axis, bits, recent = self._coded
+            shape = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
+            values = dequantize(groups, axis, shape, bits=bits)
+            # Another thread may have stored its result first. That one stays, because it may have
+            # been modified, or its address may be in use.
+            self.__dict__.setdefault("_numbers", torch.cat([values, recent], dim=2))
+        numbers: Tensor = self.__dict__["_numbers"]
+        return numbers
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run any torch operation on the dequantized values."""
+        opened = tree_map_only(
+            LazyDequantizedTensor, LazyDequantizedTensor.numbers, (tuple(args), dict(kwargs or {}))
+        )
+        return func(*opened[0], **opened[1])
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the dequantized values as an array."""
+        return self.numbers().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the dequantized values as nested lists."""
+        return self.numbers().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the dequantized values."""
+        return self.numbers().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Return the storage of the dequantized values."""
+        return self.numbers().untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.numbers(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.numbers().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        state = "codes" if self._numbers is None else "numbers"
+        return f"Packed({tuple(self.shape)}, {self.dtype}, in {state})"

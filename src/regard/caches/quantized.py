@@ -1,0 +1,464 @@
+"""The quantized cache: older tokens are stored in few bits, the most recent ones exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast, get_args
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+from regard.caches.base import (
+    Cache,
+    Contents,
+    LayerSize,
+    Parts,
+    check_crop,
+    check_same_layout,
+    check_update,
+    named_parts,
+    parts_of,
+    positions_before,
+)
+from regard.caches.buffer_writes import write_slots
+from regard.caches.contiguous import written_length
+from regard.caches.quantization import (
+    Axis,
+    LazyDequantizedTensor,
+    QuantizedAndRecent,
+    QuantizedGroups,
+    check_groups,
+    crop_groups,
+    quantize,
+)
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.huge_pages import empty_like
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
+
+
+class GrowingTensor:
+    """Slots `[B, n, L, ...]` with spare capacity, so that appending does not copy the old slots
+    each time.
+
+    When the capacity is used up, all slots are copied once into a larger buffer. A view that was
+    returned keeps its values, unless a shorter `GrowingTensor` of the same buffer is appended to.
+
+    Args:
+        memory: the first slots; they are referenced, not copied.
+        length: how many of them are used; None means all.
+        inner: whether values of one line are contiguous over the slots `[B, n, L, lines, 1]`, which
+            makes loops over slots faster.
+
+    >>> held = GrowingTensor(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
+    >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
+    ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    """
+
+    def __init__(self, memory: Tensor, length: int | None = None, *, inner: bool = False) -> None:
+        if inner and length is None:
+            memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
+        self._memory, self._inner = memory, inner
+        self.length = memory.shape[2] if length is None else length
+
+    @property
+    def view(self) -> Tensor:
+        """The slots that are used, without the spare capacity."""
+        return self._memory[:, :, : self.length]
+
+    def append(self, new: Shaped[Tensor, "B n T ..."], *, room: int | None = None) -> GrowingTensor:
+        """Return these slots followed by new ones.
+
+        Args:
+            new: slots of the same shape, except for the length.
+            room: spare slots to allocate when the buffer must be replaced; None is a quarter of the
+                length.
+        """
+        start, stop = self.length, self.length + new.shape[2]
+        if start == stop:
+            return self
+        if torch.is_grad_enabled() and (new.requires_grad or self._memory.requires_grad):
+            return GrowingTensor(torch.cat([self.view, new], dim=2))
+        memory = self._memory
+        if stop > memory.shape[2]:
+            room = stop // 4 if room is None else room
+            memory = self._empty(stop + room)
+            memory[:, :, :start] = self.view
+        (memory,) = write_slots((memory,), (new,), start)
+        return GrowingTensor(memory, stop, inner=self._inner)
+
+    def cut(self, length: int) -> GrowingTensor:
+        """Return the first `length` slots."""
+        return GrowingTensor(self._memory, length, inner=self._inner)
+
+    def _empty(self, slots: int) -> Tensor:
+        B, n, _, *rest = self._memory.shape
+        if self._inner:
+            return empty_like(self._memory, (B, n, rest[0], slots, *rest[1:])).transpose(2, 3)
+        return empty_like(self._memory, (B, n, slots, *rest))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedPart:
+    """One part of the memory: quantized older slots, followed by recent slots as they came.
+
+    It is immutable: each operation returns a new one.
+
+    Attributes:
+        axis: which values share a scale.
+        bits: bits per code.
+        group: values per group.
+        rows: codes, scales and zeros, which grow slot by slot.
+        odd_at: the places of the outliers, as in `QuantizedGroups`.
+        odd: the outliers.
+        recent: the recent slots.
+
+    >>> x = torch.randn(1, 2, 10, 4)
+    >>> held = QuantizedPart.of(x, "channel", bits=8, group=8)
+    >>> held = held.with_oldest_quantized(8, torch.ones(1, 8, dtype=torch.bool), 0)
+    >>> held.codes.codes.shape, held.recent.view.shape
+    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
+    >>> held.answer()
+    Packed((1, 2, 10, 4), torch.float32, in codes)
+    """
+
+    axis: Axis
+    bits: int
+    group: int
+    rows: tuple[GrowingTensor, ...]
+    odd_at: Tensor
+    odd: Tensor
+    recent: GrowingTensor
+
+    @classmethod
+    def of(
+        cls, x: Shaped[Tensor, "B n T d"], axis: Axis, *, bits: int, group: int
+    ) -> QuantizedPart:
+        """Create a part that holds x unquantized."""
+        none = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
+        groups = quantize(x[:, :, :0], none, axis, bits=bits, group=group)
+        return cls.holding(groups, x, axis, bits=bits, group=group)
+
+    @classmethod
+    def holding(
+        cls, groups: QuantizedGroups, recent: Tensor, axis: Axis, *, bits: int, group: int
+    ) -> QuantizedPart:
+        """Create a part from codes and recent slots."""
+        rows = _growing_fields(groups, axis)
+        return cls(axis, bits, group, rows, groups.odd_at, groups.odd, GrowingTensor(recent))
+
+    @property
+    def codes(self) -> QuantizedGroups:
+        """The quantized older slots, as groups."""
+        if self.axis == "exact":
+            return QuantizedGroups(self.rows[0].view, self.odd, self.odd, self.odd_at, self.odd)
+        codes, scale, zero = (x.view for x in self.rows)
+        return QuantizedGroups(codes, scale, zero, self.odd_at, self.odd)
+
+    def appended(self, x: Shaped[Tensor, "B n T d"], room: int) -> QuantizedPart:
+        """Return the part with x appended to the recent slots, with spare capacity for
+        `room` more.
+        """
+        return replace(self, recent=self.recent.append(x, room=room))
+
+    def with_oldest_quantized(
+        self, leave: int, used: Bool[Tensor, "b L"], start: int
+    ) -> QuantizedPart:
+        """Return the part with its first `leave` recent slots quantized; they begin at slot
+        `start`.
+        """
+        recent = self.recent.view
+        x, rest = recent[:, :, :leave], recent[:, :, leave:]
+        new = quantize(x, used, self.axis, bits=self.bits, group=self.group, start=start)
+        pairs = zip(self.rows, _growing_fields(new, self.axis), strict=True)
+        rows = tuple(old.append(x.view, room=None if old.length else 0) for old, x in pairs)
+        odd_at, odd = (
+            torch.cat(both, 1) for both in ((self.odd_at, new.odd_at), (self.odd, new.odd))
+        )
+        # a copy, because a view would keep a long prompt in memory
+        return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=GrowingTensor(rest.clone()))
+
+    def cut(self, old: int, length: int) -> QuantizedPart:
+        """Return the first `length` slots, of which `old` are quantized."""
+        _, n, _, d = self.recent.view.shape
+        lines = old // self.group if self.axis == "channel" else old
+        groups = crop_groups(self.codes, self.axis, lines, length * n * d)
+        rows = tuple(x.cut(lines) for x in self.rows)
+        recent = self.recent.cut(max(0, length - old))
+        return replace(self, rows=rows, odd_at=groups.odd_at, recent=recent)
+
+    def answer(self) -> Tensor:
+        """Return all slots `[B, n, S, d]`, dequantized lazily so that a kernel may read the
+        codes.
+        """
+        coded = QuantizedAndRecent(self.codes, self.axis, self.bits, self.recent.view)
+        if not self.rows[0].length:
+            return self.recent.view
+        if self.axis == "exact":
+            return torch.cat([self.rows[0].view, self.recent.view], dim=2)
+        packed = LazyDequantizedTensor.of(coded)
+        return packed.numbers() if is_compiling() else packed
+
+
+def _growing_fields(groups: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor, ...]:
+    """Return the fields of the codes that grow slot by slot."""
+    if axis == "exact":
+        return (GrowingTensor(groups.codes),)
+    inner = axis == "token"  # the kernel reads one slot per line
+    codes, scale, zero, *_ = groups
+    return GrowingTensor(codes), GrowingTensor(scale, inner=inner), GrowingTensor(zero, inner=inner)
+
+
+class Quantised(Cache):
+    """A cache that keeps the last `residual` slots exactly and all earlier ones in few bits.
+
+    Keys are quantized per channel and values per token:
+
+        x ~ zero + code * scale, code in 0..2^bits - 1
+        zero = min and scale = (max - min) / (2^bits - 1) of each group
+        |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
+
+    A group is `group` slots of one channel ("channel", so that an outlier channel does not enlarge
+    the scale of others), or `group` channels of one slot ("token"). Slots are quantized in whole
+    groups, also within one long update, and never twice: the result depends on the slots, not on
+    the chunks in which they came. Scale and zero have the dtype of the memory, which gives bits +
+    32 / group bits per value for fp16 or bf16.
+
+    Slots at position -1 are not part of a group. NaN, infinities and values above a quarter of the
+    dtype's range are stored exactly and do not affect other values. A group of equal values is
+    exact. A crop into the quantized slots does not dequantize them; the removed slots of the last
+    group become empty. Groups are defined by slots, and left padding moves a row's tokens to other
+    groups. So rows of a padded batch equal the single row within the bound, not bitwise.
+
+    Args:
+        bits: 8, 4 or 2.
+        group: values that share a scale; a part with fewer channels forms one group of them.
+        residual: the smallest number of recent slots that stay unquantized.
+        axes: "channel", "token" or "exact" (not quantized) for each part of the memory.
+
+    Raises:
+        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit the
+            contents, its number of parts differs from that of axes, its channels do not divide into
+            groups, or it requires a gradient. The cache stays unchanged.
+
+    >>> cache = Quantised(8, group=4, residual=4)
+    >>> k = v = torch.randn(1, 2, 10, 4)
+    >>> (keys, _), positions = cache.update((k, v), Span(0, 10))
+    >>> torch.equal(keys[:, :, -4:], k[:, :, -4:]), bool((keys - k).abs().max() < 0.02), positions
+    (True, True, Span(start=0, length=10))
+
+    Source: Liu et al. 2024, KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
+    """
+
+    kind: ClassVar[str | None] = "quantised"
+    needs_widths: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        bits: int = 8,
+        *,
+        group: int = 32,
+        residual: int = 128,
+        axes: Sequence[str] = ("channel", "token"),
+    ) -> None:
+        if bits not in (2, 4, 8):
+            raise ArgumentError(f"bits is {bits}; it must be 8, 4 or 2")
+        if group < 1 or group % (8 // bits):
+            raise ArgumentError(
+                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes of "
+                f"{bits} bits fill a byte"
+            )
+        if residual < 0:
+            raise ArgumentError(f"residual is {residual}; it must be 0 or more")
+        if not axes or not set(axes) <= set(get_args(Axis)):
+            raise ArgumentError(
+                f'axes are {tuple(axes)}; name "channel", "token" or "exact" for each part of the '
+                "memory"
+            )
+        self.bits, self.group, self.residual = bits, group, residual
+        self.axes = cast("tuple[Axis, ...]", tuple(axes))
+        self._parts: tuple[QuantizedPart, ...] = ()
+        self._positions: Positions | None = None
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Quantised:
+        """Create a cache with 8 bits, and 128 recent slots.
+
+        If there are several parts, the first is taken for keys, with scales per channel. All others
+        have scales per token, in groups of at most 32 channels that divide them.
+
+        >>> Quantised.for_layer(LayerSize(widths=(80, 80))).settings["group"]
+        20
+        """
+        widths = size.widths
+        axes = ["channel" if i == 0 and len(widths) > 1 else "token" for i in range(len(widths))]
+        tokens = [width for width, axis in zip(widths, axes, strict=True) if axis == "token"]
+        group = max(g for g in range(1, 33) if all(w % min(g, w) == 0 for w in tokens))
+        return cls(8, group=group, axes=axes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Bits, group, residual and axes, as constructor arguments."""
+        return {
+            "bits": self.bits,
+            "group": self.group,
+            "residual": self.residual,
+            "axes": list(self.axes),
+        }
+
+    @property
+    def quantised(self) -> int:
+        """The number of slots that are quantized; the others are stored as they came."""
+        return len(self) - (self._parts[0].recent.length if self._parts else 0)
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Append memory, each part `[B, n, T, d]`; return all memory, with older slots
+        dequantized.
+        """
+        check_update(memory, positions)
+        if self._parts:
+            check_same_layout(tuple(x.recent.view for x in self._parts), memory)
+        self._check(memory)
+        parts, old = self._parts, self.quantised
+        if parts and self._positions is not None:
+            parts = tuple(x.appended(new, self.group) for x, new in zip(parts, memory, strict=True))
+            positions = concat_positions(self._positions, positions)
+        else:
+            parts = tuple(
+                QuantizedPart.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
+                for x, axis in zip(memory, self.axes, strict=True)
+            )
+        leave = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
+        if leave > 0:
+            used = (
+                as_tensor(slice_positions(positions, slice(old, old + leave)), memory[0].device)
+                >= 0
+            )
+            parts = tuple(x.with_oldest_quantized(leave, used, old) for x in parts)
+        self._parts, self._positions = parts, positions
+        return tuple(x.answer() for x in parts), positions
+
+    def crop(self, length: int) -> None:
+        """Remove every token at position `length` or later."""
+        check_crop(length)
+        if not self._parts or self._positions is None:
+            return
+        old, positions = self.quantised, positions_before(self._positions, length)
+        n = written_length(positions)
+        if n < old:  # whole groups stay; slots after n in the last group become empty
+            old = -(-n // self.group) * self.group
+            positions = _pad_positions(slice_positions(positions, slice(0, n)), old)
+        self._parts = tuple(x.cut(old, n) for x in self._parts)
+        self._positions = slice_positions(positions, slice(0, max(n, old)))
+
+    def contents(self) -> Contents:
+        """Return the codes, scales, zeros and outliers of each part, the recent slots, and the
+        positions.
+        """
+        if not self._parts or self._positions is None:
+            return {}
+        groups = {
+            k: x for i, p in enumerate(self._parts) for k, x in _named_fields(p.codes, i).items()
+        }
+        recent = named_parts(tuple(x.recent.view for x in self._parts), "recent")
+        return {**groups, **recent, "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the codes, recent slots and positions.
+
+        Raises:
+            ArgumentError: their shapes are not those of this cache.
+        """
+        positions, recent = contents.get("positions"), parts_of(contents, "recent")
+        if positions is None or isinstance(positions, int):
+            self._parts, self._positions = (), None
+            return
+        fields = [parts_of(contents, name) for name in QuantizedGroups._fields]
+        codes = tuple(QuantizedGroups(*x) for x in zip(*fields, strict=False))
+        self._check_held(codes, recent, slot_count(positions))
+        self._parts = tuple(
+            QuantizedPart.holding(
+                groups, x, axis, bits=self.bits, group=self._group(axis, x.shape[3])
+            )
+            for groups, x, axis in zip(codes, recent, self.axes, strict=True)
+        )
+        self._positions = positions
+
+    def mark(self) -> Any:
+        """Return the contents; an update appends to them only."""
+        return self._parts, self._positions
+
+    def restore(self, mark: Any) -> None:
+        """Undo the update that came after the snapshot."""
+        self._parts, self._positions = mark
+
+    def __len__(self) -> int:
+        return 0 if self._positions is None else slot_count(self._positions)
+
+    def _check_held(self, codes: tuple[QuantizedGroups, ...], recent: Parts, slots: int) -> None:
+        """Raise unless codes and recent slots together hold `slots` slots."""
+        if not len(codes) == len(recent) == len(self.axes):
+            raise ArgumentError(
+                f"{len(codes)} parts in codes and {len(recent)} recent ones for axes {self.axes}"
+            )
+        for i, (groups, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
+            _, n, length, d = x.shape
+            group, quantised = self._group(axis, d), slots - length
+            check_groups(groups, x, axis, quantised, bits=self.bits, group=group, name=f"part {i}")
+            places = groups.odd_at
+            if (
+                places.numel()
+                and not -1 <= int(places.min()) <= int(places.max()) < quantised * n * d
+            ):
+                raise ArgumentError(
+                    f"codes of part {i} have outliers at {int(places.min())} to "
+                    f"{int(places.max())}; {quantised} slots of {n} x {d} values have places 0 to "
+                    f"{quantised * n * d - 1}, and -1 for none"
+                )
+
+    def _group(self, axis: Axis, channels: int) -> int:
+        """Return the number of values per group, at most the number of channels."""
+        return min(self.group, channels) if axis == "token" else self.group
+
+    def _check(self, memory: Parts) -> None:
+        if len(memory) != len(self.axes):
+            raise ArgumentError(
+                f"memory has {len(memory)} parts for axes {self.axes}; name an axis for each part"
+            )
+        for i, (x, axis) in enumerate(zip(memory, self.axes, strict=True)):
+            if axis == "exact":
+                continue
+            if not x.is_floating_point():
+                raise ArgumentTypeError(
+                    f"memory {i} is {x.dtype}; only floating numbers are quantised: name its axis "
+                    '"exact"'
+                )
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ArgumentError(
+                    f"memory {i} requires a gradient, which codes do not have; use a Growing "
+                    "cache, or torch.no_grad()"
+                )
+            d, per = x.shape[3], 8 // self.bits
+            group = self._group(axis, d)
+            if axis == "token" and (group < 1 or d % group or group % per):
+                allowed = ", ".join(str(g) for g in range(per, d + 1, per) if d % g == 0)
+                raise ArgumentError(
+                    f"memory {i} has {d} channels, which make no groups of {group} codes of "
+                    f"{self.bits} bits; allowed groups: {allowed or 'none'}"
+                )
+
+
+def _pad_positions(positions: Positions, slots: int) -> Positions:
+    """Return positions padded with -1 to a number of slots."""
+    if slot_count(positions) == slots:
+        return positions
+    tensor = as_tensor(positions)
+    return torch.cat(
+        [tensor, tensor.new_full((tensor.shape[0], slots - tensor.shape[1]), -1)], dim=1
+    )
+
+
+def _named_fields(codes: QuantizedGroups, i: int) -> dict[str, Tensor]:
+    return {f"{name}.{i}": x for name, x in codes._asdict().items()}

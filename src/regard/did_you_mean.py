@@ -1,0 +1,62 @@
+"""Suggestions of similar names in error messages: "did you mean 'window'?"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_COMPARED = 100
+"""The number of characters of a mistyped name that are compared; comparing takes quadratic time."""
+
+
+def suggest(
+    name: object, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, otherwise: str = ""
+) -> str:
+    """Return the text "; did you mean 'window'?", or `otherwise` if no name is similar.
+
+    Args:
+        name: the name that was passed; it may come from an untrusted file.
+        known: the names that exist.
+        most: the largest number of names to suggest, the most similar first.
+        cutoff: the required similarity, from 0 to 1.
+        otherwise: the result if no name is similar, such as "." if another sentence follows.
+
+    Returns:
+        A text to append to the part of the message that says what is wrong.
+
+    >>> suggest("widow", ["window", "groups"])
+    "; did you mean 'window'?"
+    >>> suggest("x", ["window"], otherwise=".")
+    '.'
+    """
+    from regard.untrusted_text import short_repr
+
+    matches = close_matches(name, known, most=most, cutoff=cutoff)
+    return f"; did you mean {' or '.join(map(short_repr, matches))}?" if matches else otherwise
+
+
+def close_matches(
+    name: object,
+    known: Iterable[str],
+    *,
+    most: int = 1,
+    cutoff: float = 0.6,
+    longest: int = MAX_COMPARED,
+) -> list[str]:
+    """Return the known names that are most similar to a given one, the most similar first.
+
+    Args:
+        name: the name that was passed.
+        known: the names that exist.
+        most: the largest number of names to return.
+        cutoff: the required similarity, from 0 to 1.
+        longest: the number of characters of `name` that are compared.
+
+    Returns:
+        At most `most` names.
+
+    >>> close_matches("fourty", ["forty", "four", "two"], most=2)
+    ['forty', 'four']
+    """
+    import difflib  # imported here, since only errors need it
+
+    return difflib.get_close_matches(str(name)[:longest], list(known), most, cutoff)

@@ -1,0 +1,176 @@
+"""Writing of files and folders, completely or not at all: written in a temporary folder beside the
+target, synced, then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from regard.errors import FileError
+from regard.files.folder_lock import (
+    WRITING_PREFIX,
+    delete_abandoned,
+    in_use_error,
+    is_same_folder,
+    short_label,
+    try_lock,
+)
+
+
+@contextmanager
+def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
+    """Create a folder beside a target, and delete it at the end of the block unless it was renamed.
+
+    Folders that killed processes left behind are deleted first.
+
+    Args:
+        target: the file or folder that will be written; its parent folder must exist.
+        alone: whether to raise if another process is writing the same target; otherwise the last
+            one to rename wins.
+
+    Yields:
+        The path of the temporary folder.
+
+    Raises:
+        FileError: `alone` is True, and another process writes the target.
+        OSError: the folder cannot be created.
+
+    >>> with temporary_folder(Path("model")) as folder:
+    ...     _ = (folder / "config.json").write_text("{}")
+    ...     _ = folder.rename("model")
+    >>> [path.name for path in Path("model").iterdir()]
+    ['config.json']
+    """
+    delete_abandoned(target.parent, target.name)
+    folder, handle = _locked_new_folder(target, alone=alone)
+    try:
+        yield folder
+    finally:
+        if is_same_folder(handle, folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
+    """Create an empty folder and lock it; return its path and the file descriptor of the lock."""
+    while True:
+        mark = "" if alone else f"-{secrets.token_hex(4)}"
+        folder = target.parent / f"{WRITING_PREFIX}{short_label(target.name)}{mark}"
+        folder.mkdir(exist_ok=alone)
+        try:
+            handle = try_lock(folder)
+        except FileNotFoundError:  # deleted or renamed by another process before it was locked
+            continue
+        if handle is not None:
+            return folder, handle
+        if alone:
+            raise in_use_error(target)
+        # another process is checking whether this new folder is abandoned: use a new name
+
+
+@contextmanager
+def write_atomically(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file to, which is then synced and renamed; an error leaves the old
+    file.
+
+    A file that is replaced keeps its permissions.
+
+    Args:
+        path: the file; its folder must exist.
+
+    Yields:
+        The path to write to.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    >>> with write_atomically(Path("notes")) as place:
+    ...     _ = place.write_text("whole")
+    >>> Path("notes").read_text()
+    'whole'
+    """
+    with temporary_folder(path) as workspace:
+        new_file = workspace / path.name
+        yield new_file
+        if path.exists():
+            new_file.chmod(stat.S_IMODE(path.stat().st_mode))
+        sync_to_disk(new_file)
+        new_file.replace(path)
+        sync_to_disk(path.parent)
+
+
+@contextmanager
+def write_user_file(path: Path) -> Iterator[Path]:
+    """Write a file that the user named, completely or not at all.
+
+    Args:
+        path: the file; its folder must exist.
+
+    Yields:
+        The path to write to.
+
+    Raises:
+        FileError: `check_writable` refuses the path, or the file cannot be written.
+
+    >>> with write_user_file(Path("page.html")) as place:
+    ...     _ = place.write_text("<p>")
+    """
+    check_writable(path)
+    try:
+        with write_atomically(path) as place:
+            yield place
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_is_file_name(path: Path) -> None:
+    """Raise unless a path names a file in an existing folder.
+
+    Raises:
+        FileError: the path is a folder or a device, or its folder is missing.
+
+    >>> check_is_file_name(Path("no such folder/page.html"))
+    Traceback (most recent call last):
+    regard.errors.FileError: no such folder/page.html: there is no folder
+    'no such folder'; make it first
+    """
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        raise FileError(f"{path} is a device or a pipe; give the name of a file")
+    if path.is_dir():
+        raise FileError(
+            f"{path} is a folder; give the name of a file, such as {path / 'page.html'}"
+        )
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
+
+
+def check_writable(path: Path) -> None:
+    """Raise if a path cannot be written, before anything is computed.
+
+    Raises:
+        FileError: `check_is_file_name` refuses the path, or the file or its folder is not writable.
+
+    >>> check_writable(Path("page.html"))
+    """
+    check_is_file_name(path)
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise FileError(f"{path} cannot be written: permission denied; choose another place")
+
+
+def sync_to_disk(path: Path) -> None:
+    """Flush a file or folder to disk, so that a rename is never on disk before the renamed
+    contents.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

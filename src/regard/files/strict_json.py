@@ -1,0 +1,153 @@
+"""Strict parsing of JSON from untrusted files: input that Python's parser tolerates is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NoReturn
+
+from regard.errors import ArgumentError, FileError
+from regard.files.regular_files import read_bytes
+from regard.untrusted_text import short_repr
+
+MAX_DEPTH = 128
+"""The deepest nesting of lists and objects."""
+MAX_BYTES = 16 << 20
+"""The default limit for a JSON file: a config.json with the longest label tables has some 2 MB."""
+
+_MARKS = 1 << 22
+_DIGITS = 20  # digits of the largest 64-bit number
+_FLOAT = 400  # characters of a number with a fraction
+# also matches an unterminated string, so that matching takes linear time
+_STRING = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[Any] = dict) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: a regular file.
+        limit: the largest number of bytes that is allowed.
+        kind: the required type, `dict` or `list`.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        FileError: the file is missing, not regular, too large, or refused by `parse_json`.
+
+    >>> _ = Path("a.json").write_text('{"a": 1}')
+    >>> read_json(Path("a.json"))
+    {'a': 1}
+    """
+    try:
+        return parse_json(read_bytes(path, limit), kind)
+    except ArgumentError as e:
+        raise FileError(f"{path} {e}") from None
+
+
+def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
+    """Parse a JSON object or list, strictly.
+
+    The text must be UTF-8, without repeated keys, NaN, numbers of unbounded length, too many parts
+    or too deep nesting. Python's parser needs up to 25 bytes of memory per bracket, so that their
+    number is checked first.
+
+    Args:
+        raw: the text.
+        kind: the required type, `dict` or `list`.
+
+    Returns:
+        The parsed value.
+
+    Raises:
+        ArgumentError: the text is refused. The message begins with a verb; the caller adds the
+            subject.
+
+    >>> parse_json(b'{"a": {"b": [1, 2]}}')
+    {'a': {'b': [1, 2]}}
+    >>> parse_json(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: has the key 'a' twice
+    """
+    marks = sum(raw.count(mark) for mark in (b"{", b"[", b","))
+    if marks > _MARKS:
+        raise ArgumentError(f"has {marks} brackets and commas; at most {_MARKS} are read")
+    if _depth(raw) > MAX_DEPTH:
+        raise ArgumentError(f"is nested too deep; at most {MAX_DEPTH} levels are read")
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_int=_int,
+            parse_float=_float,
+            parse_constant=_constant,
+        )
+    except ArgumentError:
+        raise
+    except ValueError as e:  # includes UnicodeDecodeError and JSONDecodeError
+        raise ArgumentError(f"is not JSON: {e}") from None
+    if not isinstance(value, kind):
+        wanted = "an object" if kind is dict else "a list"
+        raise ArgumentError(f"is a JSON {type(value).__name__}; it must be {wanted}")
+    if _SURROGATE.search(raw):
+        half = next((text for text in _texts(value) if _is_half(text)), None)
+        if half is not None:
+            raise ArgumentError(f"has half a character in {short_repr(half)}")
+    return value
+
+
+def _depth(raw: bytes) -> int:
+    """Return how deep the brackets outside of strings are nested."""
+    brackets = _STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
+    return max(accumulate(1 if mark in b"[{" else -1 for mark in brackets), default=0)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        earlier: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in earlier or earlier.add(key))  # type: ignore[func-returns-value]
+        raise ArgumentError(f"has the key {short_repr(repeated)} twice")
+    return mapping
+
+
+def _int(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ArgumentError(f"has a number of {len(digits)} digits; at most {_DIGITS} are read")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if len(digits) > _FLOAT or not math.isfinite(number := float(digits)):
+        raise ArgumentError(
+            f"has the number {short_repr(digits, 20)}, which float64 cannot represent"
+        )
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    raise ArgumentError(f"has the constant {name}, which is not JSON")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Iterate over all strings in a JSON value, including keys."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            pending += [*item, *item.values()]
+        elif isinstance(item, list):
+            pending += item
+
+
+def _is_half(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,0 +1,193 @@
+"""C structs that carry the arguments of a call to compiled code.
+
+A Numba dispatcher inspects the type of every array argument, which takes longer than a short call
+itself. An entry therefore takes one address: that of a C struct of 8-byte fields. Each struct is
+one list of fields in this file: `StructLayout.pack` fills it, and Numba reads it as the numpy dtype
+`StructLayout.dtype` (`entry_points.struct_at`).
+
+Every struct begins with two counters that all threads of a call share: `taken` assigns the next
+task, so that a slow thread takes fewer, and `done` counts finished tasks.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # array is not generic in Python 3.11
+"""A struct in memory, as an array of 8-byte integers."""
+
+_COUNTER_FIELDS = 2
+_LEADING_ONES = tuple((1,) * (4 - n) for n in range(5))
+
+
+class StructField:
+    """One argument: its name, and the C fields that it takes ("q" is an int64, "d" a float64).
+
+    Args:
+        name: the name of the argument.
+        *parts: for each C field its name, its kind, and how many numbers it has.
+    """
+
+    def __init__(self, name: str, *parts: tuple[str, str, int]) -> None:
+        self.name, self.parts = name, parts
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+class IntField(StructField):
+    """An integer, a bool, or the address of contiguous memory; 0 where there is none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "q", 1))
+
+
+class FloatField(StructField):
+    """A floating-point number, stored as a float64."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "d", 1))
+
+
+class ArrayField(StructField):
+    """A contiguous tensor of up to four dimensions: its address, and `<name>_shape`, padded
+    with 1 in front.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "q", 1), (f"{name}_shape", "q", 4))
+
+
+class StridedField(StructField):
+    """Keys or values `[B, G, S, d]` of any strides: the address, and the strides of B, G and S;
+    the last dimension is contiguous.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "q", 1), (f"{name}_steps", "q", 3))
+
+
+class QuantizedField(StructField):
+    """Keys or values as codes of a few bits: the address of the codes and their strides in B,
+    G, rows and lines; the addresses of scales and zeros and their strides; the columns of a
+    group, and the bits of a code.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            name,
+            (name, "q", 1),
+            (f"{name}_steps", "q", 4),
+            (f"{name}_scale", "q", 1),
+            (f"{name}_zero", "q", 1),
+            (f"{name}_scale_steps", "q", 4),
+            (f"{name}_group", "q", 1),
+            (f"{name}_bits", "q", 1),
+        )
+
+
+class StructLayout:
+    """A list of fields as a C struct; `dtype` is the equivalent numpy structured dtype, which Numba
+    reads.
+
+    Args:
+        *fields: the arguments after the two counters.
+
+    >>> layout = StructLayout(IntField("n"), FloatField("scale"), ArrayField("x"))
+    >>> layout.dtype.names
+    ('taken', 'done', 'n', 'scale', 'x', 'x_shape')
+    >>> list(layout.pack(n=7, scale=0.0, x=torch.zeros(2, 3)))[2:4], layout.dtype.fields["x"][1]
+    ([7, 0], 32)
+    """
+
+    def __init__(self, *fields: StructField) -> None:
+        self.fields = (IntField("taken"), IntField("done"), *fields)
+        parts = [part for field in self.fields for part in field.parts]
+        self._struct = struct.Struct("=" + "".join(n * kind for _, kind, n in parts))
+        self.dtype = np.dtype(
+            [(name, kind) if n == 1 else (name, kind, (n,)) for name, kind, n in parts]
+        )
+        self._arguments = [(field.name, type(field)) for field in fields]
+
+    def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
+        """Return a struct in memory with its counters at 0.
+
+        Args:
+            **arguments: each field by name: a number; a contiguous tensor for an `ArrayField`; all
+                numbers in order for a `StridedField` or `QuantizedField`. The tensors must live as
+                long as the struct is read.
+        """
+        numbers: list[Any] = [0] * _COUNTER_FIELDS
+        for name, field_type in self._arguments:
+            value: Any = arguments[name]
+            if field_type is ArrayField:
+                shape = value.shape
+                numbers += (value.data_ptr(), *_LEADING_ONES[len(shape)], *shape)
+            elif field_type is IntField or field_type is FloatField:
+                numbers.append(value)
+            else:
+                numbers += value
+        return array("q", self._struct.pack(*numbers))
+
+    def pack_numbers(self, *numbers: float) -> PackedStruct:
+        """Return a struct of numbers only, given in the order of the fields; keyword arguments
+        would take half a microsecond, a tenth of a short call.
+        """
+        return array("q", self._struct.pack(0, 0, *numbers))
+
+
+_DECODE_FIELDS = (
+    IntField("T"),  # the number of queries; row r of q is query r % T of head g H/G + r // T
+    IntField("origin"),  # the position of key 0, where the positions are contiguous
+    FloatField("softcap"),  # 0: none
+    IntField("symmetric"),  # whether ALiBi is symmetric
+    FloatField("scale"),
+    ArrayField("q"),  # fp32 [B,G,R,D]
+    ArrayField("out"),  # fp32 [B G,P,R,E], written
+    ArrayField("lse"),  # fp32 [B,G,P,R], written
+    ArrayField("k_positions"),  # int64 [b,S], or [1,0] for contiguous positions from `origin` on
+    ArrayField("starts"),  # int64 [b,h,t,n]: ranges of positions that a query sees
+    ArrayField("stops"),
+    ArrayField("visible"),  # bool [b,h,t,S] in place of ranges, or empty
+    ArrayField("slopes"),  # fp32 [H], the slopes of ALiBi, or empty
+    ArrayField("bias"),  # fp32 [b,h,t,S], or empty
+    ArrayField("q_positions"),  # int64 [b,T]
+    IntField("S"),  # keys
+)
+DECODE_STRUCT = StructLayout(*_DECODE_FIELDS, StridedField("k"), StridedField("v"))
+"""The arguments of decoding over keys and values in full precision, packed by `decode`."""
+
+DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), QuantizedField("v"))
+"""The arguments of decoding over quantised keys and values."""
+
+GEMV_STRUCT = StructLayout(
+    IntField("R"),  # vectors
+    IntField("M"),
+    IntField("N"),
+    IntField("x"),  # [R,M]
+    IntField("w"),  # [N,M]
+    IntField("b"),  # [N], or 0
+    IntField("y"),  # [R,N], written
+)
+"""The arguments of a matrix-vector product of a few vectors, packed by `regard.ops.gemv`."""
+
+RMS_NORM_STRUCT = StructLayout(
+    IntField("R"),  # rows
+    IntField("M"),
+    IntField("x"),  # [R,M]
+    IntField("w"),  # [M]
+    IntField("y"),  # [R,M], written
+    FloatField("eps"),
+    FloatField("offset"),
+)
+"""The arguments of the RMS norm of a few rows, packed by `regard.ops.rms_norm`."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of keys, values, weights and the scales of codes."""

@@ -1,0 +1,102 @@
+"""Entry points: compiled functions that take the address of an argument struct, the functions
+that read its fields and arrays, and the counters that threads share in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.core.ccallback import CFunc
+from numba.extending import intrinsic
+
+from regard.ops.jit.compile import disk_cache, njit_strict, source_stamp
+from regard.ops.jit.half_precision import BF16, FP16
+
+STORAGE = {
+    torch.float32: (np.float32, BF16),
+    torch.bfloat16: (np.uint16, BF16),
+    torch.float16: (np.uint16, FP16),
+}
+"""For each torch dtype the numpy dtype of its memory, and a tag whose type says how 16-bit
+numbers are encoded.
+"""
+
+UNBOUNDED = np.int64(1) << 60
+"""The length of an array whose end is unknown."""
+
+
+@intrinsic
+def int_to_pointer(context: Any, address: Any) -> Any:
+    """Convert an address to a pointer."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), code
+
+
+def _atomic_counter(place: int) -> Any:
+    """Return a compiled function that adds 1 to a counter of the struct at an address, atomically,
+    and returns its value before.
+
+    Args:
+        place: the index of the counter in the struct.
+    """
+
+    def count(context: Any, address: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            word = ir.IntType(64)
+            counter_address = builder.add(args[0], ir.Constant(word, 8 * place))
+            counter = builder.inttoptr(counter_address, word.as_pointer())
+            return builder.atomic_rmw("add", counter, ir.Constant(word, 1), "acq_rel")
+
+        return types.int64(types.int64), code
+
+    return intrinsic(count)
+
+
+take_task, finish_task = _atomic_counter(0), _atomic_counter(1)
+"""`take_task(address)` returns the next task number, each once over all threads;
+`finish_task(address)` counts one task as finished and returns how many were finished before.
+"""
+
+
+@njit_strict
+def struct_at(address, dtype):
+    """View the struct at `address`, with its fields by name."""
+    return carray(int_to_pointer(address), (1,), dtype)[0]
+
+
+@njit_strict
+def array_4d_at(address, shape, dtype):
+    """View the memory at `address` as an array of four dimensions."""
+    return carray(int_to_pointer(address), (shape[0], shape[1], shape[2], shape[3]), dtype)
+
+
+@njit_strict
+def memory_at(address, dtype):
+    """View the memory at `address` as an unbounded 1-D array."""
+    return carray(int_to_pointer(address), (UNBOUNDED,), dtype)
+
+
+_loaded_entries: list[Any] = []
+"""The compiled entries, kept alive as long as the process."""
+
+
+def compile_entry(entry: Callable[[int], None]) -> int:
+    """Compile a function of one address, or load it from the disk cache, and return the address
+    of its code, which is valid as long as the process lives.
+    """
+    compiled: Any = CFunc(
+        entry, ((types.int64,), types.void), locals={}, options={"error_model": "numpy"}
+    )
+    compiled._cache = disk_cache(entry, source_stamp(entry.__module__))
+    compiled.compile()
+    _loaded_entries.append(compiled)
+    address: int = compiled.address or 0
+    return address

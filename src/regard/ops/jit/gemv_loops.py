@@ -1,0 +1,190 @@
+"""A matrix times a few vectors, compiled: y = W x + b. Each weight is read once, in the order of
+its memory.
+
+One row of W is read at a time: a core that reads four rows at once reads at half the memory's speed
+(LOG.md). `regard.ops.gemv` calls `entry_address`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from regard.ops.jit.argument_structs import GEMV_STRUCT
+from regard.ops.jit.compile import njit_strict
+from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.half_precision import from_float32, to_float32
+from regard.ops.jit.llvm_vectors import (
+    LANES,
+    ZEROS,
+    LLVMLoop,
+    array_data,
+    i64_constant,
+    lane_sums,
+    pointee_size,
+    prefetch_bytes,
+    row_pointer,
+    store,
+)
+from regard.ops.jit.llvm_vectors import fma as multiply_add
+from regard.ops.jit.llvm_vectors import load_floats as load
+
+VECTORS_PER_STEP = 4
+"""The vectors that a weight is multiplied with once it is in a register."""
+
+PREFETCH_DISTANCE = 2048
+"""How many bytes ahead of the current weight are prefetched."""
+
+TASK_BYTES = 1 << 17
+"""The bytes of weights in one task."""
+
+
+ARGUMENTS = GEMV_STRUCT.dtype
+
+
+def _make_row_dot(rows: int) -> Any:
+    """Return a compiled function that multiplies one row of W with `rows` vectors and writes
+    the products to out[:rows].
+    """
+
+    def product(
+        context: Any,
+        weights_type: Any,
+        start_type: Any,
+        vectors_type: Any,
+        first_type: Any,
+        tag_type: Any,
+        out_type: Any,
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            flat, start, vectors, r, _, results = args
+            row = builder.gep(array_data(context, builder, weights_type, flat), [start])
+            vector_rows = [
+                row_pointer(
+                    context, builder, vectors_type, vectors, builder.add(r, i64_constant(i))
+                )
+                for i in range(rows)
+            ]
+            vectors_array = context.make_array(vectors_type)(context, builder, value=vectors)
+            M = cgutils.unpack_tuple(builder, vectors_array.shape)[1]
+            wide = VECTORS_PER_STEP // rows * LANES
+            bounds = [
+                i64_constant(0),
+                *(builder.and_(M, i64_constant(-step)) for step in (wide, LANES)),
+                M,
+            ]
+            total = [ZEROS] * rows
+            for begin, end, step in zip(bounds, bounds[1:], (wide, LANES, 1), strict=False):
+                total = _sum_over_dims(
+                    builder, (begin, end, step), row, vector_rows, tag_type, total
+                )
+            store(
+                builder,
+                lane_sums(builder, total),
+                array_data(context, builder, out_type, results),
+                rows,
+            )
+            return context.get_dummy_value()
+
+        return types.void(
+            weights_type, start_type, vectors_type, first_type, tag_type, out_type
+        ), code
+
+    return intrinsic(product)
+
+
+def _sum_over_dims(
+    builder: Any,
+    run: tuple[Any, Any, int],
+    row: Any,
+    vectors: list[Any],
+    tag: Any,
+    total: list[Any],
+) -> list[Any]:
+    """Emit the loop over a range of dimensions, several vectors of them per iteration, each with
+    its own sum.
+
+    Args:
+        builder: the LLVM builder.
+        run: begin, end and step of the range.
+        row: a pointer to the row of W.
+        vectors: pointers to the vectors.
+        tag: the tag of the encoding.
+        total: the sums so far, one per vector.
+    """
+    begin, end, step = run
+    vectors_per_step, lanes, rows = max(1, step // LANES), min(step, LANES), len(vectors)
+    loop = LLVMLoop(builder, begin, end, step, [*total, *[ZEROS] * (rows * (vectors_per_step - 1))])
+    row_position = builder.gep(row, [loop.index])
+    if step > 1:
+        prefetch_bytes(builder, row_position, PREFETCH_DISTANCE, step * pointee_size(row_position))
+    sums_after = list(loop.now)
+    for j in range(vectors_per_step):
+        place = [builder.add(loop.index, i64_constant(j * LANES))]
+        k = load(builder, builder.gep(row, place), tag, lanes)
+        for i, x in enumerate(vectors):
+            v, n = load(builder, builder.gep(x, place), tag, lanes), j * rows + i
+            sums_after[n] = multiply_add(builder, k, v, sums_after[n])
+    final = loop.close(sums_after)
+    results = final[:rows]
+    for j in range(1, vectors_per_step):
+        more = final[j * rows : (j + 1) * rows]
+        results = [builder.fadd(a, b) for a, b in zip(results, more, strict=True)]
+    return results
+
+
+_dot_4, _dot_1 = _make_row_dot(VECTORS_PER_STEP), _make_row_dot(1)
+
+
+@njit_strict
+def run_tasks(address, arguments, x, w, b, y, tag):
+    """Compute blocks of rows of W until none is left. The vectors are converted to fp32 once,
+    and padded to a multiple of four (one vector alone is not padded).
+    """
+    R, M, N = arguments.R, arguments.M, arguments.N
+    vectors = np.zeros(
+        (1 if R == 1 else (R + VECTORS_PER_STEP - 1) // VECTORS_PER_STEP * VECTORS_PER_STEP, M),
+        np.float32,
+    )
+    for r in range(R):
+        for i in range(M):
+            vectors[r, i] = to_float32(x[r * M + i], tag)
+    step, products = max(1, TASK_BYTES // (M * w.itemsize)), np.empty(VECTORS_PER_STEP, np.float32)
+    while True:
+        n = take_task(address) * step
+        if n >= N:
+            break
+        for i in range(n, min(N, n + step)):
+            bias = to_float32(b[i], tag) if arguments.b else np.float32(0)
+            for r in range(0, R, VECTORS_PER_STEP):
+                if R == 1:
+                    _dot_1(w, i * M, vectors, r, tag, products)
+                else:
+                    _dot_4(w, i * M, vectors, r, tag, products)
+                for j in range(min(VECTORS_PER_STEP, R - r)):
+                    y[(r + j) * N + i] = from_float32(products[j] + bias, tag, y)
+
+
+def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    """Return the entry for one storage dtype and tag."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        x, w = memory_at(arguments.x, dtype), memory_at(arguments.w, dtype)
+        b, y = memory_at(arguments.b, dtype), memory_at(arguments.y, dtype)
+        run_tasks(address, arguments, x, w, b, y, tag)
+
+    return entry
+
+
+@cache
+def entry_address(dtype: torch.dtype) -> int:
+    """Return the address of the compiled entry for weights of a dtype."""
+    return compile_entry(_make_entry(*STORAGE[dtype]))

@@ -1,0 +1,259 @@
+"""Products of small matrices in registers, and the panels in which they read keys and values:
+REGISTER_ROWS rows of a times PANEL_COLUMNS columns of b, with fp32 sums and bfloat16 or fp32
+factors.
+
+    c_rj (+)= sum_k a_rk b_kj        r < REGISTER_ROWS, j < PANEL_COLUMNS
+
+All sums stay in registers while k runs: a number of a is broadcast to all lanes, and PANEL_COLUMNS
+numbers of b are loaded at once. With AVX512-BF16 one instruction adds two products of bfloat16
+numbers to each of 16 fp32 sums, without rounding in between. The loop is written as LLVM code,
+since no compiler finds this form by itself.
+
+a is stored row by row. b is packed in panels, `[k, PANEL_COLUMNS]`, for bfloat16 in pairs, `[k/2,
+PANEL_COLUMNS, 2]`: two neighbours along the sum are adjacent. A panel of keys is `[D,
+PANEL_COLUMNS]`, one dimension of PANEL_COLUMNS keys per row; a panel of values is `[keys,
+PANEL_COLUMNS]`, PANEL_COLUMNS dimensions of one key per row. Missing keys and dimensions are zeros.
+
+Source: Goto and van de Geijn 2008 (ACM TOMS 34, 12), sections 4 and 5: panels, and the block of
+registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from regard.ops.jit.compile import has_cpu_feature, njit_fastmath
+from regard.ops.jit.half_precision import convert
+
+HAS_AVX512 = has_cpu_feature("avx512f")
+"""Whether the processor has 32 registers of 16 numbers."""
+
+HAS_BF16_DOT = HAS_AVX512 and has_cpu_feature("avx512bf16")
+"""Whether the processor multiplies pairs of bfloat16 numbers; otherwise they are converted to
+fp32.
+"""
+
+LANES = 16 if HAS_AVX512 else 8 if has_cpu_feature("avx2") else 4
+REGISTERS = 4 if HAS_AVX512 else 2
+REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
+"""The rows of a product in registers, and the columns of a panel."""
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+
+
+class _FactorType(NamedTuple):
+    """How the factors are stored in memory.
+
+    Args:
+        number: the type of one number.
+        word: the type that is broadcast to all lanes: one number, or a pair of bfloat16 numbers.
+        register: the type of a register of words.
+        each: the numbers in a word.
+    """
+
+    number: ir.Type
+    word: ir.Type
+    register: ir.Type
+    each: int
+
+
+_BF16, _FP32 = _FactorType(_I16, _I32, _WORDS, 2), _FactorType(_F32, _F32, _SUMS, 1)
+
+
+class _MatmulEmitter:
+    """Emits the code of one product with an LLVM builder."""
+
+    def __init__(self, builder: Any, kind: _FactorType) -> None:
+        self.builder, self.kind = builder, kind
+        # newer versions of LLVM expect bfloat vectors here, which llvmlite cannot name; they
+        # upgrade this declaration themselves
+        pair_product = "llvm.x86.avx512bf16.dpbf16ps.512", [_SUMS, _WORDS, _WORDS]
+        name, argument_types = (
+            pair_product if kind.each == 2 else (f"llvm.fma.v{LANES}f32", [_SUMS] * 3)
+        )
+        signature = ir.FunctionType(_SUMS, argument_types)
+        self.operation = cgutils.get_or_insert_function(builder.module, signature, name)
+
+    def offset(self, start: Any, steps: Any, number: ir.Type) -> Any:
+        """Return a pointer `steps` numbers after `start`."""
+        return self.builder.gep(start, [steps], source_etype=number)
+
+    def load(self, place: Any, what: ir.Type) -> Any:
+        """Load a value of type `what` from a pointer."""
+        typed = self.builder.bitcast(place, ir.PointerType(what))
+        return self.builder.load(typed, typ=what, align=2)
+
+    def spread(self, place: Any) -> Any:
+        """Load one word and broadcast it to all lanes."""
+        register = self.kind.register
+        nothing = ir.Constant(register, ir.Undefined)
+        one = self.builder.insert_element(nothing, self.load(place, self.kind.word), _I32(0))
+        return self.builder.shuffle_vector(one, nothing, ir.Constant(_WORDS, [0] * LANES))
+
+    def add(self, total: Any, x: Any, y: Any) -> Any:
+        """Add the products of two registers to the sums so far."""
+        args = [total, x, y] if self.kind.each == 2 else [x, y, total]
+        return self.builder.call(self.operation, args)
+
+    @contextmanager
+    def loop(self, times: Any, sums: list[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+        """Emit a loop that carries sums.
+
+        It yields the iteration number, the sums so far, and a list to fill with their next values;
+        afterwards `sums` holds the final sums.
+        """
+        builder, before, next_sums = self.builder, self.builder.block, list(sums)
+        head, done = (builder.append_basic_block(name) for name in ("products", "done"))
+        builder.cbranch(builder.icmp_signed(">", times, _I64(0)), head, done)
+        builder.position_at_end(head)
+        number, so_far = builder.phi(_I64), [builder.phi(_SUMS) for _ in sums]
+        yield number, so_far, next_sums
+        more = builder.add(number, _I64(1))
+        for phi, first, after in zip(
+            [number, *so_far], [_I64(0), *sums], [more, *next_sums], strict=True
+        ):
+            phi.add_incoming(first, before)
+            phi.add_incoming(after, head)
+        builder.cbranch(builder.icmp_signed("<", more, times), head, done)
+        builder.position_at_end(done)
+        for i, (first, after) in enumerate(zip(list(sums), next_sums, strict=True)):
+            sums[i] = builder.phi(_SUMS)
+            sums[i].add_incoming(first, before)
+            sums[i].add_incoming(after, head)
+
+
+def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
+    """Return the code generator of one product, in the form that Numba expects."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
+        emit = _MatmulEmitter(builder, kind)
+
+        def start(i: int, array: Any, steps: Any, number: ir.Type) -> Any:
+            data = context.make_array(signature.args[i])(context, builder, array).data
+            return emit.offset(data, steps, number)
+
+        left, right = start(0, a, a_at, kind.number), start(3, b, b_at, kind.number)
+        target = start(6, c, c_at, _F32)
+        lines = [
+            emit.offset(left, builder.mul(a_step, _I64(r)), kind.number)
+            for r in range(REGISTER_ROWS)
+        ]
+        targets = [
+            emit.offset(target, builder.add(builder.mul(c_step, _I64(r)), _I64(v * LANES)), _F32)
+            for r in range(REGISTER_ROWS)
+            for v in range(REGISTERS)
+        ]
+        sums = [ir.Constant(_SUMS, [0.0] * LANES) for _ in targets]
+        times = builder.lshr(k, _I64(1)) if kind.each == 2 else k
+        with emit.loop(times, sums) as (i, so_far, after):
+            across, along = (
+                builder.mul(i, _I64(PANEL_COLUMNS * kind.each)),
+                builder.mul(i, _I64(kind.each)),
+            )
+            ys = []
+            for v in range(REGISTERS):
+                steps = builder.add(across, _I64(v * LANES * kind.each))
+                ys.append(emit.load(emit.offset(right, steps, kind.number), kind.register))
+            for r in range(REGISTER_ROWS):
+                x = emit.spread(emit.offset(lines[r], along, kind.number))
+                for v in range(REGISTERS):
+                    after[r * REGISTERS + v] = emit.add(so_far[r * REGISTERS + v], x, ys[v])
+        for target_pointer, total in zip(targets, sums, strict=True):
+            if adds:  # added at the end: sums of partial sums round less than one long sum
+                total = builder.fadd(emit.load(target_pointer, _SUMS), total)
+            builder.store(total, builder.bitcast(target_pointer, ir.PointerType(_SUMS)), align=4)
+        return context.get_dummy_value()
+
+    return code
+
+
+def _signature(a: Any, b: Any, c: Any) -> Any:
+    """Return the Numba signature of a product of these array types."""
+    i = types.int64
+    return types.none(a, i, i, b, i, i, c, i, i)
+
+
+@intrinsic
+def matmul(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+    """Compute c = a b for flat arrays.
+
+    a begins at a_at with a_step numbers between rows, b at b_at, and c as a; k is even for
+    bfloat16.
+    """
+    kind = _BF16 if a.dtype == types.uint16 else _FP32
+    return _signature(a, b, c), _make_matmul(kind, adds=False)
+
+
+@intrinsic
+def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+    """Compute c += a b, with the arguments of `matmul`."""
+    kind = _BF16 if a.dtype == types.uint16 else _FP32
+    return _signature(a, b, c), _make_matmul(kind, adds=True)
+
+
+@njit_fastmath
+def pack_keys(memory, tokens, D, each, out, start):
+    """Write the keys tokens[0] to tokens[1] - 1 of D dimensions to one panel of `out`,
+    beginning at `at`.
+    """
+    flat, base, step, tag = memory
+    first, count = tokens[0], tokens[1] - tokens[0]
+    for d in range(0, D, each):
+        for i in range(min(each, D - d)):
+            target = start + d * PANEL_COLUMNS + i
+            source = base + first * step + d + i
+            for j in range(count):
+                out[target + j * each] = convert(flat[source + j * step], tag, out)
+
+
+@njit_fastmath
+def pack_values(memory, tokens, E, each, out, offset, across):
+    """Write the values of tokens[0] to tokens[1] - 1 to every panel of E dimensions; panels
+    begin `across` numbers apart.
+    """
+    flat, base, step, tag = memory
+    for j in range(tokens[0], tokens[1]):
+        source = base + j * step
+        for e in range(0, E, PANEL_COLUMNS):
+            target = (
+                offset + e // PANEL_COLUMNS * across + j // each * each * PANEL_COLUMNS + j % each
+            )
+            count = min(PANEL_COLUMNS, E - e)
+            panel, numbers = (
+                out[target : target + count * each : each],
+                flat[source + e : source + e + count],
+            )
+            for i in range(count):
+                panel[i] = convert(numbers[i], tag, out)
+
+
+@njit_fastmath
+def pack_panels(keys, values, sizes, packed, first, stride):
+    """Pack the panels first, first + stride, ... of the keys of all rows and heads, and the values
+    of the same keys.
+
+    keys, values: (flat memory, strides of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
+    per word. packed: keys `[B, G, panels of S, D, PANEL_COLUMNS]` and values `[B, G, panels of E,
+    S, PANEL_COLUMNS]`, flat and zero-filled, with S and D rounded up.
+    """
+    B, G, S, D, E, each = sizes
+    count = (S + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+    k_head, v_panel = packed[0].shape[0] // (B * G), count * PANEL_COLUMNS * PANEL_COLUMNS
+    v_head = packed[1].shape[0] // (B * G)
+    for task in range(first, B * G * count, stride):
+        head, panel = task // count, task % count
+        b, g = head // G, head % G
+        tokens = (panel * PANEL_COLUMNS, min(S, (panel + 1) * PANEL_COLUMNS))
+        memory = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
+        pack_keys(memory, tokens, D, each, packed[0], head * k_head + panel * (k_head // count))
+        memory = (values[0], b * values[1] + g * values[2], values[3], values[4])
+        pack_values(memory, tokens, E, each, packed[1], head * v_head, v_panel)

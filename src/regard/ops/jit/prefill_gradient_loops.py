@@ -1,0 +1,357 @@
+"""The loops of the gradient of prefill: blocks and panels as in `prefill_loops`, with the weights
+computed again.
+
+    p = e^(s - m) / l        dp = dO v^T        ds = p (dp - shift) slope        shift = dO O - dlse
+    dv += p^T dO             dk += ds^T q       dq += ds k
+
+A block of rows is combined with one panel of keys after another. Its weights [rows, PANEL_COLUMNS]
+are stored as the right factor of a product: dv^T = dO^T p and dk^T = q^T ds are summed transposed,
+so that only q and dO are transposed, once per block, and never scores. A bfloat16 product needs
+neighbours along its sum in one word: two rows of p and ds per word, and ds once more row by row.
+
+`prefill` calls `pack_for_gradient` and `run_tasks`. Arguments that the functions share, in addition
+to `block`, `mask` and `extra` of `prefill_loops`, where slope is that of the softcap:
+    rows: (m, 1/l, the term subtracted from dp, the gradient of the lse) of each row of a block
+    scores: (s, dp and the slopes of a softcap), the first two [rows,PANEL_COLUMNS]
+    left: (q, q transposed, dO, dO transposed), [rows,dims] and [dims,rows]
+    factors: (p, its words, ds, its words, ds by rows, tag); without bfloat16 products these are the
+        scores themselves
+    sums: (dq of the block, dk, offset in it, dv, offset in it)
+
+Source: Dao et al. 2022 (arXiv 2205.14135), algorithm 4; Dao 2023 (arXiv 2307.08691), section 3.1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.exp_tanh import exp
+from regard.ops.jit.half_precision import from_float32, to_float32
+from regard.ops.jit.matmul import (
+    PANEL_COLUMNS,
+    REGISTER_ROWS,
+    matmul,
+    matmul_add,
+    pack_keys,
+    pack_values,
+)
+from regard.ops.jit.prefill_loops import (
+    ONE,
+    TILE_PANELS,
+    ZERO,
+    adjust_scores,
+    block_reach,
+    head_and_query,
+    hide_masked,
+    load_queries,
+    survey_tile,
+    tile_in_reach,
+)
+
+
+@njit_fastmath
+def transpose(x, rows, step, D, out):
+    """Transpose [step, depth] to [D, step]; the rows from `rows` on are set to 0."""
+    depth = x.size // step
+    for d in range(D):
+        line = out[d * step : (d + 1) * step]
+        for r in range(rows):
+            line[r] = x[r * depth + d]
+        for r in range(rows, step):
+            line[r] = 0
+
+
+@njit_fastmath
+def _weights_and_gradients(s, d, top, share, shift, alone):
+    """Convert the scores of a row to weights p, and the gradients dp of the weights to those of the
+    scores, p (dp - shift).
+
+    A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and
+    the output's part of `shift` are the same number, summed in another order: their difference is
+    set to 0, so that only the gradient of the lse remains.
+    """
+    for c in range(s.shape[0]):
+        p, change = exp(s[c] - top) * share, d[c] - shift
+        # selected rather than multiplied: a masked key has p = 0 and any dp; a NaN in dp stays
+        d[c] = ZERO if p == ZERO else (alone if p == ONE and change == change else p * change)
+        s[c] = p
+
+
+@njit_fastmath
+def _softcap_slopes(s, scale, cap, out):
+    """Compute the slope 1 - tanh^2 of the softcap at unscaled scores as 4e / (1 + e)^2 with e =
+    exp(-2|x|), which loses no digit where tanh is near 1.
+    """
+    for c in range(s.shape[0]):
+        e = exp(np.float32(-2) * abs(s[c] * scale / cap))
+        out[c] = np.float32(4) * e / ((ONE + e) * (ONE + e))
+
+
+@njit_fastmath
+def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
+    """Compute the weights and score gradients of a group of rows for a panel of keys, of which
+    some may be hidden; missing rows become 0.
+    """
+    s, d, slopes = scores
+    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS):
+        here, change = (
+            s[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
+            d[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
+        )
+        if r >= block[3]:
+            here[:], change[:] = ZERO, ZERO
+            continue
+        h, t = head_and_query(block, r)
+        if extra[1] > 0:
+            _softcap_slopes(here, extra[0], extra[1], slopes)
+        adjust_scores(here, panel * PANEL_COLUMNS, block[0], h, t, mask[0], extra)
+        if hidden:
+            hide_masked(
+                here, block[0], h, t, (panel * PANEL_COLUMNS, (panel + 1) * PANEL_COLUMNS), mask
+            )
+        _weights_and_gradients(here, change, rows[0][r], rows[1][r], rows[2][r], rows[3][r])
+        if extra[1] > 0:
+            for c in range(PANEL_COLUMNS):
+                change[c] *= slopes[c]
+
+
+@njit_fastmath
+def pack_row_pairs(x, group, tag, like, words):
+    """Write the rows of a group as bfloat16, two rows per word: neighbours along a sum over
+    rows.
+    """
+    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS, 2):
+        even, odd = (
+            x[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
+            x[(r + 1) * PANEL_COLUMNS : (r + 2) * PANEL_COLUMNS],
+        )
+        out = words[r // 2 * PANEL_COLUMNS : (r // 2 + 1) * PANEL_COLUMNS]
+        for c in range(PANEL_COLUMNS):
+            low, high = from_float32(even[c], tag, like), from_float32(odd[c], tag, like)
+            out[c] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
+
+
+@njit_fastmath
+def pack_rows(x, group, tag, out):
+    """Write the rows of a group as bfloat16, row by row: neighbours along a sum over keys."""
+    first, last = group * REGISTER_ROWS * PANEL_COLUMNS, (group + 1) * REGISTER_ROWS * PANEL_COLUMNS
+    numbers, to = x[first:last], out[first:last]
+    for c in range(numbers.shape[0]):
+        to[c] = from_float32(numbers[c], tag, out)
+
+
+ROWS_PER_SUM = 10 * REGISTER_ROWS
+"""The rows that are summed in one product: sums of partial sums round less than one long sum,
+and this much of a panel stays in the first cache.
+"""
+
+
+@njit_fastmath
+def pack_for_gradient(keys, values, sizes, packed, first, stride):
+    """Pack the panels first, first + stride, ... of all rows and heads: keys and values `[dims,
+    PANEL_COLUMNS]`, and keys `[S, PANEL_COLUMNS]`.
+
+    keys, values: (flat memory, strides of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
+    per word. packed: keys by dimension, values by dimension, keys by token, flat and zero-filled.
+    """
+    B, G, S, D, E, each = sizes
+    by_dims, values_by_dims, by_tokens = packed
+    heads, count = B * G, (S + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+    k_size, v_size = by_dims.size // (heads * count), values_by_dims.size // (heads * count)
+    for task in range(first, heads * count, stride):
+        head, panel = task // count, task % count
+        tokens = (panel * PANEL_COLUMNS, min(S, (panel + 1) * PANEL_COLUMNS))
+        source = (keys[0], head // G * keys[1] + head % G * keys[2], keys[3], keys[4])
+        pack_keys(source, tokens, D, each, by_dims, task * k_size)
+        offset = head * (by_tokens.size // heads)
+        pack_values(
+            source, tokens, D, each, by_tokens, offset, count * PANEL_COLUMNS * PANEL_COLUMNS
+        )
+        source = (values[0], head // G * values[1] + head % G * values[2], values[3], values[4])
+        pack_keys(source, tokens, E, each, values_by_dims, task * v_size)
+
+
+@njit_fastmath
+def _row_dot(x, y, b, h, t):
+    """Return the dot product of a row of x and a row of y."""
+    i, j = b * x[1] + h * x[2] + t * x[3], b * y[1] + h * y[2] + t * y[3]
+    a, c, total = x[0][i : i + x[5]], y[0][j : j + x[5]], ZERO
+    for e in range(x[5]):
+        total += to_float32(a[e], x[4]) * to_float32(c[e], y[4])
+    return total
+
+
+@njit_strict
+def _load_block(block, tensors, T, H, saved, left, rows):
+    """Load the data of a block: its queries and output gradients with their transposes, and the
+    numbers of its rows.
+    """
+    (queries, output_gradients, outs), (q, q_turned, d_out, d_out_turned) = tensors, left
+    top, share, shift, lse_gradient = rows
+    step = top.size
+    width = d_out.size // step
+    load_queries(queries, block, q, q.size // step)
+    load_queries(output_gradients, block, d_out, width)
+    for r in range(block[3]):
+        h, t = head_and_query(block, r)
+        row_index = (block[0] * H + h) * T + t
+        sees_nothing = saved[1][row_index] == 0
+        top[r] = saved[0][row_index]
+        share[r] = ZERO if sees_nothing else ONE / saved[1][row_index]
+        lse_gradient[r] = ZERO if sees_nothing else saved[2][row_index]
+        shift[r] = (
+            ZERO
+            if sees_nothing
+            else _row_dot(output_gradients, outs, block[0], h, t) - saved[2][row_index]
+        )
+        if sees_nothing:  # it has no effect, whatever its gradient is
+            d_out[r * width : (r + 1) * width] = 0
+    transpose(q, block[3], step, queries[5], q_turned)
+    transpose(d_out, block[3], step, output_gradients[5], d_out_turned)
+
+
+@njit_fastmath
+def _panel_weights(block, where, visibility, head, left, rows, scores, factors, mask, extra):
+    """Compute the weights of a block in a panel and their gradients; return the first group
+    that sees some of the panel, and one past the last.
+    """
+    (panel, p), (_, hidden), (k, k_at, v, v_at) = where, visibility, head
+    (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows, tag) = left, scores, factors
+    depth, width = q.size // rows[0].size, d_out.size // rows[0].size
+    first_group, stop_group = hidden.shape[0], 0
+    for group in range(hidden.shape[0]):
+        if hidden[group, p] < 2:
+            first_group, stop_group = min(first_group, group), group + 1
+    for group in range(first_group, stop_group):
+        r, offset = group * REGISTER_ROWS, group * REGISTER_ROWS * PANEL_COLUMNS
+        if hidden[group, p] < 2:
+            matmul(q, r * depth, depth, k, k_at, depth, s, offset, PANEL_COLUMNS)
+            matmul(d_out, r * width, width, v, v_at, width, d, offset, PANEL_COLUMNS)
+            recompute_weights(block, panel, group, hidden[group, p], rows, scores, mask, extra)
+        else:
+            (
+                s[offset : offset + REGISTER_ROWS * PANEL_COLUMNS],
+                d[offset : offset + REGISTER_ROWS * PANEL_COLUMNS],
+            ) = ZERO, ZERO
+        if weights.itemsize < s.itemsize:  # otherwise the factors are s and d
+            pack_row_pairs(s, group, tag, weights, words)
+            pack_row_pairs(d, group, tag, weights, d_words)
+            pack_rows(d, group, tag, d_rows)
+    return first_group, stop_group
+
+
+@njit_fastmath
+def _add_panel_gradients(low, high, step, left, factors, keys, sums):
+    """Add the contribution of the groups low to high - 1 of a block to the gradients of a panel
+    of keys and values, and of the queries.
+    """
+    (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows, _) = left, factors
+    w, w_at, w_panel = keys
+    d_q, d_k, k_at, d_v, v_at = sums
+    first, last, width = low * REGISTER_ROWS, high * REGISTER_ROWS, d_q.size // step
+    for r in range(first, last, ROWS_PER_SUM):
+        n = min(ROWS_PER_SUM, last - r)
+        for e in range(0, d_out_turned.size // step, REGISTER_ROWS):
+            x, to = e * step + r, v_at + e * PANEL_COLUMNS
+            matmul_add(d_out_turned, x, step, weights, r * PANEL_COLUMNS, n, d_v, to, PANEL_COLUMNS)
+        for e in range(0, q_turned.size // step, REGISTER_ROWS):
+            x, to = e * step + r, k_at + e * PANEL_COLUMNS
+            matmul_add(q_turned, x, step, slopes, r * PANEL_COLUMNS, n, d_k, to, PANEL_COLUMNS)
+    for e in range(0, width, PANEL_COLUMNS):
+        y = w_at + e // PANEL_COLUMNS * w_panel
+        for r in range(first, last, REGISTER_ROWS):
+            matmul_add(
+                d_rows,
+                r * PANEL_COLUMNS,
+                PANEL_COLUMNS,
+                w,
+                y,
+                PANEL_COLUMNS,
+                d_q,
+                r * width + e,
+                width,
+            )
+
+
+@njit_fastmath
+def _process_panel(block, where, visibility, keys, block_data, buffers, score_rules, sums):
+    """Combine all rows of a block with one panel of keys: two products, the weights, and three
+    more products.
+    """
+    (left, rows), (scores, factors), (mask, extra) = block_data, buffers, score_rules
+    shared = left, rows, scores, factors, mask, extra
+    low, high = _panel_weights(block, where, visibility, keys[:4], *shared)
+    if low < high:
+        _add_panel_gradients(low, high, rows[0].size, left, factors, keys[4:], sums)
+
+
+@njit_strict
+def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, first, stride):
+    """Run the tasks first, first + stride, ...; each is all blocks of one batch row, one key/value
+    head and one split.
+
+    tensors: queries, the gradient of the output, and the output, each (flat memory, strides of B, H
+    and T, tag, D). packed: the result of `pack_for_gradient`. sizes: B, H, G, T, rows of a block,
+    splits. saved: of each row m, l and the gradient of its lse. results: dq `[B, H, T, D]`; dk
+    without the scale, and dv, both `[splits, B, G, panels, D, PANEL_COLUMNS]` in fp32 with D and E
+    rounded up to REGISTER_ROWS.
+    """
+    B, H, G, T, step, splits = sizes
+    left, scores, factors, d_q = scratch
+    (k, v, w), (_, d_k, d_v), n = packed, results, H // G
+    heads, count, blocks = B * G, mask[1].shape[1], (T * n + step - 1) // step
+    panels, square = heads * count, PANEL_COLUMNS * PANEL_COLUMNS
+    k_size, v_size, w_size = k.size // panels, v.size // panels, w.size // heads
+    dk_size, dv_size = d_k.size // (splits * panels), d_v.size // (splits * panels)
+    numbers = np.empty((4, step), np.float32)
+    rows = (numbers[0], numbers[1], numbers[2], numbers[3])
+    visibility = (
+        np.empty((step // REGISTER_ROWS, 2), np.int64),
+        np.empty((step // REGISTER_ROWS, TILE_PANELS), np.int8),
+    )
+    hull = np.empty((mask[2].shape[3], 2), np.int64)
+    block_data, buffers, score_rules = (left, rows), (scores, factors), (mask, extra)
+    for task in range(first, heads * splits, stride):
+        pair, split = task // splits, task % splits
+        for number in range(split, blocks, splits):
+            block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
+            _load_block(block, tensors, T, H, saved, left, rows)
+            block_reach(block, mask, hull)
+            d_q[:] = 0
+            for tile in range(0, count, TILE_PANELS):
+                if not tile_in_reach(block, tile, mask, hull) or not survey_tile(
+                    block, tile, mask, *visibility
+                ):
+                    continue
+                for panel in range(tile, min(tile + TILE_PANELS, count)):
+                    panel_index = pair * count + panel
+                    w_at = pair * w_size + panel * square
+                    keys = (
+                        k,
+                        panel_index * k_size,
+                        v,
+                        panel_index * v_size,
+                        w,
+                        w_at,
+                        count * square,
+                    )
+                    to = split * panels + panel_index
+                    sums = (d_q, d_k, to * dk_size, d_v, to * dv_size)
+                    where = (panel, panel - tile)
+                    _process_panel(
+                        block, where, visibility, keys, block_data, buffers, score_rules, sums
+                    )
+            _write_query_gradient(block, T, H, tensors[0], d_q, step, extra[0], results[0])
+
+
+@njit_fastmath
+def _write_query_gradient(block, T, H, queries, d_q, step, scale, out):
+    """Write the sums of a block to the gradient of the queries, multiplied by the scale."""
+    D, width = queries[5], d_q.size // step
+    for r in range(block[3]):
+        h, t = head_and_query(block, r)
+        start = ((block[0] * H + h) * T + t) * D
+        row, sums = out[start : start + D], d_q[r * width : r * width + D]
+        for d in range(D):
+            row[d] = from_float32(sums[d] * scale, queries[4], out)

@@ -1,0 +1,61 @@
+"""The RMS norm of a few rows, compiled: for few rows torch spends its time on calls rather than
+on numbers. `regard.ops.rms_norm` calls `entry_address`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
+from regard.ops.jit.compile import njit_fastmath
+from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at
+from regard.ops.jit.half_precision import from_float32, to_float32
+
+ARGUMENTS = RMS_NORM_STRUCT.dtype
+
+
+@njit_fastmath
+def norm_rows(x, w, y, R, M, eps, offset, tag):
+    """Compute y = x / sqrt(mean(x^2) + eps) * (w + offset), row by row in fp32; x, w and y are
+    flat memory.
+    """
+    for r in range(R):
+        row, out = x[r * M : (r + 1) * M], y[r * M : (r + 1) * M]
+        total = np.float32(0)
+        for i in range(M):
+            a = to_float32(row[i], tag)
+            total += a * a
+        scale = np.float32(1 / math.sqrt(np.float64(total) / M + eps))
+        for i in range(M):
+            out[i] = from_float32(
+                to_float32(row[i], tag) * scale * (to_float32(w[i], tag) + offset), tag, out
+            )
+
+
+def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    """Return the entry for one storage dtype and tag."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        x, w, y = (
+            memory_at(arguments.x, dtype),
+            memory_at(arguments.w, dtype),
+            memory_at(arguments.y, dtype),
+        )
+        norm_rows(
+            x, w, y, arguments.R, arguments.M, arguments.eps, np.float32(arguments.offset), tag
+        )
+
+    return entry
+
+
+@cache
+def entry_address(dtype: torch.dtype) -> int:
+    """Return the address of the compiled entry for rows of a dtype."""
+    return compile_entry(_make_entry(*STORAGE[dtype]))

@@ -1,0 +1,361 @@
+"""Infini-attention: softmax attention inside segments, and a compressive memory of all earlier
+segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.argument_checks import (
+    check_device,
+    check_positions,
+    check_query_key_value,
+    check_tensor,
+)
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Causal, Chunk
+from regard.masks.base import check_int
+from regard.ops.memory.compressive import (
+    CompressiveState,
+    MemoryRead,
+    UpdateRule,
+    empty_state,
+    retrieve,
+    state_dtype,
+    write,
+)
+from regard.ops.softmax import attend
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, slice_positions, slot_count
+from regard.units import plural
+
+
+class InfiniSegment(NamedTuple):
+    """The part of one segment that is in a call.
+
+    Args:
+        queries: the range of the call's queries that contains those of the segment.
+        keys: the range of the call's keys that contains those of the segment.
+        query_mask: bool `[B or 1, t]`, which of these queries belong to the segment; None: all.
+        write_mask: bool `[B or 1, s]`, which of these keys are to be written; None: all.
+        closed: whether there may be something to write, because the last position of the segment,
+            or a later one, is in the call.
+    """
+
+    queries: slice
+    keys: slice
+    query_mask: Tensor | None
+    write_mask: Tensor | None
+    closed: bool
+
+
+def segments_of_call(
+    positions: Positions, T: int, size: int, device: torch.device | None = None
+) -> Iterator[InfiniSegment]:
+    """Yield the segments of a call in order, given the positions of its keys; its queries are the
+    last T slots.
+
+    Position p belongs to segment p // size. Segment s is closed when position (s + 1) size - 1 or a
+    later one of its row is in the call.
+
+    >>> segments = segments_of_call(Span(4, 6), 3, 4)
+    >>> [(segment.queries, segment.keys, segment.closed) for segment in segments]
+    [(slice(0, 1, None), slice(0, 4, None), True), (slice(1, 3, None), slice(4, 6, None), False)]
+    """
+    if slot_count(positions) == 0:
+        return
+    compiling = is_compiling()
+    if isinstance(positions, Span) and (size <= T or not compiling):
+        yield from _span_segments(positions, T, size)
+    # also for few tokens of a span, so that one graph serves them wherever the segment border is
+    elif compiling:
+        yield from _graph_segments(as_tensor(positions, device), T, size)
+    else:
+        yield from _row_segments(as_tensor(positions), T, size)
+
+
+def _span_segments(keys: Span, T: int, size: int) -> Iterator[InfiniSegment]:
+    """Yield the segments of contiguous positions, which are the same in every row; no tensor is
+    read.
+    """
+    earlier_keys, first_segment = keys.length - T, keys.start // size
+    segment_count = (keys.stop - 1) // size - first_segment + 1
+    for i in range(segment_count):
+        first = 0 if i == 0 else (first_segment + i) * size - keys.start
+        last = (
+            keys.length if i == segment_count - 1 else (first_segment + i + 1) * size - keys.start
+        )
+        queries = slice(max(first - earlier_keys, 0), max(last - earlier_keys, 0))
+        yield InfiniSegment(
+            queries, slice(first, last), None, None, i < segment_count - 1 or keys.stop % size == 0
+        )
+
+
+def _row_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
+    """Yield the segments where rows differ: the slots between the first and the last one of any
+    row, and masks of those that belong to the segment.
+    """
+    numbers, first_open = _segment_numbers(positions, size)
+    earlier_keys = positions.shape[1] - T
+    for number in torch.unique(numbers[positions >= 0]).tolist():
+        inside = (numbers == number) & (positions >= 0)
+        slots = inside.any(0).nonzero()
+        keys = slice(int(slots[0]), int(slots[-1]) + 1)
+        queries = slice(max(keys.start - earlier_keys, 0), max(keys.stop - earlier_keys, 0))
+        writes = inside[:, keys] & (number < first_open)
+        yield InfiniSegment(
+            queries, keys, inside[:, earlier_keys:][:, queries], writes, bool(writes.any())
+        )
+
+
+def _graph_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
+    """Yield the segments in a compiled graph, which cannot read tensors: as many as T tokens
+    without a gap can overlap.
+    """
+    numbers, first_open = _segment_numbers(positions, size)
+    used = positions >= 0
+    first = numbers.masked_fill(~used, torch.iinfo(numbers.dtype).max).amin(1, keepdim=True)
+    earlier_keys, segment_count = positions.shape[1] - T, -(-T // size) + 1
+    fits = torch.where(used, numbers - first < segment_count, True).all()
+    torch._assert_async(
+        fits, "the positions skip whole segments; call this function without torch.compile"
+    )
+    for index in range(segment_count):
+        inside = (numbers == first + index) & used
+        yield InfiniSegment(
+            slice(0, T),
+            slice(0, positions.shape[1]),
+            inside[:, earlier_keys:],
+            inside & (numbers < first_open),
+            closed=True,
+        )
+
+
+def _segment_numbers(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the segment of every slot `[B, S]`, and the first segment of each row that is not
+    closed `[B, 1]`.
+    """
+    last = positions.amax(1, keepdim=True).clamp(min=-1)
+    return positions.div(size, rounding_mode="floor"), (last + 1).div(size, rounding_mode="floor")
+
+
+EmptyMemoryRule: TypeAlias = Literal["zero", "skip"]
+"""The effect of the gate while the memory is empty: "zero" mixes the output 0 of the memory in,
+"skip" uses local attention alone.
+"""
+
+
+def infini_attention(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S E"],
+    *,
+    gate: Float[Tensor, " H"],
+    segment: int,
+    q_rotated: Float[Tensor, "B H T D"] | None = None,
+    k_rotated: Float[Tensor, "B G S D"] | None = None,
+    update: UpdateRule = "linear",
+    empty: EmptyMemoryRule = "zero",
+    state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]] | None = None,
+    positions: Positions | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B H T E"], CompressiveState]:
+    """Compute Infini-attention: softmax attention inside segments of N positions, mixed with a
+    compressive memory of all earlier segments.
+
+    A_dot = softmax(q_rotated k_rotated^T / sqrt(D), causal, k // N == q // N) v
+    A_mem = sigma(q) M / (sigma(q) z),  sigma = elu + 1, over the segments before that of the query
+    out = sigmoid(gate_h) A_mem + (1 - sigmoid(gate_h)) A_dot
+    and after the queries of a segment have read:  M, z = write(k, v, (M, z), update)
+
+    The state is the memory of all closed segments; a segment is closed when its last position is in
+    a call. The tokens of an open segment are not in the state: pass their keys and values again,
+    before the next ones. Queries are the last T slots. `regard.caches.Memory` stores both.
+
+    In the first segment the memory is empty and A_mem is 0/0. With `empty="zero"`, the default, it
+    is 0, so that equation 10 holds for every token and A_dot is weighted by 1 - sigmoid(gate). With
+    `empty="skip"` the gate has no effect while the memory is empty: a sequence of one segment gets
+    ordinary attention for any gate, which a model that was trained without memory needs.
+
+    Args:
+        q: queries `[B, H, T, D]` without position encoding.
+        k: keys `[B, G, S, D]` without position encoding, S >= T.
+        v: values `[B, G, S, E]`.
+        gate: one logit per head `[H]`; 0 weights both equally, -inf gives local attention only.
+        segment: N, the number of positions in a segment.
+        q_rotated: the queries with position encoding, for A_dot; None: q.
+        k_rotated: the keys with position encoding, for A_dot; None: k.
+        update: the update rule of the memory, "linear" or "delta".
+        empty: the effect of the gate while the memory is empty, "zero" or "skip".
+        state: M `[B, G, D, E]` and z `[B, G, D]`, as an earlier call returned them; None: an empty
+            memory.
+        positions: the positions of the keys, a `Span` or an integer tensor `[B or 1, S]`; default 0
+            to S - 1. Slots at -1 are not written, and read 0. A later call continues after the
+            positions of the earlier ones.
+        backend: the kernel of the softmax attention, as in `regard.attend`.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and the memory after the last closed segment.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
+        KernelRefusal: the requested backend cannot compute the local attention.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
+    >>> out, state = infini_attention(q, k, v, gate=torch.zeros(2), segment=4)
+    >>> out.shape, state.M.shape, state.z.shape
+    (torch.Size([1, 2, 10, 8]), torch.Size([1, 2, 8, 8]), torch.Size([1, 2, 8]))
+
+    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 10; equation 6 prints
+    sqrt(d_model) for sqrt(D).
+    """
+    positions = Span(0, k.shape[2]) if positions is None else positions
+    _check_tensors(q, k, v, gate, state, positions)
+    check_options(segment, update, empty)
+    q_rotated, k_rotated = _rotated_or_plain(q, k, q_rotated, k_rotated)
+    T = q.shape[2]
+    local = attend(
+        q_rotated,
+        k_rotated,
+        v,
+        mask=Causal() & Chunk(segment),
+        k_positions=positions,
+        q_positions=slice_positions(positions, slice(k.shape[2] - T, None)),
+        backend=backend,
+    )
+    memory = empty_state(k, v) if state is None else CompressiveState(*state)
+    with torch.autocast(q.device.type, enabled=False):
+        read, memory = _read_and_write_segments(
+            q, k, v, memory, update, list(segments_of_call(positions, T, segment, q.device))
+        )
+        mixed = _gate_outputs(gate.to(read.values.dtype), read, local, empty)
+    return mixed.to(local.dtype), memory
+
+
+def _read_and_write_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: CompressiveState,
+    update: UpdateRule,
+    segments: list[InfiniSegment],
+) -> tuple[MemoryRead, CompressiveState]:
+    """Process the segments in order: the queries of each read the memory, then its keys are
+    written.
+    """
+    reads = []
+    for segment in segments:
+        if segment.queries.stop > segment.queries.start:
+            reads.append((segment, retrieve(q[:, :, segment.queries], state, segment.query_mask)))
+        if segment.closed:
+            keys, values = k[:, :, segment.keys], v[:, :, segment.keys]
+            state = write(keys, values, state, update, segment.write_mask)
+    return _collect_reads(q, state, reads), state
+
+
+def _collect_reads(
+    q: Tensor, state: CompressiveState, reads: list[tuple[InfiniSegment, MemoryRead]]
+) -> MemoryRead:
+    """Join the results of all segments: concatenated, or where rows differ, each at the slots
+    of its queries.
+    """
+    if reads and all(segment.query_mask is None for segment, _ in reads):
+        return MemoryRead(
+            *(torch.cat(xs, 2) for xs in zip(*(read for _, read in reads), strict=True))
+        )
+    values = state.M.new_zeros(*q.shape[:3], state.M.shape[-1])
+    has_memory = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+    for segment, read in reads:
+        assert segment.query_mask is not None, "rows are equal in all segments, or in none"
+        slots, belongs = segment.queries, segment.query_mask[:, None]
+        values[:, :, slots] = torch.where(belongs[..., None], read.values, values[:, :, slots])
+        has_memory[:, :, slots] = torch.where(belongs, read.has_memory, has_memory[:, :, slots])
+    return MemoryRead(values, has_memory)
+
+
+def _gate_outputs(gate: Tensor, read: MemoryRead, local: Tensor, empty: EmptyMemoryRule) -> Tensor:
+    """Return sigmoid(gate) A_mem + sigmoid(-gate) A_dot; sigmoid(-gate) is exact where 1 -
+    sigmoid(gate) is small.
+    """
+    local_weight = torch.sigmoid(-gate)[:, None, None]
+    if empty == "skip":
+        local_weight = torch.where(read.has_memory[..., None], local_weight, 1)
+    return torch.sigmoid(gate)[:, None, None] * read.values + local_weight * local.to(
+        read.values.dtype
+    )
+
+
+def _rotated_or_plain(
+    q: Tensor, k: Tensor, q_rotated: Tensor | None, k_rotated: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the queries and keys for the local attention: the rotated ones, or q and k if none
+    are given.
+    """
+    if q_rotated is None and k_rotated is None:
+        return q, k
+    if q_rotated is None or k_rotated is None:
+        name = "q_rotated" if q_rotated is None else "k_rotated"
+        raise ArgumentError(f"{name} is missing; give both q_rotated and k_rotated, or neither")
+    for name, x, like in (("q_rotated", q_rotated, q), ("k_rotated", k_rotated, k)):
+        if x.shape != like.shape:
+            raise ArgumentError(
+                f"{name} is {tuple(x.shape)}; it must have the shape of {name[0]}, "
+                f"{tuple(like.shape)}"
+            )
+    return q_rotated, k_rotated
+
+
+def check_options(segment: int, update: str, empty: str) -> None:
+    """Check that a segment has at least one position and that the two options are valid."""
+    check_int("segment", segment, 1)
+    for name, value, allowed in (
+        ("update", update, ("linear", "delta")),
+        ("empty", empty, ("zero", "skip")),
+    ):
+        if value not in allowed:
+            raise ArgumentError(f"{name} is {value!r}; it must be {allowed[0]!r} or {allowed[1]!r}")
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    positions: Positions,
+) -> None:
+    """Check the sizes, dtypes and devices of the tensors, and the positions."""
+    check_query_key_value(q, k, v)
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    if S < T:
+        raise ArgumentError(
+            f"{plural(T, 'query')} and {plural(S, 'key')}; the queries are the last slots of the "
+            "keys, "
+            "so there must be at least as many keys"
+        )
+    check_tensor("gate", gate)
+    if tuple(gate.shape) != (H,):
+        raise ArgumentError(f"gate is {tuple(gate.shape)}; it must be one logit per head, ({H},)")
+    check_device("gate", gate, q)
+    check_positions("positions", positions, B, S)
+    if isinstance(positions, Span) and positions.start < 0:
+        raise ArgumentError(f"positions are {positions}; a segment begins at position 0 or later")
+    if state is None:
+        return
+    for name, x, shape in (("M", state[0], (B, G, D, E)), ("z", state[1], (B, G, D))):
+        if tuple(x.shape) != shape:
+            raise ArgumentError(
+                f"state {name} is {tuple(x.shape)}; for these keys and values it must be {shape}"
+            )
+        if x.dtype != state_dtype(k):
+            raise ArgumentTypeError(
+                f"state {name} is {str(x.dtype)[6:]}; it must be {str(state_dtype(k))[6:]}, as an "
+                "earlier call returned it"
+            )
+        check_device(f"state {name}", x, q)

@@ -1,0 +1,93 @@
+"""The RMS norm, computed in fp32 or better whatever the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.argument_checks import check_tensor
+from regard.errors import ArgumentError
+from regard.ops.gemv import compiled_kernel_applies
+from regard.ops.jit import openmp
+from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
+
+MAX_COMPILED_SIZE = 1 << 14
+"""Up to this many numbers per call the compiled loop is faster than torch."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Compute y = x / sqrt(mean(x^2) + eps) * (weight + offset), rounded once.
+
+    Args:
+        x: `[..., M]`, a floating-point tensor.
+        weight: `[M]`.
+        eps: the number added to the mean square.
+        offset: the number added to the weight, 1 in Gemma's norms.
+
+    Returns:
+        y `[..., M]` in the dtype of x.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: x is not a floating-point tensor, or the weight does not
+            have the size of its last dimension.
+
+    >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), 0.0).tolist()
+    [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
+
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """
+    if (
+        # first, since a compiled graph must not depend on the sizes below
+        compiled_kernel_applies(x, weight)
+        and x.shape[-1:] == weight.shape
+        and 0 < x.numel() <= MAX_COMPILED_SIZE
+        and weight.is_contiguous()
+    ):
+        x = x.contiguous()
+        y, M = torch.empty_like(x), x.shape[-1]
+        record = RMS_NORM_STRUCT.pack_numbers(
+            x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
+        )
+        openmp.run_entry(_compiled_entry()(x.dtype), record, 1)
+        return y
+    _check_sizes(x, weight)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(wide) + offset if offset else weight.to(wide)
+    return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+def _check_sizes(x: Tensor, weight: Tensor) -> None:
+    """Check that x `[..., M]` is a floating-point tensor and that the weight `[M]` has one
+    number per feature, on the same device.
+    """
+    fits = (
+        isinstance(x, Tensor)
+        and weight.ndim == 1
+        and x.shape[-1:] == weight.shape
+        and x.is_floating_point()
+        and weight.is_floating_point()
+        and x.device == weight.device
+    )
+    if fits:
+        return
+    check_tensor("x", x)
+    check_tensor("weight", weight)
+    if x.shape[-1:] != weight.shape:
+        raise ArgumentError(
+            f"x is {tuple(x.shape)} and the weight of the norm is {tuple(weight.shape)}; the "
+            "weight "
+            "must have one number for each feature of x: build the norm for this size"
+        )
+    raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
+
+
+@cache
+def _compiled_entry() -> Callable[[torch.dtype], int]:
+    """Import the compiled loops, and return the function that gives their entry for a dtype."""
+    from regard.ops.jit import rms_norm_loops
+
+    return rms_norm_loops.entry_address

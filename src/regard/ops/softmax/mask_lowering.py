@@ -1,0 +1,259 @@
+"""Lowering a mask to work for a fused kernel: blocks of queries, each with the ranges of keys that
+they see.
+
+A fused kernel supports two shapes: every key, or the square causal triangle. Every other mask is
+split into such ranges, with an additive mask on the ranges that need one; the results are merged by
+their lse. Tiles of keys that are masked completely are never visited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard import masks
+from regard.masks import EMPTY, FULL, PARTIAL, Mask
+from regard.ops.softmax.call import Call
+from regard.span import Span
+
+BLOCK_QUERIES = 256
+"""The default number of queries in a block."""
+
+
+class BlockSizes(NamedTuple):
+    """How finely a call is split.
+
+    Args:
+        rows: queries per block.
+        keys: keys per tile, the unit in which a mask reports what is visible.
+        long: full tiles in a row from which on they form a range of their own; shorter runs join
+            their masked neighbours.
+        small: a causal triangle of at most so many rows is joined with the earlier keys in one
+            masked range, which is cheaper than two ranges.
+    """
+
+    rows: int = BLOCK_QUERIES
+    keys: int = 128
+    long: int = 4
+    small: int = 32
+
+
+DEFAULT_BLOCK_SIZES = BlockSizes()
+"""The block sizes that the kernel "sdpa" uses."""
+
+MIN_KEYS = 16
+"""The fewest keys for torch's fused kernel: with fewer than one SIMD vector of keys and no mask,
+torch 2.13 on CPU turns a row of NaN scores into zeros (pytorch #141128).
+"""
+
+
+class KeyRange(NamedTuple):
+    """The keys `start` to `stop` - 1, and how they are masked.
+
+    The ends are numbers because torch.compile would specialise a graph on the numbers in a slice.
+
+    Args:
+        start: the first key.
+        stop: one past the last key.
+        causal: whether row i of the block sees the first i + 1 keys of the range only.
+        mask: returns the float mask `[B or 1, H or 1, t or 1, s]` that is added to the scores, -inf
+            where masked; None: every key is visible. It is computed when it is used, and again for
+            the gradient, so that the masks of all ranges are never in memory at the same time.
+    """
+
+    start: int
+    stop: int
+    causal: bool = False
+    mask: Callable[[], Tensor] | None = None
+
+    @property
+    def columns(self) -> slice:
+        """The keys of the range as a slice."""
+        return slice(self.start, self.stop)
+
+    @property
+    def size(self) -> int:
+        """The number of keys in the range."""
+        return self.stop - self.start
+
+
+class QueryBlock(NamedTuple):
+    """A range of queries, and the disjoint ranges of keys that they see; without any, they see
+    nothing.
+    """
+
+    rows: slice
+    ranges: list[KeyRange]
+
+
+def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
+    """Split a call into blocks of queries with the key ranges that they see. Rows that are in no
+    block see nothing.
+    """
+    if call.bias is None:
+        known = _lower_without_reading(call, sizes)
+        if known is not None:
+            return known
+    everything = QueryBlock(
+        slice(0, call.T), [_masked_range(call, slice(0, call.T), slice(0, call.S))]
+    )
+    if call.compiling or call.q.device.type != "cpu":
+        # tiles are found by reading tensors: not in a graph, not across a device
+        return [everything]
+    blocks = [slice(i, min(i + sizes.rows, call.T)) for i in range(0, call.T, sizes.rows)]
+    return [_lower_by_tiles(call, rows, sizes) for rows in blocks]
+
+
+def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | None:
+    """Lower a full or causal mask over contiguous positions, without reading a tensor; return None
+    for other calls.
+    """
+    q, k = call.q_positions, call.k_positions
+    if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
+        return None
+    if call.sees_everything:
+        return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S)])]
+    if isinstance(call.mask, masks.Causal):
+        return _lower_causal(call, q, k, sizes)
+    padding = _padding_beside_causal(call.mask)
+    if padding is not None and q == k:
+        # the causal flag covers the triangle; the padding is a mask of one row for all queries
+        mask = partial(_additive_mask_of_range, replace(call, mask=padding), 0, 1, 0, call.S)
+        return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S, True, mask)])]
+    return None
+
+
+def _padding_beside_causal(mask: Mask) -> Mask | None:
+    """Return the padding mask of `causal & padding`, or None for any other mask."""
+    terms = mask.terms()
+    others = [term for term in terms if not isinstance(term, masks.Causal)]
+    is_causal_and_padding = (
+        len(terms) == 2 and len(others) == 1 and isinstance(others[0], masks.Padding)
+    )
+    return others[0] if is_causal_and_padding else None
+
+
+def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[QueryBlock]:
+    """Lower a causal mask over contiguous positions: rows before every key, a triangle beside the
+    earlier keys, and rows that see every key.
+    """
+    first_row = min(max(k.start - q.start, 0), call.T)
+    earlier_keys = max(q.start + first_row - k.start, 0)
+    triangle_rows = max(0, min(call.T - first_row, call.S - earlier_keys))  # rows of the triangle
+    blocks = []
+    if triangle_rows:
+        rows = slice(first_row, first_row + triangle_rows)
+        too_few_keys = earlier_keys + triangle_rows < MIN_KEYS  # under a mask, NaN scores stay NaN
+        if triangle_rows == 1 and not too_few_keys:
+            ranges = [KeyRange(0, earlier_keys + 1)]
+        elif too_few_keys or (earlier_keys and triangle_rows <= sizes.small):
+            ranges = [_masked_range(call, rows, slice(0, earlier_keys + triangle_rows))]
+        else:
+            ranges = [
+                *([KeyRange(0, earlier_keys)] if earlier_keys else []),
+                KeyRange(earlier_keys, earlier_keys + triangle_rows, causal=True),
+            ]
+        blocks.append(QueryBlock(rows, ranges))
+    if first_row + triangle_rows < call.T and call.S:
+        blocks.append(QueryBlock(slice(first_row + triangle_rows, call.T), [KeyRange(0, call.S)]))
+    return blocks
+
+
+def _lower_by_tiles(call: Call, rows: slice, sizes: BlockSizes) -> QueryBlock:
+    """Return the key ranges of one block of queries: runs of tiles that are not empty, where long
+    full runs need no mask.
+    """
+    ranges = visible_key_ranges(call, rows, sizes.keys, sizes.long)
+    no_bias = call.bias is None
+    return QueryBlock(
+        rows,
+        [
+            KeyRange(keys.start, keys.stop) if full and no_bias else _masked_range(call, rows, keys)
+            for keys, full in ranges
+        ],
+    )
+
+
+def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
+    """Return the ranges of keys that some query of a block sees, and for each whether every query
+    of every row and head sees all of it.
+    """
+    tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, size)
+    largest, smallest = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
+    state = [
+        hi and (lo if lo == FULL else PARTIAL) for hi, lo in zip(largest, smallest, strict=True)
+    ]
+    return [
+        (slice(start * size, min(stop * size, call.S)), full)
+        for start, stop, full in merge_tiles(state, long)
+    ]
+
+
+def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
+    """Merge tiles that are not empty into runs (start, stop, full).
+
+    Full tiles form a run of their own if there are at least `long` of them, or if no neighbour is
+    partial; fewer join the neighbouring run, because a few full tiles under a mask are cheaper than
+    one more range.
+
+    Args:
+        state: EMPTY, PARTIAL or FULL for each tile.
+        long: the shortest run of full tiles beside a partial one that is kept apart.
+
+    >>> merge_tiles([0, 1, 2, 2, 2, 1, 0, 2], long=3)
+    [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, True)]
+    >>> merge_tiles([1, 2, 1, 0], long=3)
+    [(0, 3, False)]
+    """
+    merged: list[tuple[int, int, bool]] = []
+    for kind, group in groupby(range(len(state)), key=state.__getitem__):
+        tiles = list(group)
+        start, stop = tiles[0], tiles[-1] + 1
+        has_partial_neighbour = PARTIAL in (
+            *state[max(start - 1, 0) : start],
+            *state[stop : stop + 1],
+        )
+        full = kind == FULL and (len(tiles) >= long or not has_partial_neighbour)
+        if kind == EMPTY:
+            continue
+        if merged and merged[-1][1] == start and not full and not merged[-1][2]:
+            start = merged.pop()[0]
+        merged.append((start, stop, full))
+    return merged
+
+
+def _masked_range(call: Call, rows: slice, columns: slice) -> KeyRange:
+    """Return a key range with an additive mask."""
+    limits = rows.start, rows.stop, columns.start, columns.stop
+    return KeyRange(
+        columns.start, columns.stop, False, partial(_additive_mask_of_range, call, *limits)
+    )
+
+
+def _additive_mask_of_range(
+    call: Call, first_query: int, stop_query: int, start: int, stop: int
+) -> Tensor:
+    """Compute the additive mask for the queries `top` to `bottom` - 1 and the keys `start` to
+    `stop` - 1.
+    """
+    return additive_mask(call, slice(first_query, stop_query), slice(start, stop))
+
+
+def additive_mask(call: Call, rows: slice, columns: slice) -> Tensor:
+    """Return the bias (0 without one) where a key is visible and -inf where it is not: float `[B or
+    1, H or 1, t, s]`.
+    """
+    block_of = (call.q_positions, call.k_positions, rows, columns)
+    visible = call.mask.block(*block_of, device=call.q.device)
+    if call.bias is None:
+        base = torch.zeros((), dtype=call.score_dtype, device=visible.device)
+    else:
+        base = call.bias.block(*block_of, dtype=call.score_dtype, device=visible.device)
+    return torch.where(visible, base, -math.inf)

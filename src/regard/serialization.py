@@ -1,0 +1,154 @@
+"""Conversion of masks and biases to plain data and back. Nothing in the data is executed.
+
+An object becomes a dict. The name of its class maps to its first field, and each other field has
+its own name. A tensor becomes the name under which it is stored, a string becomes {"word": ...}, a
+sequence a list, and a nested mask or bias a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.registry import Registry
+from regard.untrusted_text import short_repr
+
+Data = dict[str, object]
+StoreTensor = Callable[[Tensor], str]
+"""A function that stores a tensor and returns the name under which it is stored."""
+
+FALLBACK_KEYS = ("dense", "was")
+"""Keys that are added for objects whose class a reader may lack: the values as a dense tensor
+("dense"), and the text of the object ("was").
+"""
+
+
+class NotSerializable(TypeError):
+    """A field contains a value that cannot be stored as plain data, such as a function."""
+
+
+class Serializable:
+    """Base class of masks and biases, which are frozen dataclasses that can be stored as
+    plain data.
+    """
+
+    kind: ClassVar[str]
+    """The name of the class in text and in files."""
+
+    def plain_fields(self) -> dict[str, object]:
+        """Return the constructor arguments of an equal object: the fields, by name.
+
+        Raises:
+            NotSerializable: the class is not itself a dataclass, so that its fields may be
+                incomplete.
+        """
+        names = _field_names(type(self))
+        if names is None:
+            raise NotSerializable(f"{type(self).__name__} is not a dataclass")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
+        """Return the constructor arguments from the stored fields, the first of which has no
+        name.
+        """
+        names = _field_names(cls)
+        return {names[0]: first, **others} if names else others
+
+
+def _field_names(kind: type) -> list[str] | None:
+    if "__dataclass_fields__" not in kind.__dict__:
+        return None
+    return [x.name for x in fields(kind) if x.init]
+
+
+P = TypeVar("P", bound=Serializable)
+
+
+def to_data(
+    x: Serializable, store_tensor: StoreTensor, convert_nested: Callable[[Any], Data]
+) -> Data:
+    """Convert a mask or a bias to plain data.
+
+    Args:
+        x: the mask or bias.
+        store_tensor: stores a tensor and returns its name.
+        convert_nested: converts a mask or bias that is the value of a field.
+
+    Returns:
+        The plain data.
+
+    Raises:
+        NotSerializable: a field contains a value that cannot be stored.
+    """
+
+    def plain(value: object) -> object:
+        if isinstance(value, Tensor):
+            return store_tensor(value)
+        if isinstance(value, str):
+            return {"word": value}
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, tuple | list):
+            return [plain(y) for y in value]
+        if isinstance(value, Serializable):
+            return convert_nested(value)
+        raise NotSerializable(f"{type(value).__name__} cannot be stored as plain data")
+
+    values = x.plain_fields() or {"": None}
+    names = (x.kind, *list(values)[1:])
+    data = {name: plain(value) for name, value in zip(names, values.values(), strict=True)}
+    return {name: y for name, y in data.items() if name == x.kind or y is not None}
+
+
+def from_data(
+    registry: Registry[P],
+    data: object,
+    tensors: Mapping[str, Tensor],
+    convert_nested: Callable[[object], object],
+) -> P:
+    """Create the object that `to_data` described.
+
+    Args:
+        registry: the classes that are allowed.
+        data: the result of `to_data`.
+        tensors: the stored tensors by name.
+        convert_nested: creates a mask or bias from the data in a field.
+
+    Returns:
+        The mask or bias.
+
+    Raises:
+        ArgumentError, KeyError, TypeError: the data describes no object of a known class.
+    """
+    if not isinstance(data, Mapping):
+        raise ArgumentError(f"a {registry.what} is {short_repr(data)}; it must be an object")
+
+    def value(x: object) -> Any:
+        if isinstance(x, str):
+            return tensors[x]
+        if isinstance(x, list):
+            return tuple(map(value, x))
+        if not isinstance(x, Mapping):
+            return x
+        return x["word"] if set(x) == {"word"} else convert_nested(x)
+
+    for name in map(str, data):
+        kind = registry.get(name)
+        if kind is None:
+            continue
+        # an object that was written out as a tensor has, besides, the keys of its own class
+        names = (
+            [] if name in FALLBACK_KEYS else [x for x in data if x not in (name, *FALLBACK_KEYS)]
+        )
+        others = {str(key): value(data[key]) for key in names}
+        make: Callable[..., P] = kind
+        return make(**kind.plain_arguments(value(data[name]), others))
+    raise ArgumentError(
+        f"a {registry.what} with {short_repr(sorted(map(str, data)))} is unknown; import the "
+        f"module that defines its class. Known: {', '.join(name for name, _ in registry)}"
+    )

@@ -1,0 +1,60 @@
+"""Text tables with aligned columns, for every command that prints numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), indent: str = "", gap: int = 2
+) -> str:
+    """Format rows as aligned lines; numbers are aligned right, and columns of names left.
+
+    Args:
+        rows: cells; the first row may be a header. A shorter row ends early.
+        left: the columns that are aligned left; all others are aligned right.
+        indent: a prefix of every line.
+        gap: the number of spaces between two columns.
+
+    Returns:
+        The lines joined by newlines, without trailing spaces.
+
+    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
+            cache  kernel
+    mha  16.0 MiB  cpu
+    """
+    count = max(map(len, rows), default=0)
+    widths = [
+        max((display_width(row[i]) for row in rows if i < len(row)), default=0)
+        for i in range(count)
+    ]
+    return "\n".join(
+        (
+            indent
+            + (" " * gap).join(
+                _pad(cell, widths[i], on_the_left=i in left) for i, cell in enumerate(row)
+            )
+        ).rstrip()
+        for row in rows
+    )
+
+
+def display_width(text: str) -> int:
+    """Return how many columns of a terminal a text takes; Chinese characters take two.
+
+    >>> display_width("key"), display_width("注意力"), display_width("é")
+    (3, 6, 1)
+    """
+    if text.isascii():
+        return len(text)
+    import unicodedata  # imported here, since most tables are ASCII
+
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def _pad(cell: str, width: int, *, on_the_left: bool) -> str:
+    spaces = " " * (width - display_width(cell))
+    return cell + spaces if on_the_left else spaces + cell

@@ -1,0 +1,73 @@
+"""The largest error that is allowed for a numerical result: one rule, without tuned tolerances.
+
+    max|x - ref|  <=  factor * max|plain - ref|  +  2 * max|((ref + 0.3) - 0.3) - ref|
+
+`x` is the result. `ref` is its definition, computed in a wider dtype. `plain` is a straightforward
+computation in the dtype of `x`; an implementation may have a few times its error. The last term is
+computed in the dtype of `x`. It is twice the error of one rounded addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ERROR_FACTOR, GRADIENT_ERROR_FACTOR = 2.0, 3.0
+"""How many times the error of plain computation is allowed: for results, and for gradients."""
+
+
+def allowed_error(
+    plains: Sequence[Tensor], reference: Tensor, factor: float = ERROR_FACTOR
+) -> float:
+    """Return the largest error that the rule allows, where the reference is finite.
+
+    Args:
+        plains: straightforward computations of equal standing in the tested dtype, such as
+            different orders of the same sums; the largest of their errors counts.
+        reference: the definition in a wider dtype, of the same shape.
+        factor: how many times the error of the plain computation is allowed.
+
+    Returns:
+        The right side of the rule. A plain result that is infinite or NaN where the reference is
+        finite
+        adds nothing.
+
+    >>> reference = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> allowed_error([torch.tensor([1.0, 2.5])], reference) > 1.0
+    True
+    """
+    finite = reference.isfinite()
+    errors = [_largest((plain.to(reference) - reference)[finite]) for plain in plains]
+    return factor * max(errors) + two_roundings(reference, plains[0].dtype)
+
+
+def two_roundings(reference: Tensor, dtype: torch.dtype) -> float:
+    """Return twice the largest error of adding 0.3 to a finite reference value and subtracting it
+    again.
+
+    If few values are compared, this error may be 0 by chance. In that case the result is the
+    distance from the largest value to the next number of the dtype, which bounds the two roundings.
+
+    >>> two_roundings(torch.tensor([64.0]), torch.bfloat16) >= 0.5
+    True
+    >>> two_roundings(torch.tensor([torch.inf]), torch.bfloat16)
+    0.0
+    """
+    values = reference[reference.isfinite()].to(dtype)
+    if not values.numel():
+        return 0.0
+    rounding = 2 * _largest((values + 0.3 - 0.3 - values).double())
+    return rounding or _spacing(values.abs().max())
+
+
+def _spacing(x: Tensor) -> float:
+    """Return the distance from x >= 0 to the next larger number of its dtype."""
+    return float(torch.nextafter(x, torch.full_like(x, torch.inf)).double() - x.double())
+
+
+def _largest(x: Tensor) -> float:
+    """Return the largest finite |x|, or 0 if there is none."""
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

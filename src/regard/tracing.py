@@ -1,0 +1,384 @@
+"""`Trace` captures or edits intermediate tensors of attention at named points, called taps.
+
+A tap is an identity call in the computation. The names are `q k v scores pattern z out`; a model
+adds a scope to each, so that a full name is `layers.3.pattern`. `scores` and `pattern` exist only
+in the reference kernel: a fused kernel refuses a call if a trace requests them.
+
+Each thread has a stack of open traces, and every tap passes through the whole stack: first all
+edits, those of the outermost trace first, then all captures. So a function that measures a model
+inside an edit measures the edited model. Without an open trace, a tap costs one check of an empty
+stack, and nothing in a compiled graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+from regard.deprecation import renamed_attribute, take_old_attributes
+from regard.did_you_mean import close_matches
+from regard.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TAP_NAMES = ("q", "k", "v", "scores", "pattern", "z", "out")
+"""The names of the taps, in the order of computation."""
+
+OnMissing = Literal["warn", "ignore"]
+"""The reaction of a trace to a requested capture for which no tap was reached."""
+
+_NO_SCOPE: AbstractContextManager[None] = nullcontext()
+
+
+class _ThreadState(threading.local):
+    """The open traces of one thread, the outermost first, and its current scopes."""
+
+    def __init__(
+        self,
+    ) -> None:  # per thread; the compiler does not guard class defaults
+        self.stack: tuple[ActiveTrace, ...] = ()
+        self.scopes: tuple[str, ...] = ()
+
+
+_state = _ThreadState()
+
+
+class ActiveTrace:
+    """A trace while one thread has it open. Names of scopes begin at the point where it was opened.
+
+    Attributes:
+        trace: the trace.
+        depth: the number of scopes that were open before it.
+        times: how often it was entered while it was open.
+        passed: the full names of the taps that were reached.
+        done: the names of edits and captures that were executed.
+    """
+
+    def __init__(self, trace: Trace, depth: int) -> None:
+        self.trace, self.depth, self.times = trace, depth, 1
+        self.passed: dict[str, None] = {}
+        self.done: dict[str, None] = {}
+
+    def full(self, *names: str) -> str:
+        """Return the full name of a tap in the current scope, or in a scope within it."""
+        return ".".join((*_state.scopes[self.depth :], *names))
+
+    def edits(self, *names: str) -> list[str]:
+        """Return the names under which the trace edits a tap in the current scope, or in a scope
+        within it.
+        """
+        edit = self.trace.edit
+        return [key for key in dict.fromkeys((self.full(*names), names[-1])) if key in edit]
+
+
+class Trace:
+    """Capture or edit tensors at the taps of this thread while the `with` block runs.
+
+    Traces may be nested. The edits of all of them apply, those of the outermost trace first, and
+    every capture contains the tensor after all edits.
+
+    `trace[name]` is the last captured tensor, by its full name, or by its bare name if it was
+    captured in one scope only. `trace.every(name)` returns one tensor per call (for example, per
+    decoded token). Captured tensors are detached.
+
+    Args:
+        *names: the taps to capture: a bare name (`"pattern"`, in every scope) or a full one
+            (`"layers.0.pattern"`).
+        edit: functions by tap name. Each takes a tensor and returns its replacement, of the same
+            shape, dtype and device. Keys and values are passed as copies, since a cache may own the
+            originals.
+        missing: what to do if a name was never captured when the block ends: "warn" or "ignore". An
+            edit that was never executed is always an error.
+
+    Raises:
+        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; an edit
+            returned another shape, dtype or device; an edit was never executed (raised when the
+            block ends without another exception).
+        ArgumentTypeError: an edit did not return a tensor.
+
+    >>> import torch, regard
+    >>> q = k = v = torch.eye(3)[None, None]
+    >>> with regard.Trace("pattern") as trace:
+    ...     _ = regard.attend(q, k, v)
+    >>> trace["pattern"].shape
+    torch.Size([1, 1, 3, 3])
+    """
+
+    observes_calls: ClassVar[bool] = False
+    """Whether `on_attention_call` is called with every attention call and its result."""
+
+    watches = renamed_attribute("observes_calls")
+    saw = renamed_attribute("on_attention_call")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        take_old_attributes(cls, watches="observes_calls", saw="on_attention_call")
+
+    def __init__(
+        self,
+        *names: str,
+        edit: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        missing: OnMissing = "warn",
+    ) -> None:
+        self.edit = dict(edit or {})
+        self.wants = frozenset(names)
+        for name in (*names, *self.edit):
+            if name.rpartition(".")[2] not in TAP_NAMES:
+                raise ArgumentError(
+                    f"no tap is named {name!r}; the taps are {', '.join(TAP_NAMES)}"
+                )
+        if missing not in get_args(OnMissing):
+            raise ArgumentError(f"missing is {missing!r}; it must be 'warn' or 'ignore'")
+        self.missing = missing
+        self._captured: dict[str, list[Tensor]] = {}
+
+    def __enter__(self) -> Self:
+        opening = self._opening()
+        if opening is None:
+            _state.stack = (*_state.stack, ActiveTrace(self, len(_state.scopes)))
+        else:
+            opening.times += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        opening = self._opening()
+        if opening is None:
+            raise ArgumentError("a Trace is closed in a thread that did not open it; use `with`")
+        opening.times -= 1
+        if opening.times:
+            return
+        _state.stack = tuple(each for each in _state.stack if each is not opening)
+        if kind is None:  # do not hide an exception of the block
+            self._settle(opening)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._captured[self._resolve(name)][-1]
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._matches(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._captured))  # a copy, since another thread may capture more
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def every(self, name: str) -> list[Tensor]:
+        """Return all tensors that were captured under a name.
+
+        Args:
+            name: the full name of a tap, or its bare name if it was captured in one scope only.
+
+        Returns:
+            The tensors in the order of the calls.
+        """
+        return list(self._captured[self._resolve(name)])
+
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
+        """Receive an attention call after a kernel has run it; called only if `observes_calls` is
+        True.
+
+        Args:
+            call: the checked call, a `regard.ops.softmax.call.Call`.
+            result: the result of the kernel.
+            kernel: the name of the kernel.
+        """
+
+    @property
+    def where(self) -> str:
+        """The current scope, such as `layers.3`; empty outside any scope, or if the trace is
+        not open.
+        """
+        opening = self._opening()
+        return "" if opening is None else ".".join(_state.scopes[opening.depth :])
+
+    def needs(self) -> frozenset[str]:
+        """Return the bare names of the taps that are captured or edited.
+
+        Returns:
+            The names.
+        """
+        return frozenset(name.rpartition(".")[2] for name in (*self.wants, *self.edit))
+
+    def _opening(self) -> ActiveTrace | None:
+        """Return the entry of this trace in the stack of this thread, or None."""
+        for opening in _state.stack:
+            if opening.trace is self:
+                return opening
+        return None
+
+    def _capture(self, opening: ActiveTrace, name: str, x: Tensor) -> None:
+        """Store the tensor at a tap if the trace requests it."""
+        full = opening.full(name)
+        opening.passed[full] = None
+        keys = [key for key in (full, name) if key in self.wants]
+        if keys:
+            # keys and values may be a cache's own buffers, which later tokens overwrite
+            captured = x.detach().clone() if name in ("k", "v") else x.detach()
+            self._captured.setdefault(full, []).append(captured)
+            for key in keys:
+                opening.done[key] = None
+
+    def _settle(self, opening: ActiveTrace) -> None:
+        """Raise for edits that were never executed, and warn about captures that are missing."""
+        unused = [name for name in self.edit if name not in opening.done]
+        if unused:
+            raise ArgumentError(
+                f"the edit of {_quoted(unused)} never ran: no such tap was reached while the trace "
+                f"was open; {_passed_taps(opening, unused)}"
+            )
+        missing = sorted(name for name in self.wants if name not in opening.done)
+        if missing and self.missing == "warn":
+            warnings.warn(
+                f"{_quoted(missing)} was never captured: no such tap was reached while the trace "
+                f"was open; {_passed_taps(opening, missing)}",
+                stacklevel=3,
+            )
+
+    def _matches(self, name: str) -> list[str]:
+        if name in self._captured:
+            return [name]
+        return [full for full in list(self._captured) if full.rpartition(".")[2] == name]
+
+    def _resolve(self, name: str) -> str:
+        matches = self._matches(name)
+        if len(matches) == 1:
+            return matches[0]
+        captured = _shortened(self._captured) if self._captured else "nothing"
+        if not matches:
+            raise ArgumentError(f"{name!r} was not captured; captured: {captured}")
+        raise ArgumentError(
+            f"{name!r} was captured at {len(matches)} places: name one of {_shortened(matches)}"
+        )
+
+
+class _NamedScope:
+    """Context manager that prefixes the names of taps in this thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        _state.scopes = (*_state.scopes, self._name)
+
+    def __exit__(self, *problem: object) -> None:
+        _state.scopes = _state.scopes[:-1]
+
+
+def tap(name: str, x: Tensor) -> Tensor:
+    """Pass a tensor through the open traces of this thread: apply edits, then capture it.
+
+    Args:
+        name: one of `TAP_NAMES`.
+        x: the tensor.
+
+    Returns:
+        The tensor after all edits; `x` itself if no trace is open.
+    """
+    stack = _state.stack
+    if not stack:
+        return x
+    for opening in stack:
+        for key in opening.edits(name):
+            x = _apply_edit(opening, key, name, x)
+    for opening in stack:
+        opening.trace._capture(opening, name, x)
+    return x
+
+
+def is_tracing() -> bool:
+    """Return whether a trace is open in this thread; modules with several taps check it once."""
+    return bool(_state.stack)
+
+
+def named_scope(name: str) -> AbstractContextManager[None]:
+    """Return a context manager in which taps are named `name.<tap>`; it does nothing without a
+    trace.
+
+    Args:
+        name: the name of the scope, such as `layers.3`.
+
+    Returns:
+        The context manager.
+    """
+    return _NamedScope(name) if _state.stack else _NO_SCOPE
+
+
+def requested_taps() -> frozenset[str]:
+    """Return the bare names of taps that open traces of this thread capture or edit."""
+    requested: frozenset[str] = frozenset()
+    for opening in _state.stack:
+        requested = requested | opening.trace.needs()
+    return requested
+
+
+def is_edited(*names: str) -> bool:
+    """Return whether an open trace of this thread edits a tap in the current scope or within it.
+
+    Args:
+        *names: names of inner scopes, and last the name of the tap.
+    """
+    return any(opening.edits(*names) for opening in _state.stack)
+
+
+def call_observers() -> list[Trace]:
+    """Return the open traces of this thread that observe whole calls; none in a compiled graph."""
+    if not _state.stack:
+        return []
+    from regard.process_state import is_compiling
+
+    if is_compiling():
+        return []
+    return [opening.trace for opening in _state.stack if opening.trace.observes_calls]
+
+
+def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
+    """Apply an edit to x, and check that the result has its shape, dtype and device."""
+    import torch
+
+    # an edit in place must not change the buffers of a cache
+    edited = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
+    if not isinstance(edited, torch.Tensor):
+        raise ArgumentTypeError(
+            f"the edit of {key!r} returned {type(edited).__name__} at {opening.full(name)}; it "
+            "must return the tensor that takes the place of its argument"
+        )
+    if edited.shape != x.shape or edited.dtype != x.dtype or edited.device != x.device:
+        raise ArgumentError(
+            f"the edit of {key!r} returned {_describe(edited)} at {opening.full(name)}; it must "
+            f"return a tensor like its argument, {_describe(x)}"
+        )
+    opening.done[key] = None
+    return edited
+
+
+def _describe(x: Tensor) -> str:
+    """Return shape, dtype and device in words."""
+    return f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
+    """Return a hint with the taps that were reached, and those most similar to the requested
+    names.
+    """
+    if not opening.passed:
+        return (
+            "no tap was reached at all: run the model within the `with` block, in the same thread"
+        )
+    matches = [close for name in names for close in close_matches(name, opening.passed)]
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    return f"{hint}the taps reached were {_shortened(opening.passed, 16)}"
+
+
+def _shortened(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,565 @@
+"""Headers of safetensors files: every way in which one can lie is told, before anything is read or
+allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from torch import Tensor
+
+import regard
+from regard.errors import ArgumentError, FileError
+from regard.files import strict_json
+from regard.files.safetensors_header import DTYPES, identify_format, read_header
+from regard.models.checkpoint.store import Store, without_weights
+from regard.untrusted_text import short_repr
+
+A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+def file_of(header: bytes | str | dict[str, Any], data: bytes | int = 24) -> bytes:
+    raw = json.dumps(header) if isinstance(header, dict) else header
+    raw = raw.encode() if isinstance(raw, str) else raw
+    return struct.pack("<Q", len(raw)) + raw + (bytes(data) if isinstance(data, int) else data)
+
+
+def error_of(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    with pytest.raises(FileError) as error:
+        read_header(path)
+    assert str(error.value).startswith(f"{path} is not a whole safetensors file (")
+    return str(error.value).removeprefix(f"{path} is not a whole safetensors file ")
+
+
+def samples() -> dict[str, Tensor]:
+    """Tensors of every dtype that the format and torch share, with all kinds of shapes; bytes at
+    random.
+    """
+    found = {"a scalar": torch.tensor(2.5), "nothing": torch.zeros(3, 0, 2), "né\n": torch.ones(1)}
+    for name, dtype in DTYPES.items():
+        raw = torch.randint(0, 256, (3, 5 * dtype.itemsize), dtype=torch.uint8)
+        found[name] = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
+    return found
+
+
+def raw_bytes(x: Tensor) -> bytes:
+    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def test_a_header_says_what_is_stored(tmp_path: Path) -> None:
+    tensors = samples()
+    content = save(tensors, metadata={"format": "pt"})
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    found = read_header(path)
+    assert found.metadata == {"format": "pt"}
+    assert {x.name for x in found.tensors} == set(tensors)
+    end = 8 + int.from_bytes(content[:8], "little")
+    for x in found.tensors:
+        assert (x.dtype, x.shape) == (tensors[x.name].dtype, tuple(tensors[x.name].shape))
+        assert x.start == end, "in the order of the data"
+        end += x.bytes
+        assert content[x.start : end] == raw_bytes(tensors[x.name])
+    assert end == len(content)
+    path.write_bytes(save({}))
+    assert read_header(path).tensors == ()
+
+
+def changed(**change: Any) -> dict[str, Any]:
+    return {"a": {k: v for k, v in {**A, **change}.items() if v is not None}}
+
+
+SIX = {"b": {"dtype": "U8", "shape": [6], "data_offsets": [24, 30]}}
+LIBRARY = "is refused by safetensors: Error while deserializing header: "
+"""How a message begins where the library refuses a header."""
+HEADERS = {
+    "no object": ("[]", "does not begin with { but with b'[]"),
+    "spaces first": (' {"a":1}', "does not begin with { but with b' {\"a\":1}'"),
+    "cut": ('{"a":', "is not JSON: Expecting value: line 1 column 6 (char 5)"),
+    "two objects": ("{}{}", "is not JSON: Extra data: line 1 column 3 (char 2)"),
+    "not UTF-8": (b'{"\xff":1}', "is not JSON: 'utf-8' codec can't decode byte 0xff in position 2"),
+    "a raw control character": ('{"a\n":1}', "is not JSON: Invalid control character at"),
+    "a name twice": (f'{{"a":{json.dumps(A)},"a":{json.dumps(A)}}}', "has the key 'a' twice"),
+    "a key twice": ('{"a":{"dtype":"F32","dtype":"I8"}}', "has the key 'dtype' twice"),
+    "NaN": (
+        '{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,1]}}',
+        "has the constant NaN, which is not JSON",
+    ),
+    "-Infinity": ('{"a":-Infinity}', "has the constant -Infinity, which is not JSON"),
+    "a long number": ('{"a":' + "9" * 30 + "}", "has a number of 30 digits; at most 20 are read"),
+    "a number beyond Python's": (
+        '{"a":' + "9" * 9999 + "}",
+        "has a number of 9999 digits; at most 20 are read",
+    ),
+    "deep lists": ('{"a":' + "[" * 50_000 + "]" * 50_000 + "}", "is nested too deep"),
+    "deep objects": ('{"a":' * 50_000 + "1" + "}" * 50_000, "is nested too deep"),
+    "metadata no object": (
+        {"__metadata__": []},
+        LIBRARY + "invalid JSON in header: invalid type: sequence, expected a map",
+    ),
+    "metadata of numbers": (
+        {"__metadata__": {"a": 1}},
+        LIBRARY + "invalid JSON in header: invalid type: integer `1`, expected a string",
+    ),
+    "no entry": ({"a": 1}, LIBRARY + "invalid JSON in header: invalid type: integer `1`"),
+    "an entry that lacks": (
+        changed(shape=None),
+        LIBRARY + "invalid JSON in header: missing field `shape`",
+    ),
+    "an unknown dtype": (
+        changed(dtype="F31"),
+        LIBRARY + "invalid JSON in header: unknown variant `F31`",
+    ),
+    "a dtype of half bytes": (
+        changed(dtype="F4", shape=[48]),
+        "gives 'a' the dtype 'F4'; allowed: F64, F32, F16, ",
+    ),
+    "an entry that is a list": (
+        {"a": list(A.values())},
+        "gives 'a' the dtype None; allowed: F64, F32, F16, ",
+    ),
+    "a dtype that is no string": (
+        changed(dtype=["F32"]),
+        LIBRARY + "invalid JSON in header: invalid type: sequence",
+    ),
+    "a negative size": (
+        changed(shape=[-2, -3]),
+        LIBRARY + "invalid JSON in header: invalid value: integer `-2`",
+    ),
+    "a boolean size": (
+        changed(shape=[True, 6]),
+        LIBRARY + "invalid JSON in header: invalid type: boolean `true`",
+    ),
+    "a fraction": (
+        changed(shape=[2.0, 3]),
+        LIBRARY + "invalid JSON in header: invalid type: floating point `2.0`",
+    ),
+    "a text": (changed(shape="23"), LIBRARY + 'invalid JSON in header: invalid type: string "23"'),
+    "one number": (changed(shape=6), LIBRARY + "invalid JSON in header: invalid type: integer `6`"),
+    "offsets of text": (
+        changed(data_offsets=["0", "24"]),
+        LIBRARY + 'invalid JSON in header: invalid type: string "0"',
+    ),
+    "negative offsets": (
+        changed(data_offsets=[-24, 0]),
+        LIBRARY + "invalid JSON in header: invalid value: integer `-24`",
+    ),
+    "three offsets": (
+        changed(data_offsets=[0, 24, 24]),
+        LIBRARY + "invalid JSON in header: invalid length 3, expected 2 elements",
+    ),
+    "backwards": (
+        changed(data_offsets=[24, 0]),
+        LIBRARY + "invalid offset for tensor `a`",
+    ),
+    "another size": (
+        changed(shape=[2, 4]),
+        LIBRARY + "invalid shape, data type, or offset for tensor",
+    ),
+    "another dtype": (
+        changed(dtype="F16"),
+        LIBRARY + "invalid shape, data type, or offset for tensor",
+    ),
+    # 2^32 * 2^32 is 0 in 64 bits, and 2^63 + ... wraps to 24
+    "an overflow to 0": (
+        changed(shape=[2**32, 2**32], data_offsets=[0, 0]),
+        LIBRARY + "overflow computing buffer size from shape",
+    ),
+    "an overflow to 24": (
+        changed(dtype="U8", shape=[2**61 + 3, 8]),
+        LIBRARY + "overflow computing buffer size from shape",
+    ),
+    "nothing, but beyond count": (
+        {**changed(), "b": {**A, "shape": [0, 2**62, 2**40], "data_offsets": [24, 24]}},
+        "the shape [0, 4611686018427387904, 1099511627776], which",
+    ),
+    "dimensions": (
+        changed(shape=[1] * 25 + [6]),
+        "gives 'a' 26 dimensions; at most 25 are allowed",
+    ),
+    "a hole before": (
+        changed(data_offsets=[1, 25]),
+        LIBRARY + "invalid offset for tensor `a`",
+    ),
+    "a hole between": (
+        {"a": A, "b": {"dtype": "U8", "shape": [6], "data_offsets": [25, 31]}},
+        LIBRARY + "invalid offset for tensor `b`",
+    ),
+    "an overlap": (
+        {"a": A, "b": {"dtype": "U8", "shape": [6], "data_offsets": [23, 29]}},
+        LIBRARY + "invalid offset for tensor `b`",
+    ),
+    "the same data twice": (
+        {"a": A, "b": A},
+        LIBRARY + "invalid offset for tensor `",
+    ),
+    "an empty tensor inside another": (
+        {"a": A, "b": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}},
+        LIBRARY + "invalid offset for tensor `b`",
+    ),
+    "a long name": ({"n" * 1025: A}, "has a name of 1025 letters; at most 1024 are allowed"),
+    "half a character": ('{"\\ud800":' + json.dumps(A) + "}", "has half a character in '\\ud800'"),
+    "control characters": (
+        {"\x1b[2J\u202e": 1},
+        LIBRARY + "invalid JSON in header: invalid type: integer `1`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_that_are_wrong(name: str, tmp_path: Path) -> None:
+    header, says = HEADERS[name]
+    said = error_of(tmp_path / "a.safetensors", file_of(header))  # type: ignore[arg-type]
+    assert said.startswith("(its header ")
+    assert says in said
+    assert said.endswith("): it is damaged; download it again, or write it again with safetensors")
+
+
+def test_empty_tensors_lie_anywhere_between_others(tmp_path: Path) -> None:
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [24, 24]}
+    path = tmp_path / "a"
+    path.write_bytes(file_of({"z": empty, "a": A, **SIX, "y": empty}, 30))
+    assert [x.name for x in read_header(path).tensors] == ["a", "z", "y", "b"]
+
+
+WHOLE = file_of({"a": A})
+PARTIAL = "is it a partial download?"
+FILES = {
+    "empty": (b"", f"(a header's length has 8): 0 bytes; {PARTIAL}"),
+    "7 bytes": (bytes(7), f"(a header's length has 8): 7 bytes; {PARTIAL}"),
+    "zeros": (bytes(100), "(its header has 0 bytes; 2 to 100000000 are allowed): "),
+    "a header beyond the cap": (
+        struct.pack("<Q", 100_000_001) + b"{}",
+        "(its header has 100000001 bytes; 2 to ",
+    ),
+    "a header of 2^64": (b"\xff" * 8 + b"{}", "(its header has 18446744073709551615 bytes; 2 to "),
+    "half a header": (
+        WHOLE[:30],
+        f"(its header alone needs {len(WHOLE) - 24}): 30 bytes; {PARTIAL}",
+    ),
+    "half the data": (
+        WHOLE[:-12],
+        (
+            f"(its data ends after 12 of 24 bytes): it has {len(WHOLE) - 12} of {len(WHOLE)} "
+            f"bytes; {PARTIAL}"
+        ),
+    ),
+    "too much data": (
+        WHOLE + b"x",
+        (
+            f"(1 bytes follow its last tensor): it has {len(WHOLE) + 1} bytes, {len(WHOLE)} are "
+            "described; "
+        ),
+    ),
+    "data without tensors": (
+        file_of("{}", 1),
+        "(1 bytes follow its last tensor): it has 11 bytes, 10 are described; ",
+    ),
+    "a Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid",
+        ": it is a Git LFS pointer; fetch the file",
+    ),
+    "a web page": (b"<!DOCTYPE html>", ": it is a web page, not the file; download it again"),
+    "a web page after spaces": (
+        b"\r\n  <html>",
+        ": it is a web page, not the file; download it again",
+    ),
+    "a zip": (
+        b"PK\x03\x04 and so on",
+        ": it is a zip or a PyTorch pickle, which regard does not open; convert it to",
+    ),
+    "a pickle": (
+        b"\x80\x02}q\x00.\x00\x00\x00",
+        ": it is a pickle, which regard does not open; convert it to safetensors",
+    ),
+    "a gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00", ": it is a gzip archive; unpack it"),
+    "GGUF": (
+        b"GGUF\x03\x00\x00\x00\x10\x00",
+        ": it is a GGUF file of llama.cpp; get the safetensors",
+    ),
+    "HDF5": (
+        b"\x89HDF\r\n\x1a\n",
+        ": it is an HDF5 file of Keras; convert it to safetensors with another program",
+    ),
+    "JSON": (
+        b'{"error": "not found"}',
+        ": it is JSON text, not the file: an error message of a server",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_none(name: str, tmp_path: Path) -> None:
+    content, says = FILES[name]
+    said = error_of(tmp_path / "a.safetensors", content)
+    assert says in said
+    if says.startswith(": "):
+        assert said.startswith("(its first bytes are not the length of a header): it is ")
+
+
+@pytest.mark.parametrize("sign", [b"<", b"\x80", b"{", b" "])
+def test_a_length_may_begin_like_another_file(sign: bytes, tmp_path: Path) -> None:
+    """A header of 0x180 bytes begins as a pickle does, and one of 0x13c bytes as a web page: whole
+    or in part.
+    """
+    path = tmp_path / "a"
+    content = file_of(json.dumps({"a": A}).ljust(256 + sign[0]))
+    path.write_bytes(content)
+    assert path.read_bytes()[:1] == sign
+    assert read_header(path).tensors[0].name == "a"
+    for kept in (8, 9, 60):
+        said = error_of(path, content[:kept])
+        assert (
+            said
+            == f"(its header alone needs {264 + sign[0]}): {kept} bytes; is it a partial download?"
+        )
+
+
+def test_an_archive_whose_first_bytes_are_a_length(tmp_path: Path) -> None:
+    """The first 8 bytes of a gzip are the number 559903: it is told in a file that is longer than
+    that, too.
+    """
+    content = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(600_000)
+    assert ": it is a gzip archive; " in error_of(tmp_path / "a", content)
+
+
+def test_caps(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(file_of({"a": A, **SIX}, 30))
+    assert len(read_header(path, limit=2).tensors) == 2
+    with pytest.raises(FileError, match=r"\(its header names 2 tensors; at most 1 are read\)"):
+        read_header(path, limit=1)
+    lists = '{"a":[' + "[]," * (1 << 21) + "[]]}"
+    said = error_of(path, file_of(lists))
+    assert said.startswith("(its header has 4194307 brackets and commas; at most 4194304 are read)")
+
+
+SPARSE = """
+import resource, sys
+from pathlib import Path
+from regard.errors import FileError
+from regard.files.safetensors_header import read_header
+path = Path(sys.argv[1])
+print(read_header(path).tensors[0].bytes)
+resource.setrlimit(resource.RLIMIT_AS, (1 << 37, 1 << 37))
+try:
+    read_header(path)
+except FileError as error:
+    print(error)
+"""
+
+
+def test_a_sparse_file_that_cannot_be_mapped(tmp_path: Path) -> None:
+    """A terabyte that the disk does not hold, where a process may have an eighth of that."""
+    size = 2**40
+    path = tmp_path / "a"
+    path.write_bytes(file_of({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}, 0))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + size)
+    done = subprocess.run(
+        [sys.executable, "-c", SPARSE, str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    said = f"{path} has {path.stat().st_size} bytes, and there is not enough memory to map them"
+    assert done.stdout.splitlines() == [str(size), said]
+
+
+def test_what_the_library_forgives(tmp_path: Path) -> None:
+    """The controls of our own checks: the library opens these files. Further keys of an entry
+    change nothing, and are passed over by both.
+    """
+    path = tmp_path / "a"
+    for name in (
+        "a name twice",
+        "dimensions",
+        "a long name",
+        "nothing, but beyond count",
+        "a dtype of half bytes",
+        "an entry that is a list",
+    ):
+        path.write_bytes(file_of(HEADERS[name][0]))  # type: ignore[arg-type]
+        with safetensors.safe_open(path, framework="numpy") as file:
+            assert len(file.keys()) >= 1
+        with pytest.raises(FileError):
+            read_header(path)
+    path.write_bytes(file_of(changed(x=1)))
+    assert [x.name for x in read_header(path).tensors] == ["a"]
+
+
+def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
+    """As many lists as are let through to the parser: they are bounded, whatever the header's
+    size.
+    """
+    path = tmp_path / "a"
+    path.write_bytes(file_of('{"a":[' + "[]," * 200_000 + "[]]}"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match="invalid type: sequence, expected"):
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 30 * path.stat().st_size
+    finally:
+        tracemalloc.stop()
+
+
+def test_json_says_what_it_is() -> None:
+    assert strict_json.parse_json(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
+        "a": {"b": [1, -2, 1.5, None, "x"]}
+    }
+    with pytest.raises(ArgumentError, match="is a JSON list; it must be an object"):
+        strict_json.parse_json(b"[1]")
+
+
+def test_names_and_beginnings() -> None:
+    assert short_repr("é" * 200) == repr("é" * 100) + "..."
+    assert identify_format(b"\xef\xbb\xbf<html>").startswith("it is a web page")
+    assert identify_format(b"anything") == identify_format(b"") == ""
+    assert str(without_weights(Path("x"), [])).startswith(
+        "x/model.safetensors is missing; a model "
+    )
+
+
+# Any change of a valid file: an error of ours, or what the official reader makes of the same bytes.
+
+
+@st.composite
+def changes(draw: st.DrawFn, whole: bytes) -> bytes:
+    length = 8 + int.from_bytes(whole[:8], "little")
+    found = bytearray(whole)
+    for _ in range(draw(st.integers(1, 2))):
+        start, end = draw(st.sampled_from([(0, 8), (8, length), (length, len(whole))]))
+        at = draw(st.integers(min(start, len(found)), min(end, len(found))))
+        match draw(st.sampled_from(["flip", "set", "cut", "take out", "put in", "word", "length"])):
+            case "flip":
+                found[at : at + 1] = bytes(
+                    x ^ (1 << draw(st.integers(0, 7))) for x in found[at : at + 1]
+                )
+            case "set":
+                found[at : at + 1] = draw(st.binary(min_size=1, max_size=1))
+            case "cut":
+                del found[at:]
+            case "take out":
+                del found[at : at + draw(st.integers(1, 9))]
+            case "put in":
+                found[at:at] = draw(
+                    st.binary(max_size=9)
+                    | st.sampled_from([b"9", b"0", b"-", b"[", b"{", b'"', b",", b"e9"])
+                )
+            case "word":
+                old = draw(
+                    st.sampled_from([b"F32", b"[4,3]", b"[0,48]", b'"a"', b"shape", b"BOOL", b":"])
+                )
+                new = draw(
+                    st.sampled_from(
+                        [
+                            b"F64",
+                            b"[4,9999999999999]",
+                            b"[48,0]",
+                            b'"b"',
+                            b"dtype",
+                            b"I8",
+                            b"[3,4]",
+                            b"F4",
+                        ]
+                    )
+                )
+                found = bytearray(bytes(found).replace(old, new, 1))
+            case _:
+                found[:8] = struct.pack(
+                    "<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, len(found)))
+                )
+    # half of the time the length is made to fit again, so that changed headers get as far as they
+    # can
+    if draw(st.booleans()) and len(found) > 8:
+        end = bytes(found).rfind(b"}", 8, 8 + length)
+        found[:8] = struct.pack("<Q", max(0, end - 7))
+    return bytes(found)
+
+
+VALID = save(
+    {
+        "a": torch.arange(12.0).reshape(4, 3),
+        "b": torch.tensor([True, False]),
+        "c": torch.zeros(0, 5),
+        "layer.0.w": torch.arange(6, dtype=torch.int16),
+        "s": torch.tensor(1.5, dtype=torch.bfloat16),
+    },
+    metadata={"format": "pt"},
+)
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of every tensor that is made with torch.empty."""
+    found: list[int] = []
+    make = torch.empty
+
+    def count(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        found.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", count)
+    return found
+
+
+@settings(max_examples=300)
+@given(content=changes(VALID))
+def test_any_change_is_refused_or_read_as_officially(
+    content: bytes, tmp_path: Path, allocated: list[int]
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    allocated.clear()
+    found, said = None, ""
+    try:
+        found = dict(Store.open(tmp_path).read())
+    except FileError as e:
+        said = str(e)
+    assert sum(allocated) <= len(content)
+    if found is None:
+        assert said.startswith(str(path))
+        return
+    official = load(content)  # it accepts all that we accept
+    assert found.keys() == official.keys()
+    for name, x in found.items():
+        assert (x.dtype, x.shape) == (official[name].dtype, official[name].shape)
+        assert raw_bytes(x) == raw_bytes(official[name])
+
+
+def test_the_fuzzer_reaches_both_ends() -> None:
+    """A negative control: among its changes are files that are read, and files that the official
+    reader refuses.
+    """
+    seen = {"read": 0, "refused": 0}
+
+    @settings(max_examples=300, derandomize=True, database=None)
+    @given(content=changes(VALID))
+    def look(content: bytes) -> None:
+        try:
+            safetensors.deserialize(content)
+            officially = True
+        except safetensors.SafetensorError:
+            officially = False
+        seen["read" if officially else "refused"] += 1
+
+    look()
+    assert min(seen["read"], seen["refused"]) >= 5, seen
