@@ -17,10 +17,10 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.capture import Watch
+from regard.inspect.explain.capture import SiteRecorder
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.reading import reading
-from regard.inspect.explain.row import finish_online, online, softmax
+from regard.inspect.explain.reading import prepare_run
+from regard.inspect.explain.row import finish_online, online_softmax, softmax
 from regard.inspect.explain.steps import pool_largest
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
@@ -245,9 +245,11 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     number.
     """
     change, wrong = LIES[lie]
-    honest = Watch.saw
+    honest = SiteRecorder.saw
     monkeypatch.setattr(
-        Watch, "saw", lambda self, call, result, name: honest(self, *change(call, result), name)
+        SiteRecorder,
+        "saw",
+        lambda self, call, result, name: honest(self, *change(call, result), name),
     )
     found = explain(model(), TEXT, layer=1, head=2, query=5)
     told = {
@@ -432,7 +434,7 @@ def test_wrong_types_are_refused(arguments: dict[str, Any], message: str) -> Non
 def test_a_block_without_attention_is_no_layer() -> None:
     m = model()
     m.decoder.layers[1] = torch.nn.Linear(2, 2)
-    assert [site.place for site in reading(m, TEXT).sites] == ["layers.0", "layers.2"]
+    assert [site.place for site in prepare_run(m, TEXT).sites] == ["layers.0", "layers.2"]
 
 
 @pytest.mark.parametrize(
@@ -475,7 +477,7 @@ def test_block_by_block_is_the_same_softmax(size: int, sink: float | None, scale
     s[:5] = s[11] = -np.inf
     v[2] = np.nan  # behind the mask
     seen = np.where(np.isneginf(s)[:, None], 0.0, v)
-    blocks = online(s, seen, size)
+    blocks = online_softmax(s, seen, size)
     assert [(block.start, block.stop) for block in blocks][-1][1] == 20
     lse, z = finish_online(blocks, sink)
     top = max(x for x in s if x > -np.inf)
@@ -487,7 +489,7 @@ def test_block_by_block_is_the_same_softmax(size: int, sink: float | None, scale
     )
     expected = sum(math.exp(s[j] - largest) / below * v[j] for j in range(20) if s[j] > -np.inf)
     assert z == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    nothing = online(np.full(4, -np.inf), np.ones((4, 2)), size)
+    nothing = online_softmax(np.full(4, -np.inf), np.ones((4, 2)), size)
     assert finish_online(nothing, sink)[0] == -math.inf
     assert finish_online(nothing, sink)[1].tolist() == [0.0, 0.0]
 

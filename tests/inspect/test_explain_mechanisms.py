@@ -17,7 +17,7 @@ from rich.console import Console
 
 from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
-from regard.inspect.explain.capture import capture
+from regard.inspect.explain.capture import capture_site
 from regard.inspect.explain.random_model import random_model
 from regard.nn.explain import effective_row
 from regard.nn.variants import VARIANTS
@@ -92,7 +92,7 @@ def parts(name: str, layer: int = 0) -> tuple[Any, dict[str, Any]]:
     """The module of a layer, and its taps in fp64."""
     read = random_model(name, TEXT)
     site = read.site(layer)
-    kept = capture(read, site)
+    kept = capture_site(read, site)
     return site.attention, {k: x.double().numpy() for k, x in (kept.taps | kept.hidden).items()}
 
 

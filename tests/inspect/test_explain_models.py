@@ -21,9 +21,9 @@ from regard import Trace
 from regard.cli.explain import read
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
-from regard.inspect.explain.capture import recorded
-from regard.inspect.explain.reading import Words, reading
-from regard.inspect.explain.steps import ROWS
+from regard.inspect.explain.capture import record_run
+from regard.inspect.explain.reading import PretokenizedInput, prepare_run
+from regard.inspect.explain.steps import QUERIES_PER_CHUNK
 from regard.inspect.record.place import Place
 from regard.inspect.report import report
 from regard.models import demo, recurrent
@@ -70,7 +70,7 @@ def test_an_encoder_looks_both_ways() -> None:
 
 def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     m = seq2seq()
-    read = reading(m, TEXT, "the forest")
+    read = prepare_run(m, TEXT, "the forest")
     assert [site.place for site in read.sites] == [
         "encoder.layers.0",
         "encoder.layers.1",
@@ -100,14 +100,16 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
     page.
     """
     network = wild(recurrent(20, 8, 12, attention="luong"))
-    words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
+    words = PretokenizedInput(
+        network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
+    )
     for each in (
-        reading(model(), TEXT),
-        reading(encoder(), TEXT),
-        reading(seq2seq(), TEXT, "the forest"),
-        reading(words),
+        prepare_run(model(), TEXT),
+        prepare_run(encoder(), TEXT),
+        prepare_run(seq2seq(), TEXT, "the forest"),
+        prepare_run(words),
     ):
-        recording = recorded(each)
+        recording = record_run(each)
         assert recording.sound
         for site in each.sites:
             found = explain(each, place=site.place, query=1)
@@ -128,13 +130,15 @@ def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
     m = seq2seq()
     m.ends = frozenset(range(1, m.config.vocab_size, 3))  # it ends soon
     said = [x for x in m.search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.ends]
-    assert list(reading(m, TEXT).sides["target"].ids) == [0, *said]
+    assert list(prepare_run(m, TEXT).sides["target"].ids) == [0, *said]
 
 
 @pytest.mark.parametrize("attention", ["bahdanau", "luong"])
 def test_alignments_of_recurrent_decoders_are_those_of_the_taps(attention: str) -> None:
     network = wild(recurrent(20, 8, 12, attention=attention))
-    words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
+    words = PretokenizedInput(
+        network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
+    )
     with torch.inference_mode(), Trace("pattern") as trace:
         network(torch.tensor([[3, 4, 5, 2]]), torch.tensor([[1, 7, 8]]))
     rows = torch.cat(trace.every("decoder.pattern"), 2)[0, 0]
@@ -150,11 +154,11 @@ def test_alignments_of_recurrent_decoders_are_those_of_the_taps(attention: str) 
 
 
 def test_a_network_without_attention_is_refused() -> None:
-    plain = Words(recurrent(20, 8, 12), ((3,), ("a",)), ((1,), ("<bos>",)), name="gru")
+    plain = PretokenizedInput(recurrent(20, 8, 12), ((3,), ("a",)), ((1,), ("<bos>",)), name="gru")
     with pytest.raises(ArgumentError, match="gru has no attention; there is nothing to explain"):
         explain(plain)
     with pytest.raises(ArgumentError, match="row has no attention"):
-        explain(Words(torch.nn.Linear(2, 2), ((3,), ("a",)), name="row"))
+        explain(PretokenizedInput(torch.nn.Linear(2, 2), ((3,), ("a",)), name="row"))
     with pytest.raises(ArgumentTypeError, match="text is NoneType; it must be str"):
         explain(model())
 
@@ -216,7 +220,7 @@ def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPat
     text = "".join("ab"[(n * n) % 7 % 2] for n in range(4096))
     found = explain(m, text, layer=1, head=1, query=4000, key=17)
     assert found.sizes["T"] >= 2048
-    assert largest[0] <= ROWS
+    assert largest[0] <= QUERIES_PER_CHUNK
     assert found.pattern.size == 0
     assert found.patterns.shape[1] <= 32
     assert found.check < 1e-4

@@ -175,7 +175,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     from regard.inspect.metrics import patterns
 
     with pytest.raises(ArgumentError, match=r"pattern is \(2, 3\); it must be \[..., T, T\]"):
-        patterns._check(torch.zeros(2, 3), least=1)
+        patterns._check_pattern(torch.zeros(2, 3), least=1)
     with pytest.raises(ArgumentError, match=r"ids are \(2,\); the pattern has 3 rows, one per id"):
-        patterns._check(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
+        patterns._check_pattern(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
     assert math.isfinite(previous_token_score(torch.eye(3)).item())

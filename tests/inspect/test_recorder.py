@@ -271,7 +271,7 @@ def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) ->
     """40 tokens one by one: 48 keys, not 48 + 47 + ...; and memory that doubles moves them a few
     times only.
     """
-    moved, grown = [], recorder_module._grown
+    moved, grown = [], recorder_module._grow
 
     def counted(x: Tensor, used: int, size: int) -> Tensor:
         moved.append(used)

@@ -17,8 +17,8 @@ from regard import biases, masks
 from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
 from regard.inspect.report import report
-from regard.inspect.report.masks import parted
-from regard.inspect.report.page import METRICS, as_bytes, glance
+from regard.inspect.report.masks import split_by_pool
+from regard.inspect.report.page import METRICS, as_bytes, place_overview
 from regard.tap import place
 from tests.view.report.cases import CASES, Case, defined, recorded
 
@@ -59,7 +59,7 @@ def edges(length: int) -> list[int]:
 @pytest.mark.parametrize("case", [*CASES[:2], *CASES[4:], LONG], ids=lambda case: case.name)
 def test_thumbnails_are_block_sums_and_maxima(case: Case) -> None:
     """Mass: over the keys of a block, mean over its rows that see any."""
-    found = glance(recorded(case)[0]).blocks
+    found = place_overview(recorded(case)[0]).blocks
     rows, columns = (list(itertools.pairwise(edges(n))) for n in (case.T, case.S))
     assert found.mass.shape == (case.H, len(rows), len(columns))
     assert max(found.mass.shape[1:]) <= 64
@@ -217,7 +217,7 @@ def test_steps_of_other_keys_are_places_of_their_own() -> None:
             layer(torch.randn(1, 1, 64), cache=cache)
     recording = recorder.recording(pieces=tuple(f"t{i}" for i in range(11)))
     whole = recording[0]
-    parts = parted(whole)
+    parts = split_by_pool(whole)
     assert sum(part.T for part in parts) == whole.T
     assert all(part.plain for part in parts)
     first = 0

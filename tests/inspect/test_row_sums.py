@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.inspect import Recorder, Recording, row_sums
-from regard.inspect.record.place import Place, Step
+from regard.inspect.record.place import Place, RecordedStep
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, Result, Work, make_call
 from regard.ops.softmax.dispatch import KERNELS
@@ -110,7 +110,7 @@ def test_each_kernel_makes_its_records(kernel: str) -> None:
     assert sum(not refusal(kernel, *call) for call in cells) >= LEAST[kernel]
 
 
-Fault = Callable[[Place, Step], Place]
+Fault = Callable[[Place, RecordedStep], Place]
 EVERYTHING = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
 FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "zero lse": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * 0), "the lse is 0 everywhere"),

@@ -15,7 +15,6 @@ from regard.view.charts import (
     Accuracy,
     AlignmentMap,
     Axis,
-    Bar,
     Chart,
     HeadWeights,
     LengthBin,
@@ -23,6 +22,7 @@ from regard.view.charts import (
     Mark,
     Panels,
     Picture,
+    RatioBar,
     RatioBars,
     Scatter,
     accuracy_chart,
@@ -304,7 +304,9 @@ def test_the_weights_of_a_head_are_written_into_their_cells() -> None:
 
 
 def test_bars_begin_at_one_and_end_at_their_ratio() -> None:
-    chart = RatioBars([Bar("ours", 1.0, "1 ms"), Bar("x", 4.0, "4 ms"), Bar("y", 0.5, "")], "t")
+    chart = RatioBars(
+        [RatioBar("ours", 1.0, "1 ms"), RatioBar("x", 4.0, "4 ms"), RatioBar("y", 0.5, "")], "t"
+    )
     axes = axes_of(chart)
     ends = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]  # type: ignore[attr-defined]
     assert ends == [(1.0, 1.0), (1.0, 4.0), (1.0, 0.5)]

@@ -53,7 +53,7 @@ def test_later_queries_are_numbered_by_position() -> None:
 def test_everything_fits_80_columns(T: int, S: int, start: int, name: str) -> None:
     lines = text(of(masks.parse(name), Span(start, T), Span(start, S)))
     assert max(map(len, lines)) <= 80
-    assert len(lines) == 2 + (T if T <= grid.TALL else -(-T // grid.pool(T, S)[0]))
+    assert len(lines) == 2 + (T if T <= grid.MAX_ROWS else -(-T // grid.pool(T, S)[0]))
 
 
 def test_long_masks_are_pooled_and_say_so() -> None:
@@ -86,7 +86,7 @@ def test_long_masks_are_pooled_and_say_so() -> None:
 def test_pooling_by_powers_of_two(size: tuple[int, int], cell: tuple[int, int]) -> None:
     assert grid.pool(*size) == cell
     for n, by in zip(size, cell, strict=True):
-        assert by == 1 or -(-n // by) <= grid.WIDE
+        assert by == 1 or -(-n // by) <= grid.MAX_WIDE_COLUMNS
 
 
 def test_tiles() -> None:

@@ -7,7 +7,7 @@ import hashlib
 import re
 
 from regard.view.charts import Axis, Line, Mark, Picture, Scatter
-from regard.view.html import Figure, Section, page
+from regard.view.html import CaptionedChart, Section, page
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
 
@@ -34,7 +34,7 @@ def test_words_are_escaped_and_the_page_runs_nothing() -> None:
         pictures=(drawn(EVIL),),
         more=((EVIL,), (EVIL,)),
         caption=EVIL,
-        figures=(Figure(scatter, EVIL, good=True),),
+        figures=(CaptionedChart(scatter, EVIL, good=True),),
     )
     text = page(EVIL, EVIL, {EVIL: EVIL}, EVIL, [section], [EVIL])
     assert "<script" not in text

@@ -19,11 +19,11 @@ from regard.view import charts, palette, plotting
 from regard.view.charts import (
     AlignmentMap,
     Axis,
-    Bar,
     Chart,
     Line,
     Mark,
     Picture,
+    RatioBar,
     RatioBars,
     Scatter,
 )
@@ -44,7 +44,7 @@ def every(words: str) -> list[Chart]:
             words,
         ),
         AlignmentMap(np.eye(2), [words, words], [words, words], words),
-        RatioBars([Bar(words, 2.0, words)], words),
+        RatioBars([RatioBar(words, 2.0, words)], words),
         charts.HeadWeights([[1.0]], words),
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from regard.view.charts import Accuracy, LengthBin
-from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines
+from regard.view.task import AlignedExample, TaskPage, WrongAnswer, accuracy_lines, alignment_lines
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b'
 
@@ -36,7 +36,7 @@ def test_bars_are_as_long_as_the_share() -> None:
 
 
 def test_words_are_only_ever_text() -> None:
-    one = Aligned((HOSTILE,), (HOSTILE,), ("x",), np.full((1, 1), 1.0), HOSTILE)
+    one = AlignedExample((HOSTILE,), (HOSTILE,), ("x",), np.full((1, 1), 1.0), HOSTILE)
     text = TaskPage(
         HOSTILE,
         HOSTILE,
@@ -44,7 +44,7 @@ def test_words_are_only_ever_text() -> None:
         [accuracy(HOSTILE)],
         16,
         [one],
-        [Told(HOSTILE, "", HOSTILE)],
+        [WrongAnswer(HOSTILE, "", HOSTILE)],
     ).html()
     assert "<script" not in text
     assert "\u202e" not in text

@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.foreign import inert
 
 if TYPE_CHECKING:
-    from regard.inspect.explain.layer import Layer
+    from regard.inspect.explain.layer import LayerStages
 
 EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 
@@ -93,9 +93,9 @@ def _found(
     mask: str,
     seed: int,
     settings: list[str] | None,
-) -> list[Layer]:
+) -> list[LayerStages]:
     from regard import masks
-    from regard.inspect.explain.layer import layers, options_of
+    from regard.inspect.explain.layer import default_options, run_layers
     from regard.nn.variants.registry import find, parse
 
     if settings and len(names) > 1:
@@ -104,8 +104,8 @@ def _found(
         )
     options = None
     if settings:
-        options = {**options_of(names[0], dim, heads), **parse(settings, find(names[0]))}
-    return layers(
+        options = {**default_options(names[0], dim, heads), **parse(settings, find(names[0]))}
+    return run_layers(
         names,
         dim=dim,
         heads=heads,
@@ -126,7 +126,7 @@ def _print(told: list[dict[str, object]]) -> None:
     typer.echo("In evaluation mode; a time is the fastest of five runs of that stage alone.")
 
 
-def _draw(found: Layer, head: int, path: Path) -> None:
+def _draw(found: LayerStages, head: int, path: Path) -> None:
     from regard.view import charts
 
     weights = found.stage("weights").values

@@ -260,7 +260,7 @@ def page(told: Mapping[str, Any]) -> str:
         html.Section(
             "Costs over the context",
             caption="Both axes are logarithmic; marks are medians.",
-            figures=[html.Figure(one) for one in curves(told)],
+            figures=[html.CaptionedChart(one) for one in curves(told)],
         ),
         _tabled("Memory", about, memory_rows(told)),
         _tabled("Time", times, time_rows(told)),
@@ -391,7 +391,7 @@ def notes(told: Mapping[str, Any]) -> list[str]:
 
 def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html.Section:
     """A section of scatters; those without a mark are left out."""
-    figures = [html.Figure(one, one.caption) for one in scatters if one.marks]
+    figures = [html.CaptionedChart(one, one.caption) for one in scatters if one.marks]
     return html.Section(title, caption=caption, figures=figures)
 
 

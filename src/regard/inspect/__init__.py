@@ -9,10 +9,10 @@ from regard.inspect.explain.choose import (
     strongest_head,
     strongest_keys,
 )
-from regard.inspect.explain.explain import MOST_TOKENS, explain
-from regard.inspect.explain.explanation import Explanation, Step
+from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain
+from regard.inspect.explain.explanation import ComputationStep, Explanation
 from regard.inspect.explain.random_model import random_model
-from regard.inspect.explain.reading import Words, check_index
+from regard.inspect.explain.reading import PretokenizedInput, check_index
 from regard.inspect.metrics import (
     Measures,
     Sampled,
@@ -31,8 +31,8 @@ from regard.inspect.metrics import (
 from regard.inspect.record.files import load, save
 from regard.inspect.record.models import record
 from regard.inspect.record.place import Place
-from regard.inspect.record.recorder import Recorder, Selection
-from regard.inspect.record.recording import Recording, Top
+from regard.inspect.record.recorder import Recorder, RecordingOptions
+from regard.inspect.record.recording import Recording, TopKeys
 from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
 from regard.inspect.report.page import report
@@ -41,23 +41,23 @@ from regard.inspect.report.page import report
 sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
 
 __all__ = [
-    "MOST_TOKENS",
+    "MAX_PATTERN_TOKENS",
     "Audit",
     "Choice",
+    "ComputationStep",
     "Explanation",
     "Finding",
     "Measures",
     "Place",
     "Pooled",
+    "PretokenizedInput",
     "Recorder",
     "Recording",
+    "RecordingOptions",
     "RowSums",
     "Sampled",
-    "Selection",
-    "Step",
     "Tile",
-    "Top",
-    "Words",
+    "TopKeys",
     "audit",
     "check_index",
     "duplicate_score",

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 ROLES = ("q", "k", "v", "s", "z")
 MARKS = ("o", "s", "D", "^", "v")
 """Lines differ by colour and by mark; from the sixth on they are dashed, with empty marks."""
-MARKED = 24
+MAX_MARKS = 24
 """Marks of a line, at most: more would hide it."""
-LETTER = 7.9
+LETTER_WIDTH = 7.9
 """About how many pixels a letter of a name takes."""
 
 Point = tuple[float, float]
@@ -172,7 +172,7 @@ class Picture:
         colour, gid = palette.LIGHT[ROLES[i % len(ROLES)]], f"line {axes.get_label()} {i}"
         places = self._places(line)
         xs, ys = [line.points[j][0] for j in places], [line.points[j][1] for j in places]
-        every = max(1, -(-len(places) // MARKED))
+        every = max(1, -(-len(places) // MAX_MARKS))
         (drawn,) = axes.plot(
             xs,
             ys,
@@ -206,7 +206,7 @@ class Picture:
         if line.hints:
             return line.hints[i]
         x, y = line.points[i]
-        return f"{line.name}: {_words(_unit(self.x))(x)}, {_words(_unit(self.y))(y)}"
+        return f"{line.name}: {_value_text(_unit(self.x))(x)}, {_value_text(_unit(self.y))(y)}"
 
     def _shade(self, axes: Axes, edge: float) -> None:
         low, high = axes.get_xlim()
@@ -249,7 +249,7 @@ class Panels:
         lines = self.pictures[0].lines
         widest = max((cell_len(inert(line.name)) for line in lines), default=0)
         each = 720 if len(self.pictures) == 1 else 520
-        wide, apart = each * len(self.pictures), LETTER * widest + 54
+        wide, apart = each * len(self.pictures), LETTER_WIDTH * widest + 54
         abreast = max(1, min(len(lines), int((wide - 40) // apart), 6))
         top = 70 + 20 * -(-len(lines) // abreast)
         figure = plotting.new_figure(wide, top + 324)
@@ -451,7 +451,7 @@ class Scatter:
                 gid=f"mark {i}",
                 zorder=3,
             )
-            said = f"{mark.name}: {_words(self.x.unit)(mark.x)}, {_words(self.y.unit)(mark.y)}"
+            said = f"{mark.name}: {_value_text(self.x.unit)(mark.x)}, {_value_text(self.y.unit)(mark.y)}"
             hints[f"mark {i}"] = [said + (", on the front" if mark.front else "")]
         self._name(axes)
         return Drawing(figure, hints)
@@ -462,7 +462,7 @@ class Scatter:
         places = [axes.transData.transform((mark.x, mark.y)) for mark in self.marks]
         for i in sorted(range(len(places)), key=lambda i: -places[i][1]):
             name = inert(self.marks[i].name)
-            left, middle, wide = places[i][0] + 10, places[i][1], LETTER * cell_len(name)
+            left, middle, wide = places[i][0] + 10, places[i][1], LETTER_WIDTH * cell_len(name)
             for other, other_wide, at in placed:
                 apart = left > other + other_wide or other > left + wide
                 if not apart and abs(at - middle) < line:
@@ -506,10 +506,10 @@ class AlignmentMap:
         rows, columns = self.weights.shape
         said, source = ([inert(word) for word in words] for words in (self.said, self.source))
         side, turn = 22, math.radians(55)
-        longest = [max(map(cell_len, words), default=0) * LETTER for words in (said, source)]
+        longest = [max(map(cell_len, words), default=0) * LETTER_WIDTH for words in (said, source)]
         left, top = 18 + longest[0], 22 + longest[1] * math.sin(turn)
         # the last word above the columns leans out to the right
-        right = 14 + (cell_len(source[-1]) * LETTER * math.cos(turn) if source else 0)
+        right = 14 + (cell_len(source[-1]) * LETTER_WIDTH * math.cos(turn) if source else 0)
         wide = max(left + columns * side + right, left + 300)
         high = top + rows * side + 48
         figure = plotting.new_figure(wide, high)
@@ -552,7 +552,7 @@ class AlignmentMap:
         wide, high = (72 * x for x in figure.get_size_inches())
         plotting.write_at(figure, left, high - 14, "weight 0", size=12)
         bar = figure.add_axes(((left + 62) / wide, 12 / high, 160 / wide, 14 / high))
-        shades = np.linspace(0, 1, plotting.STEPS)[None]
+        shades = np.linspace(0, 1, plotting.NUM_SHADES)[None]
         bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
         bar.set_axis_off()
         plotting.write_at(figure, left + 230, high - 14, "1", size=12)
@@ -578,7 +578,7 @@ class HeadWeights:
         cells = np.array(self.weights, float)
         rows, columns = cells.shape
         side = max(8, min(44, 640 // max(rows, columns)))
-        wide = max(96 + columns * side, 40 + LETTER * cell_len(inert(self.title)))
+        wide = max(96 + columns * side, 40 + LETTER_WIDTH * cell_len(inert(self.title)))
         figure = plotting.new_figure(wide, 112 + rows * side)
         axes = plotting.new_axes(figure, 60, wide - 60 - columns * side, 56, 56)
         axes.grid(visible=False)
@@ -609,7 +609,7 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
-class Bar:
+class RatioBar:
     """A peer's time divided by ours.
 
     Attributes:
@@ -617,7 +617,7 @@ class Bar:
         ratio: above 1 is slower than ours.
         words: behind the bar.
 
-    >>> Bar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
+    >>> RatioBar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
     1.5
     """
 
@@ -630,18 +630,18 @@ class Bar:
 class RatioBars:
     """Times of peers divided by ours: a bar from 1 to each, on a logarithmic axis.
 
-    >>> RatioBars([Bar("torch SDPA", 1.5, "1.50x")], "bench").draw().hints
+    >>> RatioBars([RatioBar("torch SDPA", 1.5, "1.50x")], "bench").draw().hints
     {}
     """
 
-    bars: Sequence[Bar]
+    bars: Sequence[RatioBar]
     title: str
 
     def draw(self) -> Drawing:
         """The figure, a row for each bar."""
         ratios = [bar.ratio for bar in self.bars]
         labels = [inert(bar.label) for bar in self.bars]
-        left = 24 + LETTER * max(map(cell_len, labels))
+        left = 24 + LETTER_WIDTH * max(map(cell_len, labels))
         figure = plotting.new_figure(left + 560, 110 + 22 * len(ratios))
         axes = plotting.new_axes(figure, left, 130, 44, 60)
         axes.grid(axis="x", color=palette.LIGHT["line"], linewidth=1)
@@ -733,7 +733,7 @@ def _unit(words: str) -> str:
     return found[0] if found else ""
 
 
-def _words(unit: str) -> Callable[[float], str]:
+def _value_text(unit: str) -> Callable[[float], str]:
     """How a value of a unit is written where a mark says it."""
     known: dict[str, Callable[[float], str]] = {
         "bytes": units.size,
@@ -755,7 +755,7 @@ def _number(x: float) -> str:
     return f"{x:.2g}".replace("e+0", "e").replace("e+", "e")
 
 
-def _tick_words(unit: str, *, tokens: bool) -> Callable[[float], str]:
+def _tick_text(unit: str, *, tokens: bool) -> Callable[[float], str]:
     """How a round value of a unit is written beside an axis."""
 
     def words(x: float) -> str:
@@ -806,7 +806,7 @@ def _scale(
         low, high = low - wide, high + wide
     (axes.set_xlim if name == "x" else axes.set_ylim)(low, high)
     axis = axes.xaxis if name == "x" else axes.yaxis
-    words = _tick_words(unit, tokens=tokens)
+    words = _tick_text(unit, tokens=tokens)
     axis.set_major_locator(FixedLocator(_ticks(low, high, values, unit, log=log, most=most)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
     axis.set_minor_locator(NullLocator())

@@ -87,7 +87,7 @@ def _costs(report: CostReport) -> str:
         (
             "prompt",
             units.count(report.prefill_flops, "FLOP"),
-            _moved(report.prefill_flops, report.prefill_bytes),
+            _bytes_and_intensity(report.prefill_flops, report.prefill_bytes),
         )
     )
     if model.decodes:
@@ -95,7 +95,7 @@ def _costs(report: CostReport) -> str:
             (
                 "one token",
                 units.count(report.decode_flops, "FLOP"),
-                _moved(report.decode_flops, report.decode_bytes),
+                _bytes_and_intensity(report.decode_flops, report.decode_bytes),
             )
         )
     for form, count in report.decode_forms.items():
@@ -104,7 +104,7 @@ def _costs(report: CostReport) -> str:
     return f"{title}\n{table(rows)}"
 
 
-def _moved(count: int, moved: int) -> str:
+def _bytes_and_intensity(count: int, moved: int) -> str:
     return f"{units.size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
 
 
@@ -138,15 +138,15 @@ def _fit(report: CostReport, machine: Machine) -> str:
     return f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they do not fit"
 
 
-def side_by_side(first: CostReport, second: CostReport, machine: Machine | None) -> str:
+def comparison(first: CostReport, second: CostReport, machine: Machine | None) -> str:
     """Figures of two models with their units, and the first's divided by the second's."""
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
     for name in FIGURES:
-        unit = _words(name)
+        unit = _figure_format(name)
         rows.append(
-            (name.replace("_", " "), unit(a[name]), unit(b[name]), _times(a[name], b[name]))
+            (name.replace("_", " "), unit(a[name]), unit(b[name]), _ratio(a[name], b[name]))
         )
     at, notes = first.setting, []
     if machine is not None:
@@ -160,7 +160,7 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
                 (
                     f"{what} on {machine.name}",
                     *cells,
-                    "-" if x is None or y is None else _times(x, y),
+                    "-" if x is None or y is None else _ratio(x, y),
                 )
             )
         notes = [
@@ -179,19 +179,19 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
     return "\n".join([title, table(rows), *notes])
 
 
-def _words(name: str) -> Callable[[int], str]:
+def _figure_format(name: str) -> Callable[[int], str]:
     """How a figure is written: in bytes, in FLOPs, or as a number."""
     if name in BYTES:
         return units.size
     return partial(units.count, unit="FLOP") if "flops" in name else "{:,}".format
 
 
-def _times(a: float, b: float) -> str:
+def _ratio(a: float, b: float) -> str:
     """A ratio."""
     return f"{a / b:.4g}x" if b else "-"
 
 
-def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
+def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """A row for each context."""
     timed = "decode_seconds" in rows[0]
     lines = [

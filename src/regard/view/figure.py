@@ -113,7 +113,7 @@ def _scale(figure: Figure, high: float) -> None:
     bar = figure.add_axes(
         ((WIDE - 62) / WIDE, 1 - (64 + PATTERN) / high, 14 / WIDE, PATTERN / high)
     )
-    shades = np.linspace(0, 1, plotting.STEPS)[:, None]
+    shades = np.linspace(0, 1, plotting.NUM_SHADES)[:, None]
     bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
     bar.set_axis_off()
     for share, word in ((0.0, "0"), (1.0, "1")):

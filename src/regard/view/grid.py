@@ -15,13 +15,13 @@ from rich.text import Text
 from regard.view.palette import TERMINAL
 
 WIDTH = 80
-WIDE = 32
-"""Columns that get two characters each; more get one, up to `NARROW`, and more than that are pooled
-to `WIDE`.
+MAX_WIDE_COLUMNS = 32
+"""Columns that get two characters each; more get one, up to `MAX_COLUMNS`, and more than that are pooled
+to `MAX_WIDE_COLUMNS`.
 """
-NARROW = 56
-TALL = 64
-"""Rows that are drawn one by one; more are pooled to `WIDE`."""
+MAX_COLUMNS = 56
+MAX_ROWS = 64
+"""Rows that are drawn one by one; more are pooled to `MAX_WIDE_COLUMNS`."""
 
 UNICODE = {
     "empty": "·",
@@ -73,9 +73,9 @@ def pool(T: int, S: int) -> tuple[int, int]:
     """
 
     def factor(n: int, most: int) -> int:
-        return 1 if n <= most else 1 << (-(-n // WIDE) - 1).bit_length()
+        return 1 if n <= most else 1 << (-(-n // MAX_WIDE_COLUMNS) - 1).bit_length()
 
-    return factor(T, TALL), factor(S, NARROW)
+    return factor(T, MAX_ROWS), factor(S, MAX_COLUMNS)
 
 
 def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
@@ -91,7 +91,7 @@ def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
           2 |####@@|    3  0-2
     """
     glyphs = ASCII if ascii_only else UNICODE
-    wide = 2 if grid.states.shape[1] <= WIDE else 1
+    wide = 2 if grid.states.shape[1] <= MAX_WIDE_COLUMNS else 1
     yield Text(f"  {_legend(grid, glyphs, wide)}", "dim")
     yield Text(f"         {_ruler(grid, wide)}".rstrip(), style("k"))
     for i in range(grid.states.shape[0]):
@@ -115,8 +115,8 @@ def draw_tiles(
             |##++|
     """
     glyphs = ASCII if ascii_only else UNICODE
-    shown = states[:WIDE, :WIDE]
-    cut = f"; the first {WIDE} a side" if shown.shape != states.shape else ""
+    shown = states[:MAX_WIDE_COLUMNS, :MAX_WIDE_COLUMNS]
+    cut = f"; the first {MAX_WIDE_COLUMNS} a side" if shown.shape != states.shape else ""
     full, partial = glyphs["full"] * 2, glyphs["partial"] * 2
     yield Text(
         f"  tiles of {size[0]} queries x {size[1]} keys: {full} full, {partial} partial, "

@@ -51,7 +51,7 @@ def safe(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Figure:
+class CaptionedChart:
     """A chart with a line above it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Section:
     pictures: Sequence[Chart] = ()
     more: Rows = ()
     caption: str = ""
-    figures: Sequence[Figure] = ()
+    figures: Sequence[CaptionedChart] = ()
     numbers: bool = False
     tones: Mapping[int, str] = field(default_factory=dict)
 

@@ -36,7 +36,7 @@ _drawing = Lock()
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 FORMATS = (".svg", ".png", ".pdf")
 SVG = "http://www.w3.org/2000/svg"
-STEPS = 16
+NUM_SHADES = 16
 """Shades of a weight: each has a colour in the light, and another one in the dark."""
 
 FONTS = (
@@ -272,7 +272,7 @@ def _chinese_fonts() -> tuple[str, ...]:
 
 def _shades(theme: str) -> list[str]:
     stops = palette.WEIGHTS[theme]
-    colours = (palette.ramp(stops, i / (STEPS - 1)) for i in range(STEPS))
+    colours = (palette.ramp(stops, i / (NUM_SHADES - 1)) for i in range(NUM_SHADES))
     return ["#{:02x}{:02x}{:02x}".format(*rgb) for rgb in colours]
 
 

@@ -15,15 +15,15 @@ from rich.text import Text
 from regard.foreign import inert
 from regard.view import text
 from regard.view.charts import Accuracy, AlignmentMap, accuracy_chart
-from regard.view.html import Figure, Section, page
+from regard.view.html import CaptionedChart, Section, page
 from regard.view.text import WIDTH, style
 
 
 @dataclass(frozen=True)
-class Aligned:
+class AlignedExample:
     """One example with its alignment: where it was looked, and what should have been said.
 
-    >>> Aligned(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right
+    >>> AlignedExample(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right
     True
     """
 
@@ -40,10 +40,10 @@ class Aligned:
 
 
 @dataclass(frozen=True)
-class Told:
+class WrongAnswer:
     """What was read, what was said, and what should have been: as texts.
 
-    >>> Told("one", "二", "一").said
+    >>> WrongAnswer("one", "二", "一").said
     '二'
     """
 
@@ -74,8 +74,8 @@ class TaskPage:
     facts: Mapping[str, str]
     series: Sequence[Accuracy]
     trained: int
-    aligned: Sequence[Aligned] = field(default=())
-    wrong: Sequence[Told] = field(default=())
+    aligned: Sequence[AlignedExample] = field(default=())
+    wrong: Sequence[WrongAnswer] = field(default=())
 
     def html(self) -> str:
         """The whole page: words are untrusted and reach it escaped, and no script runs."""
@@ -100,7 +100,7 @@ class TaskPage:
                 "colour of a cell is its weight. Nobody taught the model which word belongs to "
                 "which.",
                 figures=[
-                    Figure(
+                    CaptionedChart(
                         AlignmentMap(one.weights, one.said, one.source),
                         one.place
                         + ("" if one.right else f"; it should have been {''.join(one.wanted)}"),
@@ -159,10 +159,11 @@ def alignment_lines(
                  二 │  ██│
     """
     low = " ".join(
-        f"{shade} {step:g}+" for shade, step in zip(text.SHADES[1:], text.STEPS, strict=True)
+        f"{shade} {step:g}+" for shade, step in zip(text.SHADES[1:], text.SHADE_STEPS, strict=True)
     )
     yield Text(
-        f"  rows were said, columns are the source; blank below {text.STEPS[0]:g}, {low}", "dim"
+        f"  rows were said, columns are the source; blank below {text.SHADE_STEPS[0]:g}, {low}",
+        "dim",
     )
     numbered = " ".join(f"{j}\u00a0{inert(word)} " for j, word in enumerate(source))
     for part in textwrap.wrap(numbered, WIDTH - 4):

@@ -18,11 +18,11 @@ from rich.text import Text
 from regard.foreign import inert
 from regard.view.palette import TERMINAL
 
-UP = " ▁▂▃▄▅▆▇█"
-DOWN = " ▔▀█"
-ACROSS = " ▏▎▍▌▋▊▉█"
+BARS_UP = " ▁▂▃▄▅▆▇█"
+BARS_DOWN = " ▔▀█"
+BARS_ACROSS = " ▏▎▍▌▋▊▉█"
 SHADES = " ░▒▓█"
-STEPS = (0.02, 0.1, 0.3, 0.6)
+SHADE_STEPS = (0.02, 0.1, 0.3, 0.6)
 """Weights from which on each darker shade is drawn."""
 MASKED = "╱"
 
@@ -33,7 +33,7 @@ def shade(weight: float | None) -> str:
     >>> [shade(p) for p in (None, 0.0, 0.05, 0.2, 0.5, 1.0)]
     ['╱', ' ', '░', '▒', '▓', '█']
     """
-    return MASKED if weight is None else SHADES[sum(weight >= step for step in STEPS)]
+    return MASKED if weight is None else SHADES[sum(weight >= step for step in SHADE_STEPS)]
 
 
 def bar(share: float, width: int) -> str:
@@ -44,7 +44,7 @@ def bar(share: float, width: int) -> str:
     """
     eighths = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
-    return ("█" * full + (ACROSS[rest] if rest else "")).ljust(width)
+    return ("█" * full + (BARS_ACROSS[rest] if rest else "")).ljust(width)
 
 
 def columns(values: Sequence[float], top: float) -> tuple[str, str]:
@@ -55,8 +55,8 @@ def columns(values: Sequence[float], top: float) -> tuple[str, str]:
     ('█ ▄', ' █ ')
     """
     shares = [v / top if top else 0.0 for v in values]
-    up = "".join(UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
-    down = "".join(DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
+    up = "".join(BARS_UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
+    down = "".join(BARS_DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
     return up, down
 
 
@@ -121,10 +121,10 @@ Lines: TypeAlias = Iterator[Text]
 
 WIDTH = 80
 INDENT = "  "
-STRIP = 64  # characters of a strip
-LARGE = 32  # cells along a side of the large pattern
-SMALL = 8  # and of a small one
-ABREAST = 4  # small ones side by side
+STRIP_WIDTH = 64  # characters of a strip
+MAX_PATTERN_CELLS = 32  # cells along a side of the large pattern
+MAX_SMALL_CELLS = 8  # and of a small one
+PATTERNS_PER_LINE = 4  # small ones side by side
 
 
 def style(role: str, *, bold: bool = False) -> Style:
@@ -155,8 +155,10 @@ def wrapped(text: str) -> Lines:
 
 def legend(what: str) -> Text:
     """What the shades mean."""
-    low = " ".join(f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], STEPS, strict=True))
-    return Text(f"{INDENT}{what} blank below {STEPS[0]:g}, {low}, {MASKED} masked", "dim")
+    low = " ".join(
+        f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], SHADE_STEPS, strict=True)
+    )
+    return Text(f"{INDENT}{what} blank below {SHADE_STEPS[0]:g}, {low}, {MASKED} masked", "dim")
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
@@ -164,8 +166,8 @@ def strip(title: str, values: Sequence[float], role: str, top: float | None = No
 
     `top` is the size of a full bar; by default that of the largest value.
     """
-    n, shown = fold(values, STRIP)
-    wide = max(1, STRIP // len(shown))
+    n, shown = fold(values, STRIP_WIDTH)
+    wide = max(1, STRIP_WIDTH // len(shown))
     full = max(map(abs, values), default=0.0) if top is None else top
     numbers = f"min {number(min(values))}  max {number(max(values))}  norm {number(norm(values))}"
     space = WIDTH - len(INDENT) - len(numbers) - 2
@@ -218,23 +220,24 @@ def small_patterns(data: Data) -> Lines:
         yield Text(f"{INDENT}the other heads are not drawn: the text is long", "dim")
         return
     longest = max(len(data["patterns"][0]), len(data["patterns"][0][0]))
-    side = data["pool"] * max(1, -(-longest // SMALL))
+    side = data["pool"] * max(1, -(-longest // MAX_SMALL_CELLS))
     pooled = f"; each cell is the largest weight of {side} x {side}" if side > 1 else ""
     yield Text(f"{INDENT}every head of the layer{pooled}")
-    for first in range(0, len(patterns), ABREAST):
-        group = list(enumerate(patterns))[first : first + ABREAST]
+    for first in range(0, len(patterns), PATTERNS_PER_LINE):
+        group = list(enumerate(patterns))[first : first + PATTERNS_PER_LINE]
         titles = Text(INDENT)
         for h, _ in group:
             here = h == data["head"]
             titles.append(
-                f"{'▶' if here else ' '}head {h}".ljust(2 * SMALL + 3), "bold" if here else "dim"
+                f"{'▶' if here else ' '}head {h}".ljust(2 * MAX_SMALL_CELLS + 3),
+                "bold" if here else "dim",
             )
         yield titles
         for row in range(len(patterns[0])):
             line = Text(INDENT)
             for _, cells in group:
                 line.append_text(Text.assemble(("│", "dim"), _cells(cells[row]), ("│", "dim")))
-                line.append(" " * (2 * (SMALL - len(cells[row])) + 1))
+                line.append(" " * (2 * (MAX_SMALL_CELLS - len(cells[row])) + 1))
             line.rstrip()
             yield line
 
@@ -251,7 +254,7 @@ def _cells(values: Sequence[float | None]) -> Text:
 def _smaller(cells: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """At most 8 cells a side: the largest of each square, None where all are masked."""
     t, s = len(cells), len(cells[0]) if cells else 0
-    n = max(1, -(-max(t, s) // SMALL))
+    n = max(1, -(-max(t, s) // MAX_SMALL_CELLS))
 
     def largest(rows: range, columns: range) -> float | None:
         found = [cells[i][j] for i in rows for j in columns]

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regard.inspect.explain.explanation import Array
-from regard.inspect.explain.reading import Reading, Site
-from regard.inspect.record.place import Block, Place
+from regard.inspect.explain.reading import AttentionSite, PreparedRun
+from regard.inspect.record.place import PatternBlock, Place
 from regard.inspect.record.recorder import Recorder
 from regard.inspect.record.recording import Recording
 from regard.nn.explain import explainable
 from regard.span import as_tensor
 
 if TYPE_CHECKING:
-    from regard.inspect.explain.reading import Site
-    from regard.inspect.record.place import Step
+    from regard.inspect.explain.reading import AttentionSite
+    from regard.inspect.record.place import RecordedStep
 
 
 TAPS = ("q", "k", "v", "z", "out")
@@ -46,7 +46,7 @@ class QueryCall:
     branch: str = ""
 
     @property
-    def step(self) -> Step:
+    def step(self) -> RecordedStep:
         """The call that was recorded."""
         return self.place.steps[self.number]
 
@@ -80,7 +80,7 @@ class QueryCall:
         return found
 
     @cached_property
-    def _part(self) -> Block:
+    def _part(self) -> PatternBlock:
         rows, keys = slice(self.row, self.row + 1), slice(0, len(self.keys))
         return self.place.part(self.step, rows, keys, self.place.heads)
 
@@ -94,12 +94,12 @@ class QueryCall:
         return found
 
 
-def calls_at(capture: Capture, site: Site, query: int) -> list[QueryCall]:
+def calls_for_query(capture: CapturedRun, site: AttentionSite, query: int) -> list[QueryCall]:
     """The calls at a site that query i takes part in, in the order of the run; in calls of one
     token each it is the i-th.
     """
     found = []
-    for name, place in capture.recording.places.items():
+    for name, place in capture_site.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
             found += _of(place, query, name[len(site.place) + 1 :])
     return found
@@ -116,7 +116,7 @@ def _of(place: Place, query: int, branch: str) -> list[QueryCall]:
     ]
 
 
-def counting(site: Site, calls: list[QueryCall]) -> list[QueryCall]:
+def effective_calls(site: AttentionSite, calls: list[QueryCall]) -> list[QueryCall]:
     """The calls whose answers go on: the last of several, where the mechanism says that it replaces
     the others.
     """
@@ -130,14 +130,14 @@ def main_call(calls: list[QueryCall], head: int) -> QueryCall:
     return max(calls, key=lambda call: float(call.weights[head].max(initial=0.0)))
 
 
-def looks_of(calls: list[QueryCall], length: int) -> Tensor:
+def main_call_weights(calls: list[QueryCall], length: int) -> Tensor:
     """Weights [H,length] by the key's position, each head's of its main call."""
     heads = range(len(calls[0].weights))
     return torch.stack([main_call(calls, head).by_key(length)[head] for head in heads])
 
 
 @dataclass(frozen=True, eq=False)
-class Capture:
+class CapturedRun:
     """What one run computed.
 
     recording: the calls of attention at the sites that were asked for.
@@ -155,10 +155,10 @@ class Capture:
     apart: float = 0.0
 
 
-class Watch(Recorder):
+class SiteRecorder(Recorder):
     """A recorder of some sites, which also keeps the taps of one."""
 
-    def __init__(self, sites: Sequence[Site], site: Site | None = None) -> None:
+    def __init__(self, sites: Sequence[AttentionSite], site: AttentionSite | None = None) -> None:
         super().__init__()
         self.missing = "ignore"  # a recurrence calls no softmax, and not every site has every tap
         self._prefixes = tuple(s.place for s in sites)
@@ -172,19 +172,19 @@ class Watch(Recorder):
             super().saw(call, result, kernel)
 
 
-def look(read: Reading, sites: Sequence[Site]) -> Capture:
+def record_sites(read: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:
     """Run once, and record the calls of attention at some sites."""
-    with torch.inference_mode(), Watch(sites) as watch:
+    with torch.inference_mode(), SiteRecorder(sites) as watch:
         read.run()
-    return Capture(watch.recording())
+    return CapturedRun(watch.recording())
 
 
-def recorded(read: Reading) -> Recording:
+def record_run(read: PreparedRun) -> Recording:
     """Run once, and record every softmax attention: what pages and files are made of.
 
     >>> import regard
     >>> from regard.inspect.explain.reading import reading
-    >>> list(recorded(reading(regard.load("tiny"), "to be")).places)[0]
+    >>> list(record_run(reading(regard.load("tiny"), "to be")).places)[0]
     'layers.0'
     """
     recorder = Recorder()
@@ -201,19 +201,19 @@ def recorded(read: Reading) -> Recording:
     return replace(found, source_ids=ids, source_pieces=source.pieces)
 
 
-def capture(read: Reading, site: Site) -> Capture:
+def capture_site(read: PreparedRun, site: AttentionSite) -> CapturedRun:
     """Run twice, once with everything at one site kept, and once as when nobody looks."""
     kept: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), ExitStack() as hooks:
         for handle in _hooks(read, site, kept):
             hooks.callback(handle.remove)
-        with Watch((site,), site) as watch:
+        with SiteRecorder((site,), site) as watch:
             seen = read.run()
         hooks.close()
         apart = float((read.run().double() - seen.double()).abs().max())
     hidden = {name: torch.cat(parts, 1)[0] for name, parts in kept.items()}
     taps = {name: _joined(watch, f"{site.place}.{name}") for name in TAPS}
-    return Capture(
+    return CapturedRun(
         watch.recording(model=read.name),
         {n: x for n, x in taps.items() if x is not None},
         hidden,
@@ -221,7 +221,7 @@ def capture(read: Reading, site: Site) -> Capture:
     )
 
 
-def _joined(watch: Watch, name: str) -> Tensor | None:
+def _joined(watch: SiteRecorder, name: str) -> Tensor | None:
     """A tap of all calls: one behind the other where each had some rows, the last where each had
     all keys.
     """
@@ -234,7 +234,9 @@ def _joined(watch: Watch, name: str) -> Tensor | None:
     return torch.cat(parts, 1 if letter == "out" else 2)[0]
 
 
-def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]]) -> list[RemovableHandle]:
+def _hooks(
+    read: PreparedRun, site: AttentionSite, kept: dict[str, list[Tensor]]
+) -> list[RemovableHandle]:
     """Hooks that keep what enters and leaves the modules around a site."""
     attention, thread = site.attention, get_ident()
     hooks: list[RemovableHandle] = []

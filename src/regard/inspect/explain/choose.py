@@ -11,22 +11,34 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.explain.capture import calls_at, counting, look, looks_of
-from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
+from regard.inspect.explain.capture import (
+    calls_for_query,
+    effective_calls,
+    main_call_weights,
+    record_sites,
+)
+from regard.inspect.explain.reading import (
+    AttentionSite,
+    ModelInput,
+    PreparedRun,
+    TokenSequence,
+    check_index,
+    prepare_run,
+)
 from regard.models.model import Model
 from regard.nn.explain import explainable
 
-RULE = (
+HEAD_RULE = (
     "the head that looks hardest at one other token: the largest single weight of the query on a "
     "key that is neither "
     "the first token, nor a neighbour of the query, nor the query itself"
 )
 """How `strongest_head` chooses, in words."""
 
-AT_KEY = "the head that looks hardest at the key: the largest weight of the query on it"
+HEAD_FOR_KEY_RULE = "the head that looks hardest at the key: the largest weight of the query on it"
 """How a head is chosen where the key is given."""
 
-UNCOMPARED = "the first one: this mechanism has no softmax to compare heads by"
+FIRST_HEAD_RULE = "the first one: this mechanism has no softmax to compare heads by"
 
 KEY_RULE = "the strongest key that is neither the query nor the first token"
 """How the key is chosen, in words."""
@@ -55,13 +67,13 @@ def find_query(model: Model, text: str, query: int | str) -> int:
     >>> find_query(regard.load("tiny"), "a b", -1) == len(regard.load("tiny").encode("a b")[0]) - 1
     True
     """
-    return find_token(reading(model, text).sides["text"], query)
+    return find_token(prepare_run(model, text).sides["text"], query)
 
 
-def find_token(tokens: Tokens, token: int | str, name: str = "query") -> int:
+def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
     """The index of a token, as `find_query`; `name` is what a refusal calls it.
 
-    >>> from regard.inspect.explain.reading import spoken
+    >>> from regard.inspect.explain.prepare_run import spoken
     >>> find_token(spoken((5, 6, 7), ("one", "two", "three")), "two")
     1
     """
@@ -103,11 +115,11 @@ def strongest_head(
     0
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return strongest(_reading(model, ids), query, layer=layer, head=head)
+    return choose_head(_reading(model, ids), query, layer=layer, head=head)
 
 
-def strongest(
-    read: Reading,
+def choose_head(
+    read: PreparedRun,
     query: int,
     *,
     layer: int | None = None,
@@ -120,7 +132,7 @@ def strongest(
     Where the key is given, the number of a token, it is the head that looks hardest at it.
 
     >>> import regard
-    >>> strongest(reading(regard.load("tiny"), "x"), 0).head
+    >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
     0
     """
     sites = read.main if place is None else (read.site(place=place),)
@@ -128,23 +140,23 @@ def strongest(
         first = sites[
             0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
         ]
-        return Choice(first.layer, head or 0, UNCOMPARED)
+        return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
     rows = _rows(read, sites, query, everything=key is not None)
     if key is None and sites[0].rows == sites[0].columns:
         far = rows.clone()
         far[..., max(query - 1, 0) : query + 2] = -1
         rows = far if bool((far > 0).any()) else rows
-    looks = (rows.amax(-1) if key is None else rows[..., key]).clamp(min=0)
-    layers, heads = looks.shape
+    strongest_keys_of_run = (rows.amax(-1) if key is None else rows[..., key]).clamp(min=0)
+    layers, heads = strongest_keys_of_run.shape
     if layer is not None and place is None:
         layer = check_index("layer", layer, layers, "layer", "layers")
-        looks[torch.arange(layers) != layer] = -1
+        strongest_keys_of_run[torch.arange(layers) != layer] = -1
     if head is not None:
         head = check_index("head", head, heads, "head", "heads")
-        looks[:, torch.arange(heads) != head] = -1
-    alone = not bool((looks > 0).any())
-    layer, head = divmod(int(looks.argmax()), heads)
-    rule = RULE if key is None else AT_KEY
+        strongest_keys_of_run[:, torch.arange(heads) != head] = -1
+    alone = not bool((strongest_keys_of_run > 0).any())
+    layer, head = divmod(int(strongest_keys_of_run.argmax()), heads)
+    rule = HEAD_RULE if key is None else HEAD_FOR_KEY_RULE
     if alone:
         rule = "the first one: " + (
             "there is no other token to look at" if key is None else "no head looks at the key"
@@ -168,11 +180,11 @@ def strongest_keys(
     True
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return looks(_reading(model, ids), query)
+    return strongest_keys_of_run(_reading(model, ids), query)
 
 
-def looks(
-    read: Reading, query: int, place: str | None = None
+def strongest_keys_of_run(
+    read: PreparedRun, query: int, place: str | None = None
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """The weights and keys of `strongest_keys` for anything that can be read."""
     sites = read.main if place is None else (read.site(place=place),)
@@ -180,30 +192,34 @@ def looks(
     return best.values.clamp(min=0), best.indices
 
 
-def _reading(model: Source, ids: Tensor) -> Reading:
+def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
     """A reading of ids whose text does not matter."""
     from dataclasses import replace
 
     assert isinstance(model, Model), "text encoders and others are read by their texts"
-    one = reading(model, "x")
+    one = prepare_run(model, "x")
     row = tuple(ids[0].tolist())
-    sides = {"text": Tokens(row, tuple(map(str, row)), "", ())}
+    sides = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
     run = model.decoder if model.has_head else model.decoder.hidden
     return replace(one, sides=sides, run=lambda: run(ids, last=1))
 
 
-def _rows(read: Reading, sites: Sequence[Site], query: int, *, everything: bool = False) -> Tensor:
+def _rows(
+    read: PreparedRun, sites: Sequence[AttentionSite], query: int, *, everything: bool = False
+) -> Tensor:
     """The query's weights [sites, H, S]; -1 on the first token and on itself where keys are its own
     sequence, if not everything.
     """
-    found = look(read, sites)
+    found = record_sites(read, sites)
     rows: list[Tensor | None] = []
     for site in sites:
-        calls = calls_at(found, site, query)
+        calls = calls_for_query(found, site, query)
         if not calls:
             rows.append(None)
             continue
-        rows.append(looks_of(counting(site, calls), len(read.sides[site.columns].ids)))
+        rows.append(
+            main_call_weights(effective_calls(site, calls), len(read.sides[site.columns].ids))
+        )
     known = next((row for row in rows if row is not None), None)
     if known is None:
         names = ", ".join(dict.fromkeys(type(site.attention).__name__ for site in sites))

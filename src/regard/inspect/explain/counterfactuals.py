@@ -13,36 +13,38 @@ from regard.biases import ALiBi
 from regard.cost import Description, attention_flops
 from regard.cost.latent import latent_numbers
 from regard.cost.softmax import attention_bytes
-from regard.inspect.explain.explanation import Array, Cost, Elsewhere, Held
+from regard.inspect.explain.explanation import Array, CacheCost, Counterfactual, RowCost
 from regard.inspect.explain.row import KernelRow, ScoreFunction, softmax
 from regard.span import Span
 
-TOP, CAP = 4, 5.0
+TOP_K, SOFTCAP = 4, 5.0
 """The keys that top-k leaves, and a cap: small, so that a short text shows them."""
 
 
-def counterfactuals(row: KernelRow, weights: Array, z: Array, key: int) -> tuple[Elsewhere, ...]:
+def counterfactuals(
+    row: KernelRow, weights: Array, z: Array, key: int
+) -> tuple[Counterfactual, ...]:
     """The row as it is, under other rules: each a change of one thing.
 
     weights [n], z [E]: of the row as it is. key: the one that is followed.
     """
     return tuple(
-        compared(
+        compare_weights(
             name, equation, other, weights, np.where(row.chain.visible[:, None], row.v, 0.0), z, key
         )
-        for name, equation, other in _others(row)
+        for name, equation, other in _other_rules(row)
         if other is not None
     )
 
 
-def compared(
+def compare_weights(
     name: str, equation: str, other: Array, weights: Array, v: Array, z: Array, key: int
-) -> Elsewhere:
+) -> Counterfactual:
     """What another row of weights changes.
 
     >>> v = np.eye(2)
     >>> half = np.array([0.5, 0.5])
-    >>> found = compared("first", "", np.array([1.0, 0.0]), half, v, half, 0)
+    >>> found = compare_weights("first", "", np.array([1.0, 0.0]), half, v, half, 0)
     >>> found.p, found.moved, round(found.apart, 6)
     (1.0, 0.5, 1.0)
     """
@@ -50,7 +52,7 @@ def compared(
     entropy = -float((positive * np.log(positive)).sum())
     size = float(np.linalg.norm(z)) or 1.0
     top = int(other.argmax())
-    return Elsewhere(
+    return Counterfactual(
         name,
         equation,
         float(other[key]),
@@ -72,7 +74,7 @@ def small_window(keys: int) -> int:
     return min(8, max(1, keys // 2))
 
 
-def _others(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
+def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
     chain, sink = row.chain, row.sink
     at, mine = row.call.keys.numpy(), row.call.position
     wide = small_window(int(chain.visible.sum()))
@@ -86,7 +88,11 @@ def _others(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
         f"only |i - j| < {wide}",
         of(chain._replace(visible=chain.visible & near)),
     )
-    yield f"top {TOP}", f"only the {TOP} largest scores", of(chain._replace(visible=_top(chain)))
+    yield (
+        f"top {TOP_K}",
+        f"only the {TOP_K} largest scores",
+        of(chain._replace(visible=_top_k_visible(chain))),
+    )
     alibi = _alibi(row, at, mine)
     yield (
         "ALiBi",
@@ -94,7 +100,11 @@ def _others(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
         of(chain._replace(bias=alibi if chain.bias is None else chain.bias + alibi)),
     )
     if chain.softcap is None:
-        yield f"softcap {CAP:g}", f"s ← {CAP:g} tanh(s / {CAP:g})", of(chain._replace(softcap=CAP))
+        yield (
+            f"softcap {SOFTCAP:g}",
+            f"s ← {SOFTCAP:g} tanh(s / {SOFTCAP:g})",
+            of(chain._replace(softcap=SOFTCAP)),
+        )
     else:
         yield "no softcap", "s as it is", of(chain._replace(softcap=None))
     yield "temperature 2", "s / 2", of(chain._replace(scale=chain.scale / 2))
@@ -103,13 +113,13 @@ def _others(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
         yield "no bias", "s without b_ij", of(chain._replace(bias=None))
     if sink is not None:
         yield "no sink", "Σ exp without the sink's term", of(chain, None)
-    yield "linear", "φ(q_i) · φ(k_j) / Σ,  φ = elu + 1", _linear(chain)
+    yield "linear", "φ(q_i) · φ(k_j) / Σ,  φ = elu + 1", _linear_attention(chain)
 
 
-def _top(chain: ScoreFunction) -> NDArray[np.bool_]:
+def _top_k_visible(chain: ScoreFunction) -> NDArray[np.bool_]:
     s = chain.steps()[-1].values
     keep = np.zeros(len(s), bool)
-    keep[np.argsort(-s, kind="stable")[:TOP]] = True
+    keep[np.argsort(-s, kind="stable")[:TOP_K]] = True
     found: NDArray[np.bool_] = keep & chain.visible
     return found
 
@@ -121,7 +131,7 @@ def _alibi(row: KernelRow, at: Array, mine: int) -> Array:
     return found
 
 
-def _linear(chain: ScoreFunction) -> Array:
+def _linear_attention(chain: ScoreFunction) -> Array:
     """Linear attention by elu + 1, over what the mask allows."""
     q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (chain.q, chain.k))
     a = np.where(chain.visible, np.where(chain.visible[:, None], k, 0) @ q, 0.0)
@@ -129,7 +139,7 @@ def _linear(chain: ScoreFunction) -> Array:
     return a / total if total > 0 else a
 
 
-def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: int) -> Cost:
+def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: int) -> RowCost:
     """The cost of one query against `keys` visible keys of S, and caches of S tokens of this layer.
 
     MLA stands beside with the sizes of its paper: a latent of 4 D and a rotary key of D / 2.
@@ -141,20 +151,20 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     Source: sizes of MLA from DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2.
     """
     H, G, S, D, E = (sizes[letter] for letter in "HGSDE")
-    described = _described(attention, S)
+    described = _describe(attention, S)
     kept = [
-        _kept("MHA", H * (D + E), S, itemsize),
-        *([_kept(f"GQA, G = {G}", G * (D + E), S, itemsize)] if 1 < G < H else []),
-        _kept("MQA", D + E, S, itemsize),
-        _kept("MLA", latent_numbers(4 * D, D // 2), S, itemsize),
-        _kept(f"window {small_window(S)}", G * (D + E), small_window(S), itemsize),
+        _cache_cost("MHA", H * (D + E), S, itemsize),
+        *([_cache_cost(f"GQA, G = {G}", G * (D + E), S, itemsize)] if 1 < G < H else []),
+        _cache_cost("MQA", D + E, S, itemsize),
+        _cache_cost("MLA", latent_numbers(4 * D, D // 2), S, itemsize),
+        _cache_cost(f"window {small_window(S)}", G * (D + E), small_window(S), itemsize),
     ]
     if described is not None:
         numbers, tokens = described.kv_per_token.value, described.kv_tokens.value
         whole = described.kept * itemsize
-        kept.append(Held("this layer", numbers, tokens, whole, here=True))
+        kept.append(CacheCost("this layer", numbers, tokens, whole, here=True))
     flops = described.flops_per_token if described is not None else None
-    return Cost(
+    return RowCost(
         keys,
         attention_flops(keys, D, E),
         0 if flops is None else flops.value,
@@ -164,11 +174,11 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     )
 
 
-def _kept(name: str, numbers: int, tokens: int, itemsize: int) -> Held:
-    return Held(name, numbers, tokens, numbers * tokens * itemsize, here=False)
+def _cache_cost(name: str, numbers: int, tokens: int, itemsize: int) -> CacheCost:
+    return CacheCost(name, numbers, tokens, numbers * tokens * itemsize, here=False)
 
 
-def _described(attention: Any, context: int) -> Description | None:
+def _describe(attention: Any, context: int) -> Description | None:
     """What the module says of itself, if it does."""
     if not hasattr(attention, "describe"):
         return None

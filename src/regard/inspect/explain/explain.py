@@ -14,50 +14,57 @@ from torch import Tensor
 from regard.errors import ArgumentError
 from regard.foreign import shown, whole
 from regard.inspect.explain.capture import (
-    Capture,
+    CapturedRun,
     QueryCall,
-    calls_at,
-    capture,
-    counting,
+    calls_for_query,
+    capture_site,
+    effective_calls,
     main_call,
 )
 from regard.inspect.explain.choose import KEY_RULE, find_token
 from regard.inspect.explain.counterfactuals import counterfactuals, row_cost
 from regard.inspect.explain.explanation import (
     Array,
-    Elsewhere,
+    Counterfactual,
     Explanation,
     HeadPatterns,
     Location,
+    RecurrentState,
     RowTokens,
     ScoreChain,
     SoftmaxRow,
-    State,
 )
-from regard.inspect.explain.layer import tensors_of
+from regard.inspect.explain.layer import summarize_layer
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
+from regard.inspect.explain.reading import (
+    AttentionSite,
+    ModelInput,
+    PreparedRun,
+    TokenSequence,
+    check_index,
+    prepare_run,
+)
 from regard.inspect.explain.row import (
     Checks,
     KernelRow,
-    apart,
-    array,
+    effective_row_scores,
+    kernel_row,
     layer_run,
-    mixture,
-    own_scores,
-    row_of,
-    scored,
-    state_of,
+    max_difference,
+    mix_of_rows,
+    recurrent_state,
+    score_and_compare,
+    to_array,
 )
-from regard.inspect.explain.steps import hidden_states, mixed, patterns, projected
+from regard.inspect.explain.steps import head_output, head_patterns, hidden_states, input_chain
 from regard.nn.explain import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tap import NAMES, edited
 
-PREDICTIONS = 5
+NUM_PREDICTIONS = 5
 
 
-MOST_TOKENS = 512
+MAX_PATTERN_TOKENS = 512
 """The longest text whose whole pattern is kept; of longer ones the row is, and a small picture."""
 
 
@@ -65,17 +72,17 @@ MOST_TOKENS = 512
 class Target:
     """Where to look: an attention of what is read, and the index of the query."""
 
-    read: Reading
-    site: Site
+    read: PreparedRun
+    site: AttentionSite
     i: int
 
     @property
-    def columns(self) -> Tokens:
+    def columns(self) -> TokenSequence:
         """The keys' sequence."""
         return self.read.sides[self.site.columns]
 
     @property
-    def rows(self) -> Tokens:
+    def rows(self) -> TokenSequence:
         """The queries' sequence."""
         return self.read.sides[self.site.rows]
 
@@ -93,13 +100,13 @@ def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
     )
 
 
-def which_call(call: int | str, names: Sequence[str]) -> int:
+def call_index(call: int | str, names: Sequence[str]) -> int:
     """The number of a call, by number or name.
 
     Raises:
         ArgumentError: there is none such.
 
-    >>> which_call("window", ["compressed", "selected", "window"])
+    >>> call_index("window", ["compressed", "selected", "window"])
     2
     """
     number = whole(call) if isinstance(call, str) else call
@@ -110,7 +117,7 @@ def which_call(call: int | str, names: Sequence[str]) -> int:
     raise ArgumentError(f"call is {shown(call)}; the calls for this query are {', '.join(names)}")
 
 
-def tokens_of(
+def row_tokens(
     at: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
 ) -> RowTokens:
     """The tokens of keys by where they stand, and those of the queries; a block of keys is called
@@ -158,26 +165,26 @@ def find_key(
     return int(best.argmax()), rule
 
 
-def row_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
+def query_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
     """The pieces of all queries of the call."""
     at_rows = as_tensor(call.step.q_positions)[0].tolist()
     known = at.rows.pieces
     return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in at_rows)
 
 
-def predictions(at: Target, found: Capture) -> tuple[tuple[str, int, float], ...]:
+def predictions(at: Target, found: CapturedRun) -> tuple[tuple[str, int, float], ...]:
     """The likeliest tokens for the query, where the network says any."""
     read = at.read
     if read.predict is None or at.site.rows != read.predicts or "last" not in found.hidden:
         return ()
     logits = read.predict(found.hidden["last"][None, at.i : at.i + 1])[0, 0]
-    likely = logits.double().softmax(-1).topk(min(PREDICTIONS, logits.shape[-1]))
+    likely = logits.double().softmax(-1).topk(min(NUM_PREDICTIONS, logits.shape[-1]))
     ids = likely.indices.tolist()
     return tuple(zip(read.names(ids), ids, likely.values.tolist(), strict=True))
 
 
 def explain(
-    model: Source | Reading,
+    model: ModelInput | PreparedRun,
     text: str | None = None,
     *,
     layer: int | None = None,
@@ -202,7 +209,7 @@ def explain(
 
     Args:
         model: from `regard.load`: a decoder, a text encoder or an encoder-decoder; a
-            `regard.inspect.explain.reading.Words`; or a reading of one of these, such as
+            `regard.inspect.explain.prepare_run.Words`; or a reading of one of these, such as
             `regard.inspect.explain.random_model.random_model`, a mechanism with random weights.
         text: at least one token; None for what has its own.
         layer, head: where to look; negative counts from the end. Layers of an encoder-decoder are
@@ -227,22 +234,22 @@ def explain(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
-    read = model if isinstance(model, Reading) else reading(model, text, target)
+    read = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
     site = read.site(layer, place)
-    read = _noted(read, site)
+    read = _note_edits(read, site)
     at = Target(read, site, find_token(read.sides[site.rows], query))
     mechanism = explainable(site.attention)
     with torch.inference_mode():
-        found = capture(read, site)
+        found = capture_site(read, site)
         if mechanism.has_own_row:
-            walk = _own_row(at, mechanism, found, head, key)
+            walk = _mechanism_row(at, mechanism, found, head, key)
         else:
             walk = _recorded_row(at, found, head, key, call)
-        return _explanation(at, mechanism, found, walk)
+        return _assemble(at, mechanism, found, walk)
 
 
 @dataclass(frozen=True, eq=False)
-class _Walk:
+class _ExplainedRow:
     """A row that is explained, whether a kernel's call or the mechanism itself gave it."""
 
     head: int
@@ -250,7 +257,7 @@ class _Walk:
     key: int
     key_chosen_by: str
     positions: Sequence[int]
-    row_pieces: tuple[str, ...]
+    query_pieces: tuple[str, ...]
     q: Array
     k: Array
     v: Array
@@ -267,27 +274,29 @@ class _Walk:
     call: int = 0
     calls: tuple[str, ...] = ("",)
     recorded: tuple[KernelRow, tuple[QueryCall, ...]] | None = None
-    state: State | None = None
+    state: RecurrentState | None = None
 
 
-def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk) -> Explanation:
+def _assemble(
+    at: Target, mechanism: Explainable, found: CapturedRun, walk: _ExplainedRow
+) -> Explanation:
     """What stands in front of the row and behind it, and the whole."""
     site, head, row = at.site, walk.head, walk.softmax
     given = (walk.q, walk.k, walk.v)
     told = mechanism.explain_inputs(walk.query)
-    inputs, checks = projected(told, walk.query, head, walk.group, given, walk.columns)
-    tokens = tokens_of(at, walk.positions, walk.row_pieces, blocks=told.keys_are_blocks)
+    inputs, checks = input_chain(told, walk.query, head, walk.group, given, walk.columns)
+    tokens = row_tokens(at, walk.positions, walk.row_pieces, blocks=told.keys_are_blocks)
     seen_values = np.where(walk.visible[:, None], walk.v, 0.0)
-    output, output_checks = mixed(mechanism, row.weights, seen_values, found, head, at.i)
+    output, output_checks = head_output(mechanism, row.weights, seen_values, found, head, at.i)
     hidden, hidden_checks = hidden_states(found, site, at.i)
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[Counterfactual, ...] = ()
     heads, mix = HeadPatterns(), None
     if walk.recorded is not None:
         one, calls = walk.recorded
         H, G = one.call.place.H, one.call.groups
         elsewhere = counterfactuals(one, row.weights, output.mixed, walk.key)
-        heads = patterns(one.call, head, MOST_TOKENS)
-        mix = mixture(mechanism, found, calls, one.call, head, at.i, len(at.columns.ids))
+        heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
+        mix = mix_of_rows(mechanism, found, calls, one.call, head, at.i, len(at.columns.ids))
     else:
         H, G = (len(found.taps[name]) for name in "qk")
     sizes = {
@@ -318,7 +327,7 @@ def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk
         call=walk.call,
         calls=walk.calls,
         key_chosen_by=walk.key_chosen_by,
-        notes=_notes(at),
+        notes=_all_notes(at),
     )
     checks = {**checks, **walk.checks, **output_checks, **hidden_checks}
     checks["the network without an observer"] = found.apart
@@ -337,11 +346,11 @@ def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk
         state=walk.state,
         elsewhere=elsewhere,
         predictions=predictions(at, found),
-        tensors=tensors_of(site.attention, found.hidden, found.taps, own=at.own),
+        tensors=summarize_layer(site.attention, found.hidden, found.taps, own=at.own),
     )
 
 
-def _notes(at: Target) -> tuple[str, ...]:
+def _all_notes(at: Target) -> tuple[str, ...]:
     """What a reader should know of the run."""
     T, trained = len(at.rows.ids), at.read.trained
     if trained is None or trained >= T:
@@ -352,7 +361,7 @@ def _notes(at: Target) -> tuple[str, ...]:
     )
 
 
-def _noted(read: Reading, site: Site) -> Reading:
+def _note_edits(read: PreparedRun, site: AttentionSite) -> PreparedRun:
     """A reading that says what open traces edit at the site: steps that are computed again in front
     of an edit differ.
 
@@ -374,7 +383,7 @@ def _noted(read: Reading, site: Site) -> Reading:
     return replace(read, notes=(*read.notes, note))
 
 
-def _cannot_show(edited_names: Collection[str], site: Site) -> str:
+def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
     """Why scores or patterns that were edited are not explained, and what to do."""
     return (
         f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
@@ -385,10 +394,10 @@ def _cannot_show(edited_names: Collection[str], site: Site) -> str:
 
 
 def _recorded_row(
-    at: Target, found: Capture, head: int, key: int | str | None, call: int | str | None
-) -> _Walk:
+    at: Target, found: CapturedRun, head: int, key: int | str | None, call: int | str | None
+) -> _ExplainedRow:
     """The row of a call that a softmax kernel answered."""
-    calls = calls_at(found, at.site, at.i)
+    calls = calls_for_query(found, at.site, at.i)
     if not calls:
         raise ArgumentError(
             f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for "
@@ -401,26 +410,26 @@ def _recorded_row(
         raise ArgumentError(_cannot_show(inner, at.site))
     names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
-    counted = counting(at.site, calls)
-    chosen = main_call(counted, head) if call is None else calls[which_call(call, names)]
-    number, row, step = calls.index(chosen), row_of(chosen, head), chosen.step
-    steps, softmax, checks = scored(row)
+    counted = effective_calls(at.site, calls)
+    chosen = main_call(counted, head) if call is None else calls[call_index(call, names)]
+    number, row, step = calls.index(chosen), kernel_row(chosen, head), chosen.step
+    steps, softmax, checks = score_and_compare(row)
     chain = row.chain
     positions = chosen.keys.tolist()
     j, rule = find_key(at, key, softmax.weights, positions, chain.visible)
     reasons = why_masked(
         step.mask, step.q_positions, chosen.row, chain.visible, head, step.k_positions
     )
-    query, columns = _query(
+    query, columns = _projection_query(
         at, found, step.q_positions, step.k_positions, chosen.branch, number, len(chain.q)
     )
-    return _Walk(
+    return _ExplainedRow(
         head,
         row.group,
         j,
         rule,
         positions,
-        row_pieces(at, chosen),
+        query_pieces(at, chosen),
         chain.q,
         chain.k,
         row.v,
@@ -439,9 +448,9 @@ def _recorded_row(
     )
 
 
-def _own_row(
-    at: Target, mechanism: Explainable, found: Capture, head: int, key: int | str | None
-) -> _Walk:
+def _mechanism_row(
+    at: Target, mechanism: Explainable, found: CapturedRun, head: int, key: int | str | None
+) -> _ExplainedRow:
     """The row that a mechanism tells itself, because no softmax kernel ran: keys in the order of
     their tokens.
     """
@@ -455,16 +464,16 @@ def _own_row(
     told = mechanism.explain_row(run, head, at.i)
     assert told is not None, "has_own_row"
     group, S = run.group(head), run.k.shape[2]
-    q, k, v = (array(x) for x in (run.q[0, head, at.i], run.k[0, group], run.v[0, group]))
-    steps, softmax = own_scores(told)
+    q, k, v = (to_array(x) for x in (run.q[0, head, at.i], run.k[0, group], run.v[0, group]))
+    steps, softmax = effective_row_scores(told)
     visible = ~np.isneginf(steps[-1].values)
     j, rule = find_key(at, key, softmax.weights, range(S), visible)
-    products = q * k[j] if told.products is None else array(told.products[j])
+    products = q * k[j] if told.products is None else to_array(told.products[j])
     reasons = tuple("" if seen else "future" for seen in visible)
     T = len(at.rows.ids)
-    query, columns = _query(at, found, Span(0, T), Span(0, S), "", 0, k.shape[1])
+    query, columns = _projection_query(at, found, Span(0, T), Span(0, S), "", 0, k.shape[1])
     read = softmax.weights @ np.where(visible[:, None], v, 0.0)
-    return _Walk(
+    return _ExplainedRow(
         head,
         group,
         j,
@@ -480,15 +489,15 @@ def _own_row(
         query,
         columns,
         run.q.dtype,
-        {"output of the mechanism": apart(read, told.read), **told.checks},
+        {"output of the mechanism": max_difference(read, told.read), **told.checks},
         kind=told.kind,
-        state=None if told.state is None else state_of(*told.state),
+        state=None if told.state is None else recurrent_state(*told.state),
     )
 
 
-def _query(
+def _projection_query(
     at: Target,
-    found: Capture,
+    found: CapturedRun,
     q: Positions,
     k: Positions,
     branch: str,

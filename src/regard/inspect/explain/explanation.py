@@ -38,7 +38,7 @@ Array = NDArray[np.floating[Any]]
 DIGITS = 9  # significant digits that carry a float32 exactly
 
 
-class Step(NamedTuple):
+class ComputationStep(NamedTuple):
     """One link of a chain: what was done, its equation, and what came out."""
 
     name: str
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     values: Array
 
 
-class Tensors(NamedTuple):
+class TensorSummary(NamedTuple):
     """A tensor in numbers: what it is, its shape, mean and deviation, and the seconds that it took,
     None where nobody knows.
     """
@@ -59,7 +59,7 @@ class Tensors(NamedTuple):
     seconds: float | None
 
 
-class Block(NamedTuple):
+class SoftmaxBlock(NamedTuple):
     """The online softmax behind keys start to stop: the maximum m, what the older sums were
     multiplied by, l and o.
     """
@@ -72,7 +72,7 @@ class Block(NamedTuple):
     output: Array
 
 
-class State(NamedTuple):
+class RecurrentState(NamedTuple):
     """What a recurrence keeps of one head: the matrix S behind the query, and its norm in front of
     and behind it.
     """
@@ -86,7 +86,7 @@ class State(NamedTuple):
     matrix: Array
 
 
-class Term(NamedTuple):
+class MixtureTerm(NamedTuple):
     """One pattern of a mix: its factor, the sum of its row, and whether it is the one that is
     explained.
     """
@@ -103,11 +103,11 @@ class Mixture(NamedTuple):
     """
 
     text: str
-    terms: tuple[Term, ...]
+    terms: tuple[MixtureTerm, ...]
     row: Array | None
 
 
-class Elsewhere(NamedTuple):
+class Counterfactual(NamedTuple):
     """The same q, k and v under another mechanism.
 
     p: of the key. top, p_top: the strongest key and its weight. effective: exp(entropy), how many
@@ -126,7 +126,7 @@ class Elsewhere(NamedTuple):
     row: Array
 
 
-class Held(NamedTuple):
+class CacheCost(NamedTuple):
     """What a cache would keep for this layer: numbers for a token, tokens, and bytes; `here` is
     what it does keep.
     """
@@ -138,7 +138,7 @@ class Held(NamedTuple):
     here: bool
 
 
-class Cost(NamedTuple):
+class RowCost(NamedTuple):
     """What the row costs: FLOPs of scores and mix of this head, of the layer for one token, bytes
     read, and caches.
     """
@@ -148,31 +148,31 @@ class Cost(NamedTuple):
     layer_flops: int
     formula: str
     bytes: int
-    kept: tuple[Held, ...]
+    kept: tuple[CacheCost, ...]
 
 
-def plain(x: Any) -> Any:
+def to_json_value(x: Any) -> Any:
     """A JSON-ready copy of a value.
 
-    >>> plain((np.array([1.0, np.inf]), Term("a", 0.1, 1.0, True)))
+    >>> to_json_value((np.array([1.0, np.inf]), MixtureTerm("a", 0.1, 1.0, True)))
     [[1.0, None], {'name': 'a', 'factor': 0.1, 'row_sum': 1.0, 'here': True}]
     """
     if isinstance(x, np.ndarray):
-        return plain(x.astype(float).tolist() if x.dtype == np.float32 else x.tolist())
+        return to_json_value(x.astype(float).tolist() if x.dtype == np.float32 else x.tolist())
     if hasattr(x, "_asdict"):
-        return {name: plain(value) for name, value in x._asdict().items()}
+        return {name: to_json_value(value) for name, value in x._asdict().items()}
     if is_dataclass(x) and not isinstance(x, type):
-        return {each.name: plain(getattr(x, each.name)) for each in fields(x)}
+        return {each.name: to_json_value(getattr(x, each.name)) for each in fields(x)}
     if isinstance(x, dict):
-        return {key: plain(value) for key, value in x.items()}
+        return {key: to_json_value(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return [plain(value) for value in x]
+        return [to_json_value(value) for value in x]
     if isinstance(x, (float, np.floating)):
         return float(f"{float(x):.{DIGITS}g}") if math.isfinite(x) else None
     return bool(x) if isinstance(x, np.bool_) else int(x) if isinstance(x, np.integer) else x
 
 
-SCHEMA = 2
+SCHEMA_VERSION = 2
 
 
 def _nothing() -> Array:
@@ -257,9 +257,9 @@ class InputChain:
         rotary: the angles of queries and keys.
     """
 
-    q: tuple[Step, ...]
-    k: tuple[Step, ...]
-    values: tuple[Step, ...]
+    q: tuple[ComputationStep, ...]
+    k: tuple[ComputationStep, ...]
+    values: tuple[ComputationStep, ...]
     v: Array
     rotary: RotaryAngles
 
@@ -276,7 +276,7 @@ class ScoreChain:
     """
 
     scale: float
-    steps: tuple[Step, ...]
+    steps: tuple[ComputationStep, ...]
     products: Array
     masked: tuple[str, ...]
 
@@ -297,7 +297,7 @@ class SoftmaxRow:
     lse: float
     weights: Array
     sink: float | None = None
-    online: tuple[Block, ...] = ()
+    online: tuple[SoftmaxBlock, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,12 +406,12 @@ class Explanation:
     output: HeadOutput
     heads: HeadPatterns
     checks: dict[str, float]
-    cost: Cost | None = None
+    cost: RowCost | None = None
     mixture: Mixture | None = None
-    state: State | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
+    state: RecurrentState | None = None
+    elsewhere: tuple[Counterfactual, ...] = ()
     predictions: tuple[tuple[str, int, float], ...] = ()
-    tensors: tuple[Tensors, ...] = ()
+    tensors: tuple[TensorSummary, ...] = ()
     equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
 
     model = Shortcut(lambda found: found.where.model)
@@ -494,13 +494,15 @@ class Explanation:
         """All of it as JSON-ready values, flat: arrays as lists, numbers to 9 digits, null where
         masked or not finite.
         """
-        found: dict[str, Any] = {"schema": SCHEMA, "check": plain(self.check)}
+        found: dict[str, Any] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
         short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
-        for name in (*short, *WHOLE):
-            found[name] = plain(getattr(self, name))
-        found["chain"] = [{"name": n, "equation": e, "value": plain(x)} for n, e, x in self.chain]
+        for name in (*short, *NESTED_FIELDS):
+            found[name] = to_json_value(getattr(self, name))
+        found["chain"] = [
+            {"name": n, "equation": e, "value": to_json_value(x)} for n, e, x in self.chain
+        ]
         found["predictions"] = [
-            {"piece": piece, "id": index, "probability": plain(p)}
+            {"piece": piece, "id": index, "probability": to_json_value(p)}
             for piece, index, p in self.predictions
         ]
         return found
@@ -513,5 +515,5 @@ class Explanation:
         return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'
 
 
-WHOLE = ("checks", "cost", "mixture", "state", "elsewhere", "tensors", "equations")
+NESTED_FIELDS = ("checks", "cost", "mixture", "state", "elsewhere", "tensors", "equations")
 """The parts that `as_dict` gives as they are; of the others it gives every number by its name."""

@@ -1,8 +1,8 @@
 """One layer of attention stage by stage: the tensor that each stage makes, and the time that it
 takes.
 
-`stages` runs a layer on its input; `layers` runs mechanisms of the catalogue on random tokens,
-which is what `regard layer` prints.
+`run_stages` runs a layer on its input; `run_layers` runs mechanisms of the catalogue on random tokens,
+which is what `regard run_layer` prints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from regard import Trace, attend, attention_weights
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.explain.explanation import Tensors, plain
+from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks import PostNorm
@@ -29,11 +29,11 @@ from regard.nn.variants.registry import find
 from regard.process import seeded
 from regard.span import Span
 
-ROUNDS = 5
+TIMING_ROUNDS = 5
 """Each stage is timed so often, and the fastest counts."""
 
 
-MOST_PAIRS = 2**22
+MAX_SCORES = 2**22
 """Scores, over all heads, up to which the stages of their size are made."""
 DROPOUT = 0.1
 """Of the residual path, as in the notes' run; in evaluation mode, which is what is shown, it does
@@ -58,28 +58,30 @@ class Stage(NamedTuple):
     values: Tensor
     seconds: float
 
-    def told(self) -> Tensors:
+    def told(self) -> TensorSummary:
         """The stage in numbers: mean and deviation of what is finite, since masked scores are minus
         infinity.
         """
-        return summary(self.name, self.equation, self.values, self.seconds)
+        return summarize_tensor(self.name, self.equation, self.values, self.seconds)
 
 
-def summary(name: str, equation: str, values: Tensor, seconds: float | None) -> Tensors:
+def summarize_tensor(
+    name: str, equation: str, values: Tensor, seconds: float | None
+) -> TensorSummary:
     """A tensor in numbers: its shape, and the mean and the deviation of its finite entries.
 
-    >>> summary("masked", "", torch.tensor([1.0, 3.0, -torch.inf]), None)[2:]
+    >>> summarize_tensor("masked", "", torch.tensor([1.0, 3.0, -torch.inf]), None)[2:]
     ((3,), 2.0, 1.0, None)
     """
     finite = values[values.isfinite()].double()
     mean, std = (
         (float(finite.mean()), float(finite.std(correction=0))) if len(finite) else (0.0, 0.0)
     )
-    return Tensors(name, equation, tuple(values.shape), mean, std, seconds)
+    return TensorSummary(name, equation, tuple(values.shape), mean, std, seconds)
 
 
 @torch.no_grad()
-def stages(
+def run_stages(
     attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = True
 ) -> tuple[Stage, ...]:
     """Run one layer of self-attention in evaluation mode, a stage at a time, and keep what each of
@@ -100,7 +102,7 @@ def stages(
         ArgumentTypeError: the module is no softmax attention over its own input.
 
     >>> from regard.nn.variants import mha
-    >>> [stage.name for stage in stages(mha(8, 2), torch.zeros(1, 3, 8))]
+    >>> [stage.name for stage in run_stages(mha(8, 2), torch.zeros(1, 3, 8))]
     ['q', 'k', 'v', 'scores', 'masked', 'weights', 'z', 'out']
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
@@ -114,17 +116,17 @@ def stages(
     was_training = attention.training
     attention.eval()
     try:
-        return tuple(_made(attention, x, scores=scores))
+        return tuple(_run_stages(attention, x, scores=scores))
     finally:
         attention.train(was_training)
 
 
-def _made(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
+def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
     at, found = Span(0, x.shape[1]), []
     project = select_form(attention.project, x.shape[1], x.shape[1])
 
     def stage(name: str, equation: str, run: Callable[[], Tensor]) -> Tensor:
-        values, seconds = timed(run)
+        values, seconds = time_stage(run)
         found.append(Stage(name, equation, values, seconds))
         return values
 
@@ -132,7 +134,7 @@ def _made(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
     memory = project.remember(x, at)
     both = project.recall(memory, at)
     # keys and values come of one call: each is told with the time of both
-    _, seconds = timed(lambda: project.recall(project.remember(x, at), at)[0])
+    _, seconds = time_stage(lambda: project.recall(project.remember(x, at), at)[0])
     k, v = both
     found += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
     scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
@@ -166,28 +168,28 @@ def _made(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
     return found
 
 
-def timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+def time_stage(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
     """What a stage makes, and the seconds of the fastest of some runs.
 
-    >>> timed(lambda: torch.ones(2))[0]
+    >>> time_stage(lambda: torch.ones(2))[0]
     tensor([1., 1.])
     """
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(TIMING_ROUNDS):
         start = time.perf_counter()
         values = run()
         times.append(time.perf_counter() - start)
     return values, min(times)
 
 
-def tensors_of(
+def summarize_layer(
     attention: Any,
     hidden: Mapping[str, Tensor],
     taps: Mapping[str, Tensor],
     *,
     own: bool,
-    most_pairs: int = MOST_PAIRS,
-) -> tuple[Tensors, ...]:
+    most_pairs: int = MAX_SCORES,
+) -> tuple[TensorSummary, ...]:
     """The tensors of a layer that ran, in numbers: of a softmax attention over its own input all
     stages, with their times.
 
@@ -201,19 +203,19 @@ def tensors_of(
         own: whether its keys come from its own input.
         most_pairs: the scores, over all heads, up to which the stages of their size are made.
 
-    >>> [one.name for one in tensors_of(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
+    >>> [one.name for one in summarize_layer(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
     ['q']
     """
     x = hidden.get("x")
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
         heads, tokens = taps["q"].shape[:2]
-        made = stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
+        made = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
         return tuple(stage.told() for stage in made)
-    return tuple(summary(name, "as the layer had it", x, None) for name, x in taps.items())
+    return tuple(summarize_tensor(name, "as the layer had it", x, None) for name, x in taps.items())
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerStages:
     """One layer of a mechanism and what it computed.
 
     Attributes:
@@ -226,7 +228,7 @@ class Layer:
     name: str
     x: Tensor
     mask: Mask | None
-    stages: tuple[Stage, ...]
+    run_stages: tuple[Stage, ...]
 
     def stage(self, name: str) -> Stage:
         """The stage of a name.
@@ -251,18 +253,18 @@ class Layer:
             "mask": str(self.mask),
             "input": list(self.x.shape),
             "blocked": self.blocked.tolist(),
-            "stages": [
-                plain(stage.told()) | {"values": plain(stage.values.numpy())}
+            "run_stages": [
+                to_json_value(stage.told()) | {"values": to_json_value(stage.values.numpy())}
                 for stage in self.stages
             ],
         }
 
 
-def options_of(name: str, dim: int, heads: int) -> dict[str, Any]:
+def default_options(name: str, dim: int, heads: int) -> dict[str, Any]:
     """The options of a mechanism at a size: those that `regard compare` gives it, or else those of
     its small example.
 
-    >>> options_of("mla", 512, 8)
+    >>> default_options("mla", 512, 8)
     {'kv_rank': 128, 'nope_dim': 64, 'rope_dim': 32, 'value_dim': 64}
     """
     entry = find(name)
@@ -272,7 +274,7 @@ def options_of(name: str, dim: int, heads: int) -> dict[str, Any]:
     return dict(entry.sizes)
 
 
-def layers(
+def run_layers(
     names: Sequence[str],
     *,
     dim: int = 512,
@@ -282,7 +284,7 @@ def layers(
     mask: Mask | None = None,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-) -> list[Layer]:
+) -> list[LayerStages]:
     """Run one layer of each mechanism on the same random tokens, in evaluation mode.
 
     Args:
@@ -291,36 +293,36 @@ def layers(
         mask: what every mechanism sees by; None is every key.
         seed: of the tokens and of the weights; the weights of each mechanism are drawn anew from
             it.
-        options: of the mechanisms; None is `options_of` each.
+        options: of the mechanisms; None is `default_options` each.
 
     Raises:
         ArgumentError: a name is not in the catalogue, or is no softmax attention over its own
             input, or a size does not fit.
 
     >>> from regard.masks import Causal
-    >>> (one,) = layers(["mha"], mask=Causal())
+    >>> (one,) = run_layers(["mha"], mask=Causal())
     >>> one.stage("weights").values.shape, one.blocked.tolist()[0]
     (torch.Size([2, 8, 4, 4]), [0, 1, 1, 1])
     """
     x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(seed))
-    return [layer(name, x, heads, mask, seed, options) for name in names]
+    return [run_layer(name, x, heads, mask, seed, options) for name in names]
 
 
-def layer(
+def run_layer(
     name: str,
     x: Tensor,
     heads: int,
     mask: Mask | None,
     seed: int,
     options: Mapping[str, Any] | None = None,
-) -> Layer:
-    """Run one layer of a mechanism on tokens x [B, T, M]: as `layers`, which says what it raises.
+) -> LayerStages:
+    """Run one layer of a mechanism on tokens x [B, T, M]: as `run_layers`, which says what it raises.
 
-    >>> layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
+    >>> run_layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
     torch.Size([1, 2, 3, 2])
     """
     entry, dim = find(name), x.shape[2]
-    own = options_of(name, dim, heads) if options is None else dict(options)
+    own = default_options(name, dim, heads) if options is None else dict(options)
     with seeded(seed):
         module = entry.build(dim, heads, **own)
     if type(module) is not Attention:
@@ -331,19 +333,19 @@ def layer(
             f"TEXT --attention {name}"
         )
     module.mask = mask
-    return Layer(name, x, mask, with_block(module, x))
+    return LayerStages(name, x, mask, run_block_stages(module, x))
 
 
-def with_block(module: Attention, x: Tensor) -> tuple[Stage, ...]:
+def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
     """The stages of a layer, and behind them what a block of the first Transformers makes of its
     output.
 
     >>> from regard.nn.variants import mha
-    >>> with_block(mha(8, 2), torch.zeros(1, 3, 8))[-1].name
+    >>> run_block_stages(mha(8, 2), torch.zeros(1, 3, 8))[-1].name
     'block'
     """
-    found = stages(module, x)
+    found = run_stages(module, x)
     path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.dtype)
     with torch.no_grad():
-        block, seconds = timed(lambda: path(x, lambda _: found[-1].values))
+        block, seconds = time_stage(lambda: path(x, lambda _: found[-1].values))
     return (*found, Stage("block", "LayerNorm(x + out)", block, seconds))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.inspect.explain.reading import Reading, Words, reading
+from regard.inspect.explain.reading import PreparedRun, PretokenizedInput, prepare_run
 from regard.models.assembly.mechanism import decoders
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer
@@ -29,7 +29,7 @@ from regard.process import seeded
 DIM, HEADS, LAYERS = 32, 4, 2
 """Sizes of the network: those of the catalogue's examples."""
 
-SHARP = 1.5
+WEIGHT_STD = 1.5
 """Times 1/sqrt(inputs): the deviation of the mechanism's weights, so that its patterns are not
 uniform.
 """
@@ -42,7 +42,7 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     target: str | None = None,
-) -> Reading:
+) -> PreparedRun:
     """A reading of a text by a network of this mechanism: a decoder where it can be one, else an
     encoder or a pair.
 
@@ -65,9 +65,13 @@ def random_model(
     entry = find(name)
     chosen = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
     with seeded(seed):
-        made = _made(entry, chosen, text, target)
+        made = _build(entry, chosen, text, target)
         _sharpen(made)
-    read = reading(made) if isinstance(made, Words) else reading(made, text, target)
+    read = (
+        prepare_run(made)
+        if isinstance(made, PretokenizedInput)
+        else prepare_run(made, text, target)
+    )
     note = (
         f"the weights are random, from seed {seed}: the arithmetic is real, what it looks at "
         "means nothing"
@@ -75,7 +79,7 @@ def random_model(
     return replace(read, name=f"{name} (random)", notes=(*read.notes, note), trained=None)
 
 
-def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
+def _build(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
     tokenizer = _tokenizer()
     V = tokenizer.vocab_size
     if entry.name in decoders():
@@ -88,9 +92,9 @@ def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None
         for layer in network.layers:
             layer.cross = entry.build(DIM, HEADS, **checked(entry, options))
         made = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
-        return made if target is not None else _again(made, text)
+        return made if target is not None else _copy_task(made, text)
     if entry.family == "additive":
-        return _recurrent(
+        return _recurrent_pair(
             entry, options, tokenizer.encode(text), tokenizer.encode(target or text), tokenizer
         )
     mixers = [entry.build(DIM, HEADS, **checked(entry, options)) for _ in range(LAYERS)]
@@ -110,16 +114,16 @@ def _tokenizer() -> Tokenizer:
     return Tokenizer.load(Path(str(file)))
 
 
-def _recurrent(
+def _recurrent_pair(
     entry: Variant, options: dict[str, Any], source: list[int], target: list[int], tokenizer: Any
-) -> Words:
+) -> PretokenizedInput:
     """An encoder and a decoder of one layer, with this attention between them."""
     network = recurrent(tokenizer.vocab_size, DIM, DIM, attention=entry.name)
     states = 2 * DIM if entry.name == "bahdanau" else DIM
     decoder: Any = network.decoder
     decoder.attention = entry.build(DIM, 1, **{"memory_dim": states, **checked(entry, options)})
     said = [0, *target]
-    return Words(
+    return PretokenizedInput(
         _frozen(network),
         (source, tokenizer.pieces(source)),
         (said, tokenizer.pieces(said)),
@@ -127,12 +131,14 @@ def _recurrent(
     )
 
 
-def _again(model: Seq2Seq, text: str) -> Words:
+def _copy_task(model: Seq2Seq, text: str) -> PretokenizedInput:
     """The text as source and as target: what random weights would say by themselves is noise."""
     source = model.encode(text)[0][0].tolist()
     said = [model.start, *model.tokenizer.encode(text)]
     pieces = model.tokenizer.pieces
-    return Words(model.network, (source, pieces(source)), (said, pieces(said)), names=pieces)
+    return PretokenizedInput(
+        model.network, (source, pieces(source)), (said, pieces(said)), names=pieces
+    )
 
 
 def _sharpen(made: Any) -> None:
@@ -142,7 +148,7 @@ def _sharpen(made: Any) -> None:
         inner = getattr(module, "cross", None) or getattr(module, "attention", None)
         for linear in inner.modules() if isinstance(inner, nn.Module) else ():
             if isinstance(linear, nn.Linear):
-                linear.weight.data.normal_(std=SHARP * linear.in_features**-0.5)
+                linear.weight.data.normal_(std=WEIGHT_STD * linear.in_features**-0.5)
 
 
 def _frozen(network: Any) -> Any:

@@ -34,7 +34,7 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
     return index % length
 
 
-class Tokens(NamedTuple):
+class TokenSequence(NamedTuple):
     """One sequence. text: as a person wrote it, or as its tokens decode; ends: for each token,
     where it ends in the text.
     """
@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
     ends: Sequence[int]
 
 
-class Site(NamedTuple):
+class AttentionSite(NamedTuple):
     """One attention of a network.
 
     place: where its taps stand. rows, columns: the names of the sequences of its queries and of its
@@ -62,7 +62,7 @@ class Site(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Words:
+class PretokenizedInput:
     """Words as tokens, for a network without a tokenizer, such as `regard train --task` makes: a
     row, or a source and a target.
 
@@ -71,11 +71,11 @@ class Words:
         every target; None of a row.
     names: ids -> words, for predictions.
 
-    >>> from regard.inspect.explain.reading import reading
+    >>> from regard.inspect.explain.prepare_run import prepare_run
     >>> from regard.models.rnn import recurrent
     >>> network = recurrent(9, 8, 8, attention="luong")
-    >>> pair = Words(network, ((3, 4), ("one", "two")), ((1, 5), ("<bos>", "uno")))
-    >>> [site.place for site in reading(pair).sites]
+    >>> pair = PretokenizedInput(network, ((3, 4), ("one", "two")), ((1, 5), ("<bos>", "uno")))
+    >>> [site.place for site in prepare_run(pair).sites]
     ['decoder']
     """
 
@@ -87,7 +87,7 @@ class Words:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class PreparedRun:
     """A network, its tokens, and how to run it.
 
     Attributes:
@@ -106,8 +106,8 @@ class Reading:
     name: str
     text: str
     network: nn.Module
-    sides: Mapping[str, Tokens]
-    sites: tuple[Site, ...]
+    sides: Mapping[str, TokenSequence]
+    sites: tuple[AttentionSite, ...]
     run: Callable[[], Tensor]
     embed: nn.Module | None
     last: nn.Module
@@ -117,7 +117,7 @@ class Reading:
     trained: int | None = None
     notes: tuple[str, ...] = ()
 
-    def site(self, layer: int | None = None, place: str | None = None) -> Site:
+    def site(self, layer: int | None = None, place: str | None = None) -> AttentionSite:
         """An attention by its place, or by its layer: of an encoder-decoder the one that reads the
         source.
 
@@ -139,12 +139,12 @@ class Reading:
         return sites[check_index("layer", layer, len(sites), "layer", "layers")]
 
     @property
-    def main(self) -> tuple[Site, ...]:
+    def main(self) -> tuple[AttentionSite, ...]:
         """The attentions that `layer` counts: those to the source, if there are any, else all."""
         return tuple(s for s in self.sites if s.rows != s.columns) or self.sites
 
 
-class Ends(Sequence[int]):
+class TokenEnds(Sequence[int]):
     """Where each token ends in the decoded text; decoded when asked for, since each costs a
     decoding of all before it.
     """
@@ -159,25 +159,27 @@ class Ends(Sequence[int]):
         return len(self._decode(self._ids[: i + 1]).rstrip("�"))
 
 
-def spoken(ids: Sequence[int], words: Sequence[str]) -> Tokens:
+def pretokenized(ids: Sequence[int], words: Sequence[str]) -> TokenSequence:
     """Words as tokens; the text has a space between them."""
     ends, at = [], -1
     for word in words:
         at += len(word) + 1
         ends.append(at)
-    return Tokens(tuple(ids), tuple(words), " ".join(words), tuple(ends))
+    return TokenSequence(tuple(ids), tuple(words), " ".join(words), tuple(ends))
 
 
-Source: TypeAlias = Model | TextEncoder | Seq2Seq | Words
+ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
 """What can be read."""
 
 
-def reading(model: Source, text: str | None = None, target: str | None = None) -> Reading:
+def prepare_run(
+    model: ModelInput, text: str | None = None, target: str | None = None
+) -> PreparedRun:
     """What to run for a model and a text.
 
     Args:
         model: a decoder, a text encoder, an encoder-decoder (of which `target` is read too: its own
-            answer if None), or `Words`, which are their own text.
+            answer if None), or `PretokenizedInput`, which are their own text.
         text, target: as a person writes them.
 
     Raises:
@@ -185,11 +187,15 @@ def reading(model: Source, text: str | None = None, target: str | None = None) -
         ArgumentTypeError: the text is no str.
 
     >>> import regard
-    >>> len(reading(regard.load("tiny"), "to be").sites)
+    >>> len(prepare_run(regard.load("tiny"), "to be").sites)
     4
     """
-    if isinstance(model, Words):
-        return _row(model) if model.target is None else _pair(model, model.target)
+    if isinstance(model, PretokenizedInput):
+        return (
+            _decoder_of_words(model)
+            if model.target is None
+            else _pair_of_words(model, model.target)
+        )
     if not isinstance(text, str):
         raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str")
     if isinstance(model, Seq2Seq):
@@ -200,16 +206,16 @@ def reading(model: Source, text: str | None = None, target: str | None = None) -
     return _encoder(model, text) if isinstance(model, TextEncoder) else _decoder(model, text)
 
 
-def _decoder(model: Model, text: str) -> Reading:
+def _decoder(model: Model, text: str) -> PreparedRun:
     ids, decoder = model.encode(text), model.decoder
     head, run = decoder.head, decoder if model.has_head else decoder.hidden
     predict = None if head is None else lambda x: head(decoder.norm(x))
-    return Reading(
+    return PreparedRun(
         _family(model),
         text,
         decoder,
-        {"text": tokens(model, ids, text)},
-        tuple(_own(decoder.layers, "", "text")),
+        {"text": token_sequence(model, ids, text)},
+        tuple(_self_attentions(decoder.layers, "", "text")),
         lambda: run(ids, last=1),
         decoder.embed,
         decoder.layers[-1],
@@ -220,17 +226,17 @@ def _decoder(model: Model, text: str) -> Reading:
     )
 
 
-def _encoder(model: TextEncoder, text: str) -> Reading:
+def _encoder(model: TextEncoder, text: str) -> PreparedRun:
     ids, positions, segments = model.encode(text)
     network, encoder = model.network, model.network.encoder
     head = network.head
     predict = None if head is None else lambda x: head(encoder.norm(x))
-    return Reading(
+    return PreparedRun(
         _family(model),
         text,
         network,
-        {"text": tokens(model, ids)},
-        tuple(_own(encoder.layers, "", "text")),
+        {"text": token_sequence(model, ids)},
+        tuple(_self_attentions(encoder.layers, "", "text")),
         lambda: network(ids, positions, segments),
         encoder.embed,
         encoder.layers[-1],
@@ -241,7 +247,7 @@ def _encoder(model: TextEncoder, text: str) -> Reading:
     )
 
 
-def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> Reading:
+def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
     ids, positions = model.encode(text)
     if target is None:
         said = list(model.search(ids, positions, max_tokens=64)[0][0].ids)
@@ -250,13 +256,13 @@ def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> Reading:
         said = model.tokenizer.encode(target)
     given = torch.tensor([[model.start, *said]], device=ids.device)
     network = model.network
-    sides = {"source": tokens(model, ids), "target": tokens(model, given)}
-    return Reading(
+    sides = {"source": token_sequence(model, ids), "target": token_sequence(model, given)}
+    return PreparedRun(
         _family(model),
         text,
         network,
         sides,
-        tuple(_sites(network)),
+        tuple(_encoder_decoder_sites(network)),
         lambda: network(ids, given, positions),
         network.embed,
         network.layers[-1],
@@ -266,18 +272,18 @@ def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> Reading:
     )
 
 
-def _row(row: Words) -> Reading:
+def _decoder_of_words(row: PretokenizedInput) -> PreparedRun:
     network: Any = row.network
     ids = _ids(network, row.source[0])
-    tokens = spoken(*row.source)
-    sites = tuple(_own(getattr(network, "layers", []), "", "text"))
+    token_sequence = pretokenized(*row.source)
+    sites = tuple(_self_attentions(getattr(network, "layers", []), "", "text"))
     if not sites:
         raise ArgumentError(f"{row.name} has no attention; there is nothing to explain")
-    return Reading(
+    return PreparedRun(
         row.name,
-        tokens.text,
+        token_sequence.text,
         network,
-        {"text": tokens},
+        {"text": token_sequence},
         sites,
         lambda: network(ids),
         network.embed,
@@ -288,12 +294,18 @@ def _row(row: Words) -> Reading:
     )
 
 
-def _pair(pair: Words, said: tuple[Sequence[int], Sequence[str]]) -> Reading:
+def _pair_of_words(
+    pair: PretokenizedInput, said: tuple[Sequence[int], Sequence[str]]
+) -> PreparedRun:
     network: Any = pair.network
     source, target = (_ids(network, ids) for ids in (pair.source[0], said[0]))
-    sides = {"source": spoken(*pair.source), "target": spoken(*said)}
+    sides = {"source": pretokenized(*pair.source), "target": pretokenized(*said)}
     if isinstance(network, EncoderDecoder):
-        sites, embed, last = tuple(_sites(network)), network.embed, network.layers[-1]
+        sites, embed, last = (
+            tuple(_encoder_decoder_sites(network)),
+            network.embed,
+            network.layers[-1],
+        )
         own = network
 
         def predict(x: Tensor) -> Tensor:
@@ -308,8 +320,8 @@ def _pair(pair: Words, said: tuple[Sequence[int], Sequence[str]]) -> Reading:
         )
         if attention is None:
             raise ArgumentError(f"{pair.name} has no attention; there is nothing to explain")
-        sites = (Site("decoder", 0, attention, None, "target", "source"),)
-    return Reading(
+        sites = (AttentionSite("decoder", 0, attention, None, "target", "source"),)
+    return PreparedRun(
         pair.name,
         sides["source"].text,
         network,
@@ -328,32 +340,38 @@ def _ids(network: nn.Module, ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(ids)], device=next(network.parameters()).device)
 
 
-def _own(layers: Iterable[nn.Module], before: str, side: str) -> Iterator[Site]:
+def _self_attentions(
+    layers: Iterable[nn.Module], before: str, side: str
+) -> Iterator[AttentionSite]:
     """Self-attentions of a stack of blocks."""
     for i, block in enumerate(layers):
         attention = getattr(block, "attention", None)
         if attention is not None:
             around = getattr(block, "around_attention", None)
-            yield Site(f"{before}layers.{i}", i, attention, around, side, side)
+            yield AttentionSite(f"{before}layers.{i}", i, attention, around, side, side)
 
 
-def _sites(network: EncoderDecoder) -> Iterator[Site]:
+def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
     """Attentions of an encoder-decoder."""
-    yield from _own(network.encoder.layers, "encoder.", "source")
+    yield from _self_attentions(network.encoder.layers, "encoder.", "source")
     for i, module in enumerate(network.layers):
         block: Any = module
         place = f"decoder.layers.{i}"
-        yield Site(
+        yield AttentionSite(
             f"{place}.attention", i, block.attention, block.around_attention, "target", "target"
         )
-        yield Site(f"{place}.cross", i, block.cross, block.around_cross, "target", "source")
+        yield AttentionSite(
+            f"{place}.cross", i, block.cross, block.around_cross, "target", "source"
+        )
 
 
-def tokens(model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None) -> Tokens:
+def token_sequence(
+    model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None
+) -> TokenSequence:
     """Ids [1,T] with their pieces, and where each ends in the text that they decode to."""
     row, tokenizer = tuple(ids[0].tolist()), model.tokenizer
     whole = tokenizer.decode(row) if text is None else text
-    return Tokens(row, tuple(tokenizer.pieces(row)), whole, Ends(row, tokenizer.decode))
+    return TokenSequence(row, tuple(tokenizer.pieces(row)), whole, TokenEnds(row, tokenizer.decode))
 
 
 def _family(model: Model | TextEncoder | Seq2Seq) -> str:

@@ -16,23 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.caches import Parts
-from regard.inspect.explain.capture import Capture, QueryCall
+from regard.inspect.explain.capture import CapturedRun, QueryCall
 from regard.inspect.explain.explanation import (
     EQUATIONS,
     Array,
-    Block,
+    ComputationStep,
     Mixture,
+    MixtureTerm,
+    RecurrentState,
+    SoftmaxBlock,
     SoftmaxRow,
-    State,
-    Step,
-    Term,
 )
 from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
 
 Checks: TypeAlias = dict[str, float]
 """What was compared -> the largest difference."""
 
-LEAST_BLOCK, BLOCKS = 4, 8
+MIN_BLOCK, MAX_BLOCKS = 4, 8
 """Keys that the online softmax takes together, at least; and into how many blocks it cuts a row, at
 most.
 """
@@ -51,13 +51,13 @@ class ScoreFunction(NamedTuple):
     bias: Array | None
     visible: NDArray[np.bool_]
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ComputationStep, ...]:
         """The scores [n] behind each link."""
         s: Array = self.k @ self.q
-        steps = [Step("dot", EQUATIONS["dot"], s)]
+        steps = [ComputationStep("dot", EQUATIONS["dot"], s)]
 
         def then(name: str, s: Array) -> Array:
-            steps.append(Step(name, EQUATIONS[name], s))
+            steps.append(ComputationStep(name, EQUATIONS[name], s))
             return s
 
         s = then("scaled", self.scale * s)
@@ -89,17 +89,17 @@ class KernelRow:
         return self.head // (self.call.place.H // self.call.groups)
 
 
-def row_of(call: QueryCall, head: int) -> KernelRow:
+def kernel_row(call: QueryCall, head: int) -> KernelRow:
     """The row of a head in a call, in float64."""
     step, place, i = call.step, call.place, call.row
     group = head // (place.H // call.groups)
     bias, where = None, (step.q_positions, step.k_positions, slice(i, i + 1))
     if step.bias is not None:
-        bias = array(_head(step.bias.block(*where, dtype=torch.float64), head))
-    visible = _head(step.mask.block(*where), head).numpy()
+        bias = to_array(_row_of_head(step.bias.block(*where, dtype=torch.float64), head))
+    visible = _row_of_head(step.mask.block(*where), head).numpy()
     chain = ScoreFunction(
-        array(step.q[0, head, i]),
-        array(place.keys(step)[0, group]),
+        to_array(step.q[0, head, i]),
+        to_array(place.keys(step)[0, group]),
         step.scale,
         step.softcap,
         bias,
@@ -113,14 +113,14 @@ def row_of(call: QueryCall, head: int) -> KernelRow:
         call,
         head,
         chain,
-        array(values[0, group]),
+        to_array(values[0, group]),
         sink,
         float(step.lse[0, head, i]),
-        array(step.out[0, head, i]),
+        to_array(step.out[0, head, i]),
     )
 
 
-def scored(row: KernelRow) -> tuple[tuple[Step, ...], SoftmaxRow, Checks]:
+def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow, Checks]:
     """The chain of scores, the softmax, and how far the kernel's own answers are from it."""
     steps = row.chain.steps()
     ours = softmax(steps[-1].values, row.sink)
@@ -129,22 +129,24 @@ def scored(row: KernelRow) -> tuple[tuple[Step, ...], SoftmaxRow, Checks]:
         theirs = np.where(np.isneginf(steps[-1].values), 0, np.exp(steps[-1].values - denominator))
     rest = 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
     seen = bool(row.chain.visible.any())
-    blocks = online(steps[-1].values, values_seen(row))
+    blocks = online_softmax(steps[-1].values, visible_values(row))
     lse, z = finish_online(blocks, row.sink)
-    mixed = ours.weights @ values_seen(row)
+    mixed = ours.weights @ visible_values(row)
     checks = {
-        "weights against exp(s - lse) of the kernel": apart(ours.weights, theirs),
+        "weights against exp(s - lse) of the kernel": max_difference(ours.weights, theirs),
         "row sum of exp(s - lse) of the kernel against 1": abs(float(theirs.sum()) + rest - 1)
         if seen
         else 0.0,
-        "lse of the kernel": apart(np.array(ours.lse), np.array(row.lse)),
-        "output of the kernel": apart(mixed, row.out),
-        "online softmax": max(apart(np.array(lse), np.array(ours.lse)), apart(z, mixed)),
+        "lse of the kernel": max_difference(np.array(ours.lse), np.array(row.lse)),
+        "output of the kernel": max_difference(mixed, row.out),
+        "online softmax": max(
+            max_difference(np.array(lse), np.array(ours.lse)), max_difference(z, mixed)
+        ),
     }
     return steps, replace(ours, sink=row.sink, online=blocks), checks
 
 
-def values_seen(row: KernelRow) -> Array:
+def visible_values(row: KernelRow) -> Array:
     """Values [n,E], 0 where the mask says no: what is masked may hold anything."""
     return np.where(row.chain.visible[:, None], row.v, 0.0)
 
@@ -171,7 +173,7 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
     return SoftmaxRow(top, exps, total, lse, weights)
 
 
-def online(s: Array, v: Array, size: int | None = None) -> tuple[Block, ...]:
+def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[SoftmaxBlock, ...]:
     """Scores [n] and values [n,E] as a fused kernel goes through them: block by block, with a
     running maximum, sum and output.
 
@@ -180,11 +182,11 @@ def online(s: Array, v: Array, size: int | None = None) -> tuple[Block, ...]:
 
     Behind the last block lse = m + ln l and z = o / l; a sink is one more term of l.
 
-    >>> [(block.stop, block.total) for block in online(np.zeros(4), np.ones((4, 1)), 2)]
+    >>> [(block.stop, block.total) for block in online_softmax(np.zeros(4), np.ones((4, 1)), 2)]
     [(2, 2.0), (4, 4.0)]
     """
     n = len(s)
-    size = size or max(LEAST_BLOCK, 1 << (max(n - 1, 1) // BLOCKS).bit_length())
+    size = size or max(MIN_BLOCK, 1 << (max(n - 1, 1) // MAX_BLOCKS).bit_length())
     m, total, o, found = -np.inf, 0.0, np.zeros(v.shape[1]), []
     for start in range(0, n, size):
         stop = min(start + size, n)
@@ -197,14 +199,16 @@ def online(s: Array, v: Array, size: int | None = None) -> tuple[Block, ...]:
         else:
             kept = 1.0
         m = higher
-        found.append(Block(start, stop, m, kept, total, o.copy()))
+        found.append(SoftmaxBlock(start, stop, m, kept, total, o.copy()))
     return tuple(found)
 
 
-def finish_online(blocks: tuple[Block, ...], sink: float | None = None) -> tuple[float, Array]:
+def finish_online(
+    blocks: tuple[SoftmaxBlock, ...], sink: float | None = None
+) -> tuple[float, Array]:
     """lse and z at the end of the blocks.
 
-    >>> finish_online(online(np.zeros(4), np.ones((4, 1)), 2), sink=0.0)[1].tolist()
+    >>> finish_online(online_softmax(np.zeros(4), np.ones((4, 1)), 2), sink=0.0)[1].tolist()
     [0.8]
     """
     last = blocks[-1]
@@ -215,45 +219,47 @@ def finish_online(blocks: tuple[Block, ...], sink: float | None = None) -> tuple
     return lse, last.output / last.total * share
 
 
-def array(x: Tensor) -> Array:
+def to_array(x: Tensor) -> Array:
     """A tensor as float64."""
     found: Array = x.detach().double().cpu().numpy()
     return found
 
 
-def apart(x: Array, y: Tensor | Array) -> float:
+def max_difference(x: Array, y: Tensor | Array) -> float:
     """The largest difference; 0 where both are the same infinity."""
-    other = array(y) if isinstance(y, Tensor) else y
+    other = to_array(y) if isinstance(y, Tensor) else y
     same = x == other
     return float(np.abs(np.where(same, 0, x) - np.where(same, 0, other)).max(initial=0.0))
 
 
-def _head(block: Tensor, head: int) -> Tensor:
+def _row_of_head(block: Tensor, head: int) -> Tensor:
     """[B or 1, H or 1, 1, n] -> [n] of the head."""
     return block[0, head if block.shape[1] > 1 else 0, 0]
 
 
-def own_scores(found: EffectiveRow) -> tuple[tuple[Step, ...], SoftmaxRow]:
+def effective_row_scores(found: EffectiveRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow]:
     """The scores and the weights that a mechanism tells of a row itself."""
     steps = tuple(
-        Step(link.name, link.equation or EQUATIONS.get(link.name, ""), array(link.values))
+        ComputationStep(
+            link.name, link.equation or EQUATIONS.get(link.name, ""), to_array(link.values)
+        )
         for link in found.scores
     )
     if found.weights is None:
         return steps, softmax(steps[-1].values)
-    seen, weights = ~np.isneginf(steps[-1].values), array(found.weights)
+    seen, weights = ~np.isneginf(steps[-1].values), to_array(found.weights)
     top, none = float(weights[seen].max(initial=-np.inf)), np.full(len(weights), np.nan)
     return steps, SoftmaxRow(top, none, float(weights[seen].sum()), float("nan"), weights)
 
 
-def state_of(parts: Parts, before: Parts) -> State:
+def recurrent_state(parts: Parts, before: Parts) -> RecurrentState:
     """The state of a head, in numbers: its first part is the matrix S [D,E]."""
-    S, old = array(parts[0]), array(before[0])
+    S, old = to_array(parts[0]), to_array(before[0])
     sizes = np.linalg.svd(S, compute_uv=False) if S.ndim == 2 else np.abs(S)
     share = sizes / max(float(sizes.sum()), np.finfo(float).tiny)
     rank = float(np.exp(-(share * np.log(np.maximum(share, 1e-300))).sum()))
     numbers = sum(int(part.numel()) for part in parts)
-    return State(
+    return RecurrentState(
         tuple(S.shape),
         numbers,
         numbers * parts[0].element_size(),
@@ -264,9 +270,9 @@ def state_of(parts: Parts, before: Parts) -> State:
     )
 
 
-def mixture(
+def mix_of_rows(
     mechanism: Explainable,
-    found: Capture,
+    found: CapturedRun,
     calls: Sequence[QueryCall],
     call: QueryCall,
     head: int,
@@ -286,27 +292,27 @@ def mixture(
     run = layer_run(found)
     told = mechanism.explain_mix(run, weights, list(calls).index(call), head, i)
     if told is not None:
-        terms = tuple(Term(*term) for term in told.terms)
-        return Mixture(told.text, terms, None if told.row is None else array(told.row))
-    return _joined(found, calls, call, head, i, tokens) if len(calls) > 1 else None
+        terms = tuple(MixtureTerm(*term) for term in told.terms)
+        return Mixture(told.text, terms, None if told.row is None else to_array(told.row))
+    return _mix_of_calls(found, calls, call, head, i, tokens) if len(calls) > 1 else None
 
 
-def layer_run(found: Capture) -> LayerRun:
+def layer_run(found: CapturedRun) -> LayerRun:
     """The run as a mechanism is asked about it."""
     taps = {name: values[None] for name, values in found.taps.items()}
     return LayerRun(found.hidden["x"][None], taps)
 
 
-def _joined(
-    found: Capture, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
+def _mix_of_calls(
+    found: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
     """Several calls for one query: the last may replace the others, or all are joined by their lse.
     Measured, not assumed.
     """
-    outs = [row_of(one, head).out for one in calls]
-    z = array(found.taps["z"][head, i]) if "z" in found.taps else None
-    lses = np.array([row_of(one, head).lse for one in calls])
-    sink = row_of(call, head).sink
+    outs = [kernel_row(one, head).out for one in calls]
+    z = to_array(found.taps["z"][head, i]) if "z" in found.taps else None
+    lses = np.array([kernel_row(one, head).lse for one in calls])
+    sink = kernel_row(call, head).sink
     total = np.logaddexp.reduce(lses if sink is None else np.append(lses, sink))
     with np.errstate(invalid="ignore"):
         shares = np.where(np.isneginf(lses), 0.0, np.exp(lses - total))
@@ -331,7 +337,7 @@ def _joined(
         )
     rows = [one.by_key(tokens).numpy()[head] for one in calls]
     terms = tuple(
-        Term(f"call {n}", float(share), float(row.sum()), one is call)
+        MixtureTerm(f"call {n}", float(share), float(row.sum()), one is call)
         for n, (share, row, one) in enumerate(zip(shares, rows, calls, strict=True))
     )
     return Mixture(text, terms, sum(share * row for share, row in zip(shares, rows, strict=True)))

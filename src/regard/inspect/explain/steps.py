@@ -8,30 +8,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.explain.capture import Capture, QueryCall
+from regard.inspect.explain.capture import CapturedRun, QueryCall
 from regard.inspect.explain.explanation import (
     Array,
+    ComputationStep,
     HeadOutput,
     HeadPatterns,
     HiddenStates,
     InputChain,
     RotaryAngles,
-    Step,
 )
-from regard.inspect.explain.reading import Site
-from regard.inspect.explain.row import Checks, apart, array
+from regard.inspect.explain.reading import AttentionSite
+from regard.inspect.explain.row import Checks, max_difference, to_array
 from regard.nn.explain import Explainable, InputSteps, Links, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
 
-MOST_CELLS = 32  # a side of a small pattern
-ROWS = 256
+MAX_CELLS = 32  # a side of a small pattern
+QUERIES_PER_CHUNK = 256
 """Queries whose weights are computed together."""
-MOST_PAIRS = 2**25
+MAX_PATTERN_PAIRS = 2**25
 """Query-key pairs of a pattern, over all its heads, up to which it is drawn."""
 
 
-def projected(
+def input_chain(
     found: InputSteps,
     query: ProjectionQuery,
     head: int,
@@ -49,53 +49,55 @@ def projected(
         given: q [D], k [n,D] and v [n,E] as they were recorded.
         columns: which rows of the memory the call's keys are.
     """
-    steps: dict[str, tuple[Step, ...]] = {}
+    steps: dict[str, tuple[ComputationStep, ...]] = {}
     checks: Checks = {}
     for name, made, got in zip("qkv", (found.q, found.k, found.v), given, strict=True):
         if name == "q":
-            chain = _of_head(made, head, row=query.row)
+            chain = _steps_of_head(made, head, row=query.row)
         else:
-            chain = _of_head(made, group)
+            chain = _steps_of_head(made, group)
             if made and len(chain[-1].values) > len(got) and int(columns.min()) >= 0:
                 # the call had some keys only
                 chain = tuple(s._replace(values=s.values[columns]) for s in chain)
         fits = bool(chain) and chain[-1].values.shape == got.shape
         if fits:
-            checks[name] = apart(chain[-1].values, got)
+            checks[name] = max_difference(chain[-1].values, got)
         index = "i" if name == "q" else "j"
         steps[name] = (
-            chain if fits else (Step("given", f"{name}_{index}, as attention got it", got),)
+            chain
+            if fits
+            else (ComputationStep("given", f"{name}_{index}, as attention got it", got),)
         )
-    angles, turned = _angles(found, query, len(given[0]))
+    angles, turned = _rotary_angles(found, query, len(given[0]))
     if angles.layout:
         checks["angles"] = turned
     return InputChain(steps["q"], steps["k"], steps["v"], given[2], angles), checks
 
 
-def _of_head(links: Links, head: int, row: int | None = None) -> tuple[Step, ...]:
+def _steps_of_head(links: Links, head: int, row: int | None = None) -> tuple[ComputationStep, ...]:
     """One head of each step, and a row of it; a step that all heads share has one head."""
 
     def part(x: Tensor) -> Array:
         own = x[head % len(x)]
-        return array(own if row is None else own[row])
+        return to_array(own if row is None else own[row])
 
-    return tuple(Step(link.name, link.equation, part(link.values)) for link in links)
+    return tuple(ComputationStep(link.name, link.equation, part(link.values)) for link in links)
 
 
-def _angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[RotaryAngles, float]:
+def _rotary_angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[RotaryAngles, float]:
     """The pairs' layout and angles, and how far the module's own rotation is from them."""
     rotary, k_positions = found.rotary, as_tensor(query.k_positions)[0]
     n = len(k_positions)
     if rotary is None:
         return RotaryAngles("", np.zeros((n, 0)), np.zeros(0), (-1,) * D), 0.0
     mine = float(as_tensor(query.positions)[0, query.row])
-    turned, factor = _turned(rotary, query.positions, query.row)
+    turned, factor = _measured_angles(rotary, query.positions, query.row)
     off = 0.0
     if rotary.follows:  # the frequencies are those of the call, which only the module knows
         angle, angles = turned, np.zeros((n, 0))
     else:
-        inv_freq = array(rotary.inv_freq)
-        angle, angles = mine * inv_freq, array(k_positions)[:, None] * inv_freq
+        inv_freq = to_array(rotary.inv_freq)
+        angle, angles = mine * inv_freq, to_array(k_positions)[:, None] * inv_freq
         off = float(np.abs(np.exp(1j * turned) - np.exp(1j * angle)).max(initial=0.0))
         off = max(off, abs(factor - rotary.rotary_factor))
     pairs, count = [-1] * D, len(angle)
@@ -107,7 +109,7 @@ def _angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[RotaryAn
     return RotaryAngles(rotary.layout, angles, angle, tuple(pairs)), off
 
 
-def _turned(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
+def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
     """What the module does to the pairs (1, 0) of query i: the angles by which they turn, and the
     factor.
     """
@@ -116,13 +118,13 @@ def _turned(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]
     first = slice(0, n) if rotary.layout == "half" else slice(0, 2 * n, 2)
     second = slice(n, 2 * n) if rotary.layout == "half" else slice(1, 2 * n, 2)
     unit[..., first] = 1
-    turned = array(rotary(unit, positions)[0, 0, i])
+    turned = to_array(rotary(unit, positions)[0, 0, i])
     pairs = turned[first] + 1j * turned[second]
     return np.angle(pairs), float(np.abs(pairs).max(initial=1.0))
 
 
-def mixed(
-    mechanism: Explainable, weights: Array, v: Array, found: Capture, head: int, i: int
+def head_output(
+    mechanism: Explainable, weights: Array, v: Array, found: CapturedRun, head: int, i: int
 ) -> tuple[HeadOutput, Checks]:
     """The weighted values, their sum, the finished head, and what it writes through its slice of
     the output projection.
@@ -130,31 +132,31 @@ def mixed(
     contributions = np.where(weights[:, None] != 0, weights[:, None] * v, 0.0)
     joined = found.taps["z"][:, i]
     slot = head % joined.shape[0]
-    out = array(found.taps["out"][i])
-    written, bias = _written(mechanism.output, joined)
+    out = to_array(found.taps["out"][i])
+    written, bias = _head_contributions(mechanism.output, joined)
     return HeadOutput(
         contributions,
         contributions.sum(0),
-        array(joined[slot]),
-        array(joined).reshape(-1),
+        to_array(joined[slot]),
+        to_array(joined).reshape(-1),
         written[slot],
         written @ out / max(float(out @ out), np.finfo(float).tiny),
         out,
-    ), {"out": apart(written.sum(0) + bias, out)}
+    ), {"out": max_difference(written.sum(0) + bias, out)}
 
 
-def _written(output: nn.Module, joined: Tensor) -> tuple[Array, Array]:
+def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array]:
     """What each head alone writes [H,M], through the output module, and what it writes for nothing
     (its bias) [M].
     """
     # [H, H*E]: row h has head h, the rest 0
     alone = torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
     rows = torch.cat([alone, torch.zeros_like(alone[:1])])
-    found = array(output(rows[:, None])[:, 0])
+    found = to_array(output(rows[:, None])[:, 0])
     return found[:-1] - found[-1], found[-1]
 
 
-def hidden_states(found: Capture, site: Site, i: int) -> tuple[HiddenStates, Checks]:
+def hidden_states(found: CapturedRun, site: AttentionSite, i: int) -> tuple[HiddenStates, Checks]:
     """The hidden state of the query on its way, and how far the residual path is from what came
     behind it.
     """
@@ -162,19 +164,19 @@ def hidden_states(found: Capture, site: Site, i: int) -> tuple[HiddenStates, Che
     none: Array = np.zeros(0)
     entering = residual = none
     if site.around is not None and "entering" in hidden:
-        entering, residual = (array(hidden[name][i]) for name in ("entering", "residual"))
+        entering, residual = (to_array(hidden[name][i]) for name in ("entering", "residual"))
         out = found.taps["out"][None]
-        checks["residual"] = apart(
-            array(site.around(hidden["entering"][None], lambda _: out)[0, i]), residual
+        checks["residual"] = max_difference(
+            to_array(site.around(hidden["entering"][None], lambda _: out)[0, i]), residual
         )
     embedding, normed = (
-        array(hidden[name][i]) if name in hidden and len(hidden[name]) > i else none
+        to_array(hidden[name][i]) if name in hidden and len(hidden[name]) > i else none
         for name in ("embedding", "x")
     )
     return HiddenStates(embedding, entering, normed, residual), checks
 
 
-def patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
+def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
     """The pattern of the head, if it has at most `whole` queries and keys, and small ones of every
     head.
 
@@ -185,13 +187,13 @@ def patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
     H, T, S = len(call.weights), step.T, len(call.keys)
     short = max(T, S) <= whole
     heads = range(H) if short else range(head, head + 1)
-    if len(heads) * T * S > MOST_PAIRS:
+    if len(heads) * T * S > MAX_PATTERN_PAIRS:
         return HeadPatterns()
-    n = max(1, -(-max(T, S) // MOST_CELLS))
+    n = max(1, -(-max(T, S) // MAX_CELLS))
     shape = (H, -(-T // n), -(-S // n))
     small, full = np.full(shape, np.nan), np.zeros((T if short else 0, S))
-    for start in range(0, T, ROWS // n * n or n):
-        rows = slice(start, min(start + (ROWS // n * n or n), T))
+    for start in range(0, T, QUERIES_PER_CHUNK // n * n or n):
+        rows = slice(start, min(start + (QUERIES_PER_CHUNK // n * n or n), T))
         s, p = (x[0].numpy() for x in call.place.part(step, rows, slice(0, S), tuple(heads)))
         part = np.where(np.isneginf(s), np.nan, p)
         small[list(heads), rows.start // n : -(-rows.stop // n)] = pool_largest(part, n)

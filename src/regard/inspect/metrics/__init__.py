@@ -10,7 +10,7 @@ from regard.inspect.metrics.measure import (
     retrieval_score,
 )
 from regard.inspect.metrics.patterns import (
-    SINKS,
+    NUM_SINKS,
     duplicate_score,
     entropy,
     induction_score,
@@ -20,7 +20,7 @@ from regard.inspect.metrics.patterns import (
 )
 
 __all__ = [
-    "SINKS",
+    "NUM_SINKS",
     "Measures",
     "Sampled",
     "duplicate_score",

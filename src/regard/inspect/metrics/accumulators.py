@@ -17,7 +17,7 @@ from regard.inspect.record.tiles import Tile
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class MeasuredPlace:
     """A place that is measured. ids: [N] of its columns, or None; batch: which row of the batch.
 
     sinks: how many first positions count as sinks; near: a distance below it is local.
@@ -90,7 +90,7 @@ class Accumulator(Protocol):
         """Name -> [h], or [h,n] for curves."""
 
 
-class Sharpness:
+class EntropyAccumulator:
     """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), over ln n_i; effective keys exp(H_i); the
     largest score.
 
@@ -98,7 +98,7 @@ class Sharpness:
     lse - sum_j p_ij s_ij.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
         shape = (scene.h, scene.place.T)
         self._entropy = torch.zeros(shape, dtype=torch.float64)
@@ -127,12 +127,12 @@ class Sharpness:
         }
 
 
-class Distances:
+class DistanceAccumulator:
     """The offset profile D(d) = mean_i p_{i,i-d}, the mean distance sum_j p_ij (p_i - p_j), and
     what is near.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
         longest = (
             int(scene.rows.max() - torch.where(scene.columns >= 0, scene.columns, 1 << 40).min())
@@ -174,14 +174,14 @@ class Distances:
         }
 
 
-class Targets:
+class PairAccumulator:
     """Mean weights on listed pairs: the previous token, earlier copies of a row's token, and what
     followed them.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
-        self._lists = {name: pairs for name, pairs in _lists(scene).items() if len(pairs)}
+        self._lists = {name: pairs for name, pairs in _pairs_by_metric(scene).items() if len(pairs)}
         self._sums = {name: torch.zeros(scene.h, dtype=torch.float64) for name in self._lists}
 
     def add(self, tile: Tile) -> None:
@@ -202,7 +202,7 @@ class Targets:
         }
 
 
-def _lists(scene: Scene) -> dict[str, Tensor]:
+def _pairs_by_metric(scene: MeasuredPlace) -> dict[str, Tensor]:
     """Pairs (row, column) of the place, by the row."""
     where = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
     before = [(r, where[p - 1]) for r, p in enumerate(scene.rows.tolist()) if p - 1 in where]
@@ -220,10 +220,10 @@ def _lists(scene: Scene) -> dict[str, Tensor]:
     return found
 
 
-class Received:
+class MassAccumulator:
     """Where the mass goes: to the first keys, to each column, and to where none may go."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
         self._first, self._sum = (
             torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs"
@@ -261,4 +261,4 @@ class Received:
         }
 
 
-EVERY = (Sharpness, Distances, Targets, Received)
+ACCUMULATORS = (EntropyAccumulator, DistanceAccumulator, PairAccumulator, MassAccumulator)

@@ -11,13 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.inspect.metrics.accumulators import EVERY, Accumulator, Scene
+from regard.inspect.metrics.accumulators import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.models import record
 from regard.inspect.record.place import Place
-from regard.inspect.record.tiles import SIZE, walk
+from regard.inspect.record.tiles import TILE_SIZE, walk
 from regard.models.model import Model
 
-ROWS = 64
+SAMPLED_ROWS = 64
 """Rows that are looked at where a number needs whole rows; the result says how many."""
 
 
@@ -56,7 +56,7 @@ def measure(
     sinks: int = 4,
     near: int = 32,
     padding: Tensor | None = None,
-    size: int = SIZE,
+    size: int = TILE_SIZE,
 ) -> Measures:
     """Measure all recorded heads of a place.
 
@@ -104,8 +104,8 @@ def measure(
             )
     if not 0 <= batch < place.B:
         raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
-    scene = Scene(place, ids, batch, sinks, near, padding)
-    accumulators: list[Accumulator] = [make(scene) for make in EVERY]
+    scene = MeasuredPlace(place, ids, batch, sinks, near, padding)
+    accumulators: list[Accumulator] = [make(scene) for make in ACCUMULATORS]
     for tile in walk(place, size, batch=batch):
         tile = tile.only(scene.rows >= 0)  # padding that asks is nobody
         for accumulator in accumulators:
@@ -127,7 +127,9 @@ class Sampled(NamedTuple):
     rows: int
 
 
-def keys_for(place: Place, share: float = 0.9, *, batch: int = 0, rows: int = ROWS) -> Sampled:
+def keys_for(
+    place: Place, share: float = 0.9, *, batch: int = 0, rows: int = SAMPLED_ROWS
+) -> Sampled:
     """How many keys hold so much of a row's mass: the mean [h] over evenly spread rows that see
     any.
 
@@ -145,7 +147,7 @@ def keys_for(place: Place, share: float = 0.9, *, batch: int = 0, rows: int = RO
     if not 0 < share <= 1:
         raise ArgumentError(f"share is {share}; it must be above 0 and at most 1")
     counts, n = torch.zeros(len(place.heads), dtype=torch.float64), 0
-    for row in _spread(place, rows, batch):
+    for row in _evenly_spread_rows(place, rows, batch):
         p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
         total = p.sum(1, keepdim=True)
         if not bool((total > 0).all()):
@@ -156,7 +158,7 @@ def keys_for(place: Place, share: float = 0.9, *, batch: int = 0, rows: int = RO
     return Sampled(counts / max(n, 1), n)
 
 
-def redundancy(place: Place, *, batch: int = 0, rows: int = ROWS) -> Sampled:
+def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sampled:
     """How much heads look at other things: the Jensen-Shannon divergence [h,h] of their rows, 0
     (the same) to 1, in bits.
 
@@ -175,7 +177,7 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = ROWS) -> Sampled:
     """
     h = len(place.heads)
     apart, n = torch.zeros(h, h, dtype=torch.float64), 0
-    for row in _spread(place, rows, batch):
+    for row in _evenly_spread_rows(place, rows, batch):
         p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
         total = p.sum(1, keepdim=True)
         if not bool((total > 0).all()):
@@ -225,7 +227,7 @@ def retrieval_score(
     return hit[:, start:stop].double().mean(1)
 
 
-def _spread(place: Place, rows: int, batch: int) -> list[slice]:
+def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
     """Evenly spread rows that are tokens, the first and the last among them."""
     if rows < 1:
         raise ArgumentError(f"rows is {rows}; it must be at least 1")

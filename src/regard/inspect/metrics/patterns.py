@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 
-SINKS = 4
+NUM_SINKS = 4
 """How many first keys count as sinks."""
 
 
@@ -78,7 +78,7 @@ def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
     """
-    _check(pattern, least=2)
+    _check_pattern(pattern, least=2)
     return pattern.diagonal(-1, -2, -1).mean(-1)
 
 
@@ -103,8 +103,8 @@ def induction_score(
 
     Source: Olsson et al. 2022 (arXiv 2209.11895), section "definition: prefix matching".
     """
-    _check(pattern, least=1, ids=ids)
-    return _mass(pattern, after_copies(ids))
+    _check_pattern(pattern, least=1, ids=ids)
+    return _mean_weight(pattern, after_copies(ids))
 
 
 def duplicate_score(
@@ -122,8 +122,8 @@ def duplicate_score(
 
     Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1.
     """
-    _check(pattern, least=1, ids=ids)
-    return _mass(pattern, copies(ids))
+    _check_pattern(pattern, least=1, ids=ids)
+    return _mean_weight(pattern, copies(ids))
 
 
 def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
@@ -138,7 +138,7 @@ def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
     return terms.sum(-1)
 
 
-def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Tensor, "*H"]:
+def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Float[Tensor, "*H"]:
     """The mean weight on the first keys, over the queries behind them.
 
     mean over i >= first of sum over j < first of p_ij
@@ -153,11 +153,11 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Te
     """
     if first < 1:
         raise ArgumentError(f"first is {first}; it must be at least 1")
-    _check(pattern, least=first + 1)
+    _check_pattern(pattern, least=first + 1)
     return pattern[..., first:, :first].sum(-1).mean(-1)
 
 
-def _mass(pattern: Tensor, pairs: Tensor) -> Tensor:
+def _mean_weight(pattern: Tensor, pairs: Tensor) -> Tensor:
     if not len(pairs):
         raise ArgumentError(
             "no token occurs twice, far enough apart, in ids; give a text that repeats itself, "
@@ -167,7 +167,7 @@ def _mass(pattern: Tensor, pairs: Tensor) -> Tensor:
     return pattern[..., rows, keys].sum(-1) / len(torch.unique(rows))
 
 
-def _check(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:
+def _check_pattern(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:
     if pattern.ndim < 2 or pattern.shape[-1] != pattern.shape[-2]:
         raise ArgumentError(f"pattern is {tuple(pattern.shape)}; it must be [..., T, T]")
     if pattern.shape[-1] < least:

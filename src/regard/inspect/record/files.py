@@ -17,19 +17,19 @@ from regard.files.reading import load as read_tensors
 from regard.files.strict import parse
 from regard.files.write import written
 from regard.foreign import shown, told
-from regard.inspect.record.place import Place, Pool, Step
+from regard.inspect.record.place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.rules import bias_data, bias_from, mask_data, mask_from
 from regard.span import Positions, Span, as_tensor, count
 
-_KEY, _FORMAT, _READ = "regard.recording", 2, (1, 2)
+_KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 2, (1, 2)
 """Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute
 others.
 """
-_LARGEST = 1 << 53
-LONGEST = 1 << 26
+_MAX_INTEGER = 1 << 53
+MAX_TOKENS = 1 << 26
 """The most queries of a call, or columns, that a file may speak of without holding them."""
-_UNFIT = (
+_MALFORMED = (
     ArgumentError,
     KeyError,
     TypeError,
@@ -64,7 +64,7 @@ def save(recording: Recording, path: str | Path) -> None:
     >>> bool((again.weights(0, 1) == found.weights(0, 1)).all()), again.pieces == found.pieces
     (True, True)
     """
-    path, tensors = Path(path), _Tensors()
+    path, tensors = Path(path), _NamedTensors()
     data = {
         "format": _FORMAT,
         "about": dict(recording.about),
@@ -103,19 +103,19 @@ def load(path: str | Path) -> Recording:
         )
     try:
         data = parse(metadata[_KEY].encode())
-        if data["format"] not in _READ:
+        if data["format"] not in _READABLE_FORMATS:
             raise FileError(
                 f"{path} has format {shown(data['format'])}; this version reads "
-                f"{' and '.join(map(str, _READ))}"
+                f"{' and '.join(map(str, _READABLE_FORMATS))}"
             )
-        return _recording(data, tensors)
-    except _UNFIT as error:
+        return _read_recording(data, tensors)
+    except _MALFORMED as error:
         raise FileError(
             f"{path}: its parts do not make a recording: {told(error)}; save it again"
         ) from error
 
 
-class _Tensors:
+class _NamedTensors:
     """Tensors by name; one that comes twice is kept once."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class _Tensors:
         return [x.start, x.length] if isinstance(x, Span) else self(x)
 
 
-def _place_data(place: Place, keep: _Tensors) -> dict[str, Any]:
+def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
     pools = [
         {
             "k": keep(p.k),
@@ -161,7 +161,7 @@ def _place_data(place: Place, keep: _Tensors) -> dict[str, Any]:
     }
 
 
-def _step_data(step: Step, keep: _Tensors) -> dict[str, Any]:
+def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, Any]:
     columns: list[int] | str = (
         keep(step.columns) if step.run is None else [step.run, len(step.columns)]
     )
@@ -188,41 +188,45 @@ def _step_data(step: Step, keep: _Tensors) -> dict[str, Any]:
     }
 
 
-def _recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
+def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
     about = {str(k): str(v) for k, v in data["about"].items()}
     texts = [tuple(str(x) for x in data[name]) for name in ("pieces", "source_pieces")]
     ids, source_ids = (
         None if data[name] is None else tensors[data[name]] for name in ("ids", "source_ids")
     )
-    places = [_place(x, tensors) for x in data["places"]]
+    places = [_read_place(x, tensors) for x in data["places"]]
     names = {place.name: place for place in places}
     if len(names) < len(places):
         raise ArgumentError("two places have one name")
     return Recording(names, ids, texts[0], about, source_ids, texts[1])
 
 
-def _place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
+def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
 
     pools = tuple(
-        Pool(
+        KeyValuePool(
             tensors[p["k"]],
             None if p["v"] is None else tensors[p["v"]],
             tensors[p["columns"]],
-            tuple(map(_whole, p["groups"])),
-            _whole(p["G"]),
-            _name(p["held"]),
+            tuple(map(_check_integer, p["groups"])),
+            _check_integer(p["G"]),
+            _check_name(p["held"]),
         )
         for p in data["pools"]
     )
     held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
-    steps = tuple(_step(x, tensors, held) for x in data["steps"])
-    H, heads, N = _whole(data["H"]), tuple(map(_whole, data["heads"])), _whole(data["N"])
-    place = Place(_name(data["name"]), steps, pools, H, heads, N)
+    steps = tuple(_read_step(x, tensors, held) for x in data["steps"])
+    H, heads, N = (
+        _check_integer(data["H"]),
+        tuple(map(_check_integer, data["heads"])),
+        _check_integer(data["N"]),
+    )
+    place = Place(_check_name(data["name"]), steps, pools, H, heads, N)
     check_place(place)
     return place
 
 
-def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
+def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> RecordedStep:
     """A step of a place that holds so many keys."""
 
     def named(name: str) -> Tensor | None:
@@ -231,59 +235,59 @@ def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
     data = {"scores": None, "pattern": None, **data}  # format 1 has neither
     columns = data["columns"]
     if isinstance(columns, list):
-        columns = as_tensor(_span(columns, held))[0]
+        columns = as_tensor(_read_span(columns, held))[0]
     else:
         columns = tensors[columns]
-    return Step(
+    return RecordedStep(
         tensors[data["q"]],
         tensors[data["lse"]],
         named("out"),
         columns,
-        _positions(data["q_positions"], tensors),
-        _positions(data["k_positions"], tensors),
+        _read_positions(data["q_positions"], tensors),
+        _read_positions(data["k_positions"], tensors),
         mask_from(data["mask"], tensors),
         bias_from(data["bias"], tensors),
         float(data["scale"]),
         None if data["softcap"] is None else float(data["softcap"]),
         named("sink"),
-        _name(data["kernel"]),
-        _whole(data["first"]),
-        _whole(data["token"]),
+        _check_name(data["kernel"]),
+        _check_integer(data["first"]),
+        _check_integer(data["token"]),
         float(data["dropout"]),
-        _whole(data["pool"]),
+        _check_integer(data["pool"]),
         named("keys"),
         named("scores"),
         named("pattern"),
     )
 
 
-def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
-    found = _span(data) if isinstance(data, list) else tensors[data]
-    if count(found) > LONGEST:
-        raise ArgumentError(f"positions of {count(found)} tokens; at most {LONGEST} are read")
+def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
+    found = _read_span(data) if isinstance(data, list) else tensors[data]
+    if count(found) > MAX_TOKENS:
+        raise ArgumentError(f"positions of {count(found)} tokens; at most {MAX_TOKENS} are read")
     return found
 
 
-def _name(x: Any) -> str:
+def _check_name(x: Any) -> str:
     """A name as code gives it: it stands in messages and on pages."""
     if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
         raise ArgumentError(f"{shown(x)} stands where a name must")
     return x
 
 
-def _whole(x: Any) -> int:
+def _check_integer(x: Any) -> int:
     if type(x) is not int:
         raise ArgumentError(f"{shown(x)} stands where an integer must")
-    if abs(x) > _LARGEST:
-        raise ArgumentError(f"{x} is larger than any number of a recording, {_LARGEST}")
+    if abs(x) > _MAX_INTEGER:
+        raise ArgumentError(f"{x} is larger than any number of a recording, {_MAX_INTEGER}")
     return x
 
 
-def _span(data: list[int], most: int = LONGEST) -> Span:
+def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
     start, length = data
     if type(length) is int and length > most:
         raise ArgumentError(f"a span of {length} positions; at most {most} are read")
-    return Span(_whole(start), _whole(length))
+    return Span(_check_integer(start), _check_integer(length))
 
 
 def check_place(place: Place) -> None:
@@ -310,7 +314,7 @@ def check_place(place: Place) -> None:
         _check_step(where, place, step, place.pools[step.pool], B)
 
 
-def _check_pool(place: Place, pool: Pool, B: int) -> None:
+def _check_pool(place: Place, pool: KeyValuePool, B: int) -> None:
     G = pool.G
     if G < 1 or place.H % G:
         raise ArgumentError(f"{place.name} has {place.H} heads, and keys of {G}")
@@ -324,7 +328,7 @@ def _check_pool(place: Place, pool: Pool, B: int) -> None:
     _check_range(f"columns of {place.name}", pool.columns, n, place.N)
 
 
-def _check_step(where: str, place: Place, step: Step, pool: Pool, B: int) -> None:
+def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool, B: int) -> None:
     h, t, s = len(place.heads), step.q.shape[2] if step.q.ndim == 4 else -1, len(step.columns)
     E = None if pool.v is None else pool.v.shape[3]
     shapes: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.inspect.record.place import Ingredients, Place, Step
+from regard.inspect.record.place import Place, RecordedStep, ScoreInputs
 from regard.masks import All, Mask
 from regard.span import as_tensor
 
-PLAINS = 4
+PLAIN_ORDERS = 4
 """In so many orders the same sums are added in plain math: one alone may be right by luck."""
 
 
@@ -34,10 +34,10 @@ class AuditSample:
     """
 
     place: Place
-    step: Step
+    step: RecordedStep
     first: int
     own: slice
-    made: Ingredients
+    made: ScoreInputs
     values: Tensor | None
 
     @property
@@ -73,7 +73,7 @@ class AuditSample:
         row.
         """
         if self.step.edited:
-            return _mixed(self, torch.float64)
+            return _edited_output(self, torch.float64)
         return self.output(self.made.scores(self.step.scale, self.step.softcap), self.step.sink)
 
     def output(self, s: Tensor, sink: Tensor | None) -> Tensor | None:
@@ -96,7 +96,7 @@ class AuditSample:
 
     @cached_property
     def _plain(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [_plain(self, order) for order in range(PLAINS)]
+        return [_plain(self, order) for order in range(PLAIN_ORDERS)]
 
     @cached_property
     def rounding(self) -> float:
@@ -133,7 +133,7 @@ class AuditSample:
         return [out for _, out in self._plain if out is not None]
 
 
-def gather(place: Place, number: int, own: slice) -> AuditSample:
+def audit_sample(place: Place, number: int, own: slice) -> AuditSample:
     """The evidence of some rows of a step."""
     step, heads = place.steps[number], place.heads
     made = place.ingredients(step, own, slice(0, len(step.columns)), heads)
@@ -154,7 +154,7 @@ def lse_of(s: Tensor) -> Tensor:
     return torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
 
 
-def _mixed(e: AuditSample, dtype: torch.dtype) -> Tensor | None:
+def _edited_output(e: AuditSample, dtype: torch.dtype) -> Tensor | None:
     """sum_j p_ij v_j with the weights that an edit left, in a dtype; NaN where a value that has
     weight is not finite.
     """
@@ -173,7 +173,7 @@ def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
     step, place = e.step, e.place
     if step.edited:
         lse = e.true_lse.to(step.lse.dtype)
-        return lse, None if e.out is None else _mixed(e, e.out.dtype)
+        return lse, None if e.out is None else _edited_output(e, e.out.dtype)
     pool = place.pools[step.pool]
     q, k = step.q[:, :, e.own], place.keys(step)[:, [pool.at(h, place.H) for h in place.heads]]
     draw = torch.Generator().manual_seed(order)
@@ -216,13 +216,13 @@ class FaultHypothesis(NamedTuple):
 
 def explain_lse(every: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
     """The mistake that explains every recorded lse, and its words."""
-    words = _of_the_number(every, allowed)
+    words = _fault_of_lse_value(every, allowed)
     if words is not None:
         return None, words
     for suspect in hypotheses(every):
-        if all(_close(lse_of(suspect.scores(e)), e.lse, allowed) for e in every):
+        if all(_is_close(lse_of(suspect.scores(e)), e.lse, allowed) for e in every):
             return suspect, suspect.words
-    return None, _first_wrong(every, allowed)
+    return None, _unexplained(every, allowed)
 
 
 def explain_output(
@@ -234,14 +234,14 @@ def explain_output(
     kept = [e for e in every if e.out is not None]
 
     def fits(suspect: FaultHypothesis) -> bool:
-        return all(_gives(e, suspect.scores(e), e.step.sink, allowed) for e in kept)
+        return all(_gives_output(e, suspect.scores(e), e.step.sink, allowed) for e in kept)
 
     if wrong is not None and fits(wrong):
         return True, ""
     if all(bool((e.out == 0).all()) for e in kept if e.out is not None):
         return False, "the output is zero everywhere: it was not written"
     if any(e.step.sink is not None for e in kept) and all(
-        _gives(e, _right(e), None, allowed) for e in kept
+        _gives_output(e, _true_scores(e), None, allowed) for e in kept
     ):
         return False, "the sink took no part in the output (the mass that is missing is P_sink)"
     for suspect in hypotheses(kept):
@@ -266,28 +266,31 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
     for words, scale in scales.items():
         if scale != step.scale:
             yield FaultHypothesis(
-                f"the scale was {words} ({scale:.4g}, not {step.scale:.4g})", _scaled(scale)
+                f"the scale was {words} ({scale:.4g}, not {step.scale:.4g})",
+                _scores_at_scale(scale),
             )
     if step.softcap is not None:
         yield FaultHypothesis(
             "the softcap was not applied", lambda e: e.made.scores(e.step.scale, None)
         )
     if step.bias is not None:
-        yield FaultHypothesis("the bias was not added", lambda e: _with(e, bias=None))
+        yield FaultHypothesis("the bias was not added", lambda e: _changed_scores(e, bias=None))
     if step.sink is not None:
         yield FaultHypothesis("the sink is counted in the lse, which is without it", _with_sink)
     yield FaultHypothesis(
         "the mask was not applied: masked keys have mass",
-        lambda e: _with(e, visible=torch.ones_like(e.made.visible)),
+        lambda e: _changed_scores(e, visible=torch.ones_like(e.made.visible)),
     )
-    yield from _masks(step.mask)
-    yield FaultHypothesis("the newest keys were not seen: the cache is stale", _older)
+    yield from _mask_faults(step.mask)
+    yield FaultHypothesis("the newest keys were not seen: the cache is stale", _without_newest_keys)
     fitted = _fitted_scale(every)
     if fitted is not None:
-        yield FaultHypothesis(f"the scale was {fitted:.4g}, not {step.scale:.4g}", _scaled(fitted))
+        yield FaultHypothesis(
+            f"the scale was {fitted:.4g}, not {step.scale:.4g}", _scores_at_scale(fitted)
+        )
 
 
-def _of_the_number(every: list[AuditSample], allowed: float) -> str | None:
+def _fault_of_lse_value(every: list[AuditSample], allowed: float) -> str | None:
     """A mistake of the number itself: zero, another base, off by a constant."""
     got = torch.cat([e.lse.double().flatten() for e in every])
     true = torch.cat([e.true_lse.flatten() for e in every])
@@ -306,28 +309,28 @@ def _of_the_number(every: list[AuditSample], allowed: float) -> str | None:
     return None
 
 
-def _masks(mask: Mask) -> Iterator[FaultHypothesis]:
+def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
     """A term of the mask that was not applied, or a window that was one off."""
     terms = mask.terms()
     for i, term in enumerate(terms):
         others = [x for n, x in enumerate(terms) if n != i]
         if others:
             rest = others[0] if len(others) == 1 else All(tuple(others))
-            yield FaultHypothesis(f"the mask {term} was not applied", _masked(rest))
+            yield FaultHypothesis(f"the mask {term} was not applied", _scores_under_mask(rest))
         for other in term.near_misses():
             both = reduce(lambda a, b: a & b, [*terms[:i], other, *terms[i + 1 :]])
-            yield FaultHypothesis(f"{term} was taken as {other}", _masked(both))
+            yield FaultHypothesis(f"{term} was taken as {other}", _scores_under_mask(both))
 
 
-def _right(e: AuditSample) -> Tensor:
+def _true_scores(e: AuditSample) -> Tensor:
     return e.made.scores(e.step.scale, e.step.softcap)
 
 
-def _with(e: AuditSample, **change: Tensor | None) -> Tensor:
+def _changed_scores(e: AuditSample, **change: Tensor | None) -> Tensor:
     return e.made._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
 
 
-def _scaled(scale: float) -> Callable[[AuditSample], Tensor]:
+def _scores_at_scale(scale: float) -> Callable[[AuditSample], Tensor]:
     return lambda e: e.made.scores(scale, e.step.softcap)
 
 
@@ -335,29 +338,29 @@ def _with_sink(e: AuditSample) -> Tensor:
     """The scores, and the sink's as one key more, which an output would not have: it is for the
     lse.
     """
-    s = _right(e)
+    s = _true_scores(e)
     sink = e.step.sink
     assert sink is not None, "asked where there is one"
     return torch.cat([s, sink.double()[:, None, None].expand(*s.shape[:-1], 1)], -1)
 
 
-def _masked(mask: Mask) -> Callable[[AuditSample], Tensor]:
+def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
     def scores(e: AuditSample) -> Tensor:
         step = e.step
         rows = slice(e.own.start + step.first, e.own.stop + step.first)
         seen = mask.block(step.q_positions, step.k_positions, rows)
         seen = seen[:, list(e.place.heads)] if seen.shape[1] > 1 else seen
-        return _with(e, visible=seen.expand(e.made.dot.shape))
+        return _changed_scores(e, visible=seen.expand(e.made.dot.shape))
 
     return scores
 
 
-def _older(e: AuditSample) -> Tensor:
+def _without_newest_keys(e: AuditSample) -> Tensor:
     """Without the keys at the positions of the call's own queries, or behind."""
     asked = as_tensor(e.step.q_positions)
     first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
     old = as_tensor(e.step.k_positions) < first[:, None]  # [b,s]
-    return _with(e, visible=e.made.visible & old[:, None, None])
+    return _changed_scores(e, visible=e.made.visible & old[:, None, None])
 
 
 def _fitted_scale(every: list[AuditSample]) -> float | None:
@@ -391,7 +394,7 @@ def _fitted_scale(every: list[AuditSample]) -> float | None:
     )
 
 
-def _close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
+def _is_close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
     """Scores of another size have other roundings: the bound grows with them."""
     got = got.double()
     seen = suspected.isfinite()
@@ -401,7 +404,7 @@ def _close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
     return not bool(seen.any()) or float((suspected - got)[seen].abs().max()) <= room
 
 
-def _gives(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
+def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
     if s.shape[-1] != e.made.dot.shape[-1]:
         return False
     out = e.output(s, sink)
@@ -411,7 +414,7 @@ def _gives(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bo
     return not bool(seen.any()) or float((out - e.out.double())[seen].abs().max()) <= 2 * allowed
 
 
-def _first_wrong(every: list[AuditSample], allowed: float) -> str:
+def _unexplained(every: list[AuditSample], allowed: float) -> str:
     """What is known where no mistake explains all."""
     for e in every:
         wrong = (e.true_lse - e.lse.double()).abs() > allowed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.arguments import check_names
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.record.recorder import Recorder, Selection
+from regard.inspect.record.recorder import Recorder, RecordingOptions
 from regard.inspect.record.recording import Recording
 from regard.models.generation.context import padded
 from regard.models.model import Model
@@ -43,7 +43,7 @@ def record(
     chunk: int | None = None,
     cache: str | None = None,
     max_context: int | None = None,
-    **select: Unpack[Selection],
+    **select: Unpack[RecordingOptions],
 ) -> Recording:
     """Run a model on its own kernels, and record its attention: q, k, lse, positions and rules, out
     of which any block of any pattern is computed again. Edits of open traces are part of the run
@@ -61,7 +61,7 @@ def record(
         chunk: the prompt in pieces of so many tokens, with the caches.
         cache, max_context: the kind of cache for `tokens` ("quantised", "ring", ...), and the most
             that it holds, as in `Model.generate`.
-        **select: what is kept: see `Selection`.
+        **select: what is kept: see `RecordingOptions`.
 
     Raises:
         ArgumentError: the run called no softmax attention that was selected, a selected place or
@@ -83,8 +83,8 @@ def record(
         "cache": cache,
         "max_context": max_context,
     }
-    check_names("record", select, (*how, *Selection.__annotations__))
-    run, allowed = _run_of(model)
+    check_names("record", select, (*how, *RecordingOptions.__annotations__))
+    run, allowed = _runner(model)
     for name, value in how.items():
         given = value != 0 if isinstance(value, int) else value is not None
         if given and name not in allowed:
@@ -93,7 +93,7 @@ def record(
     recorder.missing = "ignore"  # a recording of nothing is an error below
     with torch.inference_mode(), recorder:
         said = run(model, text, **{name: how[name] for name in allowed})
-    found = replace(recorder.recording(), about=_about(model), **said)
+    found = replace(recorder.recording(), about=_metadata(model), **said)
     if not found.places:
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
@@ -106,7 +106,7 @@ def record(
     return found
 
 
-def _run_of(model: object) -> tuple[Run, tuple[str, ...]]:
+def _runner(model: object) -> tuple[Run, tuple[str, ...]]:
     """How such a model is run, and what goes with it."""
     for kind, found in _RUNS.items():
         if isinstance(model, kind):
@@ -114,7 +114,7 @@ def _run_of(model: object) -> tuple[Run, tuple[str, ...]]:
     raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
 
 
-def _about(model: Any) -> dict[str, str]:
+def _metadata(model: Any) -> dict[str, str]:
     """What the model is, in words."""
     inner = getattr(model, "decoder", getattr(model, "network", model))
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
@@ -133,7 +133,7 @@ def _model(
     model: Model, text: Text, positions: Positions | None, chunk: int | None, **going_on: Any
 ) -> dict[str, Any]:
     if going_on["tokens"]:
-        return _generated(model, text, positions, chunk, **going_on)
+        return _generate(model, text, positions, chunk, **going_on)
     for name in ("cache", "max_context"):
         if going_on[name] is not None:
             raise ArgumentError(
@@ -152,17 +152,17 @@ def _model(
     run = model.forward if model.has_head else model.hidden
     if chunk is None:
         run(ids, positions)
-        return _read(model, ids)
+        return _token_facts(model, ids)
     if chunk < 1:
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
     caches = model.new_caches()
     for i in range(0, ids.shape[1], chunk):
         at = slice(i, min(i + chunk, ids.shape[1]))
         run(ids[:, at], None if positions is None else part(positions, at), caches)
-    return _read(model, ids)
+    return _token_facts(model, ids)
 
 
-def _generated(
+def _generate(
     model: Model,
     text: Text,
     positions: Positions | None,
@@ -185,17 +185,17 @@ def _generated(
     )
     for _ in generation:
         pass
-    return _read(model, torch.tensor([begun + generation.ids]))
+    return _token_facts(model, torch.tensor([begun + generation.ids]))
 
 
 def _text_encoder(model: TextEncoder, text: Text, positions: Positions | None) -> dict[str, Any]:
     if isinstance(text, Tensor):
         model.hidden(text, positions)
-        return _read(model, text)
+        return _token_facts(model, text)
     assert not isinstance(text, Mapping), "checked where models are told apart"
     given = model.encode(text)
     model.hidden(*given)
-    return _read(model, given.ids)
+    return _token_facts(model, given.ids)
 
 
 def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, Any]:
@@ -209,13 +209,13 @@ def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dic
         said = [model.tokenizer.encode(target)] * len(source)
         ids = torch.tensor([[model.start, *row] for row in said], device=source.device)
         model.forward(source, ids, at)
-    found = _read(model, torch.tensor([[model.start, *said[0]]]))
+    found = _token_facts(model, torch.tensor([[model.start, *said[0]]]))
     names = tuple(model.tokenizer.pieces(source[0].tolist()))
     return found | {"source_ids": source.cpu(), "source_pieces": names}
 
 
 def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
-    _check_runs_through_us(model)
+    _check_attention_implementation(model)
     config: Any = getattr(model, "config", None)
     if isinstance(text, str) or not isinstance(text, (Tensor, Mapping)):
         raise ArgumentTypeError(
@@ -235,7 +235,7 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
     return {"ids": generate(**given, max_new_tokens=tokens, do_sample=False)}
 
 
-def _check_runs_through_us(model: nn.Module) -> None:
+def _check_attention_implementation(model: nn.Module) -> None:
     """See that the attention of a transformers model is computed here; warn of parts that compute
     theirs elsewhere.
     """
@@ -269,7 +269,7 @@ def _check_runs_through_us(model: nn.Module) -> None:
         )
 
 
-def _read(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, Any]:
+def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, Any]:
     """Ids, and the texts of the first row's, where there is a tokenizer."""
     known = model._tokenizer
     pieces = () if known is None else tuple(known.pieces(ids[0].tolist()))

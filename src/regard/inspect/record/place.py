@@ -1,7 +1,7 @@
 """What attention computed at one place, call by call, and any block of its scores and weights,
 computed again: p_ij = exp(s_ij - lse_i).
 
-A `Step` is one call: its queries, its rules, and where its keys stand in a `Pool` that calls share.
+A `RecordedStep` is one call: its queries, its rules, and where its keys stand in a `KeyValuePool` that calls share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RecordedStep:
     """One call: t queries against s keys, which are `columns` of the pattern, and what the kernel
     answered.
 
@@ -116,7 +116,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Pool:
+class KeyValuePool:
     """Keys k [B,g,n,D] and values v [B,g,n,E] (None: not kept), each once; several steps read the
     same ones.
 
@@ -137,7 +137,7 @@ class Pool:
         return self.groups.index(head // (H // self.G))
 
 
-class Block(NamedTuple):
+class PatternBlock(NamedTuple):
     """Part of a pattern: scores (-inf where masked, or where the step did not hold the key) and
     weights.
     """
@@ -146,7 +146,7 @@ class Block(NamedTuple):
     weights: Tensor
 
 
-class Ingredients(NamedTuple):
+class ScoreInputs(NamedTuple):
     """What scores are made of: q_i . k_j and the bias (None without one), and which keys are
     visible; [B,h,t,n] or broadcast.
     """
@@ -173,8 +173,8 @@ class Place:
     """
 
     name: str
-    steps: tuple[Step, ...]
-    pools: tuple[Pool, ...]
+    steps: tuple[RecordedStep, ...]
+    pools: tuple[KeyValuePool, ...]
     H: int
     heads: tuple[int, ...]
     N: int
@@ -209,11 +209,11 @@ class Place:
         """The values by column [B,g,N,E], or None if they were not kept."""
         return self._only().v
 
-    def keys(self, step: Step) -> Tensor:
+    def keys(self, step: RecordedStep) -> Tensor:
         """The keys [B,g,s,D] that a step saw, beside its `columns`."""
         return self.pools[step.pool].k[:, :, step.numbers()]
 
-    def values(self, step: Step) -> Tensor | None:
+    def values(self, step: RecordedStep) -> Tensor | None:
         """The values [B,g,s,E] that a step saw, or None if they were not kept."""
         v = self.pools[step.pool].v
         return None if v is None else v[:, :, step.numbers()]
@@ -234,7 +234,7 @@ class Place:
         """The first row of a step."""
         return self._starts[number]
 
-    def parts(self, rows: slice) -> Iterator[tuple[Step, slice, slice]]:
+    def parts(self, rows: slice) -> Iterator[tuple[RecordedStep, slice, slice]]:
         """The steps that some rows belong to: (step, its own rows, where they stand among the rows
         asked for).
         """
@@ -268,7 +268,7 @@ class Place:
         *,
         batch: slice = ALL,
         dtype: torch.dtype = torch.float64,
-    ) -> Block:
+    ) -> PatternBlock:
         """The exact scores and weights of rows x columns: [batch, heads, rows, columns]; heads as
         the model numbers them.
         """
@@ -276,7 +276,7 @@ class Place:
         local = [self.at(head) for head in chosen]
         b = len(range(self.B)[batch])
         shape = (b, len(local), rows.stop - rows.start, columns.stop - columns.start)
-        found = Block(*(torch.full(shape, fill, dtype=dtype) for fill in (-math.inf, 0.0)))
+        found = PatternBlock(*(torch.full(shape, fill, dtype=dtype) for fill in (-math.inf, 0.0)))
         for step, own, there in self.parts(rows):
             slots = step.slots(columns)
             if (slots.stop - slots.start if isinstance(slots, slice) else len(slots)) < 1:
@@ -289,14 +289,14 @@ class Place:
 
     def part(
         self,
-        step: Step,
+        step: RecordedStep,
         own: slice,
         slots: slice | Tensor,
         heads: tuple[int, ...],
         *,
         batch: slice = ALL,
         dtype: torch.dtype = torch.float64,
-    ) -> Block:
+    ) -> PatternBlock:
         """Scores and weights of a step's own rows with some of its keys, in the order of the keys.
 
         They are computed from q, k and the lse; what an edit replaced is what it put there. A
@@ -308,43 +308,45 @@ class Place:
         )
 
         def edited(x: Tensor) -> Tensor:
-            return _some(x[batch, :, own], local)[..., slots].to(dtype)
+            return _select_heads(x[batch, :, own], local)[..., slots].to(dtype)
 
         s = made.scores(step.scale, step.softcap)
         if step.scores is not None:
             s = edited(step.scores).masked_fill(~made.visible, -math.inf)
         if step.pattern is not None:
-            return Block(s, edited(step.pattern).masked_fill(~made.visible, 0))
+            return PatternBlock(s, edited(step.pattern).masked_fill(~made.visible, 0))
         lse = step.denominator[batch, :, own][:, local, :, None]
         p = torch.exp(s - lse.masked_fill(lse.isneginf(), math.inf).to(dtype))
-        return Block(s, p.masked_fill(s.isneginf(), 0))  # also where the lse is NaN
+        return PatternBlock(s, p.masked_fill(s.isneginf(), 0))  # also where the lse is NaN
 
     def ingredients(
         self,
-        step: Step,
+        step: RecordedStep,
         own: slice,
         slots: slice | Tensor,
         heads: tuple[int, ...],
         *,
         batch: slice = ALL,
         dtype: torch.dtype = torch.float64,
-    ) -> Ingredients:
+    ) -> ScoreInputs:
         """What the scores of a step's own rows with some of its keys are made of."""
         pool, local = self.pools[step.pool], [self.at(head) for head in heads]
         k = pool.k[batch][:, :, step.numbers(slots)].to(dtype)
         q = step.q[batch, :, own].to(dtype)
-        dot = _some(q, local) @ _some(k, [pool.at(head, self.H) for head in heads]).mT
+        dot = (
+            _select_heads(q, local) @ _select_heads(k, [pool.at(head, self.H) for head in heads]).mT
+        )
         rows = slice(own.start + step.first, own.stop + step.first)
         keys, picked = _range_of(slots)
         where = (step.q_positions, step.k_positions, rows, keys)
 
         def of(x: Tensor) -> Tensor:
             x = x[batch] if x.shape[0] > 1 else x
-            x = _some(x, list(heads)) if x.shape[1] > 1 else x
+            x = _select_heads(x, list(heads)) if x.shape[1] > 1 else x
             return x if picked is None else x[..., picked]
 
         bias = None if step.bias is None else of(step.bias.block(*where, dtype=dtype))
-        return Ingredients(dot, bias, of(step.mask.block(*where)))
+        return ScoreInputs(dot, bias, of(step.mask.block(*where)))
 
     @cached_property
     def column_positions(self) -> Tensor:
@@ -361,7 +363,7 @@ class Place:
         every = [torch.stack([step.row_positions(b) for b in range(self.B)]) for step in self.steps]
         return torch.cat(every, 1)
 
-    def _only(self) -> Pool:
+    def _only(self) -> KeyValuePool:
         if self.plain:
             return self.pools[0]
         raise ArgumentError(
@@ -378,6 +380,6 @@ def _range_of(slots: slice | Tensor) -> tuple[slice, Tensor | None]:
     return slice(low, int(slots.max()) + 1), slots - low
 
 
-def _some(x: Tensor, heads: list[int]) -> Tensor:
+def _select_heads(x: Tensor, heads: list[int]) -> Tensor:
     """Heads of [B,h,...]; all of them in order are no copy."""
     return x if heads == list(range(x.shape[1])) else x[:, heads]

@@ -1,7 +1,7 @@
 """Record anything that runs on regard's kernels, and keep what its attention computed.
 
-A `Recorder` watches the calls of attention. Each place has a `Track`, which finds out for every
-call which of its keys are already there, and a `Store`, which keeps each key and value once.
+A `Recorder` watches the calls of attention. Each place has a `PlaceBuilder`, which finds out for every
+call which of its keys are already there, and a `KeyValueStore`, which keeps each key and value once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from regard.arguments import check_names
 from regard.biases import Bias
 from regard.caches.codes import Packed
 from regard.errors import ArgumentError
-from regard.inspect.record.place import Place, Pool, Step
+from regard.inspect.record.place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
-from regard.inspect.record.rules import copied, speaks_of_slots, written_out
+from regard.inspect.record.rules import copy_rule, depends_on_slots, to_dense_rules
 from regard.masks import Mask
 from regard.ops.softmax.call import Call, Result
 from regard.span import Positions, Span, as_tensor
@@ -29,11 +29,11 @@ from regard.tap import Opening, Trace
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-KEEP = ("v", "out")
+OPTIONAL_PARTS = ("v", "out")
 """What is kept beside q, k, lse and the rule, if asked for."""
 
 
-class Store:
+class KeyValueStore:
     """Keys of one form, in memory that doubles when it is full. A column's newest key is known,
     older ones stay.
 
@@ -74,11 +74,13 @@ class Store:
             found[new] = self._append(columns[new], given, new)
         return found
 
-    def pool(self) -> Pool:
+    def pool(self) -> KeyValuePool:
         """What is kept, on the CPU."""
         k, v = (None if x is None else x[:, :, : self.length].cpu() for x in self._parts)
         assert k is not None, "keys are always kept"
-        return Pool(k, v, self._columns[: self.length].clone(), self.groups, self.G, self.held)
+        return KeyValuePool(
+            k, v, self._columns[: self.length].clone(), self.groups, self.G, self.held
+        )
 
     def _same(
         self,
@@ -91,7 +93,7 @@ class Store:
         holds them.
         """
         same = torch.ones(len(known), dtype=torch.bool)
-        old, new = _run(found[known]), _run(known)
+        old, new = _as_slice(found[known]), _as_slice(known)
         for held, x in zip(self._parts, given, strict=True):
             if held is None or x is None:
                 continue
@@ -107,13 +109,13 @@ class Store:
         n, start = len(columns), self.length
         if start + n > len(self._columns):
             size = max(2 * len(self._columns), start + n)
-            self._parts = [None if x is None else _grown(x, start, size) for x in self._parts]
+            self._parts = [None if x is None else _grow(x, start, size) for x in self._parts]
             self._columns = torch.cat(
                 [self._columns, torch.zeros(size - len(self._columns), dtype=torch.int64)]
             )
         for held, x in zip(self._parts, given, strict=True):
             if held is not None and x is not None:
-                held[:, :, start : start + n] = x[:, :, _run(which)]
+                held[:, :, start : start + n] = x[:, :, _as_slice(which)]
         numbers = torch.arange(start, start + n)
         self._columns[start : start + n] = columns
         self._newest[columns] = numbers
@@ -121,7 +123,7 @@ class Store:
         return numbers
 
 
-def _run(which: Tensor) -> slice | Tensor:
+def _as_slice(which: Tensor) -> slice | Tensor:
     """Numbers as a slice if they are a run: indexing by it copies nothing."""
     n, start = len(which), int(which[0])
     return slice(start, start + n) if torch.equal(which, torch.arange(start, start + n)) else which
@@ -132,24 +134,24 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(_BITS[x.element_size()])
 
 
-def _grown(x: Tensor, used: int, size: int) -> Tensor:
+def _grow(x: Tensor, used: int, size: int) -> Tensor:
     """A copy with room for `size` keys."""
     made = x.new_zeros((*x.shape[:2], size, x.shape[3]))
     made[:, :, :used] = x[:, :, :used]
     return made
 
 
-class Kept(NamedTuple):
+class KeptParts(NamedTuple):
     """What is kept of a call: "v" and "out" or not; these heads, or all; the last so many rows of a
     call, or all.
     """
 
-    names: Collection[str]
+    matches_place: Collection[str]
     heads: Collection[int] | None = None
     rows: int | None = None
 
 
-class Slots(NamedTuple):
+class CallKeys(NamedTuple):
     """Keys of a call in the order of the columns that they are: which slots, whose positions, under
     which rule.
     """
@@ -166,13 +168,13 @@ class Slots(NamedTuple):
     )
 
 
-class Track:
+class PlaceBuilder:
     """The steps of one place so far."""
 
-    def __init__(self, kept: Kept, originals: dict[int, tuple[object, object]]) -> None:
+    def __init__(self, kept: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
         self._kept, self._originals = kept, originals
-        self._steps: list[Step] = []
-        self._stores: dict[tuple[Any, ...], Store] = {}
+        self._steps: list[RecordedStep] = []
+        self._stores: dict[tuple[Any, ...], KeyValueStore] = {}
         self._at = torch.zeros(1, 0, dtype=torch.int64)  # [b,N] positions of the columns
         self._last: Tensor | None = None  # [b] the last position that asked
         self._batch, self._H, self._queries = 0, 0, 0
@@ -210,7 +212,7 @@ class Track:
         """Nothing was kept."""
         return not self._steps
 
-    def _step(self, call: Call, result: Result, kernel: str) -> Step:
+    def _step(self, call: Call, result: Result, kernel: str) -> RecordedStep:
         assert result.lse is not None, "an observed call asks for its lse"
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)
@@ -230,13 +232,13 @@ class Track:
         pool, store = self._store(call, tuple(groups))
         given = slots.k[:, groups], (slots.v[:, groups] if "v" in self._kept.names else None)
         keys = store.numbers(slots.columns, given, slots.there)
-        return Step(
+        return RecordedStep(
             own(call.q),
             own(result.lse),
             own(result.out) if "out" in self._kept.names else None,
             slots.columns,
-            _kept(call.q_positions),
-            _kept(slots.positions),
+            _copy_positions(call.q_positions),
+            _copy_positions(slots.positions),
             slots.mask,
             slots.bias,
             call.scale,
@@ -252,7 +254,7 @@ class Track:
             replaced(result.pattern),
         )
 
-    def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, Store]:
+    def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, KeyValueStore]:
         """The store of keys of this form: a projection may answer a prompt in one, and a token in
         another.
         """
@@ -264,39 +266,39 @@ class Track:
             held += " from a quantised cache" if coded else ""
             v = call.v.detach()[:, list(groups)] if "v" in self._kept.names else None
             like = call.k.detach()[:, list(groups)], v
-            self._stores[form] = Store(like, groups, call.G, held)
+            self._stores[form] = KeyValueStore(like, groups, call.G, held)
         return list(self._stores).index(form), self._stores[form]
 
-    def _slots(self, call: Call) -> Slots:
+    def _slots(self, call: Call) -> CallKeys:
         """The call's keys by column."""
         k, v = call.k.detach(), call.v.detach()
         at = as_tensor(call.k_positions).cpu().long()
         mask, bias = self._original(call.mask), self._original(call.bias)
         N = self._at.shape[1]
         same = at.shape[1] >= N and bool((at[:, :N] == self._at).all())
-        if same and (N or not _moved(at, as_tensor(call.q_positions).cpu())):
+        if same and (N or not _in_other_slots(at, as_tensor(call.q_positions).cpu())):
             # the same slots as before, and new ones behind them
             rows = max(at.shape[0], self._at.shape[0])
             self._at = torch.cat([self._at.expand(rows, -1), at[:, N:].expand(rows, -1)], 1)
-            return Slots(torch.arange(at.shape[1]), k, v, call.k_positions, mask, bias, None)
+            return CallKeys(torch.arange(at.shape[1]), k, v, call.k_positions, mask, bias, None)
         return self._by_position(call, at, mask, bias)
 
-    def _by_position(self, call: Call, at: Tensor, mask: Mask, bias: Bias | None) -> Slots:
+    def _by_position(self, call: Call, at: Tensor, mask: Mask, bias: Bias | None) -> CallKeys:
         """Slots in any order, as of a ring: a key is the column that had its position; empty slots
         are left out.
         """
         asked = as_tensor(call.q_positions).cpu()
         column = self._columns_of(at, asked)  # [b,s], -1 = empty
         k, v = call.k.detach(), call.v.detach()
-        by_slot = speaks_of_slots(mask, bias)
+        by_slot = depends_on_slots(mask, bias)
         used = (column >= 0).any(0)
         if bool(((column == column[:1]) | ~used).all()):  # one order for all rows
             which = used.nonzero()[:, 0]
             if by_slot:
-                mask, bias = written_out(call, mask, bias, which[None, None, None])
+                mask, bias = to_dense_rules(call, mask, bias, which[None, None, None])
             here = which.to(k.device)
             positions = at[:, which]
-            return Slots(
+            return CallKeys(
                 column[0, which],
                 k[:, :, here],
                 v[:, :, here],
@@ -311,12 +313,12 @@ class Track:
         there, slot = match.any(1), match.to(torch.uint8).argmax(1)
         positions = at.gather(1, slot).masked_fill(~there, -1)
         if by_slot:
-            mask, bias = written_out(call, mask, bias, slot[:, None, None])
+            mask, bias = to_dense_rules(call, mask, bias, slot[:, None, None])
         k, v = (
             x.gather(2, slot.to(x.device)[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
             for x in (k, v)
         )
-        return Slots(columns, k, v, positions, mask, bias, there, slot)
+        return CallKeys(columns, k, v, positions, mask, bias, there, slot)
 
     def _columns_of(self, at: Tensor, asked: Tensor) -> Tensor:
         """The columns [b,s] of keys at positions [b,s], -1 for -1; new positions get new columns at
@@ -333,7 +335,7 @@ class Track:
             place = torch.searchsorted(own, at[b]).clamp(max=N - 1)
             column[b] = torch.where((own[place] == at[b]) & (at[b] >= 0), order[place], -1)
         new = (column < 0) & (at >= 0)
-        slots = [_slots_of(at[b, new[b]], asked[b]) for b in range(rows)]
+        slots = [_query_slots(at[b, new[b]], asked[b]) for b in range(rows)]
         if any(x is None for x in slots):
             most = int(new.sum(1).max())
             slots = [most - n + at[b, new[b]].argsort().argsort() for b, n in enumerate(new.sum(1))]
@@ -351,17 +353,17 @@ class Track:
         if rule is None:
             return None
         if id(rule) not in self._originals:
-            self._originals[id(rule)] = (rule, copied(rule))
+            self._originals[id(rule)] = (rule, copy_rule(rule))
         return self._originals[id(rule)][1]
 
 
-def _slots_of(positions: Tensor, asked: Tensor) -> Tensor | None:
+def _query_slots(positions: Tensor, asked: Tensor) -> Tensor | None:
     """Which queries stand at these positions; None if one has no query."""
     match = positions[:, None] == asked
     return match.to(torch.uint8).argmax(1) if bool(match.any(1).all()) else None
 
 
-def _moved(at: Tensor, asked: Tensor) -> bool:
+def _in_other_slots(at: Tensor, asked: Tensor) -> bool:
     """Whether the keys of a first call are its queries' tokens, but in other slots: a cache that
     leaves padding out.
     """
@@ -376,11 +378,11 @@ def _moved(at: Tensor, asked: Tensor) -> bool:
     return all(same)
 
 
-def _kept(positions: Positions) -> Positions:
+def _copy_positions(positions: Positions) -> Positions:
     return positions if isinstance(positions, Span) else positions.detach().to("cpu", copy=True)
 
 
-class Selection(TypedDict, total=False):
+class RecordingOptions(TypedDict, total=False):
     """What of a run is recorded; all of it by default.
 
     places: names ("layers.3"), or numbers of layers; None: all.
@@ -407,11 +409,11 @@ class Recorder(Trace):
     they are kept themselves, since they no longer follow from q and k.
 
     Args:
-        **select: see `Selection`.
+        **select: see `RecordingOptions`.
 
     Raises:
         ArgumentError: rows is less than 1, or keep names something else.
-        ArgumentTypeError: `Selection` has no such name.
+        ArgumentTypeError: `RecordingOptions` has no such name.
 
     >>> import torch, regard
     >>> q = k = v = torch.eye(3)[None, None]
@@ -423,17 +425,19 @@ class Recorder(Trace):
 
     watches: ClassVar[bool] = True
 
-    def __init__(self, **select: Unpack[Selection]) -> None:
+    def __init__(self, **select: Unpack[RecordingOptions]) -> None:
         super().__init__()
-        check_names(type(self).__name__, select, Selection.__annotations__)
+        check_names(type(self).__name__, select, RecordingOptions.__annotations__)
         self._at, self._heads = select.get("places"), select.get("heads")
-        self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", KEEP))
+        self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", OPTIONAL_PARTS))
         if self._rows is not None and self._rows < 1:
             raise ArgumentError(f"rows is {self._rows}; it must be at least 1, or None for all")
-        if not self._keep <= set(KEEP):
-            raise ArgumentError(f"keep is {sorted(self._keep)}; it may name {', '.join(KEEP)}")
+        if not self._keep <= set(OPTIONAL_PARTS):
+            raise ArgumentError(
+                f"keep is {sorted(self._keep)}; it may name {', '.join(OPTIONAL_PARTS)}"
+            )
         self.met: dict[str, None] = {}
-        self._tracks: dict[str, Track] = {}
+        self._tracks: dict[str, PlaceBuilder] = {}
         self._originals: dict[int, tuple[object, object]] = {}
         self._one_at_a_time = threading.RLock()  # threads may share a recorder
 
@@ -442,7 +446,7 @@ class Recorder(Trace):
         here = self.where
         with torch.no_grad(), self._one_at_a_time:
             self.met[here] = None
-            if self._at is not None and not names(here, self._at):
+            if self._at is not None and not matches_place(here, self._at):
                 return
             self._track(here, call).add(call, result, kernel)
 
@@ -462,7 +466,7 @@ class Recorder(Trace):
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
         flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
         asked = dict.fromkeys([*(self._at or ()), *by_place])
-        unknown = [x for x in asked if not any(names(here, (x,)) for here in places)]
+        unknown = [x for x in asked if not any(matches_place(here, (x,)) for here in places)]
         if unknown:
             met = ", ".join(here or "(no name)" for here in places) or "none"
             return (
@@ -488,29 +492,31 @@ class Recorder(Trace):
         elif lacking := self.lacking():
             warnings.warn(lacking, stacklevel=3)
 
-    def _track(self, here: str, call: Any) -> Track:
+    def _track(self, here: str, call: Any) -> PlaceBuilder:
         """The calls that this one goes on from, or new ones."""
         name, part = here, 1
         while name in self._tracks and not self._tracks[name].goes_on(call):
             part += 1
             name = f"{here}.part{part}".lstrip(".")
         if name not in self._tracks:
-            kept = Kept(self._keep, self._heads_at(here), self._rows)
-            self._tracks[name] = Track(kept, self._originals)
+            kept = KeptParts(self._keep, self._heads_at(here), self._rows)
+            self._tracks[name] = PlaceBuilder(kept, self._originals)
         return self._tracks[name]
 
     def _heads_at(self, here: str) -> Collection[int] | None:
         if not isinstance(self._heads, Mapping):
             return self._heads
-        return next((heads for key, heads in self._heads.items() if names(here, (key,))), ())
+        return next(
+            (heads for key, heads in self._heads.items() if matches_place(here, (key,))), ()
+        )
 
 
-def names(place: str, wanted: Collection[str | int]) -> bool:
+def matches_place(place: str, wanted: Collection[str | int]) -> bool:
     """Whether a place is one of those, by its name or by the number of its layer.
 
-    >>> names("layers.3", [3]), names("layers.3", [1])
+    >>> matches_place("layers.3", [3]), matches_place("layers.3", [1])
     (True, False)
-    >>> names("decoder.layers.3.cross", ["decoder.layers.3"])
+    >>> matches_place("decoder.layers.3.cross", ["decoder.layers.3"])
     True
     """
     number = next((int(word) for word in place.split(".") if word.isdecimal()), None)

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.record.place import Block, Place
+from regard.inspect.record.place import PatternBlock, Place
 
 if TYPE_CHECKING:
     from regard.inspect.record.row_sums import RowSums
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ROWS = 256
 
 
-class Top(NamedTuple):
+class TopKeys(NamedTuple):
     """The keys that a query attends to most, and what is left: columns [n], weights [n], the
     others' sum and number.
     """
@@ -143,7 +143,9 @@ class Recording:
             ]
         )
 
-    def top(self, layer: int | str, head: int, query: int, n: int = 5, *, batch: int = 0) -> Top:
+    def top(
+        self, layer: int | str, head: int, query: int, n: int = 5, *, batch: int = 0
+    ) -> TopKeys:
         """The n largest weights of a query, and the sum and number of the other keys that it sees.
 
         Raises:
@@ -156,7 +158,7 @@ class Recording:
         seen_n = int(seen.sum())
         best = p.masked_fill(~seen, -1).topk(min(n, seen_n))
         rest = p.index_fill(0, best.indices, 0).sum().item()
-        return Top(best.indices, best.values, rest, seen_n - len(best.indices))
+        return TopKeys(best.indices, best.values, rest, seen_n - len(best.indices))
 
     def pooled(
         self, layer: int | str, head: int, size: int | tuple[int, int], *, batch: int = 0
@@ -221,11 +223,11 @@ class Recording:
         rows: slice | int | None,
         columns: slice | int | None,
         batch: int,
-    ) -> Block:
+    ) -> PatternBlock:
         place = self[layer]
         place.at(head)
         _check_batch(place, batch)
-        parts = _part("rows", rows, place.T), _part("columns", columns, place.N)
+        parts = _as_slice("rows", rows, place.T), _as_slice("columns", columns, place.N)
         return place.block(*parts, slice(head, head + 1))
 
 
@@ -236,7 +238,7 @@ def _check_batch(place: Place, batch: int) -> None:
         )
 
 
-def _part(name: str, which: slice | int | None, length: int) -> slice:
+def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
     if which is None:
         return slice(0, length)
     if isinstance(which, slice) and which.step in (None, 1):

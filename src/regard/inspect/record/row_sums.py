@@ -22,16 +22,16 @@ from torch import Tensor
 from regard.error_rule import two_roundings
 from regard.inspect.record.kernel_faults import (
     AuditSample,
+    audit_sample,
     explain_lse,
     explain_output,
-    gather,
 )
 from regard.inspect.record.place import Place
 
-CELLS = 2**18
+MAX_CHECKED_SCORES = 2**18
 """Scores that are looked at in a place; of a longer run, rows are sampled, evenly."""
 
-PIECES = 64
+MAX_ROW_RANGES = 64
 """Runs of rows that are looked at, at most."""
 
 
@@ -76,7 +76,7 @@ class RowSums:
         )
 
 
-class Judged(NamedTuple):
+class ErrorBound(NamedTuple):
     """Largest error and its bound."""
 
     error: float
@@ -88,7 +88,7 @@ class Judged(NamedTuple):
         return self.error <= self.allowed
 
 
-def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
+def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     """Audit what was recorded at a place.
 
     Args:
@@ -105,11 +105,11 @@ def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
     >>> found.rows, found.of, found.sound
     (8, 8, True)
     """
-    every = [gather(place, number, own) for number, own in _sample(place, cells)]
+    every = [audit_sample(place, number, own) for number, own in _sample(place, cells)]
     rows = sum(e.rows for e in every)
-    found = [*_odd_rows(every)]
+    found = [*_special_row_findings(every)]
     more = max((e.rounding for e in every), default=0.0)
-    lse = _judged([(e.lse, e.plain_lse, e.true_lse) for e in every], more)
+    lse = _error_bound([(e.lse, e.plain_lse, e.true_lse) for e in every], more)
     wrong = None
     if not lse.fits:
         wrong, words = explain_lse(every, lse.allowed)
@@ -117,7 +117,7 @@ def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
             f"{words}: row sums are off by up to a factor e^{lse.error:.2g}, e^{lse.allowed:.2g} "
             "allowed"
         )
-    out = _output(every)
+    out = _output_error(every)
     if out is not None and not out.fits:
         same, words = explain_output(every, out.allowed, wrong)
         if not same:
@@ -132,21 +132,21 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
     """Runs of rows of steps: all, or evenly spread ones."""
     each = max(1, place.B * len(place.heads) * place.N)
     wanted, length = max(1, cells // each), 1
-    if wanted >= place.T and len(place.steps) <= PIECES:
+    if wanted >= place.T and len(place.steps) <= MAX_ROW_RANGES:
         yield from ((n, slice(0, step.T)) for n, step in enumerate(place.steps) if step.T)
         return
-    length = max(1, wanted // PIECES)
+    length = max(1, wanted // MAX_ROW_RANGES)
     runs = [
         (n, slice(i, min(i + length, step.T)))
         for n, step in enumerate(place.steps)
         for i in range(0, step.T, length)
     ]
-    n = max(1, min(PIECES, wanted // length, len(runs)))
+    n = max(1, min(MAX_ROW_RANGES, wanted // length, len(runs)))
     chosen = {round(i * (len(runs) - 1) / max(1, n - 1)) for i in range(n)} | {len(runs) - 1}
     yield from (runs[i] for i in sorted(chosen))
 
 
-def _judged(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> Judged:
+def _error_bound(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> ErrorBound:
     """The error rule, and `more`, over all pieces together: (x, plains, ref64) of each, where ref64
     is finite.
     """
@@ -155,28 +155,28 @@ def _judged(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> Ju
         seen = ref.isfinite()
         if not bool(seen.any()):
             continue
-        error = max(error, _most((x.double() - ref)[seen]))
-        plain = max([plain, *(_most((y.double() - ref)[seen]) for y in plains)])
+        error = max(error, _max_abs((x.double() - ref)[seen]))
+        plain = max([plain, *(_max_abs((y.double() - ref)[seen]) for y in plains)])
         rounding = max(rounding, two_roundings(ref, x.dtype))
-    return Judged(error, 2 * plain + rounding + more)
+    return ErrorBound(error, 2 * plain + rounding + more)
 
 
-def _most(x: Tensor) -> float:
+def _max_abs(x: Tensor) -> float:
     """The largest |x|; NaN counts as infinite."""
     return float(torch.where(x.isnan(), torch.inf, x.abs()).max()) if x.numel() else 0.0
 
 
-def _output(every: list[AuditSample]) -> Judged | None:
+def _output_error(every: list[AuditSample]) -> ErrorBound | None:
     kept = [
         # a row that sees nothing is judged apart
         (e.out, e.plain_out, e.true_out.masked_fill(e.true_lse.isneginf()[..., None], torch.nan))
         for e in every
         if e.out is not None and e.true_out is not None
     ]
-    return _judged(kept, max(e.rounding_of_output for e in every)) if kept else None
+    return _error_bound(kept, max(e.rounding_of_output for e in every)) if kept else None
 
 
-def _odd_rows(every: list[AuditSample]) -> Iterator[str]:
+def _special_row_findings(every: list[AuditSample]) -> Iterator[str]:
     """Rows that see nothing, and NaN that nothing visible explains."""
     for e in every:
         blind = e.true_lse.isneginf()

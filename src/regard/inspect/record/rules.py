@@ -14,17 +14,17 @@ from torch import Tensor
 from regard import biases, masks
 from regard.biases import BIASES, Bias
 from regard.errors import ArgumentError
-from regard.inspect.record.place import Step
+from regard.inspect.record.place import RecordedStep
 from regard.masks import MASKS, Mask
 from regard.ops.softmax.call import Call
 from regard.plain_data import Keep, NotPlain, from_data, to_data
 from regard.registry import is_own
 from regard.span import as_tensor
 
-_DEEPEST = 50
+_MAX_DEPTH = 50
 
 
-def copied(rule: Any) -> Any:
+def copy_rule(rule: Any) -> Any:
     """A mask or bias over copies of its tensors, on the CPU: what the caller does with its own
     changes no recording.
     """
@@ -34,12 +34,12 @@ def copied(rule: Any) -> Any:
     return rule.with_tensors(lambda x: x.detach().to("cpu", copy=True))
 
 
-def speaks_of_slots(*rules: Mask | Bias | None) -> bool:
+def depends_on_slots(*rules: Mask | Bias | None) -> bool:
     """Whether a mask or bias has a number for each slot of a call, whatever its position."""
     return any(rule is not None and rule.by_slot for rule in rules)
 
 
-def written_out(
+def to_dense_rules(
     call: Call, mask: Mask, bias: Bias | None, slots: Tensor
 ) -> tuple[Mask, Bias | None]:
     """Mask and bias written out, for slots [b or 1,1,1,n] of the call."""
@@ -53,7 +53,7 @@ def written_out(
     return masks.Dense(taken(mask.block(*where))), made
 
 
-def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
+def mask_data(mask: Mask, step: RecordedStep, keep: Keep) -> dict[str, Any]:
     """A mask as data: its text where `masks.parse` reads that back, or the fields of its class.
 
     A mask that is no plain data, such as a function, is written out for the step. So is one of a
@@ -65,12 +65,12 @@ def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
         return {"dense": keep(table.contiguous()), "was": str(mask)}
 
     if _has_text(mask):
-        return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **written_out()}
+        return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **to_dense_rules()}
     try:
         found = to_data(mask, keep, lambda x: mask_data(x, step, keep))
     except NotPlain:
-        return written_out()
-    return found if is_own(type(mask)) else {**found, **written_out()}
+        return to_dense_rules()
+    return found if is_own(type(mask)) else {**found, **to_dense_rules()}
 
 
 def _has_text(mask: Mask) -> bool:
@@ -93,8 +93,8 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     >>> str(mask_from({"all": [{"text": "causal"}, {"not": {"text": "window(3)"}}]}, {}))
     'causal & ~window(3)'
     """
-    if depth > _DEEPEST:
-        raise ArgumentError(f"a mask is nested deeper than {_DEEPEST}")
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"a mask is nested deeper than {_MAX_DEPTH}")
     if "text" in data:
         try:
             return masks.parse(data["text"])
@@ -105,7 +105,7 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     return from_data(MASKS, data, tensors, lambda x: mask_from(x, tensors, depth + 1))
 
 
-def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | None:
+def bias_data(bias: Bias | None, step: RecordedStep, keep: Keep) -> dict[str, Any] | None:
     """A bias as data; one that is no plain data, such as a function, is written out."""
     if bias is None:
         return None
@@ -117,8 +117,8 @@ def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | Non
     try:
         found = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
     except NotPlain:
-        return written_out()
-    return found if is_own(type(bias)) else {**found, **written_out()}
+        return to_dense_rules()
+    return found if is_own(type(bias)) else {**found, **to_dense_rules()}
 
 
 def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
@@ -132,6 +132,6 @@ def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias 
     """
     if data is None:
         return None
-    if depth > _DEEPEST:
-        raise ArgumentError(f"a bias is nested deeper than {_DEEPEST}")
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"a bias is nested deeper than {_MAX_DEPTH}")
     return from_data(BIASES, data, tensors, lambda x: bias_from(x, tensors, depth + 1))

@@ -15,10 +15,10 @@ from torch import Tensor
 from regard.errors import ArgumentError
 from regard.inspect.record.place import ALL, Place
 
-SIZE = 256
+TILE_SIZE = 256
 """Rows and columns of a tile."""
 
-FEW = 4
+MAX_CHECKED_STEPS = 4
 """Steps in a block of rows, up to which their masks are asked what is empty; of decoded tokens all
 is computed.
 """
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 def walk(
     place: Place,
-    size: int | tuple[int, int] = SIZE,
+    size: int | tuple[int, int] = TILE_SIZE,
     *,
     heads: slice = ALL,
     batch: int = 0,
@@ -77,7 +77,7 @@ def walk(
     row = slice(batch, batch + 1)
     for i in range(first, last, tall):
         block = slice(i, min(i + tall, last))
-        for c, used in enumerate(_used(place, block, wide, heads, batch)):
+        for c, used in enumerate(_nonempty_blocks(place, block, wide, heads, batch)):
             if not used:
                 continue
             columns = slice(c * wide, min((c + 1) * wide, place.N))
@@ -85,11 +85,11 @@ def walk(
             yield Tile(block, columns, found.scores[0], found.weights[0])
 
 
-def _used(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
+def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
     """Which blocks of columns some query of a block of rows may see."""
     n = -(-place.N // wide)
     parts = list(place.parts(rows))
-    if len(parts) > FEW:
+    if len(parts) > MAX_CHECKED_STEPS:
         return [True] * n
     used = torch.zeros(n, dtype=torch.bool)
     for step, own, _ in parts:
@@ -124,7 +124,9 @@ class Pooled:
     @property
     def pairs(self) -> Int[Tensor, "R C"]:
         """How many query-key pairs each block has."""
-        rows, columns = (_lengths(n, size) for n, size in zip(self.shape, self.size, strict=True))
+        rows, columns = (
+            _block_lengths(n, size) for n, size in zip(self.shape, self.size, strict=True)
+        )
         return rows[:, None] * columns
 
     @property
@@ -151,15 +153,15 @@ class Pooled:
         down, across = times if isinstance(times, tuple) else (times, times)
         if min(down, across) < 1:
             raise ArgumentError(f"times is {times}; it must be at least 1")
-        total = _sums(self.mass * self.seeing[..., None], down, across)
-        seeing = _sums(self.seeing[..., None], down, 1)[..., 0]
+        total = _block_sums(self.mass * self.seeing[..., None], down, across)
+        seeing = _block_sums(self.seeing[..., None], down, 1)[..., 0]
         return Pooled(
             (self.size[0] * down, self.size[1] * across),
             self.shape,
             total / seeing.clamp(min=1)[..., None],
-            _highest(self.max, down, across),
+            _block_max(self.max, down, across),
             seeing,
-            _sums(self.visible, down, across),
+            _block_sums(self.visible, down, across),
         )
 
 
@@ -194,7 +196,7 @@ def pooled(
     mass, most = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
     visible = torch.zeros(h, R, C, dtype=torch.int64)
     sees = torch.zeros(h, place.T, dtype=torch.bool)
-    step = tall * max(1, SIZE // tall), wide * max(1, SIZE // wide)
+    step = tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
     tokens = place.row_positions[batch] >= 0
     for tile in walk(place, step, heads=heads, batch=batch):
         tile = tile.only(tokens)
@@ -204,11 +206,11 @@ def pooled(
             slice(tile.columns.start // wide, -(-tile.columns.stop // wide)),
         )
         seen = ~tile.scores.isneginf()
-        mass[at] += _sums(tile.weights, tall, wide)
-        most[at] = torch.maximum(most[at], _highest(tile.weights, tall, wide))
-        visible[at] += _sums(seen.long(), tall, wide)
+        mass[at] += _block_sums(tile.weights, tall, wide)
+        most[at] = torch.maximum(most[at], _block_max(tile.weights, tall, wide))
+        visible[at] += _block_sums(seen.long(), tall, wide)
         sees[:, tile.rows] |= seen.any(2)
-    seeing = _sums(sees.long()[..., None], tall, 1)[..., 0]
+    seeing = _block_sums(sees.long()[..., None], tall, 1)[..., 0]
     return Pooled(
         (tall, wide),
         (place.T, place.N),
@@ -225,14 +227,14 @@ def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
     return torch.unflatten(torch.unflatten(x, -1, (-1, wide)), -3, (-1, tall))
 
 
-def _sums(x: Tensor, tall: int, wide: int) -> Tensor:
+def _block_sums(x: Tensor, tall: int, wide: int) -> Tensor:
     return _blocks(x, tall, wide).sum((-3, -1))
 
 
-def _highest(x: Tensor, tall: int, wide: int) -> Tensor:
+def _block_max(x: Tensor, tall: int, wide: int) -> Tensor:
     return _blocks(x, tall, wide).amax((-3, -1))
 
 
-def _lengths(n: int, size: int) -> Tensor:
+def _block_lengths(n: int, size: int) -> Tensor:
     """How long each of the blocks of n is."""
     return (n - torch.arange(0, n, size)).clamp(max=size)

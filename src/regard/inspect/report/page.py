@@ -24,10 +24,10 @@ from regard.inspect.record.place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
 from regard.inspect.record.tiles import Pooled, pooled
-from regard.inspect.report.masks import Arrays, Rules, parted, sides
+from regard.inspect.report.masks import Arrays, PageRules, row_and_column_positions, split_by_pool
 from regard.positions import Rotary
 
-SIDE = 64
+THUMBNAIL_SIDE = 64
 """The most blocks of a thumbnail a side."""
 OCTAVES = 24
 """What a thumbnail's byte spans: 1..255 is 2^-24..1 in equal steps of the logarithm, 0 is
@@ -51,7 +51,7 @@ METRICS = {
 }
 """What `measure` gives and a page shows: name -> unit."""
 
-LEADERS = (
+EMBEDDING_ORDER = (
     "induction",
     "previous_token",
     "duplicate",
@@ -66,19 +66,19 @@ least.
 """
 
 
-OVERHEAD = 450_000
+PAGE_OVERHEAD = 450_000
 """Bytes of the page besides its arrays, roughly."""
-PACKED = 1.25
+ENCODED_RATIO = 1.25
 """Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
 base64.
 """
-AUDITED = 1 << 15
+AUDITED_SCORES = 1 << 15
 """Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
-BUDGET = 8_000_000
+PAGE_BUDGET = 8_000_000
 """Bytes of the page: heads are embedded exactly until it is nearly full."""
 
 
-class Glance(NamedTuple):
+class PlaceOverview(NamedTuple):
     """All recorded heads of a place: thumbnails, and a number for each by metric (None: not
     finite).
     """
@@ -87,7 +87,7 @@ class Glance(NamedTuple):
     metrics: dict[str, list[float | None]]
 
 
-def glance(place: Place, ids: Tensor | None = None, row: int = 0) -> Glance:
+def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> PlaceOverview:
     """Thumbnails of at most 64 x 64 blocks, and the metrics, of one row of the batch.
 
     Args:
@@ -97,17 +97,17 @@ def glance(place: Place, ids: Tensor | None = None, row: int = 0) -> Glance:
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> glance(found[0]).metrics["future"][:2]
+    >>> place_overview(found[0]).metrics["future"][:2]
     [0.0, 0.0]
     """
-    size = tuple(max(1, -(-length // SIDE)) for length in (place.T, place.N))
+    size = tuple(max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
     measured = measure(place, ids, batch=row).values
     metrics = {
         name: [x if math.isfinite(x) else None for x in measured[name].tolist()]
         for name in METRICS
         if name in measured
     }
-    return Glance(pooled(place, (size[0], size[1]), batch=row), metrics)
+    return PlaceOverview(pooled(place, (size[0], size[1]), batch=row), metrics)
 
 
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
@@ -195,10 +195,10 @@ def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
     }
 
 
-def stored(x: Tensor) -> NDArray[Any]:
+def to_lossless_array(x: Tensor) -> NDArray[Any]:
     """A tensor without loss: bfloat16 as its upper 16 bits, fp16 as float32.
 
-    >>> stored(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
+    >>> to_lossless_array(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
     True
     """
     x = x.detach().cpu().contiguous()
@@ -207,7 +207,7 @@ def stored(x: Tensor) -> NDArray[Any]:
     return x.numpy() if x.dtype == torch.float64 else x.float().numpy()
 
 
-def packed(x: NDArray[Any]) -> float:
+def compressed_size(x: NDArray[Any]) -> float:
     """Bytes that an array takes, about: bits and bytes of patterns compress well, floats do not."""
     return x.nbytes * (0.25 if x.dtype == np.uint8 else 1.0)
 
@@ -218,9 +218,9 @@ class PageData:
     def __init__(self, row: int) -> None:
         self.row, self.arrays = row, Arrays()
         self.places: list[Place] = []
-        self.glances: list[Glance] = []
+        self.glances: list[PlaceOverview] = []
         self.plain: list[dict[str, Any]] = []
-        self.rules: list[Rules] = []
+        self.rules: list[PageRules] = []
         self.texts: list[list[str]] = []
         self.sources: list[dict[str, Any]] = []
 
@@ -241,9 +241,9 @@ class PageData:
                     "(places=...), or read "
                     "recording.weights"
                 )
-            found = row_sums(whole, cells=AUDITED)
+            found = row_sums(whole, cells=AUDITED_SCORES)
             audit = {**asdict(found), "sound": found.sound}
-            for place in parted(whole):
+            for place in split_by_pool(whole):
                 self._place(place, recording)
                 self.plain[-1] |= {
                     "source": source,
@@ -255,11 +255,11 @@ class PageData:
     def _place(self, place: Place, recording: Recording) -> None:
         """A place: its rules, positions, thumbnails and numbers."""
         number = len(self.places)
-        rules = Rules(place, self.row, self.arrays)
+        rules = PageRules(place, self.row, self.arrays)
         texts = replace(recording, places={place.name: place}).labels(place.name)
         ids = recording.ids
         same = ids is not None and ids.shape[1] == place.N and texts[1] == recording.pieces
-        seen = glance(place, ids[self.row] if same and ids is not None else None, self.row)
+        seen = place_overview(place, ids[self.row] if same and ids is not None else None, self.row)
         self.places.append(place)
         self.rules.append(rules)
         self.glances.append(seen)
@@ -286,7 +286,7 @@ class PageData:
                 "dtype": str(pool.k.dtype).removeprefix("torch."),
                 "keys": place.held,
                 "held": rules.held(),
-                "visible": rules.keep("visible", _shared(seen.blocks.visible)),
+                "visible": rules.keep("visible", _once_if_shared(seen.blocks.visible)),
                 "steps": [step.T for step in place.steps],
                 "cost": cost_facts(place, int(seen.blocks.visible.sum())),
             }
@@ -303,7 +303,7 @@ class PageData:
         q, k = torch.zeros(place.T, dtype=torch.int64), torch.full((place.N,), -1)
         first = 0
         for step in place.steps:
-            q[first : first + step.T], at = sides(step, self.row)
+            q[first : first + step.T], at = row_and_column_positions(step, self.row)
             k[step.columns[at >= 0]] = at[at >= 0]
             first += step.T
         for name, x in (("q_positions", q), ("k_positions", k)):
@@ -320,17 +320,17 @@ class PageData:
             if layer not in names:
                 raise ArgumentError(f"{layer!r} was not recorded; recorded: {', '.join(names)}")
             layer = names.index(layer)
-        layer = _inside("layer", layer, len(self.places))
-        head = _inside("head", head, self.places[layer].H)
+        layer = _checked_index("layer", layer, len(self.places))
+        head = _checked_index("head", head, self.places[layer].H)
         self.places[layer].at(head)
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
         """The cell where the page opens: the query's strongest key, unless one is asked for."""
         where = self.places[place]
-        i = _inside("query", query, where.T)
+        i = _checked_index("query", query, where.T)
         if key is not None:
-            return {"i": i, "j": _inside("key", key, where.N)}
+            return {"i": i, "j": _checked_index("key", key, where.N)}
         block = where.block(slice(i, i + 1), slice(0, where.N), slice(head, head + 1))
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
@@ -339,7 +339,7 @@ class PageData:
         their followers.
         """
         every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
-        orders = [self._leaders(name, every) for name in LEADERS]
+        orders = [self._leaders(name, every) for name in EMBEDDING_ORDER]
         seen = set()
         for turn in zip_longest(*orders, every):
             for at in turn:
@@ -357,7 +357,9 @@ class PageData:
 
     def embed(self, place: int, head: int, budget: int) -> None:
         """Embed heads exactly while there is room; the first whatever its size."""
-        room = (budget - OVERHEAD) / PACKED - sum(packed(x) for x in self.arrays.values())
+        room = (budget - PAGE_OVERHEAD) / ENCODED_RATIO - sum(
+            compressed_size(x) for x in self.arrays.values()
+        )
         order = [(place, head)]
         if len(self.sources) > 1:  # the same head of the other recording, to compare
             other = next(
@@ -397,7 +399,7 @@ class PageData:
         outs = [step.out for step in place.steps]
         if all(out is not None for out in outs):
             parts[f"out{h}"] = torch.cat([out[row, at] for out in outs if out is not None])
-        return {f"p{p}.{name}": stored(x) for name, x in parts.items()}
+        return {f"p{p}.{name}": to_lossless_array(x) for name, x in parts.items()}
 
     def _of(self, name: str, p: int) -> list[float | None]:
         """A metric of a place's heads; None where it has none."""
@@ -425,13 +427,13 @@ class PageData:
         }
 
 
-def _shared(x: Tensor) -> NDArray[np.int32]:
+def _once_if_shared(x: Tensor) -> NDArray[np.int32]:
     """Numbers of heads [h,...], once where all heads have the same."""
     x = x[:1] if bool((x == x[:1]).all()) else x
     return x.numpy().astype(np.int32)
 
 
-def _inside(name: str, index: int, count: int) -> int:
+def _checked_index(name: str, index: int, count: int) -> int:
     """An index counted from the front."""
     if not -count <= index < count:
         raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
@@ -448,7 +450,7 @@ def report(
     key: int | None = None,
     title: str | None = None,
     row: int = 0,
-    budget: int = BUDGET,
+    budget: int = PAGE_BUDGET,
     explanation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `regard.view.report.page` draws: {"meta": plain data, "arrays": {name: numpy array}}.

@@ -63,7 +63,7 @@ def page(data: Mapping[str, Any], lang: str = "en") -> str:
         ArgumentError: the language is not one of those that the page speaks.
     """
     check_language(lang)
-    meta, arrays = shown(data["meta"]), pack(data["arrays"])
+    meta, arrays = to_page_value(data["meta"]), pack(data["arrays"])
     script = "\n".join(['(() => {\n"use strict";', *map(_asset, SCRIPTS), "})();"])
     style = palette.css(switch=True) + "".join(map(_asset, STYLES))
     content = {
@@ -89,14 +89,14 @@ def _asset(name: str) -> str:
     return resources.files("regard.view.report").joinpath(name).read_text("utf-8")
 
 
-class Packed(NamedTuple):
+class PackedArrays(NamedTuple):
     """Arrays as base64 of gzip of their bytes, little-endian, and where each one is."""
 
     table: list[dict[str, Any]]
     text: str
 
 
-def pack(arrays: Mapping[str, NDArray[Any]]) -> Packed:
+def pack(arrays: Mapping[str, NDArray[Any]]) -> PackedArrays:
     """One block of all arrays, each at a multiple of 8 bytes.
 
     Raises:
@@ -117,7 +117,7 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> Packed:
         blocks.append(block)
         offset += len(block)
     packed = gzip.compress(b"".join(blocks), 6, mtime=0)
-    return Packed(table, base64.b64encode(packed).decode())
+    return PackedArrays(table, base64.b64encode(packed).decode())
 
 
 def as_json(content: Any) -> str:
@@ -130,11 +130,11 @@ def as_json(content: Any) -> str:
     return text
 
 
-def shown(value: Any) -> Any:
+def to_page_value(value: Any) -> Any:
     """Plain data, its texts with everything that a page would obey or hide shown by number; numbers
     that are not finite are null.
 
-    >>> shown({"a": ["x\\u202ey", 1, float("nan")]})
+    >>> to_page_value({"a": ["x\\u202ey", 1, float("nan")]})
     {'a': ['x‹202E›y', 1, None]}
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -142,7 +142,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, str):
         return inert(value)
     if isinstance(value, Mapping):
-        return {inert(str(name)): shown(x) for name, x in value.items()}
+        return {inert(str(name)): to_page_value(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [shown(x) for x in value]
+        return [to_page_value(x) for x in value]
     return value

@@ -51,16 +51,16 @@ def check_language(lang: str) -> str:
     return lang
 
 
-def of_locale(environment: Mapping[str, str] | None = None) -> str:
+def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
     """The language of a reader: that of the first of LC_ALL, LC_MESSAGES and LANG that is set;
     English where it is not ours.
 
     Args:
         environment: the variables; by default those of this process.
 
-    >>> of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
+    >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
     'zh'
-    >>> of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
+    >>> language_of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
     'en'
     """
     variables = os.environ if environment is None else environment
