@@ -11,7 +11,7 @@ import torch
 import regard
 from regard.cli.app import run
 from regard.inspect import strongest_head
-from regard.view.figure import draw, recipe
+from regard.view.explanation_figure import draw, recipe
 from tests.inspect.stand_in import TEXT, model
 
 

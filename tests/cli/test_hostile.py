@@ -12,7 +12,7 @@ import pytest
 from regard.cli import explain as command
 from regard.cli.app import LONGEST, run
 from regard.errors import ArgumentError
-from regard.inspect.explain.reading import PreparedRun
+from regard.inspect.explain.prepared_run import PreparedRun
 from tests.fuzz.box import RAW
 
 WORDS = {

@@ -8,7 +8,7 @@ import torch
 from regard import Trace
 from regard.errors import ArgumentError
 from regard.inspect import check_index, find_query, strongest_head, strongest_keys
-from regard.inspect.explain.choose import (
+from regard.inspect.explain.head_choice import (
     FIRST_HEAD_RULE,
     HEAD_FOR_KEY_RULE,
     HEAD_RULE,
@@ -16,8 +16,8 @@ from regard.inspect.explain.choose import (
     choose_head,
     strongest_keys_of_run,
 )
+from regard.inspect.explain.prepared_run import prepare_run
 from regard.inspect.explain.random_model import random_model
-from regard.inspect.explain.reading import prepare_run
 from tests.inspect.stand_in import TEXT, model
 
 

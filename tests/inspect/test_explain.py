@@ -17,11 +17,11 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.capture import SiteRecorder
+from regard.inspect.explain.attention_row import finish_online, online_softmax, softmax
+from regard.inspect.explain.captured_run import SiteRecorder
+from regard.inspect.explain.inputs_and_outputs import pool_largest
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.reading import prepare_run
-from regard.inspect.explain.row import finish_online, online_softmax, softmax
-from regard.inspect.explain.steps import pool_largest
+from regard.inspect.explain.prepared_run import prepare_run
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
 from regard.span import Span

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
-from regard.inspect.explain.capture import capture_site
+from regard.inspect.explain.captured_run import capture_site
 from regard.inspect.explain.random_model import random_model
 from regard.nn.explain import effective_row
 from regard.nn.variants import VARIANTS
-from regard.view import explanation
+from regard.view import explanation_text
 
 TEXT = "a fluffy blue creature roamed the verdant forest and slept"
 LINEAR = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
@@ -56,7 +56,7 @@ def test_every_mechanism_is_explained(name: str) -> None:
     if f.kind != "linear":
         assert f.products.sum() == pytest.approx(f.scores[0].values[f.key], abs=1e-9)
     out = StringIO()
-    explanation.show(
+    explanation_text.show(
         json.loads(json.dumps(f.as_dict(), allow_nan=False)),
         Console(file=out, width=80, color_system=None),
     )
@@ -77,7 +77,7 @@ def test_the_shortest_texts_are_explained(name: str, text: str) -> None:
     f = explain(random_model(name, text))
     assert f.check < ROUNDING
     json.dumps(f.as_dict(), allow_nan=False)
-    explanation.page(f.as_dict())
+    explanation_text.page(f.as_dict())
 
 
 def _sink(f: Explanation) -> float:

@@ -21,10 +21,10 @@ from regard import Trace
 from regard.cli.explain import read
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
-from regard.inspect.explain.capture import record_run
-from regard.inspect.explain.reading import PretokenizedInput, prepare_run
-from regard.inspect.explain.steps import QUERIES_PER_CHUNK
-from regard.inspect.record.place import Place
+from regard.inspect.explain.captured_run import record_run
+from regard.inspect.explain.inputs_and_outputs import QUERIES_PER_CHUNK
+from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
 from regard.models import demo, recurrent
 from regard.models.families import bert, t5

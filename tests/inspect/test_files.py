@@ -19,8 +19,8 @@ from regard import biases, masks
 from regard.caches import Quantised, Ring
 from regard.errors import ArgumentError, FileError
 from regard.inspect import Recorder, Recording, load, record, save
-from regard.inspect.record import files
-from regard.inspect.record.rules import bias_from, mask_from
+from regard.inspect.record import recording_file
+from regard.inspect.record.mask_and_bias_data import bias_from, mask_from
 from regard.nn.variants import VARIANTS
 from regard.span import Span
 from tests.nn.catalogue import example, tokens
@@ -323,7 +323,7 @@ def test_what_cannot_be_written_leaves_the_old_file(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(recording_file, "save_file", full)
     with pytest.raises(FileError, match="cannot write the recording: no space left"):
         save(call(), path)
     assert path.read_bytes() == before

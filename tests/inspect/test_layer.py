@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.layer import (
+from regard.inspect.explain.layer_stages import (
     MAX_SCORES,
     LayerStages,
     run_block_stages,
@@ -23,8 +23,8 @@ from regard.inspect.explain.layer import (
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.variants import cross_attention, mha
-from regard.view.explanation import page
-from regard.view.layer import sections, table, text
+from regard.view.explanation_text import page
+from regard.view.layer_text import sections, table, text
 from tests.golden import DATA, difference, tensor
 from tests.inspect.stand_in import TEXT, model
 

@@ -35,7 +35,7 @@ from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import ProjectionShape, attention_spec
 from regard.span import Positions
 from regard.tap import place, tap
-from regard.view.explanation import page
+from regard.view.explanation_text import page
 from tests.inspect.stand_in import TEXT, model
 
 ROUNDING = 2e-5

@@ -17,8 +17,8 @@ from regard import biases, masks
 from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
 from regard.inspect.report import report
-from regard.inspect.report.masks import split_by_pool
-from regard.inspect.report.page import METRICS, as_bytes, place_overview
+from regard.inspect.report.page_data import METRICS, as_bytes, place_overview
+from regard.inspect.report.page_rules import split_by_pool
 from regard.tap import place
 from tests.view.report.cases import CASES, Case, defined, recorded
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.inspect import Recorder, Recording, row_sums
-from regard.inspect.record.place import Place, RecordedStep
+from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, Result, Work, make_call
 from regard.ops.softmax.dispatch import KERNELS

@@ -16,7 +16,7 @@ from regard import biases, masks
 from regard.caches import Ring
 from regard.errors import ArgumentError
 from regard.inspect import Recorder, Recording, pooled, walk
-from regard.inspect.record.place import Place
+from regard.inspect.record.recorded_place import Place
 from regard.nn.variants import VARIANTS
 from regard.span import Span
 from tests.nn.catalogue import example, tokens

@@ -33,8 +33,8 @@ from regard.caches.codes import Packed
 from regard.caches.paged import Pool
 from regard.files import write
 from regard.inspect import Recorder
-from regard.inspect.explain import capture, layer
-from regard.inspect.explain.reading import prepare_run
+from regard.inspect.explain import captured_run, layer_stages
+from regard.inspect.explain.prepared_run import prepare_run
 from regard.models.checkpoint.store import Store
 from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary
@@ -570,7 +570,7 @@ def test_layers_and_audits_of_a_seed() -> None:
         return torch.softmax(q @ k.mT, -1) @ v
 
     def stages(seed: int) -> list[Tensor]:
-        return [s.values for s in layer.run_layer("mha", x, 2, None, seed).stages]
+        return [s.values for s in layer_stages.run_layer("mha", x, 2, None, seed).stages]
 
     def audited() -> tuple[str, ...]:
         return audit(attend, heads=1, head_dim=4).names
@@ -667,7 +667,7 @@ def test_hooks_hear_their_own_thread_only(model: Any) -> None:
     """While a text is explained, another thread runs the same model."""
     read = prepare_run(model, "to be or not to be")
     site, turns = read.sites[0], [True]
-    alone = capture.capture_site(read, site)
+    alone = captured_run.capture_site(read, site)
 
     def interrupt(*_: Any) -> None:
         if turns:
@@ -676,7 +676,7 @@ def test_hooks_hear_their_own_thread_only(model: Any) -> None:
 
     handle = read.last.register_forward_pre_hook(interrupt)
     try:
-        found = capture.capture_site(read, site)
+        found = captured_run.capture_site(read, site)
     finally:
         handle.remove()
     assert not turns

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from regard.view.blocks import svg
+from regard.view.attention_diagram import svg
 
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "blocks.svg"
 

@@ -7,7 +7,7 @@ import hashlib
 import re
 
 from regard.view.charts import Axis, Line, Mark, Picture, Scatter
-from regard.view.html import CaptionedChart, Section, page
+from regard.view.html_page import CaptionedChart, Section, page
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from regard.view.charts import Accuracy, LengthBin
-from regard.view.task import AlignedExample, TaskPage, WrongAnswer, accuracy_lines, alignment_lines
+from regard.view.task_page import (
+    AlignedExample,
+    TaskPage,
+    WrongAnswer,
+    accuracy_lines,
+    alignment_lines,
+)
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b'
 

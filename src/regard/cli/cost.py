@@ -17,7 +17,7 @@ from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
-from regard.view import cost as text
+from regard.view import cost_text as text
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Explanation
-    from regard.inspect.explain.reading import PreparedRun
+    from regard.inspect.explain.prepared_run import PreparedRun
 
 EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
@@ -252,7 +252,7 @@ def _give(
     """Write the page and the figure where they were asked for; print JSON, or the terminal page."""
     data = found.as_dict()
     if html is not None:
-        from regard.view.html import write
+        from regard.view.html_page import write
 
         size = write(html, page(found, reads[0], data, lang, reads[1]))
         typer.echo(
@@ -260,13 +260,13 @@ def _give(
             err=json,
         )
     if figure is not None:
-        from regard.view.figure import draw
+        from regard.view.explanation_figure import draw
 
         typer.echo(f"{inert(str(figure))}: {units.size(draw(data, figure))}", err=json)
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
-        from regard.view.explanation import show
+        from regard.view.explanation_text import show
 
         show(data, _console(color))
 
@@ -292,7 +292,7 @@ def read(
     """
     from dataclasses import replace
 
-    from regard.inspect.explain.reading import prepare_run
+    from regard.inspect.explain.prepared_run import prepare_run
 
     if (Path(source) / "task.json").exists():
         return _task(text, source, target)
@@ -357,7 +357,7 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
     """What a model of a task says to a text, and where it looks meanwhile."""
     import torch
 
-    from regard.inspect.explain.reading import PretokenizedInput, prepare_run
+    from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
     from regard.train.tasks.base import BOS, EOS, SPECIAL
     from regard.train.tasks.evaluate import Reader, say
     from regard.train.tasks.run import load as load_task
@@ -400,7 +400,7 @@ class Look:
         place: str | None,
     ) -> None:
         from regard.inspect import Choice, check_index
-        from regard.inspect.explain.choose import choose_head, find_token
+        from regard.inspect.explain.head_choice import choose_head, find_token
 
         self.read, self.place, self.key = read, place, None
         if place is not None and layer is not None:
@@ -449,7 +449,7 @@ def page(
     """
     from types import SimpleNamespace
 
-    from regard.inspect.explain.capture import record_run
+    from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
     from regard.view.report import page as page_of
     from regard.view.report.lang import language_of_locale
@@ -480,8 +480,8 @@ def page(
 
 def print_heads(look: Look, json: bool, console: Console) -> None:
     """What every head looks at from the query."""
-    from regard.inspect.explain.choose import strongest_keys_of_run
-    from regard.view.explanation import show_heads
+    from regard.inspect.explain.head_choice import strongest_keys_of_run
+    from regard.view.explanation_text import show_heads
 
     read = look.read
     site = read.site(place=look.place) if look.place else read.main[0]

@@ -8,7 +8,7 @@ from typing import Any
 from regard import units
 from regard.compare.comparison import COSTS, FEWEST, cost_of, front
 from regard.table import table as table_of
-from regard.view import html
+from regard.view import html_page
 from regard.view.charts import Axis, Line, Mark, Picture, Scatter
 
 
@@ -257,17 +257,17 @@ def page(told: Mapping[str, Any]) -> str:
     sections = [
         _drawn("Quality against cost", f"{front} Bars through marks span the seeds.", charts(told)),
         _drawn("Costs against one another", front, costs(told)),
-        html.Section(
+        html_page.Section(
             "Costs over the context",
             caption="Both axes are logarithmic; marks are medians.",
-            figures=[html.CaptionedChart(one) for one in curves(told)],
+            figures=[html_page.CaptionedChart(one) for one in curves(told)],
         ),
         _tabled("Memory", about, memory_rows(told)),
         _tabled("Time", times, time_rows(told)),
     ]
     if told["training"]["lessons"]:
         sections.append(_tabled("Quality", quality_sentence(told), quality_rows(told)))
-    return html.page(
+    return html_page.page(
         "Attention mechanisms, side by side",
         f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in "
         "turns.",
@@ -389,11 +389,11 @@ def notes(told: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html.Section:
+def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html_page.Section:
     """A section of scatters; those without a mark are left out."""
-    figures = [html.CaptionedChart(one, one.caption) for one in scatters if one.marks]
-    return html.Section(title, caption=caption, figures=figures)
+    figures = [html_page.CaptionedChart(one, one.caption) for one in scatters if one.marks]
+    return html_page.Section(title, caption=caption, figures=figures)
 
 
-def _tabled(title: str, caption: str, rows: list[list[str]]) -> html.Section:
-    return html.Section(title, caption=caption, heads=rows[0], rows=rows[1:], numbers=True)
+def _tabled(title: str, caption: str, rows: list[list[str]]) -> html_page.Section:
+    return html_page.Section(title, caption=caption, heads=rows[0], rows=rows[1:], numbers=True)

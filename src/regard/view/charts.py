@@ -22,7 +22,7 @@ from rich.cells import cell_len
 
 from regard import units
 from regard.foreign import inert
-from regard.view import palette, plotting, text
+from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
 
 if TYPE_CHECKING:
@@ -539,7 +539,7 @@ class AlignmentMap:
         axes.tick_params(pad=5)
         self._scale(figure, left)
         hints = [
-            f"{word} ← {other}: {text.weight(float(weight))}"
+            f"{word} ← {other}: {terminal.weight(float(weight))}"
             for word, row in zip(said, self.weights, strict=True)
             for other, weight in zip(source, row, strict=True)
         ]
@@ -602,7 +602,7 @@ class HeadWeights:
                 color=palette.LIGHT["card" if cells[i, j] > 0.45 else "ink"],
             )
         hints = [
-            f"query {i}, key {j}: {text.weight(float(cells[i, j]))}"
+            f"query {i}, key {j}: {terminal.weight(float(cells[i, j]))}"
             for i, j in np.ndindex(rows, columns)
         ]
         return Drawing(figure, {"cells": hints})

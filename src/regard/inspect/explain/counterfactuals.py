@@ -13,8 +13,8 @@ from regard.biases import ALiBi
 from regard.cost import Description, attention_flops
 from regard.cost.latent import latent_numbers
 from regard.cost.softmax import attention_bytes
+from regard.inspect.explain.attention_row import KernelRow, ScoreFunction, softmax
 from regard.inspect.explain.explanation import Array, CacheCost, Counterfactual, RowCost
-from regard.inspect.explain.row import KernelRow, ScoreFunction, softmax
 from regard.span import Span
 
 TOP_K, SOFTCAP = 4, 5.0

@@ -13,7 +13,19 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.foreign import shown, whole
-from regard.inspect.explain.capture import (
+from regard.inspect.explain.attention_row import (
+    Checks,
+    KernelRow,
+    effective_row_scores,
+    kernel_row,
+    layer_run,
+    max_difference,
+    mix_of_rows,
+    recurrent_state,
+    score_and_compare,
+    to_array,
+)
+from regard.inspect.explain.captured_run import (
     CapturedRun,
     QueryCall,
     calls_for_query,
@@ -21,7 +33,6 @@ from regard.inspect.explain.capture import (
     effective_calls,
     main_call,
 )
-from regard.inspect.explain.choose import KEY_RULE, find_token
 from regard.inspect.explain.counterfactuals import counterfactuals, row_cost
 from regard.inspect.explain.explanation import (
     Array,
@@ -34,9 +45,16 @@ from regard.inspect.explain.explanation import (
     ScoreChain,
     SoftmaxRow,
 )
-from regard.inspect.explain.layer import summarize_layer
+from regard.inspect.explain.head_choice import KEY_RULE, find_token
+from regard.inspect.explain.inputs_and_outputs import (
+    head_output,
+    head_patterns,
+    hidden_states,
+    input_chain,
+)
+from regard.inspect.explain.layer_stages import summarize_layer
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.reading import (
+from regard.inspect.explain.prepared_run import (
     AttentionSite,
     ModelInput,
     PreparedRun,
@@ -44,19 +62,6 @@ from regard.inspect.explain.reading import (
     check_index,
     prepare_run,
 )
-from regard.inspect.explain.row import (
-    Checks,
-    KernelRow,
-    effective_row_scores,
-    kernel_row,
-    layer_run,
-    max_difference,
-    mix_of_rows,
-    recurrent_state,
-    score_and_compare,
-    to_array,
-)
-from regard.inspect.explain.steps import head_output, head_patterns, hidden_states, input_chain
 from regard.nn.explain import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tap import NAMES, edited

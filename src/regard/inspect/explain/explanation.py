@@ -509,7 +509,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """The terminal page as inert text, for a notebook."""
-        from regard.view.explanation import page
+        from regard.view.explanation_text import page
 
         text = "\n".join(line.plain for line in page(self.as_dict()))
         return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'

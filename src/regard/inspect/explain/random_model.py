@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.inspect.explain.reading import PreparedRun, PretokenizedInput, prepare_run
+from regard.inspect.explain.prepared_run import PreparedRun, PretokenizedInput, prepare_run
 from regard.models.assembly.mechanism import decoders
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer

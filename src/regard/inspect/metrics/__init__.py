@@ -9,7 +9,7 @@ from regard.inspect.metrics.measure import (
     redundancy,
     retrieval_score,
 )
-from regard.inspect.metrics.patterns import (
+from regard.inspect.metrics.pattern_scores import (
     NUM_SINKS,
     duplicate_score,
     entropy,

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from regard.inspect.metrics.patterns import after_copies, copies
-from regard.inspect.record.place import Place
+from regard.inspect.metrics.pattern_scores import after_copies, copies
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.tiles import Tile
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.inspect.metrics.accumulators import ACCUMULATORS, Accumulator, MeasuredPlace
-from regard.inspect.record.models import record
-from regard.inspect.record.place import Place
+from regard.inspect.record.record_model import record
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.tiles import TILE_SIZE, walk
 from regard.models.model import Model
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.inspect.record.place import Place, RecordedStep, ScoreInputs
+from regard.inspect.record.recorded_place import Place, RecordedStep, ScoreInputs
 from regard.masks import All, Mask
 from regard.span import as_tensor
 

@@ -18,9 +18,9 @@ from regard.arguments import check_names
 from regard.biases import Bias
 from regard.caches.codes import Packed
 from regard.errors import ArgumentError
-from regard.inspect.record.place import KeyValuePool, Place, RecordedStep
+from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots, to_dense_rules
+from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
-from regard.inspect.record.rules import copy_rule, depends_on_slots, to_dense_rules
 from regard.masks import Mask
 from regard.ops.softmax.call import Call, Result
 from regard.span import Positions, Span, as_tensor

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.record.place import PatternBlock, Place
+from regard.inspect.record.recorded_place import PatternBlock, Place
 
 if TYPE_CHECKING:
     from regard.inspect.record.row_sums import RowSums

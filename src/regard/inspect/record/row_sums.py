@@ -26,7 +26,7 @@ from regard.inspect.record.kernel_faults import (
     explain_lse,
     explain_output,
 )
-from regard.inspect.record.place import Place
+from regard.inspect.record.recorded_place import Place
 
 MAX_CHECKED_SCORES = 2**18
 """Scores that are looked at in a place; of a longer run, rows are sampled, evenly."""

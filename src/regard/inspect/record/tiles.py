@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.inspect.record.place import ALL, Place
+from regard.inspect.record.recorded_place import ALL, Place
 
 TILE_SIZE = 256
 """Rows and columns of a tile."""

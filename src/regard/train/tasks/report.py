@@ -19,8 +19,14 @@ from regard.foreign import inert, told
 from regard.train.tasks.base import Task
 from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
 from regard.view import charts
-from regard.view.html import write
-from regard.view.task import AlignedExample, TaskPage, WrongAnswer, accuracy_lines, alignment_lines
+from regard.view.html_page import write
+from regard.view.task_page import (
+    AlignedExample,
+    TaskPage,
+    WrongAnswer,
+    accuracy_lines,
+    alignment_lines,
+)
 
 COLUMNS = ("split", "shortest", "longest", "examples", "right", "share", "low", "high")
 MOST_WRONG = 12

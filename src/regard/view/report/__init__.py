@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from regard.errors import ArgumentTypeError
 from regard.foreign import inert
 from regard.view import palette
-from regard.view.html import content_hash
+from regard.view.html_page import content_hash
 from regard.view.report.lang import LANGUAGES, catalogue, check_language
 
 SCRIPTS = (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from regard.table import table as table_of
-from regard.view.html import Section
+from regard.view.html_page import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")
 MOST_TOKENS = 16

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from rich.text import Text
 
 from regard.foreign import inert
-from regard.view import text
+from regard.view import terminal
 from regard.view.charts import Accuracy, AlignmentMap, accuracy_chart
-from regard.view.html import CaptionedChart, Section, page
-from regard.view.text import WIDTH, style
+from regard.view.html_page import CaptionedChart, Section, page
+from regard.view.terminal import WIDTH, style
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[
         low, high = (f"{100 * share:3.0f}" for share in point.interval)
         yield Text.assemble(
             f"  {point.low:>4} - {point.high:<4}",
-            (text.bar(point.share, width), style("k" if beyond else "q")),
+            (terminal.bar(point.share, width), style("k" if beyond else "q")),
             (f" {100 * point.share:5.1f}%", "bold"),
             (f" ({low} to {high}){point.examples:>9}", "dim"),
         )
@@ -159,10 +159,11 @@ def alignment_lines(
                  二 │  ██│
     """
     low = " ".join(
-        f"{shade} {step:g}+" for shade, step in zip(text.SHADES[1:], text.SHADE_STEPS, strict=True)
+        f"{shade} {step:g}+"
+        for shade, step in zip(terminal.SHADES[1:], terminal.SHADE_STEPS, strict=True)
     )
     yield Text(
-        f"  rows were said, columns are the source; blank below {text.SHADE_STEPS[0]:g}, {low}",
+        f"  rows were said, columns are the source; blank below {terminal.SHADE_STEPS[0]:g}, {low}",
         "dim",
     )
     numbered = " ".join(f"{j}\u00a0{inert(word)} " for j, word in enumerate(source))
@@ -174,9 +175,9 @@ def alignment_lines(
     )
     yield Text(f"{' ' * 17}{ruler}".rstrip(), style("k"))
     for word, row in zip(said, shown, strict=True):
-        name = text.cell(inert(word), 12).rstrip()
+        name = terminal.cell(inert(word), 12).rstrip()
         pad = 15 - Text(name).cell_len
-        cells = "".join(text.shade(float(p)) * 2 for p in row)
+        cells = "".join(terminal.shade(float(p)) * 2 for p in row)
         cut = "…" if weights.shape[1] > most else "│"
         yield Text.assemble(
             " " * pad, (name, style("q")), (" │", "dim"), (cells, style("s")), (cut, "dim")

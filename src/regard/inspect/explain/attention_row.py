@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.caches import Parts
-from regard.inspect.explain.capture import CapturedRun, QueryCall
+from regard.inspect.explain.captured_run import CapturedRun, QueryCall
 from regard.inspect.explain.explanation import (
     EQUATIONS,
     Array,

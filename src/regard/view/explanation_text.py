@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from regard.view import text
-from regard.view.text import (
+from regard.view import terminal
+from regard.view.terminal import (
     INDENT,
     WIDTH,
     Data,
@@ -108,7 +108,7 @@ def cost(data: Data) -> Lines:
         yield Text.assemble(
             name,
             figures,
-            (text.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"])),
+            (terminal.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"])),
         )
 
 
@@ -141,10 +141,10 @@ def elsewhere(data: Data) -> Lines:
 def _row(
     name: str, p: float, top: int, p_top: float, data: Data, effective: str, moved: str, apart: str
 ) -> Text:
-    shown = f"{top} {text.cell(data['pieces'][top], 8).rstrip()} {text.weight(p_top)}"
+    shown = f"{top} {terminal.cell(data['pieces'][top], 8).rstrip()} {terminal.weight(p_top)}"
     return Text.assemble(
-        f"{INDENT}{name:<14}{text.weight(p):>10}  ",
-        text.cell(shown, 22),
+        f"{INDENT}{name:<14}{terminal.weight(p):>10}  ",
+        terminal.cell(shown, 22),
         f"{effective:>10}{moved:>8}{apart:>10}",
     )
 
@@ -160,7 +160,7 @@ def ordered(data: Data) -> Sequence[int]:
 
 def piece_of(data: Data, j: int) -> str:
     """Token j, cut to fit a line."""
-    return text.cell(data["pieces"][j], 16).rstrip()
+    return terminal.cell(data["pieces"][j], 16).rstrip()
 
 
 BLOCKS = 10  # rows of the online softmax
@@ -184,19 +184,19 @@ def scores(data: Data) -> Lines:
         values = "".join(number(step["values"][j], 10) for step in steps)
         p = data["weights"][j]
         here = j == data["key"]
-        shown = number(p, 8) if linear else text.weight(p)
+        shown = number(p, 8) if linear else terminal.weight(p)
         yield Text.assemble(
             ("◆" if here else " ", style("k")),
             f"{j:>5} ",
-            text.cell(data["pieces"][j], 10),
+            terminal.cell(data["pieces"][j], 10),
             (values, style("s")),
             "" if linear else number(data["exps"][j], 9),
             (f"  {shown} ", "bold"),
-            (text.bar(abs(p) / max(_largest(data), 1.0), max(room, 0)).rstrip(), style("s")),
+            (terminal.bar(abs(p) / max(_largest(data), 1.0), max(room, 0)).rstrip(), style("s")),
         )
     if order[TOP:]:
         rest = sum(data["weights"][j] for j in order[TOP:])
-        shown = number(rest) if linear else text.weight(rest)
+        shown = number(rest) if linear else terminal.weight(rest)
         yield Text(f"{INDENT}... {len(order) - TOP} others share {shown}", "dim")
     yield from _masked(data)
 
@@ -257,10 +257,10 @@ def softmax(data: Data) -> Lines:
     if data["sink"] is not None:
         yield Text(
             f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only: it takes "
-            f"{text.weight(1 - shared)}"
+            f"{terminal.weight(1 - shared)}"
         )
     j = data["key"]
-    s, p = data["scores"][-1]["values"][j], text.weight(data["weights"][j])
+    s, p = data["scores"][-1]["values"][j], terminal.weight(data["weights"][j])
     if s is not None and data["sink"] is None:
         yield Text(
             f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / {total} = "
@@ -306,7 +306,9 @@ def tokens(data: Data) -> Lines:
     own = data["query"] if data["row_pieces"] == data["pieces"] else -1
     for j in _shown(data, own):
         masked, here, key = bool(data["masked"][j]), j == own, j == data["key"]
-        mark = "▶" if here else "◆" if key else text.shade(None if masked else data["weights"][j])
+        mark = (
+            "▶" if here else "◆" if key else terminal.shade(None if masked else data["weights"][j])
+        )
         role = (
             style("q", bold=True)
             if here
@@ -335,7 +337,7 @@ def tokens(data: Data) -> Lines:
             INDENT,
             "query ",
             (f"{data['query']} ", "dim"),
-            (text.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
+            (terminal.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
         )
     yield Text(f"{INDENT}▶ query, ◆ key", "dim")
     yield legend("weight:")
@@ -398,7 +400,7 @@ def mix(data: Data) -> Lines:
         p = (
             number(data["weights"][j])
             if data["kind"] == "linear"
-            else text.weight(data["weights"][j])
+            else terminal.weight(data["weights"][j])
         )
         yield from strip(f"{p} v of {j} {piece_of(data, j)}", rows[j], "v", top)
     if order[3:]:
@@ -425,7 +427,7 @@ def output(data: Data) -> Lines:
         if count > MOST_HEADS and h not in _large(data["shares"], slot):
             continue
         here = h == slot
-        bar = text.bar(abs(share) / largest, 44).rstrip()
+        bar = terminal.bar(abs(share) / largest, 44).rstrip()
         line = f"{INDENT}{'▶' if here else ' '} head {h:>2}  {share:>+8.1%}  {bar}"
         yield Text(line, style("z", bold=here) if here else "")
     yield from strip("this head writes W_O z", data["head_out"], "z")
@@ -454,8 +456,8 @@ def predictions(data: Data) -> Lines:
     for guess in data["predictions"]:
         p = guess["probability"]
         yield Text.assemble(
-            f"{INDENT}{text.cell(guess['piece'], 16)} {p:>7.2%}  ",
-            (text.bar(p, 48).rstrip(), style("z")),
+            f"{INDENT}{terminal.cell(guess['piece'], 16)} {p:>7.2%}  ",
+            (terminal.bar(p, 48).rstrip(), style("z")),
         )
 
 
@@ -536,7 +538,7 @@ def show_heads(
     """
     lines = [
         Text(
-            f"The hardest look of query {text.cell(query, 20).rstrip()} at another token than the "
+            f"The hardest look of query {terminal.cell(query, 20).rstrip()} at another token than the "
             "first, in each head"
         ),
         Text("  layer head  weight                           key token", "dim"),
@@ -547,10 +549,10 @@ def show_heads(
             Text.assemble(
                 ("▶ " if here else "  ", style("q")),
                 f"{row['layer']:>5} {row['head']:>4}  ",
-                f"{text.weight(row['weight'])} ",
-                (text.bar(row["weight"], 24), style("s")),
+                f"{terminal.weight(row['weight'])} ",
+                (terminal.bar(row["weight"], 24), style("s")),
                 f" {row['key']:>4} ",
-                text.cell(row["piece"], 16).rstrip(),
+                terminal.cell(row["piece"], 16).rstrip(),
                 style="bold" if here else "",
             )
         )
@@ -562,7 +564,7 @@ def _title(data: Data) -> Lines:
     n, i = data["sizes"], data["query"]
     yield Text.assemble(
         ("regard explain", "bold"),
-        f"  {text.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G "
+        f"  {terminal.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G "
         f"{n['G']}, D {n['D']}",
     )
     yield Text.assemble(
@@ -572,16 +574,16 @@ def _title(data: Data) -> Lines:
         (f"{data['head']}", "bold"),
         f" (reads key/value head {data['group']}), query token ",
         (f"{i} ", "bold"),
-        (text.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)),
+        (terminal.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)),
         f", position {data['query_position']}",
     )
     j = data["key"]
     yield Text.assemble(
         "key ",
         (f"{j} ", "bold"),
-        (text.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
-        f", position {data['positions'][j]}; {text.cell(data['place'], 28).rstrip()}: "
-        f"{text.cell(data['mechanism'], 18).rstrip()}",
+        (terminal.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
+        f", position {data['positions'][j]}; {terminal.cell(data['place'], 28).rstrip()}: "
+        f"{terminal.cell(data['mechanism'], 18).rstrip()}",
     )
     yield from wrapped(_ran(data))
     for name in ("chosen_by", "key_chosen_by"):

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regard.inspect.explain.explanation import Array
-from regard.inspect.explain.reading import AttentionSite, PreparedRun
-from regard.inspect.record.place import PatternBlock, Place
+from regard.inspect.explain.prepared_run import AttentionSite, PreparedRun
+from regard.inspect.record.recorded_place import PatternBlock, Place
 from regard.inspect.record.recorder import Recorder
 from regard.inspect.record.recording import Recording
 from regard.nn.explain import explainable
 from regard.span import as_tensor
 
 if TYPE_CHECKING:
-    from regard.inspect.explain.reading import AttentionSite
-    from regard.inspect.record.place import RecordedStep
-
+    from regard.inspect.explain.prepared_run import AttentionSite
+    from regard.inspect.record.recorded_place import RecordedStep
 
 TAPS = ("q", "k", "v", "z", "out")
 """What is kept at the site that is looked at; none of these makes a fused kernel refuse."""
@@ -183,7 +182,7 @@ def record_run(read: PreparedRun) -> Recording:
     """Run once, and record every softmax attention: what pages and files are made of.
 
     >>> import regard
-    >>> from regard.inspect.explain.reading import reading
+    >>> from regard.inspect.explain.prepared_run import reading
     >>> list(record_run(reading(regard.load("tiny"), "to be")).places)[0]
     'layers.0'
     """

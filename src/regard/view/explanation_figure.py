@@ -15,7 +15,7 @@ import numpy as np
 from regard.foreign import inert
 from regard.view import palette, plotting
 from regard.view.plotting import Drawing
-from regard.view.text import cell, weight
+from regard.view.terminal import cell, weight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

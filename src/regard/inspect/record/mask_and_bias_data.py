@@ -14,7 +14,7 @@ from torch import Tensor
 from regard import biases, masks
 from regard.biases import BIASES, Bias
 from regard.errors import ArgumentError
-from regard.inspect.record.place import RecordedStep
+from regard.inspect.record.recorded_place import RecordedStep
 from regard.masks import MASKS, Mask
 from regard.ops.softmax.call import Call
 from regard.plain_data import Keep, NotPlain, from_data, to_data

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard import masks
-from regard.inspect.record.place import Place, RecordedStep
+from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.span import as_tensor
 
 Arrays = dict[str, NDArray[Any]]

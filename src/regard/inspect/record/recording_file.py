@@ -17,9 +17,9 @@ from regard.files.reading import load as read_tensors
 from regard.files.strict import parse
 from regard.files.write import written
 from regard.foreign import shown, told
-from regard.inspect.record.place import KeyValuePool, Place, RecordedStep
+from regard.inspect.record.mask_and_bias_data import bias_data, bias_from, mask_data, mask_from
+from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
-from regard.inspect.record.rules import bias_data, bias_from, mask_data, mask_from
 from regard.span import Positions, Span, as_tensor, count
 
 _KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 2, (1, 2)

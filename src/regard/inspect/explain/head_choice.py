@@ -11,13 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.explain.capture import (
+from regard.inspect.explain.captured_run import (
     calls_for_query,
     effective_calls,
     main_call_weights,
     record_sites,
 )
-from regard.inspect.explain.reading import (
+from regard.inspect.explain.prepared_run import (
     AttentionSite,
     ModelInput,
     PreparedRun,

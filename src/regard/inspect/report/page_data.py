@@ -20,11 +20,16 @@ from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.errors import ArgumentError
 from regard.inspect.metrics import measure
-from regard.inspect.record.place import Place
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
 from regard.inspect.record.tiles import Pooled, pooled
-from regard.inspect.report.masks import Arrays, PageRules, row_and_column_positions, split_by_pool
+from regard.inspect.report.page_rules import (
+    Arrays,
+    PageRules,
+    row_and_column_positions,
+    split_by_pool,
+)
 from regard.positions import Rotary
 
 THUMBNAIL_SIDE = 64
@@ -473,7 +478,7 @@ def report(
         ArgumentError: nothing was recorded, or row, choice, query or key is out of range.
 
     >>> import regard
-    >>> from regard.inspect.record.models import record
+    >>> from regard.inspect.record.record_model import record
     >>> data = report(record(regard.load("tiny"), "to be or not to be"))
     >>> len(data["meta"]["places"]), data["meta"]["places"][0]["H"]
     (4, 8)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.explain.capture import CapturedRun, QueryCall
+from regard.inspect.explain.attention_row import Checks, max_difference, to_array
+from regard.inspect.explain.captured_run import CapturedRun, QueryCall
 from regard.inspect.explain.explanation import (
     Array,
     ComputationStep,
@@ -18,8 +19,7 @@ from regard.inspect.explain.explanation import (
     InputChain,
     RotaryAngles,
 )
-from regard.inspect.explain.reading import AttentionSite
-from regard.inspect.explain.row import Checks, max_difference, to_array
+from regard.inspect.explain.prepared_run import AttentionSite
 from regard.nn.explain import Explainable, InputSteps, Links, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
