@@ -87,7 +87,7 @@ def test_hostile_masks(
 
 def _reading(tokens: int) -> PreparedRun:
     """What `_check_length` looks at."""
-    return SimpleNamespace(sides={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
+    return SimpleNamespace(sequences={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
 
 
 def test_explain_takes_16384_tokens_and_no_more(

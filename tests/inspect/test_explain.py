@@ -520,18 +520,22 @@ def test_the_same_row_elsewhere_is_what_the_definitions_say() -> None:
         "no scaling": weights(s),
         "linear": [x / sum(linear) for x in linear],
     }
-    assert {other.name for other in f.elsewhere} == set(expected)
-    for other in f.elsewhere:
+    assert {other.name for other in f.counterfactuals} == set(expected)
+    for other in f.counterfactuals:
         p = expected[other.name]
-        assert other.row[: i + 1] == pytest.approx(p, rel=1e-9, abs=1e-15), other.name
-        assert other.p == pytest.approx(p[2])
-        assert other.p_top == pytest.approx(max(p))
-        assert other.effective == pytest.approx(math.exp(-sum(x * math.log(x) for x in p if x)))
-        assert other.moved == pytest.approx(
+        assert other.weights[: i + 1] == pytest.approx(p, rel=1e-9, abs=1e-15), other.name
+        assert other.weight == pytest.approx(p[2])
+        assert other.top_weight == pytest.approx(max(p))
+        assert other.effective_keys == pytest.approx(
+            math.exp(-sum(x * math.log(x) for x in p if x))
+        )
+        assert other.total_variation == pytest.approx(
             sum(abs(a - b) for a, b in zip(p, f.weights, strict=False)) / 2
         )
         z = sum(x * f.v[j] for j, x in enumerate(p))
-        assert other.apart == pytest.approx(np.linalg.norm(z - f.mixed) / np.linalg.norm(f.mixed))
+        assert other.relative_change == pytest.approx(
+            np.linalg.norm(z - f.mixed) / np.linalg.norm(f.mixed)
+        )
 
 
 def test_the_cost_is_that_of_the_formulas() -> None:
@@ -540,7 +544,7 @@ def test_the_cost_is_that_of_the_formulas() -> None:
     assert cost is not None
     assert cost.flops == 6 * (2 * 8 + 2 * 8)
     assert cost.bytes == 4 * (1 + 6) * (8 + 8)
-    kept = {each.name: each.bytes for each in cost.kept}
+    kept = {each.name: each.bytes for each in cost.caches}
     assert kept == {
         "MHA": 4 * T * 4 * 16,
         "GQA, G = 2": 4 * T * 2 * 16,
@@ -549,7 +553,7 @@ def test_the_cost_is_that_of_the_formulas() -> None:
         "window 4": 4 * 4 * 2 * 16,
         "this layer": 4 * T * 2 * 16,
     }
-    assert [each.here for each in cost.kept] == [False] * 5 + [True]
+    assert [each.is_this_layer for each in cost.caches] == [False] * 5 + [True]
     cache = model().decoder.layers[1].new_cache()
     x = torch.zeros(1, T, 32)
     model().decoder.layers[1](x, cache=cache)

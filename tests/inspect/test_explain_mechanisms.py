@@ -49,10 +49,15 @@ def test_every_mechanism_is_explained(name: str) -> None:
     assert np.abs(f.mixed - z).max() < 1e-12 * (1 + np.abs(f.v).max()) * len(seen)
     if f.kind == "softmax":
         assert f.weights.sum() + _sink(f) == pytest.approx(1, abs=1e-12)
-        assert f.online[-1].output / (f.online[-1].total + _sink_term(f)) == pytest.approx(
-            f.mixed, abs=1e-10
-        )
-        assert {other.name for other in f.elsewhere} >= {"ALiBi", "no scaling", "linear", "top 4"}
+        assert f.online[-1].running_output / (
+            f.online[-1].running_sum + _sink_term(f)
+        ) == pytest.approx(f.mixed, abs=1e-10)
+        assert {other.name for other in f.counterfactuals} >= {
+            "ALiBi",
+            "no scaling",
+            "linear",
+            "top 4",
+        }
     if f.kind != "linear":
         assert f.products.sum() == pytest.approx(f.scores[0].values[f.key], abs=1e-9)
     out = StringIO()
@@ -85,7 +90,7 @@ def _sink(f: Explanation) -> float:
 
 
 def _sink_term(f: Explanation) -> float:
-    return 0.0 if f.sink is None else math.exp(f.sink - f.online[-1].top)
+    return 0.0 if f.sink is None else math.exp(f.sink - f.online[-1].running_max)
 
 
 def parts(name: str, layer: int = 0) -> tuple[Any, dict[str, Any]]:
@@ -159,7 +164,7 @@ def test_the_delta_rule_takes_off_what_its_keys_said_already(name: str) -> None:
     assert_near(f, row)
     assert f.state is not None
     assert f.state.shape == (k.shape[1], f.v.shape[1])
-    assert f.state.numbers == math.prod(f.state.shape)
+    assert f.state.num_values == math.prod(f.state.shape)
 
 
 def test_the_state_is_what_the_recurrence_has_behind_the_query() -> None:
@@ -206,9 +211,12 @@ def test_differential_attention_is_told_as_a_difference() -> None:
         [a - share * b for a, b in zip(*rows, strict=True)], abs=1e-5
     )
     assert [term.factor for term in mix.terms] == pytest.approx([1, -share])
-    assert [term.here for term in mix.terms] == [True, False]
+    assert [term.is_explained for term in mix.terms] == [True, False]
     assert mix.row.sum() == pytest.approx(1 - share, abs=1e-5)
-    assert [t.here for t in found("differential", head=5, query=8).mixture.terms] == [False, True]  # type: ignore[union-attr]
+    assert [t.is_explained for t in found("differential", head=5, query=8).mixture.terms] == [
+        False,
+        True,
+    ]  # type: ignore[union-attr]
 
 
 def test_calls_that_are_joined_make_one_softmax() -> None:
@@ -228,7 +236,7 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     assert np.abs(mix.row @ v - x["z"][f.head, i]).max() < ROUNDING
     kept = set(range(attention.sinks)) | set(range(i - attention.recent + 1, i + 1))
     assert {j for j, p in enumerate(mix.row) if p > 0} == kept
-    assert mix.terms[1].here
+    assert mix.terms[1].is_explained
     assert mix.terms[0].factor + mix.terms[1].factor == pytest.approx(1, abs=1e-6)
 
 

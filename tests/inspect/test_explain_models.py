@@ -79,17 +79,17 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
         "decoder.layers.1.attention",
         "decoder.layers.1.cross",
     ]
-    source, target = read.sides["source"], read.sides["target"]
+    source, target = read.sequences["source"], read.sequences["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
         read.run()
     for site in read.sites:
         found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
         expected = trace[f"{site.place}.pattern"][0, 1, 1]
         assert found.weights == pytest.approx(expected.tolist(), abs=1e-6), site.place
-        assert found.pieces == read.sides[site.columns].pieces
-        assert found.query_piece == read.sides[site.rows].pieces[1]
+        assert found.pieces == read.sequences[site.key_sequence].pieces
+        assert found.query_piece == read.sequences[site.query_sequence].pieces[1]
         assert found.check < 1e-4
-        assert bool(found.predictions) == (site.rows == "target")
+        assert bool(found.predictions) == (site.query_sequence == "target")
     assert explain(m, TEXT, layer=1, target="the forest").place == "decoder.layers.1.cross"
     assert len(target.ids) == 1 + len(m.tokenizer.encode("the forest"))
     assert len(source.ids) == len(m.encode(TEXT)[0][0])
@@ -118,8 +118,8 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
             rows, columns = recording.labels(site.place)
             if site.place != "decoder":
                 assert (rows, columns) == (
-                    each.sides[site.rows].pieces,
-                    each.sides[site.columns].pieces,
+                    each.sequences[site.query_sequence].pieces,
+                    each.sequences[site.key_sequence].pieces,
                 )
             at = list(recording.places).index(site.place)
             data = report(recording, choice=(at, found.head), query=1, explanation=found.as_dict())
@@ -130,7 +130,7 @@ def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
     m = seq2seq()
     m.ends = frozenset(range(1, m.config.vocab_size, 3))  # it ends soon
     said = [x for x in m.search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.ends]
-    assert list(prepare_run(m, TEXT).sides["target"].ids) == [0, *said]
+    assert list(prepare_run(m, TEXT).sequences["target"].ids) == [0, *said]
 
 
 @pytest.mark.parametrize("attention", ["bahdanau", "luong"])

@@ -61,14 +61,14 @@ def there_and_back(found: Recording, folder: Path) -> Recording:
 def assert_same(a: Recording, b: Recording) -> None:
     """Every number and word."""
     assert list(a.places) == list(b.places)
-    assert (a.pieces, a.about, a.source_pieces) == (b.pieces, b.about, b.source_pieces)
+    assert (a.pieces, a.metadata, a.source_pieces) == (b.pieces, b.metadata, b.source_pieces)
     for name, place in a.places.items():
         other = b[name]
-        assert (place.H, place.heads, place.N, place.held) == (
+        assert (place.H, place.heads, place.N, place.key_kind) == (
             other.H,
             other.heads,
             other.N,
-            other.held,
+            other.key_kind,
         )
         for h in place.heads:
             for batch in range(place.B):

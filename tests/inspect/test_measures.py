@@ -76,7 +76,7 @@ IDS = torch.cat([torch.randperm(V, generator=torch.Generator().manual_seed(0))[:
 def test_heads_built_by_hand_are_recognised() -> None:
     found = built(IDS)
     place = found[0]
-    got = measure(place, IDS, sinks=1, near=4)
+    got = measure(place, IDS, sinks=1, local_distance=4)
     by = {n: dict(zip(NAMES, got[n].tolist(), strict=True)) for n in got.values}
     assert max(by["previous_token"], key=by["previous_token"].get) == "previous"  # type: ignore[arg-type]
     assert by["previous_token"]["previous"] > 0.9
@@ -188,7 +188,7 @@ def test_streamed_numbers_are_the_definitions(size: int, sinks: Tensor | None) -
     found, ids = random_call(sinks)
     place = found[0]
     for batch in (0, 1):
-        got = measure(place, ids[batch], batch=batch, sinks=2, near=3, size=size)
+        got = measure(place, ids[batch], batch=batch, sinks=2, local_distance=3, size=size)
         at = place.column_positions[batch].tolist()
         for h in range(4):
             p, s = found.weights(0, h, batch=batch), found.scores(0, h, batch=batch)

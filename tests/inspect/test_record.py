@@ -60,7 +60,7 @@ def test_a_text(stand_in: Model) -> None:
     assert list(found.places) == ["layers.0", "layers.1", "layers.2"]
     assert len(found) == 3
     assert found.labels(1) == (found.pieces, found.pieces)
-    assert found.about == {
+    assert found.metadata == {
         "model": "llama",
         "dtype": "float32",
         "device": "cpu",
@@ -251,7 +251,7 @@ class TestTransformers:
         place = found[0]
         assert [step.T for step in place.steps] == [9, 1, 1, 1]
         assert place.T == place.N == 12
-        assert place.plain
+        assert place.has_one_key_per_column
         assert found.sound, [str(x) for x in found.row_sums.values()]
         one = record(network, given)
         assert (
@@ -271,7 +271,7 @@ class TestTransformers:
             == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2
         )
         assert found.sound
-        assert found.about["model"] == name.lower()
+        assert found.metadata["model"] == name.lower()
 
     def test_the_weights_are_those_that_eager_attention_returns(self, families: Any) -> None:
         network, ids = families.decoder("Llama", "regard"), families.tokens(1, 9)

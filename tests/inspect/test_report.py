@@ -219,7 +219,7 @@ def test_steps_of_other_keys_are_places_of_their_own() -> None:
     whole = recording[0]
     parts = split_by_pool(whole)
     assert sum(part.T for part in parts) == whole.T
-    assert all(part.plain for part in parts)
+    assert all(part.has_one_key_per_column for part in parts)
     first = 0
     for part in parts:
         block = part.block(slice(0, part.T), slice(0, part.N)).weights

@@ -174,7 +174,7 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     with torch.no_grad(), Recorder(keep=()) as recorder:
         module(x)
     found, latent = recorder.recording(), module.project
-    assert found[0].held == {"expand": "keys", "absorb": "latents"}[form]
+    assert found[0].key_kind == {"expand": "keys", "absorb": "latents"}[form]
     assert len(found[0].pools[0].groups) == (latent.heads if form == "expand" else 1)
     head, d = 1, latent.nope_dim
     with torch.no_grad():
@@ -193,7 +193,10 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     # projections in fp32 are another q and k: the bar is for the softmax of what was recorded
     assert worst <= 1e-4
     place = found[0]
-    own = place.steps[0].q[0, head].double(), place.k[0, place.pools[0].at(head, place.H)].double()
+    own = (
+        place.steps[0].q[0, head].double(),
+        place.k[0, place.pools[0].group_index(head, place.H)].double(),
+    )
     s = (own[0] @ own[1].T * place.steps[0].scale).masked_fill(
         torch.ones(T, T).triu(1).bool(), -math.inf
     )

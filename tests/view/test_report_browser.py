@@ -98,7 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     (folder / "few.html").write_text(page(few, "zh"), "utf-8")
     pieces = tuple(HOSTILE[n % len(HOSTILE)] for n in range(len(recording.pieces)))
     hostile = report(
-        replace(recording, pieces=pieces, about={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}),
+        replace(recording, pieces=pieces, metadata={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}),
         model=model,
         title=HOSTILE[0],
     )

@@ -320,7 +320,7 @@ def _check_length(found: PreparedRun) -> None:
     Raises:
         ArgumentError: it has more than `LONGEST` tokens.
     """
-    longest = max(len(side.ids) for side in found.sides.values())
+    longest = max(len(side.ids) for side in found.sequences.values())
     if longest > LONGEST:
         raise ArgumentError(
             f"the text has {longest:,} tokens, and every pair of them is looked at; at most "
@@ -405,12 +405,12 @@ class Look:
         self.read, self.place, self.key = read, place, None
         if place is not None and layer is not None:
             raise typer.BadParameter("names the layer too; leave --layer out", param_hint="--place")
-        site = read.site(place=place) if place else read.main[0]
-        self.i = find_token(read.sides[site.rows], _index_or_word(query))
+        site = read.site(place=place) if place else read.main_sites[0]
+        self.i = find_token(read.sequences[site.query_sequence], _index_or_word(query))
         if key is not None:
-            self.key = find_token(read.sides[site.columns], _index_or_word(key), "key")
+            self.key = find_token(read.sequences[site.key_sequence], _index_or_word(key), "key")
         if layer is not None:
-            layer = check_index("layer", layer, len(read.main), "layer", "layers")
+            layer = check_index("layer", layer, len(read.main_sites), "layer", "layers")
         if head is not None and (layer is not None or place is not None):
             self.choice = Choice(layer if layer is not None else site.layer, head, "")
         else:
@@ -484,9 +484,12 @@ def print_heads(look: Look, json: bool, console: Console) -> None:
     from regard.view.explanation_text import show_heads
 
     read = look.read
-    site = read.site(place=look.place) if look.place else read.main[0]
+    site = read.site(place=look.place) if look.place else read.main_sites[0]
     weights, keys = (found.tolist() for found in strongest_keys_of_run(read, look.i, look.place))
-    pieces, named = read.sides[site.columns].pieces, read.sides[site.rows].pieces[look.i]
+    pieces, named = (
+        read.sequences[site.key_sequence].pieces,
+        read.sequences[site.query_sequence].pieces[look.i],
+    )
     rows: list[dict[str, Any]] = [
         {"layer": n, "head": h, "key": key, "piece": pieces[key], "weight": weight}
         for n, layer in enumerate(zip(weights, keys, strict=True))

@@ -3,6 +3,7 @@
 import sys
 
 from regard.audit import Audit, Finding, audit
+from regard.deprecation import renamed
 from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain
 from regard.inspect.explain.explanation import ComputationStep, Explanation
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
@@ -79,3 +80,14 @@ __all__ = [
     "strongest_keys",
     "walk",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "MOST_TOKENS": "MAX_PATTERN_TOKENS",
+        "Selection": "RecordingOptions",
+        "Step": "ComputationStep",
+        "Top": "TopKeys",
+        "Words": "PretokenizedInput",
+    },
+)

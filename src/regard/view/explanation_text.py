@@ -33,7 +33,7 @@ def mixture(data: Data) -> Lines:
     yield from wrapped(found["text"])
     yield Text(f"{INDENT}{'pattern':<16}{'factor':>10}{'its row sums to':>18}", "dim")
     for term in found["terms"]:
-        mark = "▶" if term["here"] else " "
+        mark = "▶" if term["is_explained"] else " "
         yield Text(
             f"{mark} {term['name']:<16}{number(term['factor'], 10)}{number(term['row_sum'], 18)}"
         )
@@ -57,7 +57,7 @@ def state(data: Data) -> Lines:
         return
     shape = " x ".join(map(str, s["shape"]))
     yield Text(
-        f"{INDENT}state S of the head: {shape}, {s['numbers']} numbers kept, {s['bytes']} bytes, "
+        f"{INDENT}state S of the head: {shape}, {s['num_values']} numbers kept, {s['bytes']} bytes, "
         "whatever the length"
     )
     yield Text(
@@ -99,20 +99,23 @@ def cost(data: Data) -> Lines:
         yield from wrapped(
             f"the layer, one decoded token: {c['layer_flops']:,} FLOPs = {c['formula']}"
         )
-    largest = max(kept["bytes"] for kept in c["kept"]) or 1
+    largest = max(cache["bytes"] for cache in c["caches"]) or 1
     yield Text(f"{INDENT}cache of {data['sizes']['S']} tokens, {data['dtype']}", "dim")
-    for kept in c["kept"]:
-        name = f"{'▶' if kept['here'] else ' '} {kept['name']:<14}"
-        figures = f"{kept['numbers']:>7,} x {kept['tokens']:<7,}{kept['bytes']:>13,} B "
+    for cache in c["caches"]:
+        name = f"{'▶' if cache['is_this_layer'] else ' '} {cache['name']:<14}"
+        figures = f"{cache['values_per_token']:>7,} x {cache['tokens']:<7,}{cache['bytes']:>13,} B "
         room = WIDTH - len(name) - len(figures) - 1
         yield Text.assemble(
             name,
             figures,
-            (terminal.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"])),
+            (
+                terminal.bar(cache["bytes"] / largest, room).rstrip(),
+                style("k", bold=cache["is_this_layer"]),
+            ),
         )
 
 
-def elsewhere(data: Data) -> Lines:
+def counterfactuals(data: Data) -> Lines:
     """What each other mechanism makes of the same row."""
     j = data["key"]
     key = f"p of {j}"
@@ -124,16 +127,16 @@ def elsewhere(data: Data) -> Lines:
     weights = data["weights"]
     best = max(range(len(weights)), key=lambda n: weights[n])
     yield _row("as it is", weights[j], best, weights[best], data, "", "", "")
-    for other in data["elsewhere"]:
+    for other in data["counterfactuals"]:
         yield _row(
             other["name"],
-            other["p"],
-            other["top"],
-            other["p_top"],
+            other["weight"],
+            other["top_key"],
+            other["top_weight"],
             data,
-            number(other["effective"]),
-            f"{other['moved']:.1%}",
-            number(other["apart"]),
+            number(other["effective_keys"]),
+            f"{other['total_variation']:.1%}",
+            number(other["relative_change"]),
         )
     yield Text(f"{INDENT}effective keys: exp(entropy); moved: half of Σ |p´ - p|", "dim")
 
@@ -287,10 +290,10 @@ def _online(data: Data) -> Lines:
             yield Text(f"{INDENT}... {len(blocks) - BLOCKS} blocks more", "dim")
         span = f"{block['start']}-{block['stop'] - 1}"
         yield Text(
-            f"{INDENT}{span:>13} {number(block['top'], 10)} {number(block['kept'], 10)} "
-            f"{number(block['total'], 10)} {number(norm(block['output']), 10)}"
+            f"{INDENT}{span:>13} {number(block['running_max'], 10)} {number(block['rescale'], 10)} "
+            f"{number(block['running_sum'], 10)} {number(norm(block['running_output']), 10)}"
         )
-    if blocks[-1]["total"]:
+    if blocks[-1]["running_sum"]:
         yield Text(f"{INDENT}end: lse = m + ln l = {number(data['lse'])},  z = o / l", "dim")
 
 
@@ -514,8 +517,8 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
         steps.append(("the layer's tensors", "", tensors))
     if data["cost"]:
         steps.append(("cost", "cost", cost))
-    if data["elsewhere"]:
-        steps.append(("the same q and k elsewhere", "elsewhere", elsewhere))
+    if data["counterfactuals"]:
+        steps.append(("the same q and k elsewhere", "counterfactuals", counterfactuals))
     return steps
 
 
@@ -599,7 +602,7 @@ def _ran(data: Data) -> str:
     own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
     text = (
         f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} "
-        f"{data['keys_are']}; rows are queries, columns are keys"
+        f"{data['key_kind']}; rows are queries, columns are keys"
     )
     if len(calls) > 1:
         text += f"; call {calls[data['call']]!r} of {', '.join(calls)}"

@@ -212,11 +212,11 @@ def finish_online(
     [0.8]
     """
     last = blocks[-1]
-    if last.total == 0:
-        return -np.inf, np.zeros_like(last.output)
-    lse = last.top + float(np.log(last.total))
+    if last.running_sum == 0:
+        return -np.inf, np.zeros_like(last.running_output)
+    lse = last.running_max + float(np.log(last.running_sum))
     share = 1.0 if sink is None else float(np.exp(lse - np.logaddexp(lse, sink)))
-    return lse, last.output / last.total * share
+    return lse, last.running_output / last.running_sum * share
 
 
 def to_array(x: Tensor) -> Array:

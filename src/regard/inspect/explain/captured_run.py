@@ -81,7 +81,7 @@ class QueryCall:
     @cached_property
     def _part(self) -> PatternBlock:
         rows, keys = slice(self.row, self.row + 1), slice(0, len(self.keys))
-        return self.place.part(self.step, rows, keys, self.place.heads)
+        return self.place.step_block(self.step, rows, keys, self.place.heads)
 
     def by_key(self, length: int) -> Tensor:
         """Weights [H,length] by the key's position; a slot that held nothing, and a key behind
@@ -93,12 +93,12 @@ class QueryCall:
         return found
 
 
-def calls_for_query(capture: CapturedRun, site: AttentionSite, query: int) -> list[QueryCall]:
+def calls_for_query(run: CapturedRun, site: AttentionSite, query: int) -> list[QueryCall]:
     """The calls at a site that query i takes part in, in the order of the run; in calls of one
     token each it is the i-th.
     """
     found = []
-    for name, place in capture_site.recording.places.items():
+    for name, place in run.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
             found += _of(place, query, name[len(site.place) + 1 :])
     return found
@@ -151,7 +151,7 @@ class CapturedRun:
     recording: Recording
     taps: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[str, Tensor] = field(default_factory=dict)
-    apart: float = 0.0
+    observer_difference: float = 0.0
 
 
 class SiteRecorder(Recorder):
@@ -190,7 +190,7 @@ def record_run(read: PreparedRun) -> Recording:
     recorder.missing = "ignore"  # the page and the file refuse an empty recording by name
     with torch.inference_mode(), recorder:
         read.run()
-    own, source = read.sides[read.predicts], read.sides.get("source")
+    own, source = read.sequences[read.predicted_sequence], read.sequences.get("source")
     found = recorder.recording(
         ids=torch.tensor([own.ids]), pieces=own.pieces, model=read.name, text=read.text
     )
@@ -253,11 +253,11 @@ def _hooks(
     hooks.append(read.last.register_forward_hook(_after(keep, "last")))
     if read.embed is not None:
         hooks.append(read.embed.register_forward_hook(_after(keep, "embedding")))
-    if site.around is not None:
+    if site.residual_path is not None:
         hooks.append(
-            site.around.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))
+            site.residual_path.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))
         )
-        hooks.append(site.around.register_forward_hook(_after(keep, "residual")))
+        hooks.append(site.residual_path.register_forward_hook(_after(keep, "residual")))
     return hooks
 
 

@@ -45,7 +45,7 @@ def compare_weights(
     >>> v = np.eye(2)
     >>> half = np.array([0.5, 0.5])
     >>> found = compare_weights("first", "", np.array([1.0, 0.0]), half, v, half, 0)
-    >>> found.p, found.moved, round(found.apart, 6)
+    >>> found.weight, found.total_variation, round(found.relative_change, 6)
     (1.0, 0.5, 1.0)
     """
     positive = other[other > 0]
@@ -145,7 +145,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     MLA stands beside with the sizes of its paper: a latent of 4 D and a rotary key of D / 2.
 
     >>> cost = row_cost(nn.Identity(), {"H": 4, "G": 2, "S": 100, "D": 8, "E": 8}, 50, 2)
-    >>> cost.flops, [(kept.name, kept.bytes) for kept in cost.kept][:2]
+    >>> cost.flops, [(cache.name, cache.bytes) for cache in cost.caches][:2]
     (1600, [('MHA', 12800), ('GQA, G = 2', 6400)])
 
     Source: sizes of MLA from DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2.
@@ -162,7 +162,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     if described is not None:
         numbers, tokens = described.kv_per_token.value, described.kv_tokens.value
         whole = described.kept * itemsize
-        kept.append(CacheCost("this layer", numbers, tokens, whole, here=True))
+        kept.append(CacheCost("this layer", numbers, tokens, whole, is_this_layer=True))
     flops = described.flops_per_token if described is not None else None
     return RowCost(
         keys,
@@ -175,7 +175,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
 
 
 def _cache_cost(name: str, numbers: int, tokens: int, itemsize: int) -> CacheCost:
-    return CacheCost(name, numbers, tokens, numbers * tokens * itemsize, here=False)
+    return CacheCost(name, numbers, tokens, numbers * tokens * itemsize, is_this_layer=False)
 
 
 def _describe(attention: Any, context: int) -> Description | None:

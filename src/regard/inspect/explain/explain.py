@@ -84,17 +84,17 @@ class Target:
     @property
     def columns(self) -> TokenSequence:
         """The keys' sequence."""
-        return self.read.sides[self.site.columns]
+        return self.read.sequences[self.site.key_sequence]
 
     @property
     def rows(self) -> TokenSequence:
         """The queries' sequence."""
-        return self.read.sides[self.site.rows]
+        return self.read.sequences[self.site.query_sequence]
 
     @property
     def own(self) -> bool:
         """Queries and keys are of one sequence."""
-        return self.site.rows == self.site.columns
+        return self.site.query_sequence == self.site.key_sequence
 
 
 def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
@@ -180,7 +180,11 @@ def query_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
 def predictions(at: Target, found: CapturedRun) -> tuple[tuple[str, int, float], ...]:
     """The likeliest tokens for the query, where the network says any."""
     read = at.read
-    if read.predict is None or at.site.rows != read.predicts or "last" not in found.hidden:
+    if (
+        read.predict is None
+        or at.site.query_sequence != read.predicted_sequence
+        or "last" not in found.hidden
+    ):
         return ()
     logits = read.predict(found.hidden["last"][None, at.i : at.i + 1])[0, 0]
     likely = logits.double().softmax(-1).topk(min(NUM_PREDICTIONS, logits.shape[-1]))
@@ -242,7 +246,7 @@ def explain(
     read = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
     site = read.site(layer, place)
     read = _note_edits(read, site)
-    at = Target(read, site, find_token(read.sides[site.rows], query))
+    at = Target(read, site, find_token(read.sequences[site.query_sequence], query))
     mechanism = explainable(site.attention)
     with torch.inference_mode():
         found = capture_site(read, site)
@@ -262,7 +266,7 @@ class _ExplainedRow:
     key: int
     key_chosen_by: str
     positions: Sequence[int]
-    query_pieces: tuple[str, ...]
+    row_pieces: tuple[str, ...]
     q: Array
     k: Array
     v: Array
@@ -275,7 +279,7 @@ class _ExplainedRow:
     checks: Checks
     kind: str = "softmax"
     kernel: str = "the module's own"
-    keys_are: str = "keys"
+    key_kind: str = "keys"
     call: int = 0
     calls: tuple[str, ...] = ("",)
     recorded: tuple[KernelRow, tuple[QueryCall, ...]] | None = None
@@ -294,18 +298,18 @@ def _assemble(
     seen_values = np.where(walk.visible[:, None], walk.v, 0.0)
     output, output_checks = head_output(mechanism, row.weights, seen_values, found, head, at.i)
     hidden, hidden_checks = hidden_states(found, site, at.i)
-    elsewhere: tuple[Counterfactual, ...] = ()
+    others: tuple[Counterfactual, ...] = ()
     heads, mix = HeadPatterns(), None
     if walk.recorded is not None:
         one, calls = walk.recorded
         H, G = one.call.place.H, one.call.groups
-        elsewhere = counterfactuals(one, row.weights, output.mixed, walk.key)
+        others = counterfactuals(one, row.weights, output.mixed, walk.key)
         heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
         mix = mix_of_rows(mechanism, found, calls, one.call, head, at.i, len(at.columns.ids))
     else:
         H, G = (len(found.taps[name]) for name in "qk")
     sizes = {
-        "layers": len(at.read.main),
+        "layers": len(at.read.main_sites),
         "H": H,
         "G": G,
         "T": len(at.rows.ids),
@@ -328,14 +332,14 @@ def _assemble(
         kind=walk.kind,
         kernel=walk.kernel,
         dtype=str(walk.dtype)[6:],
-        keys_are=walk.keys_are,
+        key_kind=walk.key_kind,
         call=walk.call,
         calls=walk.calls,
         key_chosen_by=walk.key_chosen_by,
         notes=_all_notes(at),
     )
     checks = {**checks, **walk.checks, **output_checks, **hidden_checks}
-    checks["the network without an observer"] = found.apart
+    checks["the network without an observer"] = found.observer_difference
     return Explanation(
         where=where,
         tokens=tokens,
@@ -349,7 +353,7 @@ def _assemble(
         cost=row_cost(site.attention, sizes, int(walk.visible.sum()), walk.dtype.itemsize),
         mixture=mix,
         state=walk.state,
-        elsewhere=elsewhere,
+        counterfactuals=others,
         predictions=predictions(at, found),
         tensors=summarize_layer(site.attention, found.hidden, found.taps, own=at.own),
     )
@@ -357,7 +361,7 @@ def _assemble(
 
 def _all_notes(at: Target) -> tuple[str, ...]:
     """What a reader should know of the run."""
-    T, trained = len(at.rows.ids), at.read.trained
+    T, trained = len(at.rows.ids), at.read.max_trained_tokens
     if trained is None or trained >= T:
         return at.read.notes
     return (
@@ -446,7 +450,7 @@ def _recorded_row(
         step.q.dtype,
         checks,
         kernel=step.kernel,
-        keys_are=chosen.place.held,
+        key_kind=chosen.place.key_kind,
         call=number,
         calls=names,
         recorded=(row, tuple(calls)),

@@ -11,6 +11,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.deprecation import renamed_attribute
+
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
     "hidden": "x_i = norm(h_i),  h_i = embedding + what the layers before have added",
@@ -30,7 +32,7 @@ EQUATIONS: dict[str, str] = {
     "pattern": "row i = query, column j = key, cell = p_ij; a row sums to 1",
     "predict": "softmax(W_vocabulary norm(h_i)) after the last layer",
     "cost": "one query: 2 n D + 2 n E FLOPs over n keys; a cache keeps S tokens",
-    "elsewhere": "p'_ij, z'_i from the same q_i, k_j, v_j under another rule",
+    "counterfactuals": "p'_ij, z'_i from the same q_i, k_j, v_j under another rule",
 }
 
 
@@ -66,10 +68,10 @@ class SoftmaxBlock(NamedTuple):
 
     start: int
     stop: int
-    top: float
-    kept: float
-    total: float
-    output: Array
+    running_max: float
+    rescale: float
+    running_sum: float
+    running_output: Array
 
 
 class RecurrentState(NamedTuple):
@@ -78,7 +80,7 @@ class RecurrentState(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    numbers: int
+    num_values: int
     bytes: int
     norm: float
     norm_before: float
@@ -94,7 +96,7 @@ class MixtureTerm(NamedTuple):
     name: str
     factor: float
     row_sum: float
-    here: bool
+    is_explained: bool
 
 
 class Mixture(NamedTuple):
@@ -117,13 +119,13 @@ class Counterfactual(NamedTuple):
 
     name: str
     equation: str
-    p: float
-    top: int
-    p_top: float
-    effective: float
-    moved: float
-    apart: float
-    row: Array
+    weight: float
+    top_key: int
+    top_weight: float
+    effective_keys: float
+    total_variation: float
+    relative_change: float
+    weights: Array
 
 
 class CacheCost(NamedTuple):
@@ -132,10 +134,10 @@ class CacheCost(NamedTuple):
     """
 
     name: str
-    numbers: int
+    values_per_token: int
     tokens: int
     bytes: int
-    here: bool
+    is_this_layer: bool
 
 
 class RowCost(NamedTuple):
@@ -148,14 +150,14 @@ class RowCost(NamedTuple):
     layer_flops: int
     formula: str
     bytes: int
-    kept: tuple[CacheCost, ...]
+    caches: tuple[CacheCost, ...]
 
 
 def to_json_value(x: Any) -> Any:
     """A JSON-ready copy of a value.
 
     >>> to_json_value((np.array([1.0, np.inf]), MixtureTerm("a", 0.1, 1.0, True)))
-    [[1.0, None], {'name': 'a', 'factor': 0.1, 'row_sum': 1.0, 'here': True}]
+    [[1.0, None], {'name': 'a', 'factor': 0.1, 'row_sum': 1.0, 'is_explained': True}]
     """
     if isinstance(x, np.ndarray):
         return to_json_value(x.astype(float).tolist() if x.dtype == np.float32 else x.tolist())
@@ -172,7 +174,7 @@ def to_json_value(x: Any) -> Any:
     return bool(x) if isinstance(x, np.bool_) else int(x) if isinstance(x, np.integer) else x
 
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 def _nothing() -> Array:
@@ -185,7 +187,7 @@ class Location:
 
     Attributes:
         model, text: what was run. notes: what a reader should know.
-        place, mechanism, kernel, dtype, keys_are: at which attention, by what module, on which
+        place, mechanism, kernel, dtype, key_kind: at which attention, by what module, on which
             kernel, and what its keys are.
         kind: "softmax", "additive" (another score), or "linear" (no softmax: the weights are what
             the mechanism applies to the values).
@@ -209,7 +211,7 @@ class Location:
     kind: str = "softmax"
     kernel: str = ""
     dtype: str = "float32"
-    keys_are: str = "keys"
+    key_kind: str = "keys"
     call: int = 0
     calls: tuple[str, ...] = ("",)
     chosen_by: str = ""
@@ -409,10 +411,13 @@ class Explanation:
     cost: RowCost | None = None
     mixture: Mixture | None = None
     state: RecurrentState | None = None
-    elsewhere: tuple[Counterfactual, ...] = ()
+    counterfactuals: tuple[Counterfactual, ...] = ()
     predictions: tuple[tuple[str, int, float], ...] = ()
     tensors: tuple[TensorSummary, ...] = ()
     equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
+
+    elsewhere = renamed_attribute("counterfactuals")
+    keys_are = renamed_attribute("key_kind")
 
     model = Shortcut(lambda found: found.where.model)
     text = Shortcut(lambda found: found.where.text)
@@ -427,7 +432,7 @@ class Explanation:
     kind = Shortcut(lambda found: found.where.kind)
     kernel = Shortcut(lambda found: found.where.kernel)
     dtype = Shortcut(lambda found: found.where.dtype)
-    keys_are = Shortcut(lambda found: found.where.keys_are)
+    key_kind = Shortcut(lambda found: found.where.key_kind)
     call = Shortcut(lambda found: found.where.call)
     calls = Shortcut(lambda found: found.where.calls)
     chosen_by = Shortcut(lambda found: found.where.chosen_by)
@@ -515,5 +520,5 @@ class Explanation:
         return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'
 
 
-NESTED_FIELDS = ("checks", "cost", "mixture", "state", "elsewhere", "tensors", "equations")
+NESTED_FIELDS = ("checks", "cost", "mixture", "state", "counterfactuals", "tensors", "equations")
 """The parts that `as_dict` gives as they are; of the others it gives every number by its name."""

@@ -67,7 +67,7 @@ def find_query(model: Model, text: str, query: int | str) -> int:
     >>> find_query(regard.load("tiny"), "a b", -1) == len(regard.load("tiny").encode("a b")[0]) - 1
     True
     """
-    return find_token(prepare_run(model, text).sides["text"], query)
+    return find_token(prepare_run(model, text).sequences["text"], query)
 
 
 def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
@@ -135,14 +135,14 @@ def choose_head(
     >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
     0
     """
-    sites = read.main if place is None else (read.site(place=place),)
+    sites = read.main_sites if place is None else (read.site(place=place),)
     if all(explainable(site.attention).has_own_row for site in sites):
         first = sites[
             0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
         ]
         return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
     rows = _rows(read, sites, query, everything=key is not None)
-    if key is None and sites[0].rows == sites[0].columns:
+    if key is None and sites[0].query_sequence == sites[0].key_sequence:
         far = rows.clone()
         far[..., max(query - 1, 0) : query + 2] = -1
         rows = far if bool((far > 0).any()) else rows
@@ -187,7 +187,7 @@ def strongest_keys_of_run(
     read: PreparedRun, query: int, place: str | None = None
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """The weights and keys of `strongest_keys` for anything that can be read."""
-    sites = read.main if place is None else (read.site(place=place),)
+    sites = read.main_sites if place is None else (read.site(place=place),)
     best = _rows(read, sites, query).max(-1)
     return best.values.clamp(min=0), best.indices
 
@@ -201,7 +201,7 @@ def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
     row = tuple(ids[0].tolist())
     sides = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
     run = model.decoder if model.has_head else model.decoder.hidden
-    return replace(one, sides=sides, run=lambda: run(ids, last=1))
+    return replace(one, sequences=sides, run=lambda: run(ids, last=1))
 
 
 def _rows(
@@ -218,7 +218,9 @@ def _rows(
             rows.append(None)
             continue
         rows.append(
-            main_call_weights(effective_calls(site, calls), len(read.sides[site.columns].ids))
+            main_call_weights(
+                effective_calls(site, calls), len(read.sequences[site.key_sequence].ids)
+            )
         )
     known = next((row for row in rows if row is not None), None)
     if known is None:
@@ -228,7 +230,7 @@ def _rows(
             "give a layer and a head"
         )
     weights = torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
-    if sites[0].rows == sites[0].columns and not everything:
+    if sites[0].query_sequence == sites[0].key_sequence and not everything:
         weights[..., 0] = -1  # less than any weight, 0 included
         weights[..., min(query, weights.shape[-1] - 1)] = -1
     return weights

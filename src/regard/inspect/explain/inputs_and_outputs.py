@@ -163,11 +163,11 @@ def hidden_states(found: CapturedRun, site: AttentionSite, i: int) -> tuple[Hidd
     hidden, checks = found.hidden, Checks()
     none: Array = np.zeros(0)
     entering = residual = none
-    if site.around is not None and "entering" in hidden:
+    if site.residual_path is not None and "entering" in hidden:
         entering, residual = (to_array(hidden[name][i]) for name in ("entering", "residual"))
         out = found.taps["out"][None]
         checks["residual"] = max_difference(
-            to_array(site.around(hidden["entering"][None], lambda _: out)[0, i]), residual
+            to_array(site.residual_path(hidden["entering"][None], lambda _: out)[0, i]), residual
         )
     embedding, normed = (
         to_array(hidden[name][i]) if name in hidden and len(hidden[name]) > i else none
@@ -194,7 +194,7 @@ def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
     small, full = np.full(shape, np.nan), np.zeros((T if short else 0, S))
     for start in range(0, T, QUERIES_PER_CHUNK // n * n or n):
         rows = slice(start, min(start + (QUERIES_PER_CHUNK // n * n or n), T))
-        s, p = (x[0].numpy() for x in call.place.part(step, rows, slice(0, S), tuple(heads)))
+        s, p = (x[0].numpy() for x in call.place.step_block(step, rows, slice(0, S), tuple(heads)))
         part = np.where(np.isneginf(s), np.nan, p)
         small[list(heads), rows.start // n : -(-rows.stop // n)] = pool_largest(part, n)
         if short:

@@ -228,7 +228,7 @@ class LayerStages:
     name: str
     x: Tensor
     mask: Mask | None
-    run_stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]
 
     def stage(self, name: str) -> Stage:
         """The stage of a name.

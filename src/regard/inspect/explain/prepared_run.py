@@ -56,9 +56,9 @@ class AttentionSite(NamedTuple):
     place: str
     layer: int
     attention: nn.Module
-    around: nn.Module | None
-    rows: str
-    columns: str
+    residual_path: nn.Module | None
+    query_sequence: str
+    key_sequence: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +106,15 @@ class PreparedRun:
     name: str
     text: str
     network: nn.Module
-    sides: Mapping[str, TokenSequence]
+    sequences: Mapping[str, TokenSequence]
     sites: tuple[AttentionSite, ...]
     run: Callable[[], Tensor]
     embed: nn.Module | None
     last: nn.Module
     predict: Callable[[Tensor], Tensor] | None
-    predicts: str
+    predicted_sequence: str
     names: Callable[[Sequence[int]], Sequence[str]]
-    trained: int | None = None
+    max_trained_tokens: int | None = None
     notes: tuple[str, ...] = ()
 
     def site(self, layer: int | None = None, place: str | None = None) -> AttentionSite:
@@ -132,16 +132,16 @@ class PreparedRun:
             raise ArgumentError(
                 f"place is {shown(place)}, where no attention is; there are {known}"
             )
-        sites = self.main
+        sites = self.main_sites
         if layer is None:
             return sites[0]
 
         return sites[check_index("layer", layer, len(sites), "layer", "layers")]
 
     @property
-    def main(self) -> tuple[AttentionSite, ...]:
+    def main_sites(self) -> tuple[AttentionSite, ...]:
         """The attentions that `layer` counts: those to the source, if there are any, else all."""
-        return tuple(s for s in self.sites if s.rows != s.columns) or self.sites
+        return tuple(s for s in self.sites if s.query_sequence != s.key_sequence) or self.sites
 
 
 class TokenEnds(Sequence[int]):

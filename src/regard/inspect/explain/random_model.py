@@ -76,7 +76,9 @@ def random_model(
         f"the weights are random, from seed {seed}: the arithmetic is real, what it looks at "
         "means nothing"
     )
-    return replace(read, name=f"{name} (random)", notes=(*read.notes, note), trained=None)
+    return replace(
+        read, name=f"{name} (random)", notes=(*read.notes, note), max_trained_tokens=None
+    )
 
 
 def _build(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:

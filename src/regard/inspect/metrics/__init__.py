@@ -1,5 +1,6 @@
-"""Metrics of heads: of dense patterns, and streamed over recordings of any length."""
+"""Metrics of attention heads: from dense patterns, and streamed over recordings of any length."""
 
+from regard.deprecation import renamed
 from regard.inspect.metrics.measure import (
     Measures,
     Sampled,
@@ -35,3 +36,5 @@ __all__ = [
     "retrieval_score",
     "sink_share",
 ]
+
+__getattr__ = renamed(__name__, {"SINKS": "NUM_SINKS"})

@@ -1,4 +1,4 @@
-"""Every number of every head of a place, from one walk over its tiles."""
+"""Metrics of every recorded head of a place, from one pass over its tiles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.inspect.metrics.accumulators import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.record_model import record
@@ -18,7 +19,9 @@ from regard.inspect.record.tiles import TILE_SIZE, walk
 from regard.models.model import Model
 
 SAMPLED_ROWS = 64
-"""Rows that are looked at where a number needs whole rows; the result says how many."""
+"""Number of rows that are sampled where a metric needs whole rows; the result says how many
+were.
+"""
 
 
 SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
@@ -26,9 +29,14 @@ SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
 
 @dataclass(frozen=True, eq=False)
 class Measures:
-    """Numbers of the heads of a place. heads: which; rows: how many rows there are.
+    """Metrics of the heads of a place.
 
-    values: name -> [h]. curves: offsets [h,d], received [h,N].
+    Args:
+        place: name of the place.
+        heads: the query heads.
+        rows: number of rows of the place.
+        values: name to one number per head, `[h]`.
+        curves: name to one curve per head: offsets `[h, d]`, received `[h, N]`.
     """
 
     place: str
@@ -38,7 +46,7 @@ class Measures:
     curves: Mapping[str, Float[Tensor, "h n"]]
 
     def __getitem__(self, name: str) -> Tensor:
-        """A value or a curve."""
+        """Return a metric or a curve by name."""
         for kind in (self.values, self.curves):
             if name in kind:
                 return kind[name]
@@ -48,48 +56,55 @@ class Measures:
         )
 
 
+@renamed_parameters(near="local_distance")
 def measure(
     place: Place,
     ids: Int[Tensor, " N"] | None = None,
     *,
     batch: int = 0,
     sinks: int = 4,
-    near: int = 32,
+    local_distance: int = 32,
     padding: Tensor | None = None,
     size: int = TILE_SIZE,
 ) -> Measures:
     """Measure all recorded heads of a place.
 
-    n_i: the keys that row i sees. Means are over rows; rows that the definition does not concern
-        are left out.
+    n_i is the number of keys that row i sees. Means are over rows; rows to which a definition does
+    not apply are left out.
 
-        entropy          H_i / ln n_i, H_i = -sum_j p_ij ln p_ij, a sink being one key more; 0 to 1
+        entropy          H_i / ln n_i, H_i = -sum_j p_ij ln p_ij, a sink counts as a key; 0 to 1
         effective_keys   exp(H_i)
         max_logit        max_ij s_ij
         sink             sum of p_ij over the keys at positions below `sinks`, in rows behind them
         learned_sink     P_sink, the share of a sink logit
         previous_token   p_{i,i-1}
         duplicate        sum of p_ij over earlier copies j of token i
-        induction        sum of p_ij over keys j behind earlier copies of token i
+        induction        sum of p_ij over keys j that follow earlier copies of token i
         distance         sum_j p_ij (p_i - p_j), in positions
-        local            sum of p_ij over |p_i - p_j| < near
-        future, empty, padding   all mass on later positions, on slots at -1, on padded columns
+        local            sum of p_ij over |p_i - p_j| < local_distance
+        future, empty, padding   total weight on later positions, on empty slots, on padded columns
         missing          the largest |1 - sum_j p_ij - P_sink|
 
-    curves: offsets, D(d) = mean_i p_{i,i-d}, and received, sum_i p_ij of each column. What the
-        tokens do not allow (no token twice: no induction) is not among the values.
+    The curves are offsets, D(d) = mean_i p_{i,i-d}, and received, sum_i p_ij of each column.
+    Metrics that the tokens do not allow (no token occurs twice: no induction) are not among the
+    values.
 
     Args:
-        place: from a recording.
-        ids: tokens [N] of the columns, for copies; rows are the same tokens. None: no copies.
-        batch: which row of the batch.
-        sinks, near: above.
-        padding: bool [N], columns that nobody should see.
-        size: of the tiles.
+        place: a place of a recording.
+        ids: token ids of the columns, `[N]`, for the metrics of copies; the rows are the same
+            tokens. None leaves these metrics out.
+        batch: row of the batch.
+        sinks: number of first positions that count as sinks.
+        local_distance: keys at a smaller distance are local.
+        padding: which columns are padding, bool `[N]`.
+        size: rows and columns of the tiles.
+
+    Returns:
+        The metrics and curves of each head.
 
     Raises:
-        ArgumentError: ids or padding are not as many as the columns, or there is no such row of the
-            batch.
+        ArgumentError: `ids` or `padding` does not have one entry per column, or there is no such
+            row of the batch.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -104,10 +119,10 @@ def measure(
             )
     if not 0 <= batch < place.B:
         raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
-    scene = MeasuredPlace(place, ids, batch, sinks, near, padding)
+    scene = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
     accumulators: list[Accumulator] = [make(scene) for make in ACCUMULATORS]
     for tile in walk(place, size, batch=batch):
-        tile = tile.only(scene.rows >= 0)  # padding that asks is nobody
+        tile = tile.keep_rows(scene.rows >= 0)  # padding that asks is nobody
         for accumulator in accumulators:
             accumulator.add(tile)
     found = {name: x for each in accumulators for name, x in each.result().items()}
@@ -121,7 +136,7 @@ def measure(
 
 
 class Sampled(NamedTuple):
-    """A number of heads that needs whole rows, and in how many rows it was looked for."""
+    """A metric that needs whole rows, and the number of rows that were sampled for it."""
 
     values: Tensor
     rows: int
@@ -130,13 +145,22 @@ class Sampled(NamedTuple):
 def keys_for(
     place: Place, share: float = 0.9, *, batch: int = 0, rows: int = SAMPLED_ROWS
 ) -> Sampled:
-    """How many keys hold so much of a row's mass: the mean [h] over evenly spread rows that see
-    any.
+    """Count how many keys are needed for a given share of a row's weight.
 
-    min n: the n largest p_ij of a row sum to share * sum_j p_ij or more
+    min n: the n largest p_ij of a row sum to share * sum_j p_ij or more; mean over evenly spaced
+    rows
+
+    Args:
+        place: a place of a recording.
+        share: share of the weight of a row, above 0 and at most 1.
+        batch: row of the batch.
+        rows: number of rows to sample; rows that see no key are left out.
+
+    Returns:
+        The mean count of each head, `[h]`, and the number of rows.
 
     Raises:
-        ArgumentError: share is not above 0 and at most 1, or rows is less than 1.
+        ArgumentError: `share` is out of range, or `rows` is less than 1.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -159,14 +183,22 @@ def keys_for(
 
 
 def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sampled:
-    """How much heads look at other things: the Jensen-Shannon divergence [h,h] of their rows, 0
-    (the same) to 1, in bits.
+    """Compute how different the rows of each pair of heads are: the Jensen-Shannon divergence in
+    bits, from 0 (equal) to 1.
 
-    JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2, mean over evenly spread rows; each row over its
-    sum, without a sink
+    JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2, mean over evenly spaced rows; each row is divided
+    by its sum, which leaves out a sink
+
+    Args:
+        place: a place of a recording.
+        batch: row of the batch.
+        rows: number of rows to sample.
+
+    Returns:
+        The divergences, `[h, h]`, and the number of rows.
 
     Raises:
-        ArgumentError: rows is less than 1.
+        ArgumentError: `rows` is less than 1.
 
     >>> import regard
     >>> found = redundancy(regard.inspect.record(regard.load("tiny"), "to be or not to be")[0])
@@ -194,21 +226,25 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sam
 def retrieval_score(
     place: Place, ids: Int[Tensor, " L"], needle: slice, *, batch: int = 0
 ) -> Float[Tensor, " h"]:
-    """The share of a needle's tokens that a head looks at most while the model writes them out.
+    """Compute the share of the tokens of a passage (the needle) that a head retrieves while the
+    model copies them.
 
-    |{j in needle: j = argmax_j p_ij and id_j = id_{i+1} for some written token i + 1}| / |needle|
+    |{j in needle: j = argmax_j p_ij and id_j = id_{i+1} for some generated token i + 1}| / |needle|
 
     Args:
-        place: of a run that goes on behind its prompt: rows behind the needle are looked at.
-        ids: all tokens of the run [L].
-        needle: columns.
-        batch: which row of the batch.
+        place: a place of a run that continues after its prompt; rows after the needle are used.
+        ids: all token ids of the run, `[L]`.
+        needle: the range of columns of the passage.
+        batch: row of the batch.
+
+    Returns:
+        The share of each head, `[h]`.
 
     Raises:
         ArgumentError: the needle is empty, or not inside the columns.
 
-    Source: Wu et al. 2024 (arXiv 2404.15574), section 2, equation 1: tokens are counted by their
-    place, not by their word.
+    Source: Wu et al. 2024 (arXiv 2404.15574), section 2, equation 1; tokens are counted by their
+        position, not by their text.
     """
     start, stop, _ = needle.indices(place.N)
     if start >= stop:
@@ -228,7 +264,7 @@ def retrieval_score(
 
 
 def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
-    """Evenly spread rows that are tokens, the first and the last among them."""
+    """Return evenly spaced rows that are tokens, among them the first and the last."""
     if rows < 1:
         raise ArgumentError(f"rows is {rows}; it must be at least 1")
     tokens = (place.row_positions[batch] >= 0).nonzero()[:, 0].tolist()
@@ -238,19 +274,22 @@ def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
 
 
 def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "layers H"]]:
-    """Every score of every head, as means over the rows of a batch.
+    """Compute five scores of every head of a model, as means over the rows of a batch.
 
-    Keys: previous_token, induction, duplicate, entropy (of a row, over ln of the keys that it may
-        see: 0 to 1), sink (the share of the first key). The model runs on its own kernels; patterns
-        are computed from what they were given.
+    The keys are previous_token, induction, duplicate, entropy (of a row, divided by ln of the
+    number of keys that it sees: 0 to 1) and sink (the weight of the first key). The model runs on
+    its own kernels; patterns are computed from their inputs.
 
     Args:
         model: a model.
-        ids: token ids; random ids repeated (`repeated_ids`) show what a head does whatever the
-            words mean.
+        ids: token ids `[B, T]`; repeated random ids (`repeated_ids`) show what a head does
+            independently of the words.
+
+    Returns:
+        Score name to `[layers, H]`.
 
     Raises:
-        ArgumentError: ids are shorter than 2, or a row repeats no token.
+        ArgumentError: `ids` are shorter than 2, or a row repeats no token.
 
     >>> import regard
     >>> from regard.inspect import repeated_ids

@@ -1,6 +1,4 @@
-"""Scores of heads from dense patterns [*H,T,T], what they look at and how sharply, and token ids
-made to show it.
-"""
+"""Scores of heads from dense patterns `[*H, T, T]`, and token ids that reveal them."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from torch import Tensor
 from regard.errors import ArgumentError
 
 NUM_SINKS = 4
-"""How many first keys count as sinks."""
+"""Number of first keys that count as sinks."""
 
 
 def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
-    """Pairs (i, j): id_j = id_i and j < i, in the order of i.
+    """Return the pairs (i, j) with id_j = id_i and j < i, in the order of i.
 
     >>> copies(torch.tensor([7, 8, 7, 7])).tolist()
     [[2, 0], [3, 0], [3, 2]]
@@ -29,8 +27,9 @@ def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
 
 
 def after_copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
-    """Queries, and the keys behind earlier copies; a key that is the query itself says nothing, and
-    is left out.
+    """Return the pairs (i, j + 1) for which id_j = id_i and j + 1 < i, in the order of i.
+
+    A key that is the query itself is left out, because it says nothing about induction.
 
     >>> after_copies(torch.tensor([7, 8, 7, 7])).tolist()
     [[2, 1], [3, 1]]
@@ -43,8 +42,18 @@ def after_copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
 def repeated_ids(
     vocabulary: int, length: int, *, batch: int = 4, seed: int = 0
 ) -> Int[Tensor, "B T"]:
-    """Random ids, each row written twice: [batch, 2 length]; the first half of a row has no token
-    twice if it can.
+    """Draw random ids and write each row twice.
+
+    The first half of a row has no token twice if the vocabulary is large enough.
+
+    Args:
+        vocabulary: number of tokens to draw from.
+        length: number of ids before the repetition.
+        batch: number of rows.
+        seed: random seed.
+
+    Returns:
+        Ids, `[batch, 2 length]`.
 
     Raises:
         ArgumentError: a number is less than 1.
@@ -66,9 +75,15 @@ def repeated_ids(
 
 
 def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"]:
-    """The mean weight on the key just before the query.
+    """Compute the mean weight on the key just before the query.
 
     mean over i >= 1 of p_{i,i-1}
+
+    Args:
+        pattern: weights.
+
+    Returns:
+        The score of each head.
 
     Raises:
         ArgumentError: the pattern is not square, or has fewer than 2 rows.
@@ -85,15 +100,22 @@ def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"
 def induction_score(
     pattern: Float[Tensor, "*H T T"], ids: Int[Tensor, " T"]
 ) -> Float[Tensor, "*H"]:
-    """The mean weight on what followed an earlier copy of the query's token.
+    """Compute the mean weight on the tokens that followed earlier copies of the query's token.
 
     mean over i of sum_j p_{i,j+1}, over all j < i - 1 with id_j = id_i; rows i without such a j are
     left out
 
-    It works by lists of indices: T ids, not T x T cells, are compared.
+    The pairs are found from lists of indices, in T steps rather than T x T comparisons.
+
+    Args:
+        pattern: weights.
+        ids: token id of each row.
+
+    Returns:
+        The score of each head.
 
     Raises:
-        ArgumentError: no token occurs twice, at least two apart, or ids and pattern differ in
+        ArgumentError: no token occurs twice, at least two apart, or `ids` and `pattern` differ in
             length.
 
     >>> pattern = torch.zeros(4, 4)
@@ -110,12 +132,19 @@ def induction_score(
 def duplicate_score(
     pattern: Float[Tensor, "*H T T"], ids: Int[Tensor, " T"]
 ) -> Float[Tensor, "*H"]:
-    """The mean weight on earlier copies of the query's token.
+    """Compute the mean weight on earlier copies of the query's token.
 
     mean over i of sum_j p_ij, over all j < i with id_j = id_i; rows i without such a j are left out
 
+    Args:
+        pattern: weights.
+        ids: token id of each row.
+
+    Returns:
+        The score of each head.
+
     Raises:
-        ArgumentError: no token occurs twice, or ids and pattern differ in length.
+        ArgumentError: no token occurs twice, or `ids` and `pattern` differ in length.
 
     >>> duplicate_score(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([3, 3])).item()
     0.5
@@ -127,9 +156,15 @@ def duplicate_score(
 
 
 def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
-    """The entropy of each row, in nats: 0 for one key, ln n for n keys alike.
+    """Compute the entropy of each row, in nats: 0 for one key, ln n for n keys of equal weight.
 
     H_i = - sum_j p_ij ln p_ij
+
+    Args:
+        pattern: weights.
+
+    Returns:
+        The entropy of each row.
 
     >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).exp().tolist()
     [1.0, 2.0]
@@ -139,12 +174,19 @@ def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
 
 
 def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Float[Tensor, "*H"]:
-    """The mean weight on the first keys, over the queries behind them.
+    """Compute the mean weight on the first keys, over the queries after them.
 
     mean over i >= first of sum over j < first of p_ij
 
+    Args:
+        pattern: weights.
+        first: number of first keys.
+
+    Returns:
+        The share of each head.
+
     Raises:
-        ArgumentError: there is no query behind the first keys, or first is less than 1.
+        ArgumentError: there is no query after the first keys, or `first` is less than 1.
 
     >>> sink_share(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), first=1).item()
     0.5
@@ -158,6 +200,7 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Floa
 
 
 def _mean_weight(pattern: Tensor, pairs: Tensor) -> Tensor:
+    """Return the mean over rows of the total weight of the listed pairs."""
     if not len(pairs):
         raise ArgumentError(
             "no token occurs twice, far enough apart, in ids; give a text that repeats itself, "
@@ -168,6 +211,7 @@ def _mean_weight(pattern: Tensor, pairs: Tensor) -> Tensor:
 
 
 def _check_pattern(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:
+    """Refuse a pattern that is not square or too small, or ids of another length."""
     if pattern.ndim < 2 or pattern.shape[-1] != pattern.shape[-2]:
         raise ArgumentError(f"pattern is {tuple(pattern.shape)}; it must be [..., T, T]")
     if pattern.shape[-1] < least:

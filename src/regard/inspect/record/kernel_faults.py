@@ -1,9 +1,9 @@
 """Known faults of attention kernels: which of them would give exactly the numbers that were
 recorded.
 
-An `AuditSample` holds some rows of a call as they were recorded, in float64, and as plain
-arithmetic of the recorded dtype gives them. Each `FaultHypothesis` computes such rows as a faulty
-kernel would, and the first that gives the recorded numbers names the fault.
+An `AuditSample` holds some rows of a call as they were recorded, their exact values in fp64, and
+their values by plain arithmetic in the recorded dtype. Each `FaultHypothesis` computes such rows as
+a faulty kernel would. The first one that reproduces the recorded numbers names the fault.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from regard.masks import All, Mask
 from regard.span import as_tensor
 
 PLAIN_ORDERS = 4
-"""In so many orders the same sums are added in plain math: one alone may be right by luck."""
+"""Number of orders in which plain arithmetic sums; a single order may be accurate by chance."""
 
 
 @dataclass(frozen=True, eq=False)
 class AuditSample:
-    """Some rows of a step. first: the number of their first row in the place; own: which of the
-    step's they are.
+    """Some rows of a step, as they were recorded.
 
-    made: what the scores are made of, fp64. values: [B,h,s,E] or None.
+    Args:
+        place: the place.
+        step: the step.
+        first: row of the place at which the sample begins.
+        own: range of rows of the step.
+        made: the terms of the scores, in fp64.
+        values: values of the recorded heads, `[B, h, s, E]`, or None.
     """
 
     place: Place
@@ -42,19 +47,20 @@ class AuditSample:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Return the number of rows."""
         result: int = self.own.stop - self.own.start
         return result
 
     @property
     def lse(self) -> Tensor:
-        """As recorded [B,h,t]."""
+        """Return the recorded lse, `[B, h, t]`."""
         return self.step.lse[:, :, self.own]
 
     @property
     def out(self) -> Tensor | None:
-        """As recorded [B,h,t,E]; None if it was not kept, or cannot be told from the weights,
-        because of dropout.
+        """Return the recorded output, `[B, h, t, E]`.
+
+        It is None if the output was not kept, or if dropout makes it independent of the weights.
         """
         if self.step.out is None or self.values is None or self.step.dropout:
             return None
@@ -62,22 +68,24 @@ class AuditSample:
 
     @cached_property
     def true_lse(self) -> Tensor:
-        """ln sum_j exp(s_ij), fp64; where an edit replaced the scores, of what it put there."""
+        """Compute ln sum_j exp(s_ij) in fp64; where an edit replaced the scores, from the
+        replacements.
+        """
         if self.step.scores is not None:
             return lse_of(self.step.scores[:, :, self.own].double())
         return lse_of(self.made.scores(self.step.scale, self.step.softcap))
 
     @cached_property
     def true_out(self) -> Tensor | None:
-        """sum_j p_ij v_j, fp64; NaN where a visible value is not finite: nothing is asked of such a
-        row.
+        """Compute sum_j p_ij v_j in fp64; NaN where a visible value is not finite, so that such
+        rows are skipped.
         """
         if self.step.edited:
             return _edited_output(self, torch.float64)
         return self.output(self.made.scores(self.step.scale, self.step.softcap), self.step.sink)
 
     def output(self, s: Tensor, sink: Tensor | None) -> Tensor | None:
-        """The output of scores, with or without a sink; 0 for a row that sees nothing."""
+        """Compute the output from scores, with or without a sink; 0 for a row that sees no key."""
         if self.values is None:
             return None
         v = self.values.double()
@@ -91,20 +99,23 @@ class AuditSample:
         return out.masked_fill(seen[..., None], math.nan)
 
     def row(self, wrong: Tensor) -> int:
-        """The first row of the place where a bool [B,h,t] is True."""
+        """Return the first row of the place at which a bool tensor `[B, h, t]` is True."""
         return self.first + int(wrong.any(0).any(0).nonzero()[0])
 
     @cached_property
     def _plain(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Compute (lse, out) by plain arithmetic, in several orders of summation."""
         return [_plain(self, order) for order in range(PLAIN_ORDERS)]
 
     @cached_property
     def rounding(self) -> float:
-        """Two roundings, in the precision of a score, at the size of the terms that scores add up,
-        or of the lse.
+        """Return two roundings in the precision of a score, at the size of its terms or of the
+        lse.
         """
         pool, kind = self.place.pools[self.step.pool], self.lse.dtype
-        k = self.place.keys(self.step)[:, [pool.at(h, self.place.H) for h in self.place.heads]]
+        k = self.place.keys(self.step)[
+            :, [pool.group_index(h, self.place.H) for h in self.place.heads]
+        ]
         q = self.step.q[:, :, self.own]
         size = abs(self.step.scale) * (q.to(kind).abs() @ k.to(kind).abs().mT)
         size = size if self.made.bias is None else size + self.made.bias.abs()
@@ -116,7 +127,9 @@ class AuditSample:
 
     @cached_property
     def rounding_of_output(self) -> float:
-        """What these roundings of scores do to an output: as much of the mean |v|."""
+        """Return the effect of these roundings on an output: the same multiple of the largest
+        |v|.
+        """
         if self.values is None:
             return 0.0
         v = self.values.double().abs()
@@ -124,58 +137,64 @@ class AuditSample:
 
     @property
     def plain_lse(self) -> list[Tensor]:
-        """In plain math, in several orders."""
+        """Return the lse by plain arithmetic, in several orders."""
         return [lse for lse, _ in self._plain]
 
     @property
     def plain_out(self) -> list[Tensor]:
-        """In plain math, in several orders."""
+        """Return the output by plain arithmetic, in several orders."""
         return [out for _, out in self._plain if out is not None]
 
 
 def audit_sample(place: Place, number: int, own: slice) -> AuditSample:
-    """The evidence of some rows of a step."""
+    """Collect what the audit needs about some rows of a step."""
     step, heads = place.steps[number], place.heads
-    made = place.ingredients(step, own, slice(0, len(step.columns)), heads)
+    made = place.score_inputs(step, own, slice(0, len(step.columns)), heads)
     made = made._replace(visible=made.visible.expand(made.dot.shape))
     v = place.values(step)
     if v is not None:
         pool = place.pools[step.pool]
-        v = v[:, [pool.at(head, place.H) for head in heads]]
-    return AuditSample(place, step, place.start(number) + own.start, own, made, v)
+        v = v[:, [pool.group_index(head, place.H) for head in heads]]
+    return AuditSample(place, step, place.first_row(number) + own.start, own, made, v)
 
 
 def _largest(x: Tensor) -> float:
+    """Return the largest entry, or 0 for an empty tensor."""
     return float(x.max()) if x.numel() else 0.0
 
 
 def lse_of(s: Tensor) -> Tensor:
-    """ln sum_j exp(s_ij) [..., t]; -inf for a row that sees nothing."""
+    """Compute ln sum_j exp(s_ij), `[..., t]`; -inf for a row that sees no key."""
     return torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
 
 
 def _edited_output(e: AuditSample, dtype: torch.dtype) -> Tensor | None:
-    """sum_j p_ij v_j with the weights that an edit left, in a dtype; NaN where a value that has
-    weight is not finite.
+    """Compute sum_j p_ij v_j with the weights after an edit; NaN where a value with weight is
+    not finite.
     """
     if e.values is None:
         return None
-    p = e.place.part(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(dtype)
+    p = e.place.step_block(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(
+        dtype
+    )
     odd = ~e.values.isfinite()
     out = p @ e.values.to(dtype).masked_fill(odd, 0)
     return out.masked_fill((p @ odd.any(-1, keepdim=True).to(dtype)) > 0, math.nan)
 
 
 def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
-    """(lse, out) by matmul and exp in the dtype of q, over keys and dimensions in another order
-    each time.
+    """Compute (lse, out) by matmul and exp in the dtype of q, with another order of keys and
+    dims for each `order`.
     """
     step, place = e.step, e.place
     if step.edited:
         lse = e.true_lse.to(step.lse.dtype)
         return lse, None if e.out is None else _edited_output(e, e.out.dtype)
     pool = place.pools[step.pool]
-    q, k = step.q[:, :, e.own], place.keys(step)[:, [pool.at(h, place.H) for h in place.heads]]
+    q, k = (
+        step.q[:, :, e.own],
+        place.keys(step)[:, [pool.group_index(h, place.H) for h in place.heads]],
+    )
     draw = torch.Generator().manual_seed(order)
     keys, dims = (
         torch.randperm(n, generator=draw) if order else torch.arange(n)
@@ -206,8 +225,9 @@ def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
 
 
 class FaultHypothesis(NamedTuple):
-    """A mistake in words, and the scores that it would have made; a sink takes part in outputs as
-    it should.
+    """A fault in words, and the scores that a kernel with this fault would have computed.
+
+    The sink is assumed to enter the outputs correctly.
     """
 
     words: str
@@ -215,7 +235,9 @@ class FaultHypothesis(NamedTuple):
 
 
 def explain_lse(every: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
-    """The mistake that explains every recorded lse, and its words."""
+    """Return the fault that explains every recorded lse (None if there is none), and its
+    description.
+    """
     words = _fault_of_lse_value(every, allowed)
     if words is not None:
         return None, words
@@ -228,8 +250,8 @@ def explain_lse(every: list[AuditSample], allowed: float) -> tuple[FaultHypothes
 def explain_output(
     every: list[AuditSample], allowed: float, wrong: FaultHypothesis | None
 ) -> tuple[bool, str]:
-    """Whether the mistake of the lse explains the outputs as well; else, in words, one that
-    does.
+    """Return whether the fault of the lse explains the outputs as well; if not, describe one
+    that does.
     """
     kept = [e for e in every if e.out is not None]
 
@@ -254,7 +276,7 @@ def explain_output(
 
 
 def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
-    """Mistakes that these calls could show."""
+    """Generate the faults that these calls could show."""
     step = every[0].step
     D = step.q.shape[-1]
     scales = {
@@ -291,7 +313,9 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
 
 
 def _fault_of_lse_value(every: list[AuditSample], allowed: float) -> str | None:
-    """A mistake of the number itself: zero, another base, off by a constant."""
+    """Return a fault of the stored number itself: zero, another base of the logarithm, a
+    constant offset.
+    """
     got = torch.cat([e.lse.double().flatten() for e in every])
     true = torch.cat([e.true_lse.flatten() for e in every])
     seen = true.isfinite()
@@ -310,7 +334,7 @@ def _fault_of_lse_value(every: list[AuditSample], allowed: float) -> str | None:
 
 
 def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
-    """A term of the mask that was not applied, or a window that was one off."""
+    """Generate faults of the mask: a term that was not applied, or a window that is off by one."""
     terms = mask.terms()
     for i, term in enumerate(terms):
         others = [x for n, x in enumerate(terms) if n != i]
@@ -323,21 +347,22 @@ def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
 
 
 def _true_scores(e: AuditSample) -> Tensor:
+    """Return the scores without any fault."""
     return e.made.scores(e.step.scale, e.step.softcap)
 
 
 def _changed_scores(e: AuditSample, **change: Tensor | None) -> Tensor:
+    """Return the scores after a change of their terms."""
     return e.made._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
 
 
 def _scores_at_scale(scale: float) -> Callable[[AuditSample], Tensor]:
+    """Return a function that computes scores with another scale."""
     return lambda e: e.made.scores(scale, e.step.softcap)
 
 
 def _with_sink(e: AuditSample) -> Tensor:
-    """The scores, and the sink's as one key more, which an output would not have: it is for the
-    lse.
-    """
+    """Return the scores with the sink as an additional key; this applies to the lse only."""
     s = _true_scores(e)
     sink = e.step.sink
     assert sink is not None, "asked where there is one"
@@ -345,6 +370,8 @@ def _with_sink(e: AuditSample) -> Tensor:
 
 
 def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
+    """Return a function that computes scores under another mask."""
+
     def scores(e: AuditSample) -> Tensor:
         step = e.step
         rows = slice(e.own.start + step.first, e.own.stop + step.first)
@@ -356,7 +383,7 @@ def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
 
 
 def _without_newest_keys(e: AuditSample) -> Tensor:
-    """Without the keys at the positions of the call's own queries, or behind."""
+    """Return the scores without the keys at or after the positions of the call's own queries."""
     asked = as_tensor(e.step.q_positions)
     first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
     old = as_tensor(e.step.k_positions) < first[:, None]  # [b,s]
@@ -364,8 +391,8 @@ def _without_newest_keys(e: AuditSample) -> Tensor:
 
 
 def _fitted_scale(every: list[AuditSample]) -> float | None:
-    """The scale that makes the lse of the row with the most to say right, by bisection; None where
-    there is none.
+    """Find, by bisection, the scale that gives the recorded lse of the row with the largest
+    error; None if there is none.
     """
     e = every[-1]  # of several steps the one with the most keys
     apart = (e.true_lse - e.lse.double()).abs()
@@ -395,7 +422,9 @@ def _fitted_scale(every: list[AuditSample]) -> float | None:
 
 
 def _is_close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
-    """Scores of another size have other roundings: the bound grows with them."""
+    """Compare with a bound that grows with the size of the scores, since larger scores round
+    more.
+    """
     got = got.double()
     seen = suspected.isfinite()
     if not torch.equal(seen, got.isfinite()):
@@ -405,6 +434,7 @@ def _is_close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
 
 
 def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
+    """Return whether scores give the recorded output."""
     if s.shape[-1] != e.made.dot.shape[-1]:
         return False
     out = e.output(s, sink)
@@ -415,7 +445,7 @@ def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float
 
 
 def _unexplained(every: list[AuditSample], allowed: float) -> str:
-    """What is known where no mistake explains all."""
+    """Describe the first wrong row where no known fault explains all of them."""
     for e in every:
         wrong = (e.true_lse - e.lse.double()).abs() > allowed
         if bool(wrong.any()):

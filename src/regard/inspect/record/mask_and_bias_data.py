@@ -1,6 +1,8 @@
-"""The masks and biases of a recording: copies that stay as they were, and plain data for files.
+"""Masks and biases of a recording: copies that later changes do not affect, and plain data for
+files.
 
-Nothing in a file is executed: a rule is the name of a class, its numbers, and tensors beside it.
+Nothing in a file is executed: a mask or bias is stored as the name of a class, its numbers and its
+tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ _MAX_DEPTH = 50
 
 
 def copy_rule(rule: Any) -> Any:
-    """A mask or bias over copies of its tensors, on the CPU: what the caller does with its own
-    changes no recording.
+    """Return a mask or bias with copies of its tensors on the CPU.
+
+    Later changes that the caller makes to its own tensors do not change the recording.
     """
     if isinstance(rule, Bias):
         own = rule.tensors()
@@ -35,14 +38,21 @@ def copy_rule(rule: Any) -> Any:
 
 
 def depends_on_slots(*rules: Mask | Bias | None) -> bool:
-    """Whether a mask or bias has a number for each slot of a call, whatever its position."""
+    """Return whether a mask or bias has a value for each slot of a call, whatever its position."""
     return any(rule is not None and rule.by_slot for rule in rules)
 
 
 def to_dense_rules(
     call: Call, mask: Mask, bias: Bias | None, slots: Tensor
 ) -> tuple[Mask, Bias | None]:
-    """Mask and bias written out, for slots [b or 1,1,1,n] of the call."""
+    """Evaluate a mask and a bias for some slots of a call, and return them as dense tables.
+
+    Args:
+        call: the call.
+        mask: its mask.
+        bias: its bias, or None.
+        slots: slots of the call, `[b or 1, 1, 1, n]`.
+    """
     where = as_tensor(call.q_positions).cpu(), as_tensor(call.k_positions).cpu()
 
     def taken(x: Tensor) -> Tensor:
@@ -54,26 +64,34 @@ def to_dense_rules(
 
 
 def mask_data(mask: Mask, step: RecordedStep, keep: Keep) -> dict[str, Any]:
-    """A mask as data: its text where `masks.parse` reads that back, or the fields of its class.
+    """Return a mask as JSON data: its text if `masks.parse` reads it back, else the fields of its
+    class.
 
-    A mask that is no plain data, such as a function, is written out for the step. So is one of a
-    class from elsewhere, beside its data, because who reads the file may not have the class.
+    A mask without plain data, such as a function, becomes a dense table for the step. A mask of a
+    class from outside the package also gets a dense table, because the reader of the file may not
+    have that class.
+
+    Args:
+        mask: the mask.
+        step: the step that it belongs to.
+        keep: stores a tensor and returns its name.
     """
 
-    def written_out() -> dict[str, Any]:
+    def dense_table() -> dict[str, Any]:
         table = mask.block(step.q_positions, step.k_positions)
         return {"dense": keep(table.contiguous()), "was": str(mask)}
 
     if _has_text(mask):
-        return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **to_dense_rules()}
+        return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **dense_table()}
     try:
         found = to_data(mask, keep, lambda x: mask_data(x, step, keep))
     except NotPlain:
-        return to_dense_rules()
-    return found if is_own(type(mask)) else {**found, **to_dense_rules()}
+        return dense_table()
+    return found if is_own(type(mask)) else {**found, **dense_table()}
 
 
 def _has_text(mask: Mask) -> bool:
+    """Return whether `masks.parse` reads the text of a mask back as an equal mask."""
     try:
         return masks.parse(str(mask)) == mask
     except ArgumentError:
@@ -81,14 +99,20 @@ def _has_text(mask: Mask) -> bool:
 
 
 def _is_ours(rule: Mask) -> bool:
+    """Return whether a mask and all its members are classes of this package."""
     return is_own(type(rule)) and all(map(_is_ours, rule.members()))
 
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
-    """The mask that `mask_data` told of; the one written out where its class is not known here.
+    """Build the mask that `mask_data` described; a dense mask where its class is unknown here.
+
+    Args:
+        data: what `mask_data` returned.
+        tensors: name to tensor.
+        depth: nesting depth so far.
 
     Raises:
-        ArgumentError, KeyError, TypeError: the data tells of none.
+        ArgumentError, KeyError, TypeError: the data does not describe a mask.
 
     >>> str(mask_from({"all": [{"text": "causal"}, {"not": {"text": "window(3)"}}]}, {}))
     'causal & ~window(3)'
@@ -106,26 +130,37 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
 
 
 def bias_data(bias: Bias | None, step: RecordedStep, keep: Keep) -> dict[str, Any] | None:
-    """A bias as data; one that is no plain data, such as a function, is written out."""
+    """Return a bias as JSON data; one without plain data, such as a function, as a dense table.
+
+    Args:
+        bias: the bias, or None.
+        step: the step that it belongs to.
+        keep: stores a tensor and returns its name.
+    """
     if bias is None:
         return None
 
-    def written_out() -> dict[str, Any]:
+    def dense_table() -> dict[str, Any]:
         table = bias.block(step.q_positions, step.k_positions, dtype=torch.float64)
         return {"dense": keep(table.contiguous()), "was": str(bias)}
 
     try:
         found = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
     except NotPlain:
-        return to_dense_rules()
-    return found if is_own(type(bias)) else {**found, **to_dense_rules()}
+        return dense_table()
+    return found if is_own(type(bias)) else {**found, **dense_table()}
 
 
 def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
-    """The bias that `bias_data` told of; the one written out where its class is not known here.
+    """Build the bias that `bias_data` described; a dense bias where its class is unknown here.
+
+    Args:
+        data: what `bias_data` returned.
+        tensors: name to tensor.
+        depth: nesting depth so far.
 
     Raises:
-        ArgumentError, KeyError, TypeError: the data tells of none.
+        ArgumentError, KeyError, TypeError: the data does not describe a bias.
 
     >>> bias_from({"alibi": "a", "symmetric": False}, {"a": torch.tensor([0.5, 0.25])})
     alibi(2 slopes)

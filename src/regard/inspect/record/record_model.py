@@ -1,4 +1,4 @@
-"""Record a run of a model, whatever kind of model it is."""
+"""Run a model of any supported kind, and record its attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from regard.models.text_encoder import TextEncoder
 from regard.span import Positions, part
 
 Text: TypeAlias = str | Sequence[str] | Tensor | Mapping[str, Any]
-"""A text, several, ids [B,T], or what a transformers model is called with."""
+"""One text, several texts, token ids `[B, T]`, or the keyword arguments of a transformers model."""
 
 
 _NO_KIND = (
@@ -30,7 +30,7 @@ _NO_KIND = (
 )
 
 Run: TypeAlias = Callable[..., dict[str, Any]]
-"""Runs a model, and says what it read: ids, pieces, ..."""
+"""A function that runs a model and returns fields of the recording: ids, pieces and so on."""
 
 
 def record(
@@ -45,30 +45,33 @@ def record(
     max_context: int | None = None,
     **select: Unpack[RecordingOptions],
 ) -> Recording:
-    """Run a model on its own kernels, and record its attention: q, k, lse, positions and rules, out
-    of which any block of any pattern is computed again. Edits of open traces are part of the run
-    (see `Recorder`).
+    """Run a model on its own kernels, and record its attention.
+
+    Stored are q, k, v, the lse, the output, positions, masks and biases; any block of any pattern
+    is computed again from them. Edits of open traces are part of the run (see `Recorder`).
 
     Args:
-        model: a `Model`, `TextEncoder`, `Seq2Seq`, or a transformers model under
-            attn_implementation="regard". For any other code there is `Recorder`.
-        text: a text, or several (padded on the left, at position -1), or ids [B,T]; for a
-            transformers model its ids, or a mapping of its arguments.
-        target: what a `Seq2Seq` is made to say; None: what it says by itself, at most `tokens` (64)
-            tokens of it.
-        positions: of ids, -1 = padding; by default 0..T-1.
-        tokens: go on by so many tokens, each with the caches: every one is a step of each place.
-        chunk: the prompt in pieces of so many tokens, with the caches.
-        cache, max_context: the kind of cache for `tokens` ("quantised", "ring", ...), and the most
-            that it holds, as in `Model.generate`.
-        **select: what is kept: see `RecordingOptions`.
+        model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or a transformers model under
+            `attn_implementation="regard"`. For other code use `Recorder`.
+        text: one text; several texts, padded on the left at position -1; or token ids `[B, T]`. For
+            a transformers model: ids, or a mapping of its keyword arguments.
+        target: output text that a `Seq2Seq` is forced to produce; None records its own answer of at
+            most `tokens` tokens (64 by default).
+        positions: positions of the ids, -1 for padding; by default 0 to T - 1.
+        tokens: number of tokens to generate after the prompt; each becomes a step of every place.
+        chunk: run the prompt in chunks of this many tokens, with caches.
+        cache: kind of cache for `tokens`, such as "quantised" or "ring", as in `Model.generate`.
+        max_context: number of tokens that the cache can hold, as in `Model.generate`.
+        **select: what is kept; see `RecordingOptions`.
+
+    Returns:
+        The recording.
 
     Raises:
-        ArgumentError: the run called no softmax attention that was selected, a selected place or
-            head does not exist, an argument does not go with the model, or a transformers model
-            does not compute its attention here.
-        ArgumentTypeError: the model or the text is of no such kind, or there is no argument of a
-            name.
+        ArgumentError: the run called no softmax attention that was selected; a selected place or
+            head does not exist; an argument does not apply to the model; or a transformers model
+            does not compute its attention with regard.
+        ArgumentTypeError: the model or the text has an unsupported type, or an argument is unknown.
 
     >>> import regard
     >>> found = record(regard.load("tiny"), "to be or not to be", tokens=3, heads=[0, 2], keep=())
@@ -93,21 +96,21 @@ def record(
     recorder.missing = "ignore"  # a recording of nothing is an error below
     with torch.inference_mode(), recorder:
         said = run(model, text, **{name: how[name] for name in allowed})
-    found = replace(recorder.recording(), about=_metadata(model), **said)
+    found = replace(recorder.recording(), metadata=_metadata(model), **said)
     if not found.places:
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
             "attention "
             f"that was selected ({', '.join(f'{k}={v}' for k, v in select.items()) or 'all'})"
-            f"; {recorder.lacking() if recorder.met else 'no module of it calls that of regard'}"
+            f"; {recorder.missing_selection() if recorder.seen_places else 'no module of it calls that of regard'}"
         )
-    if lacking := recorder.lacking():
-        raise ArgumentError(lacking)
+    if missing := recorder.missing_selection():
+        raise ArgumentError(missing)
     return found
 
 
 def _runner(model: object) -> tuple[Run, tuple[str, ...]]:
-    """How such a model is run, and what goes with it."""
+    """Return the function that runs a model of this kind, and the arguments that it takes."""
     for kind, found in _RUNS.items():
         if isinstance(model, kind):
             return found
@@ -115,7 +118,9 @@ def _runner(model: object) -> tuple[Run, tuple[str, ...]]:
 
 
 def _metadata(model: Any) -> dict[str, str]:
-    """What the model is, in words."""
+    """Return facts about the model as text: its type, dtype, device, and whether it is in
+    training mode.
+    """
     inner = getattr(model, "decoder", getattr(model, "network", model))
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
     config = getattr(model, "config", None)
@@ -236,8 +241,8 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
 
 
 def _check_attention_implementation(model: nn.Module) -> None:
-    """See that the attention of a transformers model is computed here; warn of parts that compute
-    theirs elsewhere.
+    """Check that regard computes the attention of a transformers model, and warn of parts where
+    it does not.
     """
     # by config: the first module that has it, and how it computes attention
     used: dict[int, tuple[str, str]] = {}
@@ -270,7 +275,7 @@ def _check_attention_implementation(model: nn.Module) -> None:
 
 
 def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, Any]:
-    """Ids, and the texts of the first row's, where there is a tokenizer."""
+    """Return the ids, and the texts of the first row if the model has a tokenizer."""
     known = model._tokenizer
     pieces = () if known is None else tuple(known.pieces(ids[0].tolist()))
     return {"ids": ids.cpu(), "pieces": pieces}

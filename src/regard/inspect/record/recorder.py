@@ -1,7 +1,7 @@
-"""Record anything that runs on regard's kernels, and keep what its attention computed.
+"""`Recorder`: record the attention of any code that calls regard's kernels.
 
-A `Recorder` watches the calls of attention. Each place has a `PlaceBuilder`, which finds out for every
-call which of its keys are already there, and a `KeyValueStore`, which keeps each key and value once.
+A `Recorder` observes the calls of attention. For each place a `PlaceBuilder` determines which keys
+of a call are already stored, and a `KeyValueStore` stores each key and value once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from regard.arguments import check_names
 from regard.biases import Bias
 from regard.caches.codes import Packed
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots, to_dense_rules
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
@@ -27,27 +28,29 @@ from regard.span import Positions, Span, as_tensor
 from regard.tap import Opening, Trace
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype whose element size equals that of a floating-point dtype."""
 
 
 OPTIONAL_PARTS = ("v", "out")
-"""What is kept beside q, k, lse and the rule, if asked for."""
+"""What is kept in addition to q, k, the lse, the mask and the bias, if requested."""
 
 
 class KeyValueStore:
-    """Keys of one form, in memory that doubles when it is full. A column's newest key is known,
-    older ones stay.
+    """Keys and values of one layout, in buffers that double when they are full.
+
+    Each column has a newest key; older keys of the same column remain stored.
 
     Args:
-        like: a pair (k [B,g,s,D], v [B,g,s,E] or None) of the form that is kept.
-        groups: which key/value heads these are.
-        G: of so many.
-        held: what the keys are, in words.
+        like: a pair (k `[B, g, s, D]`, v `[B, g, s, E]` or None) with the layout that is stored.
+        groups: indices of the key/value heads that are stored.
+        G: number of key/value heads of the model.
+        key_kind: what the keys are, in words.
     """
 
     def __init__(
-        self, like: tuple[Tensor, Tensor | None], groups: tuple[int, ...], G: int, held: str
+        self, like: tuple[Tensor, Tensor | None], groups: tuple[int, ...], G: int, key_kind: str
     ) -> None:
-        self.groups, self.G, self.held = groups, G, held
+        self.groups, self.G, self.key_kind = groups, G, key_kind
         self._parts = [None if x is None else x[:, :, :0] for x in like]
         self._columns = torch.zeros(0, dtype=torch.int64)
         self._newest = torch.zeros(0, dtype=torch.int64)  # column -> number of its newest key
@@ -56,10 +59,15 @@ class KeyValueStore:
     def numbers(
         self, columns: Tensor, given: tuple[Tensor, Tensor | None], there: Tensor | None = None
     ) -> Tensor:
-        """The numbers [s] of keys at these columns; one that is not bit for bit the newest of its
-        column is kept anew.
+        """Return the index `[s]` of each key in the store, and append the keys that are not in it
+        yet.
 
-        there: [B,s], which rows of the batch hold the key at all; None: all.
+        A key is in the store already if it is equal, bit for bit, to the newest key of its column.
+
+        Args:
+            columns: column of each key, `[s]`.
+            given: the keys and values of the call.
+            there: which rows of the batch have the key, `[B, s]`; None means all.
         """
         missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
         if missing > 0:
@@ -75,11 +83,11 @@ class KeyValueStore:
         return found
 
     def pool(self) -> KeyValuePool:
-        """What is kept, on the CPU."""
+        """Return the stored keys and values, on the CPU."""
         k, v = (None if x is None else x[:, :, : self.length].cpu() for x in self._parts)
         assert k is not None, "keys are always kept"
         return KeyValuePool(
-            k, v, self._columns[: self.length].clone(), self.groups, self.G, self.held
+            k, v, self._columns[: self.length].clone(), self.groups, self.G, self.key_kind
         )
 
     def _same(
@@ -89,8 +97,8 @@ class KeyValueStore:
         given: tuple[Tensor, Tensor | None],
         there: Tensor | None,
     ) -> Tensor:
-        """Which of the known keys are the newest of their columns, bit for bit, in every row that
-        holds them.
+        """Return which known keys equal the newest keys of their columns, bit for bit, in every
+        row of the batch that has them.
         """
         same = torch.ones(len(known), dtype=torch.bool)
         old, new = _as_slice(found[known]), _as_slice(known)
@@ -106,6 +114,7 @@ class KeyValueStore:
     def _append(
         self, columns: Tensor, given: tuple[Tensor, Tensor | None], which: Tensor
     ) -> Tensor:
+        """Append keys and values, and return their indices."""
         n, start = len(columns), self.length
         if start + n > len(self._columns):
             size = max(2 * len(self._columns), start + n)
@@ -124,36 +133,51 @@ class KeyValueStore:
 
 
 def _as_slice(which: Tensor) -> slice | Tensor:
-    """Numbers as a slice if they are a run: indexing by it copies nothing."""
+    """Return indices as a slice if they are consecutive, because indexing with a slice copies
+    nothing.
+    """
     n, start = len(which), int(which[0])
     return slice(start, start + n) if torch.equal(which, torch.arange(start, start + n)) else which
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of numbers as integers: NaN equals itself, and 0 is not -0."""
+    """Return the bits of numbers as integers, so that NaN equals itself and 0 differs from -0."""
     return x.view(_BITS[x.element_size()])
 
 
 def _grow(x: Tensor, used: int, size: int) -> Tensor:
-    """A copy with room for `size` keys."""
+    """Return a copy with capacity for `size` keys."""
     made = x.new_zeros((*x.shape[:2], size, x.shape[3]))
     made[:, :, :used] = x[:, :, :used]
     return made
 
 
 class KeptParts(NamedTuple):
-    """What is kept of a call: "v" and "out" or not; these heads, or all; the last so many rows of a
-    call, or all.
+    """Which parts of a call are kept.
+
+    Args:
+        names: "v" and "out", or a subset.
+        heads: query heads; None means all.
+        rows: number of last queries of a call; None means all.
     """
 
-    matches_place: Collection[str]
+    names: Collection[str]
     heads: Collection[int] | None = None
     rows: int | None = None
 
 
 class CallKeys(NamedTuple):
-    """Keys of a call in the order of the columns that they are: which slots, whose positions, under
-    which rule.
+    """The keys of a call in the order of the columns of the pattern.
+
+    Args:
+        columns: column of each key, `[s]`.
+        k: keys.
+        v: values.
+        positions: positions of the keys.
+        mask: the mask, for these keys.
+        bias: the bias, for these keys, or None.
+        there: which rows of the batch have the key, `[B, s]`; None means all.
+        picked: which slots of the call these keys are, `[b or 1, s]`; None means all, in order.
     """
 
     columns: Tensor
@@ -169,7 +193,7 @@ class CallKeys(NamedTuple):
 
 
 class PlaceBuilder:
-    """The steps of one place so far."""
+    """Collects the steps of one place during a run."""
 
     def __init__(self, kept: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
         self._kept, self._originals = kept, originals
@@ -180,8 +204,10 @@ class PlaceBuilder:
         self._batch, self._H, self._queries = 0, 0, 0
         self.heads: tuple[int, ...] = ()
 
-    def goes_on(self, call: Call) -> bool:
-        """Whether the call's queries stand behind all those before, in every row of the batch."""
+    def follows(self, call: Call) -> bool:
+        """Return whether the queries of a call stand after all earlier ones, in every row of the
+        batch.
+        """
         if self._last is None:
             return True
         asked = as_tensor(call.q_positions).cpu()
@@ -190,7 +216,7 @@ class PlaceBuilder:
         return same and bool((first > self._last).all())
 
     def add(self, call: Call, result: Result, kernel: str) -> None:
-        """A call and its result; tensors are copied, since caches write over their own."""
+        """Add a call and its result. Tensors are copied, because caches overwrite their own."""
         if self._last is None:
             self._batch, self._H = call.B, call.H
             wanted = range(call.H) if self._kept.heads is None else self._kept.heads
@@ -203,16 +229,17 @@ class PlaceBuilder:
         self._queries += call.T
 
     def place(self, name: str) -> Place:
-        """What was kept, as one place."""
+        """Return what was recorded as a `Place`."""
         pools = tuple(store.pool() for store in self._stores.values())
         return Place(name, tuple(self._steps), pools, self._H, self.heads, self._at.shape[1])
 
     @property
     def empty(self) -> bool:
-        """Nothing was kept."""
+        """Return whether no step was recorded."""
         return not self._steps
 
     def _step(self, call: Call, result: Result, kernel: str) -> RecordedStep:
+        """Return a call and its result as a recorded step."""
         assert result.lse is not None, "an observed call asks for its lse"
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)
@@ -255,8 +282,9 @@ class PlaceBuilder:
         )
 
     def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, KeyValueStore]:
-        """The store of keys of this form: a projection may answer a prompt in one, and a token in
-        another.
+        """Return the store for keys of this layout, and its index.
+
+        A projection may use one layout for a prompt and another one for a decoded token.
         """
         coded = isinstance(call.k, Packed)
         form = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
@@ -270,7 +298,7 @@ class PlaceBuilder:
         return list(self._stores).index(form), self._stores[form]
 
     def _slots(self, call: Call) -> CallKeys:
-        """The call's keys by column."""
+        """Return the keys of a call in the order of the columns."""
         k, v = call.k.detach(), call.v.detach()
         at = as_tensor(call.k_positions).cpu().long()
         mask, bias = self._original(call.mask), self._original(call.bias)
@@ -284,8 +312,9 @@ class PlaceBuilder:
         return self._by_position(call, at, mask, bias)
 
     def _by_position(self, call: Call, at: Tensor, mask: Mask, bias: Bias | None) -> CallKeys:
-        """Slots in any order, as of a ring: a key is the column that had its position; empty slots
-        are left out.
+        """Return the keys of a call whose slots are in any order, as in a ring cache.
+
+        A key belongs to the column that had its position; empty slots are left out.
         """
         asked = as_tensor(call.q_positions).cpu()
         column = self._columns_of(at, asked)  # [b,s], -1 = empty
@@ -321,11 +350,11 @@ class PlaceBuilder:
         return CallKeys(columns, k, v, positions, mask, bias, there, slot)
 
     def _columns_of(self, at: Tensor, asked: Tensor) -> Tensor:
-        """The columns [b,s] of keys at positions [b,s], -1 for -1; new positions get new columns at
-        the end.
+        """Return the column of each key `[b, s]`, -1 for an empty slot; new positions get new
+        columns at the end.
 
-        Where the new keys are those of the queries, their columns stand as the queries do; else
-        they end together.
+        If the new keys belong to the tokens of the queries, their columns are in the order of the
+        queries; otherwise the rows of the batch are aligned at the end.
         """
         rows = max(at.shape[0], self._at.shape[0], asked.shape[0])
         known, at, asked = (x.expand(rows, -1) for x in (self._at, at, asked))
@@ -349,7 +378,9 @@ class PlaceBuilder:
         return column
 
     def _original(self, rule: Any) -> Any:
-        """A mask or bias of which the tensors are copies, made once however many calls share it."""
+        """Return a copy of a mask or bias with copies of its tensors; calls that share one share
+        the copy.
+        """
         if rule is None:
             return None
         if id(rule) not in self._originals:
@@ -358,14 +389,14 @@ class PlaceBuilder:
 
 
 def _query_slots(positions: Tensor, asked: Tensor) -> Tensor | None:
-    """Which queries stand at these positions; None if one has no query."""
+    """Return which query stands at each of these positions; None if a position has no query."""
     match = positions[:, None] == asked
     return match.to(torch.uint8).argmax(1) if bool(match.any(1).all()) else None
 
 
 def _in_other_slots(at: Tensor, asked: Tensor) -> bool:
-    """Whether the keys of a first call are its queries' tokens, but in other slots: a cache that
-    leaves padding out.
+    """Return whether the keys of a first call are the tokens of its queries, but in other slots,
+    as with a cache that leaves padding out.
     """
     rows = max(at.shape[0], asked.shape[0])
     at, asked = at.expand(rows, -1), asked.expand(rows, -1)
@@ -379,17 +410,19 @@ def _in_other_slots(at: Tensor, asked: Tensor) -> bool:
 
 
 def _copy_positions(positions: Positions) -> Positions:
+    """Return positions that later changes of the caller's tensor do not affect."""
     return positions if isinstance(positions, Span) else positions.detach().to("cpu", copy=True)
 
 
 class RecordingOptions(TypedDict, total=False):
-    """What of a run is recorded; all of it by default.
+    """Which parts of a run are recorded; everything by default.
 
-    places: names ("layers.3"), or numbers of layers; None: all.
-    heads: numbers of query heads, for every place, or by place or layer; None: all. Keys are kept
-        for their groups only.
-    rows: the last so many queries of each call; None: all. Keys are kept all the same.
-    keep: of "v" and "out".
+    Args:
+        places: names ("layers.3") or indices of layers; None means all.
+        heads: query heads, for every place or in a mapping by place or layer; None means all. Keys
+            are kept only for the key/value heads that these read.
+        rows: number of last queries of each call to keep; None means all. All keys are kept.
+        keep: "v" (values), "out" (outputs), or both.
     """
 
     places: Collection[str | int] | None
@@ -399,20 +432,20 @@ class RecordingOptions(TypedDict, total=False):
 
 
 class Recorder(Trace):
-    """Records every softmax attention call of this thread while the `with` block runs; the kernel's
-    choice stays its own.
+    """Record every softmax attention call of this thread while the `with` block runs.
 
-    Several calls at one place are steps of it, as long as each one's queries stand behind those
-    before. A call that asks again (a second part of one layer's attention, a second run, another
-    batch) is recorded as `<place>.part2`, and so on. Edits of other open traces are part of the
-    run: what is recorded is what the edited network computed. Where scores or patterns are edited,
-    they are kept themselves, since they no longer follow from q and k.
+    Recording does not change which kernel is chosen. Several calls at one place are its steps, as
+    long as the queries of each call stand after the earlier ones. A call that asks again (a second
+    part of the attention of a layer, a second run, another batch) is recorded as `<place>.part2`,
+    and so on. Edits of other open traces are part of the run: recorded is what the edited network
+    computed. Edited scores or patterns are stored themselves, because they no longer follow from q
+    and k.
 
     Args:
-        **select: see `RecordingOptions`.
+        **select: what is kept; see `RecordingOptions`.
 
     Raises:
-        ArgumentError: rows is less than 1, or keep names something else.
+        ArgumentError: `rows` is less than 1, or `keep` has an unknown name.
         ArgumentTypeError: `RecordingOptions` has no such name.
 
     >>> import torch, regard
@@ -424,6 +457,8 @@ class Recorder(Trace):
     """
 
     watches: ClassVar[bool] = True
+    met = renamed_attribute("seen_places")
+    lacking = renamed_attribute("missing_selection")
 
     def __init__(self, **select: Unpack[RecordingOptions]) -> None:
         super().__init__()
@@ -436,33 +471,46 @@ class Recorder(Trace):
             raise ArgumentError(
                 f"keep is {sorted(self._keep)}; it may name {', '.join(OPTIONAL_PARTS)}"
             )
-        self.met: dict[str, None] = {}
+        self.seen_places: dict[str, None] = {}
         self._tracks: dict[str, PlaceBuilder] = {}
         self._originals: dict[int, tuple[object, object]] = {}
         self._one_at_a_time = threading.RLock()  # threads may share a recorder
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
-        """One call more at the current place."""
+        """Record one call of attention at the current place."""
         here = self.where
         with torch.no_grad(), self._one_at_a_time:
-            self.met[here] = None
+            self.seen_places[here] = None
             if self._at is not None and not matches_place(here, self._at):
                 return
             self._track(here, call).add(call, result, kernel)
 
     def recording(
-        self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **about: str
+        self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **metadata: str
     ) -> Recording:
-        """What was recorded so far."""
+        """Return what was recorded so far.
+
+        Args:
+            ids: token ids of the run, `[B, T]`, or None.
+            pieces: text of each token, or ().
+            **metadata: facts about the run, as text.
+
+        Returns:
+            The recording.
+        """
         with self._one_at_a_time:
             places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
-        return Recording(places, ids, pieces, about)
+        return Recording(places, ids, pieces, metadata)
 
-    def lacking(self) -> str:
-        """What was selected and does not exist, in words; empty if everything was recorded."""
+    def missing_selection(self) -> str:
+        """Describe what was selected but does not exist.
+
+        Returns:
+            A sentence, or an empty string if everything was recorded.
+        """
         with self._one_at_a_time:
             recorded = {head for track in self._tracks.values() for head in track.heads}
-            places = list(self.met)
+            places = list(self.seen_places)
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
         flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
         asked = dict.fromkeys([*(self._at or ()), *by_place])
@@ -478,24 +526,24 @@ class Recorder(Trace):
         return f"heads {gone} were not recorded: no selected place has them" if gone else ""
 
     def _settle(self, opening: Opening) -> None:
-        """Say what was asked for and not recorded."""
+        """Warn of what was requested but not recorded."""
         super()._settle(opening)
         if self.missing == "ignore":
             return
-        if not self.met:
+        if not self.seen_places:
             warnings.warn(
                 "nothing was recorded: regard's softmax attention was never called; other code "
                 "must call regard.attend, and a "
                 'transformers model must have attn_implementation="regard"',
                 stacklevel=3,
             )
-        elif lacking := self.lacking():
-            warnings.warn(lacking, stacklevel=3)
+        elif missing := self.missing_selection():
+            warnings.warn(missing, stacklevel=3)
 
     def _track(self, here: str, call: Any) -> PlaceBuilder:
-        """The calls that this one goes on from, or new ones."""
+        """Return the builder of the calls that this call continues, or a new one."""
         name, part = here, 1
-        while name in self._tracks and not self._tracks[name].goes_on(call):
+        while name in self._tracks and not self._tracks[name].follows(call):
             part += 1
             name = f"{here}.part{part}".lstrip(".")
         if name not in self._tracks:
@@ -512,7 +560,7 @@ class Recorder(Trace):
 
 
 def matches_place(place: str, wanted: Collection[str | int]) -> bool:
-    """Whether a place is one of those, by its name or by the number of its layer.
+    """Return whether a place is among the requested ones, by its name or by the index of its layer.
 
     >>> matches_place("layers.3", [3]), matches_place("layers.3", [1])
     (True, False)

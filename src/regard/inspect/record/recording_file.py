@@ -1,4 +1,6 @@
-"""Recordings on disk: one safetensors file each, with the rules as plain data in its header."""
+"""Recordings on disk: one safetensors file each, with masks and biases as plain data in its
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,17 @@ from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedSt
 from regard.inspect.record.recording import Recording
 from regard.span import Positions, Span, as_tensor, count
 
-_KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 2, (1, 2)
-"""Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute
-others.
+_KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 3, (1, 2, 3)
+"""The metadata key, the format that is written, and the formats that are read. Format 2 added the
+scores and patterns that an edit replaced; format 3 renamed three keys (`_NEW_NAMES`).
 """
+_NEW_NAMES = {"about": "metadata", "held": "key_kind", "keys": "pool_index"}
+"""Keys of formats 1 and 2, and their names in format 3."""
 _MAX_INTEGER = 1 << 53
 MAX_TOKENS = 1 << 26
-"""The most queries of a call, or columns, that a file may speak of without holding them."""
+"""The largest number of queries of a call, or of columns, that a file may declare without
+storing them.
+"""
 _MALFORMED = (
     ArgumentError,
     KeyError,
@@ -40,22 +46,22 @@ _MALFORMED = (
     OverflowError,
     MemoryError,
 )
-"""What a part of a recording raises that is not what recording made."""
+"""Exceptions that a part of a file raises if it is not what recording writes."""
 
 
 def save(recording: Recording, path: str | Path) -> None:
-    """Write a recording to a file, whole or not at all: to a temporary file, then renamed over
-    `path`.
+    """Write a recording to a file, either completely or not at all.
 
-    Masks and biases are written as what they say, or as their tensors; one that is a function of
-    the caller's is written out, for the calls that were recorded.
+    The recording is written to a temporary file, which is then renamed to `path`. Masks and biases
+    are written as their parameters and tensors. A mask or bias that is a Python function is written
+    as a dense table for the recorded calls.
 
     Args:
-        recording: what `record` gave.
-        path: the file; its folder exists.
+        recording: what `record` or `Recorder.recording` returned.
+        path: the file; its folder must exist.
 
     Raises:
-        FileError: the file cannot be written; one that was there before is as it was.
+        FileError: the file cannot be written; an earlier file of that name is left unchanged.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -67,7 +73,7 @@ def save(recording: Recording, path: str | Path) -> None:
     path, tensors = Path(path), _NamedTensors()
     data = {
         "format": _FORMAT,
-        "about": dict(recording.about),
+        "metadata": dict(recording.metadata),
         "pieces": list(recording.pieces),
         "source_pieces": list(recording.source_pieces),
         "ids": tensors.optional(recording.ids),
@@ -85,10 +91,19 @@ def save(recording: Recording, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Recording:
-    """Read a recording that `save` wrote. The file is data of unknown origin: all of it is checked.
+    """Read a recording that `save` wrote, in the current or an earlier format.
+
+    The file is treated as untrusted data: every part of it is checked.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The recording.
 
     Raises:
-        FileError: the file is missing, damaged or no recording, or its parts do not fit together.
+        FileError: the file is missing, damaged or not a recording, or its parts do not fit
+            together.
 
     >>> load("no/such/file")
     Traceback (most recent call last):
@@ -116,7 +131,7 @@ def load(path: str | Path) -> Recording:
 
 
 class _NamedTensors:
-    """Tensors by name; one that comes twice is kept once."""
+    """Collects tensors under names; a tensor that is passed twice is stored once."""
 
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
@@ -131,15 +146,16 @@ class _NamedTensors:
         return self._names[id(x)][0]
 
     def optional(self, x: Tensor | None) -> str | None:
-        """The name, or None."""
+        """Return the name of a tensor, or None for None."""
         return None if x is None else self(x)
 
     def positions(self, x: Positions) -> list[int] | str:
-        """A span as its two numbers."""
+        """Return the name of a tensor of positions; a span is returned as its start and length."""
         return [x.start, x.length] if isinstance(x, Span) else self(x)
 
 
 def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
+    """Return a place as JSON data; its tensors go into `keep`."""
     pools = [
         {
             "k": keep(p.k),
@@ -147,7 +163,7 @@ def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
             "columns": keep(p.columns),
             "groups": list(p.groups),
             "G": p.G,
-            "held": p.held,
+            "key_kind": p.key_kind,
         }
         for p in place.pools
     ]
@@ -162,8 +178,9 @@ def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
 
 
 def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, Any]:
+    """Return a step as JSON data; its tensors go into `keep`."""
     columns: list[int] | str = (
-        keep(step.columns) if step.run is None else [step.run, len(step.columns)]
+        keep(step.columns) if step.first_column is None else [step.first_column, len(step.columns)]
     )
     return {
         "q": keep(step.q),
@@ -182,14 +199,16 @@ def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, Any]:
         "token": step.token,
         "dropout": step.dropout,
         "pool": step.pool,
-        "keys": keep.optional(step.keys),
+        "pool_index": keep.optional(step.pool_index),
         "scores": keep.optional(step.scores),
         "pattern": keep.optional(step.pattern),
     }
 
 
 def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
-    about = {str(k): str(v) for k, v in data["about"].items()}
+    """Build a recording from JSON data and tensors."""
+    data = _with_new_names(data)
+    metadata = {str(k): str(v) for k, v in data["metadata"].items()}
     texts = [tuple(str(x) for x in data[name]) for name in ("pieces", "source_pieces")]
     ids, source_ids = (
         None if data[name] is None else tensors[data[name]] for name in ("ids", "source_ids")
@@ -198,11 +217,16 @@ def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recordi
     names = {place.name: place for place in places}
     if len(names) < len(places):
         raise ArgumentError("two places have one name")
-    return Recording(names, ids, texts[0], about, source_ids, texts[1])
+    return Recording(names, ids, texts[0], metadata, source_ids, texts[1])
+
+
+def _with_new_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Return data of any readable format under the keys of the current one."""
+    return {_NEW_NAMES.get(name, name): value for name, value in data.items()}
 
 
 def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
-
+    """Build a place from JSON data and tensors, and check it."""
     pools = tuple(
         KeyValuePool(
             tensors[p["k"]],
@@ -210,9 +234,9 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
             tensors[p["columns"]],
             tuple(map(_check_integer, p["groups"])),
             _check_integer(p["G"]),
-            _check_name(p["held"]),
+            _check_name(p["key_kind"]),
         )
-        for p in data["pools"]
+        for p in map(_with_new_names, data["pools"])
     )
     held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
     steps = tuple(_read_step(x, tensors, held) for x in data["steps"])
@@ -227,12 +251,12 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
 
 
 def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> RecordedStep:
-    """A step of a place that holds so many keys."""
+    """Build a step of a place that stores `held` keys."""
 
     def named(name: str) -> Tensor | None:
         return None if data[name] is None else tensors[data[name]]
 
-    data = {"scores": None, "pattern": None, **data}  # format 1 has neither
+    data = {"scores": None, "pattern": None, **_with_new_names(data)}  # format 1 has neither
     columns = data["columns"]
     if isinstance(columns, list):
         columns = as_tensor(_read_span(columns, held))[0]
@@ -255,13 +279,14 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> R
         _check_integer(data["token"]),
         float(data["dropout"]),
         _check_integer(data["pool"]),
-        named("keys"),
+        named("pool_index"),
         named("scores"),
         named("pattern"),
     )
 
 
 def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
+    """Build positions: a span from two integers, or a tensor from its name."""
     found = _read_span(data) if isinstance(data, list) else tensors[data]
     if count(found) > MAX_TOKENS:
         raise ArgumentError(f"positions of {count(found)} tokens; at most {MAX_TOKENS} are read")
@@ -269,13 +294,16 @@ def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
 
 
 def _check_name(x: Any) -> str:
-    """A name as code gives it: it stands in messages and on pages."""
+    """Check that a value is a short, printable name, because it appears in messages and on
+    pages.
+    """
     if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
         raise ArgumentError(f"{shown(x)} stands where a name must")
     return x
 
 
 def _check_integer(x: Any) -> int:
+    """Check that a value is an integer of a plausible size."""
     if type(x) is not int:
         raise ArgumentError(f"{shown(x)} stands where an integer must")
     if abs(x) > _MAX_INTEGER:
@@ -284,6 +312,7 @@ def _check_integer(x: Any) -> int:
 
 
 def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
+    """Build a span from its start and length, if it is not too long."""
     start, length = data
     if type(length) is int and length > most:
         raise ArgumentError(f"a span of {length} positions; at most {most} are read")
@@ -291,10 +320,14 @@ def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
 
 
 def check_place(place: Place) -> None:
-    """See that every shape, index and number is one that recording could have made.
+    """Check that every shape, index and number of a place is one that recording could have
+    produced.
+
+    Args:
+        place: a place that was read from a file.
 
     Raises:
-        ArgumentError: one is not.
+        ArgumentError: one of them is not.
     """
     H, heads = place.H, place.heads
     if H < 1 or place.N < 0:
@@ -315,6 +348,7 @@ def check_place(place: Place) -> None:
 
 
 def _check_pool(place: Place, pool: KeyValuePool, B: int) -> None:
+    """Check one pool of a place."""
     G = pool.G
     if G < 1 or place.H % G:
         raise ArgumentError(f"{place.name} has {place.H} heads, and keys of {G}")
@@ -329,6 +363,7 @@ def _check_pool(place: Place, pool: KeyValuePool, B: int) -> None:
 
 
 def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool, B: int) -> None:
+    """Check one step of a place."""
     h, t, s = len(place.heads), step.q.shape[2] if step.q.ndim == 4 else -1, len(step.columns)
     E = None if pool.v is None else pool.v.shape[3]
     shapes: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
@@ -346,7 +381,10 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
     if len(step.columns.unique()) < s:
         raise ArgumentError(f"columns of {where} name one twice")
     _check_range(
-        f"keys of {where}", step.columns if step.keys is None else step.keys, s, len(pool.columns)
+        f"keys of {where}",
+        step.columns if step.pool_index is None else step.pool_index,
+        s,
+        len(pool.columns),
     )
     for name, n in (("first", step.first), ("token", step.token)):
         if n < 0:
@@ -376,12 +414,14 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
 
 
 def _check_indices(name: str, found: tuple[int, ...], n: int) -> None:
+    """Check that indices are increasing and lie between 0 and n - 1."""
     inside = all(0 <= x < n for x in found)
     if not inside or list(found) != sorted(set(found)):
         raise ArgumentError(f"{name} are {found}; they must rise, from 0 to {n - 1}")
 
 
 def _check_range(name: str, found: Tensor, length: int, n: int) -> None:
+    """Check the dtype, the length and the range of a tensor of indices."""
     if found.dtype != torch.int64 or found.shape != (length,):
         raise ArgumentError(
             f"{name} are {found.dtype} {tuple(found.shape)}; they must be int64 ({length},)"
@@ -393,6 +433,9 @@ def _check_range(name: str, found: Tensor, length: int, n: int) -> None:
 
 
 def _check_floats(name: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Check that a tensor is floating-point and has this shape; None in the shape allows any
+    size.
+    """
     fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
     if not fits or not x.is_floating_point() or x.element_size() == 1:
         raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be floats {shape}")

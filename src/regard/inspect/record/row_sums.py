@@ -1,13 +1,14 @@
-"""The audit of a recording: do the recorded q, k, lse and rule belong together, and do they give
-the kernel's output?
+"""The audit of a recording: are the recorded q, k, lse, mask and bias consistent, and do they give
+the output of the kernel?
 
     sum_j exp(s_ij - lse_i) = 1        sum_j p_ij v_j = out_i
-    of a row that sees nothing: lse = -inf, out = 0
+    for a row that sees no key: lse = -inf, out = 0
 
-s in fp64, from the recorded q, k and rule. The error rule of CONTRIBUTING.md judges: the kernel may
-err twice as much as plain math in its dtype (several orders of the same sums), and two roundings;
-and two more at the size of the terms that a score sums, since of a few rows plain math may be right
-by luck. What is wrong is named where a known mistake explains every row.
+The scores s are computed in fp64 from the recorded q, k, mask and bias. The bound on the error is
+the error rule of CONTRIBUTING.md: twice the error of plain arithmetic in the dtype of the kernel
+(over several orders of summation), plus two roundings, plus two roundings at the size of the terms
+that a score sums, because plain arithmetic may be accurate by chance on a few rows. Where a known
+fault of kernels explains all wrong rows, the finding names it.
 """
 
 from __future__ import annotations
@@ -29,23 +30,27 @@ from regard.inspect.record.kernel_faults import (
 from regard.inspect.record.recorded_place import Place
 
 MAX_CHECKED_SCORES = 2**18
-"""Scores that are looked at in a place; of a longer run, rows are sampled, evenly."""
+"""Number of scores of a place that are checked; for longer runs, evenly spaced rows are sampled."""
 
 MAX_ROW_RANGES = 64
-"""Runs of rows that are looked at, at most."""
+"""The largest number of row ranges that are sampled."""
 
 
 @dataclass(frozen=True)
 class RowSums:
-    """What the audit of one place found.
+    """Result of the audit of one place.
 
-    rows, of: rows that were looked at (in every recorded head and batch row), and how many there
-        are.
-    residual, allowed: the largest |ln sum_j exp(s_ij - lse_i)|, which is |row sum - 1| where it is
-        small; and its bound.
-    output, output_allowed: the largest |sum_j p_ij v_j - out_i|, and its bound; None if v or out
-        was not kept, or dropped.
-    findings: what is wrong, in words; empty if nothing is.
+    Args:
+        place: name of the place.
+        rows: number of rows that were checked, in every recorded head and batch row.
+        of: number of rows of the place.
+        residual: the largest |ln sum_j exp(s_ij - lse_i)|, which is about |row sum - 1| where it is
+            small.
+        allowed: the bound on `residual`.
+        output: the largest |sum_j p_ij v_j - out_i|; None if v or out was not kept, or with
+            dropout.
+        output_allowed: the bound on `output`, or None.
+        findings: what is wrong, in words; empty if nothing is.
     """
 
     place: str
@@ -59,7 +64,7 @@ class RowSums:
 
     @property
     def sound(self) -> bool:
-        """Nothing is wrong."""
+        """Return whether the audit found nothing wrong."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -77,14 +82,14 @@ class RowSums:
 
 
 class ErrorBound(NamedTuple):
-    """Largest error and its bound."""
+    """The largest error and the bound on it."""
 
     error: float
     allowed: float
 
     @property
     def fits(self) -> bool:
-        """NaN does not."""
+        """Return whether the error is within the bound; NaN is not."""
         return self.error <= self.allowed
 
 
@@ -92,9 +97,12 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     """Audit what was recorded at a place.
 
     Args:
-        place: from a recording.
-        cells: about so many scores are looked at; of more, evenly spread rows, the first and the
-            last among them.
+        place: a place of a recording.
+        cells: approximate number of scores to check; for longer runs, evenly spaced rows are
+            sampled, among them the first and the last.
+
+    Returns:
+        The largest errors, their bounds, and what is wrong.
 
     >>> import regard
     >>> from regard.inspect import Recorder
@@ -129,7 +137,7 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
 
 
 def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
-    """Runs of rows of steps: all, or evenly spread ones."""
+    """Return ranges of rows of steps: all of them, or evenly spaced ones."""
     each = max(1, place.B * len(place.heads) * place.N)
     wanted, length = max(1, cells // each), 1
     if wanted >= place.T and len(place.steps) <= MAX_ROW_RANGES:
@@ -147,8 +155,12 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
 
 
 def _error_bound(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> ErrorBound:
-    """The error rule, and `more`, over all pieces together: (x, plains, ref64) of each, where ref64
-    is finite.
+    """Apply the error rule, plus `more`, to all samples together.
+
+    Args:
+        found: for each sample (x, results of plain arithmetic, reference in fp64); only finite
+            reference values count.
+        more: added to the bound.
     """
     error = plain = rounding = 0.0
     for x, plains, ref in found:
@@ -162,11 +174,12 @@ def _error_bound(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) 
 
 
 def _max_abs(x: Tensor) -> float:
-    """The largest |x|; NaN counts as infinite."""
+    """Return the largest |x|; NaN counts as infinite."""
     return float(torch.where(x.isnan(), torch.inf, x.abs()).max()) if x.numel() else 0.0
 
 
 def _output_error(every: list[AuditSample]) -> ErrorBound | None:
+    """Return the error of the outputs, or None if no sample has any."""
     kept = [
         # a row that sees nothing is judged apart
         (e.out, e.plain_out, e.true_out.masked_fill(e.true_lse.isneginf()[..., None], torch.nan))
@@ -177,7 +190,7 @@ def _output_error(every: list[AuditSample]) -> ErrorBound | None:
 
 
 def _special_row_findings(every: list[AuditSample]) -> Iterator[str]:
-    """Rows that see nothing, and NaN that nothing visible explains."""
+    """Return findings about rows that see no key, and about NaN that no visible number explains."""
     for e in every:
         blind = e.true_lse.isneginf()
         wrong = blind & ~e.lse.isneginf()

@@ -133,11 +133,11 @@ def source_facts(recording: Recording) -> dict[str, Any]:
     """
     places = list(recording.places.values())
     kernels = sorted({step.kernel for place in places for step in place.steps})
-    about = {name: str(value) for name, value in recording.about.items()}
-    about |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
-    about |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
+    metadata = {name: str(value) for name, value in recording.metadata.items()}
+    metadata |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
+    metadata |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
     text = "".join(recording.pieces).replace("·", " ").strip()
-    return {"title": text[:80], "model": about.get("model", ""), "about": about}
+    return {"title": text[:80], "model": metadata.get("model", ""), "metadata": metadata}
 
 
 def label(name: str) -> str:
@@ -289,8 +289,8 @@ class PageData:
                 "q_first": 0,
                 "k_text": self._text(texts[1]),
                 "dtype": str(pool.k.dtype).removeprefix("torch."),
-                "keys": place.held,
-                "held": rules.held(),
+                "key_kind": place.key_kind,
+                "present": rules.keys_present(),
                 "visible": rules.keep("visible", _once_if_shared(seen.blocks.visible)),
                 "steps": [step.T for step in place.steps],
                 "cost": cost_facts(place, int(seen.blocks.visible.sum())),
@@ -327,7 +327,7 @@ class PageData:
             layer = names.index(layer)
         layer = _checked_index("layer", layer, len(self.places))
         head = _checked_index("head", head, self.places[layer].H)
-        self.places[layer].at(head)
+        self.places[layer].head_index(head)
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
@@ -392,8 +392,8 @@ class PageData:
     def _exact(self, p: int, h: int) -> Arrays:
         """Everything that one head's pattern and output follow from."""
         place, row = self.places[p], self.row
-        g, at, pool = h // (place.H // place.G), place.at(h), place.pools[0]
-        mine = pool.at(h, place.H)
+        g, at, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
+        mine = pool.group_index(h, place.H)
         parts = {
             f"q{h}": torch.cat([step.q[row, at] for step in place.steps]),
             f"lse{h}": torch.cat([step.lse[row, at] for step in place.steps]),
@@ -411,7 +411,7 @@ class PageData:
         return self.glances[p].metrics.get(name, [None] * len(self.places[p].heads))
 
     def _metric(self, name: str, p: int, h: int) -> float | None:
-        return self._of(name, p)[self.places[p].at(h)]
+        return self._of(name, p)[self.places[p].head_index(h)]
 
     def meta(self, title: str | None) -> dict[str, Any]:
         """Everything but the arrays."""

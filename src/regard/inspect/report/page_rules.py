@@ -95,7 +95,7 @@ class PageRules:
         known = dict(zip(self.place.heads, step.sink.double().flatten().tolist(), strict=True))
         return [known.get(h) for h in range(self.place.H)]
 
-    def held(self) -> str | None:
+    def keys_present(self) -> str | None:
         """The bits of the keys that each row's step held, or None where every step held them
         all.
         """
@@ -178,7 +178,7 @@ def split_by_pool(place: Place) -> list[Place]:
     >>> len(split_by_pool(recorder.recording()[0]))
     1
     """
-    if place.plain:
+    if place.has_one_key_per_column:
         return [place]
     found = []
     for number, pool in enumerate(place.pools):
@@ -195,8 +195,8 @@ def split_by_pool(place: Place) -> list[Place]:
                 seen = pool.v if once else place.values(each[0])
                 v[:, :, keys] = seen  # type: ignore[assignment]
             whole = replace(pool, k=k, v=v, columns=torch.arange(place.N))
-            name = f"{place.name or 'attend'} · {pool.held}"
-            own_steps = tuple(replace(step, pool=0, keys=None) for step in each)
+            name = f"{place.name or 'attend'} · {pool.key_kind}"
+            own_steps = tuple(replace(step, pool=0, pool_index=None) for step in each)
             found.append(replace(place, name=name, steps=own_steps, pools=(whole,)))
     return found
 

@@ -18,7 +18,7 @@
       return [el("p", {}, t("cell.where", { query: R.rowName(p, i), key: R.keyName(p, j) })),
         el("ul", { class: "facts" }, fact("cell.place", place.name || place.label), fact("cell.head", t("cell.of", { n: h, last: place.H - 1 })),
           fact("cell.group", t("cell.of", { n: R.math.group(p, h), last: G - 1 })), fact("cell.q_position", R.math.qPosition(p, i)),
-          fact("cell.k_position", R.math.kPosition(p, j)), fact("cell.kernel", rule.kernel ?? place.kernel), fact("cell.dtype", place.dtype), place.keys === "keys" ? null : fact("cell.keys_are", place.keys),
+          fact("cell.k_position", R.math.kPosition(p, j)), fact("cell.kernel", rule.kernel ?? place.kernel), fact("cell.dtype", place.dtype), place.key_kind === "keys" ? null : fact("cell.keys_are", place.key_kind),
           fact("cell.mask", rule.mask.text ?? rule.text ?? "")),
         place.H > G ? soft(t("cell.shared", { group: R.math.group(p, h), heads: place.H / G })) : null,
         cell.visible ? null : el("p", { class: "bad" }, t("cell.is_masked", { why: whyNot(cell) })), soft(t("cell.axes"))];
@@ -28,7 +28,7 @@
       const q = R.math.q(p, h, i), k = R.math.k(p, h, j), v = R.math.v(p, h, j), turn = place.rotary;
       const [a, b] = [R.math.qPosition(p, i), R.math.kPosition(p, j)], old = before && turn;
       const toggle = turn ? el("div", { class: "controls" }, el("button", { type: "button", id: "cell-rotary", ariaPressed: String(before), onclick: () => { before = !before; draw(); } }, t("cell.before_rotary")),
-        el("span", { class: "soft" }, t(before ? "cell.unrotated" : "cell.rotated"))) : soft(t(/latents/.test(place.keys) ? "cell.latents" : "cell.no_rotary"));
+        el("span", { class: "soft" }, t(before ? "cell.unrotated" : "cell.rotated"))) : soft(t(/latents/.test(place.key_kind) ? "cell.latents" : "cell.no_rotary"));
       const table = turn ? el("details", {}, el("summary", {}, t("cell.angles", { n: turn.inv_freq.length, layout: t(`cell.layout_${turn.layout}`) })),
         el("pre", { class: "num", tabIndex: 0 }, panels.pairs(turn).map(([c, d, f], n) => t("cell.angle", { n, dims: `${c}, ${d}`, q: num(a * f), k: num(b * f), apart: num((a - b) * f) })).join("\n"))) : null;
       return [toggle, strip(t("cell.q_of", { token: R.rowName(p, i) }), "q", old ? panels.unrotated(q, a, turn) : q),

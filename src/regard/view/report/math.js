@@ -42,13 +42,13 @@ const makeMath = (meta, arrays) => {
     const x = arrays[name], { T, N } = places[p], at = ((planes > 1 ? h : 0) * T + i) * N + j;
     return (x[Math.floor(at / 8)] >> (at % 8) & 1) === 1;
   };
-  const held = (p, i, j) => !places[p].held || bit(places[p].held, 1, p, 0, i, j);
+  const present = (p, i, j) => !places[p].present || bit(places[p].present, 1, p, 0, i, j);
   const allows = (tree, p, h, i, j) => {
     if (tree.all) return tree.all.every(x => allows(x, p, h, i, j));
     if (tree.any) return tree.any.some(x => allows(x, p, h, i, j));
     return bit(tree.bits, tree.heads, p, h, i, j);
   };
-  const visible = (p, h, i, j) => held(p, i, j) && allows(rule(p, i).mask, p, h, i, j);
+  const visible = (p, h, i, j) => present(p, i, j) && allows(rule(p, i).mask, p, h, i, j);
   // the same for a whole row: 1 where the query sees the key
   const bitRow = (name, planes, p, h, i) => {
     const x = arrays[name], { T, N } = places[p], found = new Uint8Array(N), first = ((planes > 1 ? h : 0) * T + i) * N;
@@ -64,7 +64,7 @@ const makeMath = (meta, arrays) => {
   };
   const seen = (p, h, i) => {
     const found = treeRow(rule(p, i).mask, p, h, i);
-    if (places[p].held) bitRow(places[p].held, 1, p, 0, i).forEach((x, j) => { found[j] &= x; });
+    if (places[p].present) bitRow(places[p].present, 1, p, 0, i).forEach((x, j) => { found[j] &= x; });
     return found;
   };
   const against = (tree, p, h, i, j) => {
@@ -72,7 +72,7 @@ const makeMath = (meta, arrays) => {
     const inner = tree.all || tree.any;
     return inner ? inner.flatMap(x => against(x, p, h, i, j)) : [{ key: `why.${tree.why}`, values: { mask: tree.text } }];
   };
-  const why = (p, h, i, j) => held(p, i, j) ? against(rule(p, i).mask, p, h, i, j) : [{ key: kPosition(p, j) < 0 ? "why.padding" : "why.absent", values: {} }];
+  const why = (p, h, i, j) => present(p, i, j) ? against(rule(p, i).mask, p, h, i, j) : [{ key: kPosition(p, j) < 0 ? "why.padding" : "why.absent", values: {} }];
 
   // ---- biases: by offset of positions, or cell by cell
   const bias = (p, h, i, j) => {
@@ -153,7 +153,7 @@ const makeMath = (meta, arrays) => {
     let max = -Infinity, n = 0;
     for (let j = 0; j < N; j++) {
       const away = at - kPosition(p, j);
-      if (!(spec.nomask ? held(p, i, j) : open[j]) || (spec.window && away >= spec.window)) continue;
+      if (!(spec.nomask ? present(p, i, j) : open[j]) || (spec.window && away >= spec.window)) continue;
       if (spec.linear) { // phi(x) = elu(x) + 1, normalised by its own sum
         let s = 0;
         for (let d = 0, m = j * D; d < D; d++, m++) s += phi(Q[d]) * phi(K[m]);
@@ -188,7 +188,7 @@ const makeMath = (meta, arrays) => {
     return z;
   };
 
-  return { has, group, rule, q, k, v, out, lse, sink, denominator, held, visible, seen, why, bias, qPosition, kPosition, dot: dotAt,
+  return { has, group, rule, q, k, v, out, lse, sink, denominator, present, visible, seen, why, bias, qPosition, kPosition, dot: dotAt,
     row, scores, weights, cell, other, mixed };
 };
 

@@ -23,8 +23,8 @@ R.frame = () => {
         el("div", { class: "switches" },
           choose("lang", Object.keys(R.meta.strings).map(x => option("lang", x, languages[x] || x))),
           choose("theme", ["auto", "light", "dark"].map(x => option("theme", x, t(`core.theme_${x}`)))))),
-      el("ul", { class: "facts" }, ...R.meta.sources.flatMap((source, n) => Object.entries(source.about).map(([name, value]) =>
-        el("li", {}, R.meta.sources.length > 1 ? `${"①②"[n]} · ` : "", el("span", { class: "soft" }, `${R.word(`about.${name}`, name)} `), el("b", {}, String(value))))))),
+      el("ul", { class: "facts" }, ...R.meta.sources.flatMap((source, n) => Object.entries(source.metadata).map(([name, value]) =>
+        el("li", {}, R.meta.sources.length > 1 ? `${"①②"[n]} · ` : "", el("span", { class: "soft" }, `${R.word(`metadata.${name}`, name)} `), el("b", {}, String(value))))))),
     el("nav", { role: "tablist", ariaLabel: t("core.views") }, ...R.views.map(tab)),
     el("main", { id: "views" }, ...R.views.map(view => {
       view.node = el("section", { id: `view-${view.name}`, class: "view", hidden: true, role: "tabpanel" });
