@@ -1,7 +1,7 @@
-"""One row of one head: its scores link by link, its softmax, and what other rows are mixed with it.
+"""One row of one head: its scores step by step, its softmax, and how it is mixed with other rows.
 
-A `HeadRow` comes from a recorded call of a softmax kernel, or from the mechanism itself where no
-such kernel ran (`regard.nn.explain.EffectiveRow`).
+A `KernelRow` comes from a recorded call of a softmax kernel. Where no such kernel ran, the row
+comes from the mechanism (`regard.nn.explain.EffectiveRow`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,24 @@ from regard.inspect.explain.explanation import (
 from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
 
 Checks: TypeAlias = dict[str, float]
-"""What was compared -> the largest difference."""
+"""What was compared, to the largest absolute difference."""
 
 MIN_BLOCK, MAX_BLOCKS = 4, 8
-"""Keys that the online softmax takes together, at least; and into how many blocks it cuts a row, at
-most.
+"""The smallest number of keys in a block of the online softmax, and the largest number of
+blocks.
 """
 
 
 class ScoreFunction(NamedTuple):
-    """One score's function of the row: q [D], k [n,D], and what happens to q . k on its way.
+    """The scores of a row as a function of q and k.
 
-    bias: [n], or None. visible: [n].
+    Args:
+        q: the query, `[D]`.
+        k: the keys, `[n, D]`.
+        scale: factor on q . k.
+        softcap: softcap, or None.
+        bias: bias, `[n]`, or None.
+        visible: which keys the mask allows, `[n]`.
     """
 
     q: Array
@@ -52,7 +58,7 @@ class ScoreFunction(NamedTuple):
     visible: NDArray[np.bool_]
 
     def steps(self) -> tuple[ComputationStep, ...]:
-        """The scores [n] behind each link."""
+        """Return the scores, `[n]`, after each step of their computation."""
         s: Array = self.k @ self.q
         steps = [ComputationStep("dot", EQUATIONS["dot"], s)]
 
@@ -71,8 +77,16 @@ class ScoreFunction(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KernelRow:
-    """One head of a call: `chain`, values v [n,E], the sink's logit, and what the kernel answered:
-    lse and out [E].
+    """One head of a recorded call, for one query.
+
+    Args:
+        call: the call.
+        head: query head.
+        chain: the scores.
+        v: values, `[n, E]`.
+        sink: sink logit, or None.
+        lse: lse of the kernel.
+        out: output of the kernel, `[E]`.
     """
 
     call: QueryCall
@@ -85,12 +99,12 @@ class KernelRow:
 
     @property
     def group(self) -> int:
-        """h // (H/G)."""
+        """Return the key/value head that the query head reads: h // (H/G)."""
         return self.head // (self.call.place.H // self.call.groups)
 
 
 def kernel_row(call: QueryCall, head: int) -> KernelRow:
-    """The row of a head in a call, in float64."""
+    """Return the row of a head in a call, in float64."""
     step, place, i = call.step, call.place, call.row
     group = head // (place.H // call.groups)
     bias, where = None, (step.q_positions, step.k_positions, slice(i, i + 1))
@@ -121,7 +135,9 @@ def kernel_row(call: QueryCall, head: int) -> KernelRow:
 
 
 def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow, Checks]:
-    """The chain of scores, the softmax, and how far the kernel's own answers are from it."""
+    """Compute the scores and the softmax of a row, and their differences from the results of the
+    kernel.
+    """
     steps = row.chain.steps()
     ours = softmax(steps[-1].values, row.sink)
     denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
@@ -147,16 +163,16 @@ def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], Soft
 
 
 def visible_values(row: KernelRow) -> Array:
-    """Values [n,E], 0 where the mask says no: what is masked may hold anything."""
+    """Return the values, `[n, E]`, with 0 where the mask forbids: masked values may be garbage."""
     return np.where(row.chain.visible[:, None], row.v, 0.0)
 
 
 def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
-    """Each part of the softmax of a row of scores: m, exp(s - m), their sum, ln sum exp(s), and the
-    weights.
+    """Compute each part of the softmax of a row: the maximum m, exp(s - m), their sum, ln sum
+    exp(s), and the weights.
 
-    The sink is one more term of the denominator of the weights; it is not in the sum, nor in the
-    lse.
+    The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
+    the lse.
 
     >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
     >>> found.row_max, found.total, found.weights.tolist()
@@ -174,13 +190,13 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
 
 
 def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[SoftmaxBlock, ...]:
-    """Scores [n] and values [n,E] as a fused kernel goes through them: block by block, with a
-    running maximum, sum and output.
+    """Compute the softmax of a row block by block, as a fused kernel does, with a running maximum,
+    sum and output.
 
-    m' = max(m, max s);  l' = l exp(m - m') + sum exp(s - m');
-    o' = o exp(m - m') + sum exp(s - m') v
-
-    Behind the last block lse = m + ln l and z = o / l; a sink is one more term of l.
+    Args:
+        s: scores, `[n]`.
+        v: values, `[n, E]`.
+        size: keys of a block.
 
     >>> [(block.stop, block.total) for block in online_softmax(np.zeros(4), np.ones((4, 1)), 2)]
     [(2, 2.0), (4, 4.0)]
@@ -206,7 +222,7 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
 def finish_online(
     blocks: tuple[SoftmaxBlock, ...], sink: float | None = None
 ) -> tuple[float, Array]:
-    """lse and z at the end of the blocks.
+    """Return the lse and the output z after the last block.
 
     >>> finish_online(online_softmax(np.zeros(4), np.ones((4, 1)), 2), sink=0.0)[1].tolist()
     [0.8]
@@ -220,25 +236,25 @@ def finish_online(
 
 
 def to_array(x: Tensor) -> Array:
-    """A tensor as float64."""
+    """Return a tensor as a float64 array."""
     found: Array = x.detach().double().cpu().numpy()
     return found
 
 
 def max_difference(x: Array, y: Tensor | Array) -> float:
-    """The largest difference; 0 where both are the same infinity."""
+    """Return the largest absolute difference; 0 where both are the same infinity."""
     other = to_array(y) if isinstance(y, Tensor) else y
     same = x == other
     return float(np.abs(np.where(same, 0, x) - np.where(same, 0, other)).max(initial=0.0))
 
 
 def _row_of_head(block: Tensor, head: int) -> Tensor:
-    """[B or 1, H or 1, 1, n] -> [n] of the head."""
+    """Select the row `[n]` of a head from `[B or 1, H or 1, 1, n]`."""
     return block[0, head if block.shape[1] > 1 else 0, 0]
 
 
 def effective_row_scores(found: EffectiveRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow]:
-    """The scores and the weights that a mechanism tells of a row itself."""
+    """Return the scores and the weights of a row that a mechanism describes itself."""
     steps = tuple(
         ComputationStep(
             link.name, link.equation or EQUATIONS.get(link.name, ""), to_array(link.values)
@@ -253,7 +269,7 @@ def effective_row_scores(found: EffectiveRow) -> tuple[tuple[ComputationStep, ..
 
 
 def recurrent_state(parts: Parts, before: Parts) -> RecurrentState:
-    """The state of a head, in numbers: its first part is the matrix S [D,E]."""
+    """Summarize the recurrent state of a head; its first part is the matrix S `[D, E]`."""
     S, old = to_array(parts[0]), to_array(before[0])
     sizes = np.linalg.svd(S, compute_uv=False) if S.ndim == 2 else np.abs(S)
     share = sizes / max(float(sizes.sum()), np.finfo(float).tiny)
@@ -279,14 +295,17 @@ def mix_of_rows(
     i: int,
     tokens: int,
 ) -> Mixture | None:
-    """How the call's row enters what the head gives; None where it is all of it.
+    """Return how the row of a call enters the output of the head; None if the head has no other
+    row.
 
     Args:
-        mechanism: the module that made the calls, which is asked first.
-        found: the run.
-        calls, call: the calls for the query, and the one that is explained.
-        head, i: whose row.
-        tokens: the tokens of the keys' sequence.
+        mechanism: the module that made the calls; it is asked first.
+        found: the captured run.
+        calls: the calls for the query.
+        call: the call that is explained.
+        head: query head.
+        i: index of the query.
+        tokens: number of tokens of the keys' sequence.
     """
     weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
     run = layer_run(found)
@@ -298,7 +317,7 @@ def mix_of_rows(
 
 
 def layer_run(found: CapturedRun) -> LayerRun:
-    """The run as a mechanism is asked about it."""
+    """Return the captured run in the form that a mechanism is asked about."""
     taps = {name: values[None] for name, values in found.taps.items()}
     return LayerRun(found.hidden["x"][None], taps)
 
@@ -306,8 +325,8 @@ def layer_run(found: CapturedRun) -> LayerRun:
 def _mix_of_calls(
     found: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
-    """Several calls for one query: the last may replace the others, or all are joined by their lse.
-    Measured, not assumed.
+    """Combine several calls for one query: either the last replaces the others, or all are
+    merged by their lse. Which of the two is determined by comparison with z.
     """
     outs = [kernel_row(one, head).out for one in calls]
     z = to_array(found.taps["z"][head, i]) if "z" in found.taps else None

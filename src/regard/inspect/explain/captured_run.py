@@ -1,5 +1,7 @@
-"""One run of a network on its own kernels: the recorded calls of its attention, what surrounds one
-of them, and one query in one call.
+"""One run of a network on its own kernels, with its attention calls recorded.
+
+`capture_site` also keeps the tensors around one attention. `QueryCall` is one query in one recorded
+call.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ if TYPE_CHECKING:
     from regard.inspect.record.recorded_place import RecordedStep
 
 TAPS = ("q", "k", "v", "z", "out")
-"""What is kept at the site that is looked at; none of these makes a fused kernel refuse."""
+"""Taps that are kept at the explained attention; none of them changes which kernel is chosen."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryCall:
-    """Query i of a sequence in one call at a place: row `row` of step `number`.
+    """One query of a sequence in one recorded call: row `row` of step `number` of a place.
 
-    branch: what the place's name has behind that of the site, such as "window"; "" of the site
-        itself.
+    Args:
+        place: the place.
+        number: index of the step.
+        row: index of the query within the step.
+        branch: the part of the place's name after that of the site, such as "window"; "" for the
+            site itself.
     """
 
     place: Place
@@ -46,46 +52,50 @@ class QueryCall:
 
     @property
     def step(self) -> RecordedStep:
-        """The call that was recorded."""
+        """Return the recorded call."""
         return self.place.steps[self.number]
 
     @property
     def groups(self) -> int:
-        """Its key/value heads G."""
+        """Return G, the number of key/value heads of the call."""
         return self.place.keys(self.step).shape[1]
 
     @cached_property
     def keys(self) -> Tensor:
-        """Positions of the keys [n], -1 = a slot that held nothing."""
+        """Return the positions of the keys, `[n]`; -1 is an empty slot."""
         return as_tensor(self.step.k_positions)[0].cpu()
 
     @property
     def position(self) -> int:
-        """Of the query."""
+        """Return the position of the query."""
         return int(as_tensor(self.step.q_positions)[0, self.row])
 
     @cached_property
     def scores(self) -> Array:
-        """Masked scores [H,n] in the order of the call's keys, recomputed from the recorded q and
-        k.
+        """Compute the masked scores, `[H, n]`, in the order of the call's keys, from the
+        recorded q and k.
         """
         found: Array = self._part.scores[0, :, 0].numpy()
         return found
 
     @cached_property
     def weights(self) -> Array:
-        """Weights [H,n] = exp(s - lse), lse and sink as the kernel had them."""
+        """Compute the weights, `[H, n]`, as exp(s - lse) with the lse and the sink of the
+        kernel.
+        """
         found: Array = self._part.weights[0, :, 0].numpy()
         return found
 
     @cached_property
     def _part(self) -> PatternBlock:
+        """Compute scores and weights of this query over all keys of the call."""
         rows, keys = slice(self.row, self.row + 1), slice(0, len(self.keys))
         return self.place.step_block(self.step, rows, keys, self.place.heads)
 
     def by_key(self, length: int) -> Tensor:
-        """Weights [H,length] by the key's position; a slot that held nothing, and a key behind
-        `length`, are left out.
+        """Return the weights by the position of the key, `[H, length]`.
+
+        Empty slots and keys at positions of `length` or more are left out.
         """
         found = torch.zeros(len(self.weights), length, dtype=torch.float64)
         real = (self.keys >= 0) & (self.keys < length)
@@ -94,8 +104,9 @@ class QueryCall:
 
 
 def calls_for_query(run: CapturedRun, site: AttentionSite, query: int) -> list[QueryCall]:
-    """The calls at a site that query i takes part in, in the order of the run; in calls of one
-    token each it is the i-th.
+    """Return the calls at a site that contain query i, in the order of the run.
+
+    Where every call has one token, the call of query i is the i-th one.
     """
     found = []
     for name, place in run.recording.places.items():
@@ -116,21 +127,19 @@ def _of(place: Place, query: int, branch: str) -> list[QueryCall]:
 
 
 def effective_calls(site: AttentionSite, calls: list[QueryCall]) -> list[QueryCall]:
-    """The calls whose answers go on: the last of several, where the mechanism says that it replaces
-    the others.
+    """Return the calls whose results are used: only the last one if the mechanism says that each
+    call replaces the one before.
     """
     return calls[-1:] if explainable(site.attention).replaces_calls else calls
 
 
 def main_call(calls: list[QueryCall], head: int) -> QueryCall:
-    """Of several calls the one in which the head has the largest weight on one key; of one,
-    that.
-    """
+    """Return the call in which the head has its largest weight on one key."""
     return max(calls, key=lambda call: float(call.weights[head].max(initial=0.0)))
 
 
 def main_call_weights(calls: list[QueryCall], length: int) -> Tensor:
-    """Weights [H,length] by the key's position, each head's of its main call."""
+    """Return the weights by the key's position, `[H, length]`, for each head from its main call."""
     heads = range(len(calls[0].weights))
     return torch.stack([main_call(calls, head).by_key(length)[head] for head in heads])
 
@@ -139,13 +148,15 @@ def main_call_weights(calls: list[QueryCall], length: int) -> Tensor:
 class CapturedRun:
     """What one run computed.
 
-    recording: the calls of attention at the sites that were asked for.
-    taps: at the site that is looked at, by name, without their batch dimension: q, z [H,T,.], k, v
-        [G,S,.], out [T,M].
-    hidden: `x` [T,M], what the attention was given, and where there is one, `memory` [S,M3];
-        `entering` and `residual` [T,M], in front of its residual path and behind it; `embedding`;
-        `last`, behind the last block.
-    apart: the largest difference of the network's output to that of a run that nobody looked at.
+    Args:
+        recording: the recorded attention calls at the requested sites.
+        taps: tensors at the explained site, by tap name, without the batch dimension: q, z `[H, T,
+            .]`, k, v `[G, S, .]`, out `[T, M]`.
+        hidden: hidden states by name: `x` `[T, M]`, the input of the attention; `memory` `[S, M3]`,
+            where there is one; `entering` and `residual` `[T, M]`, before and after its residual
+            path; `embedding`; `last`, after the last block.
+        observer_difference: the largest difference between the output of this run and that of a run
+            without recording.
     """
 
     recording: Recording
@@ -155,7 +166,7 @@ class CapturedRun:
 
 
 class SiteRecorder(Recorder):
-    """A recorder of some sites, which also keeps the taps of one."""
+    """A recorder of some attention sites, which also keeps the taps of one of them."""
 
     def __init__(self, sites: Sequence[AttentionSite], site: AttentionSite | None = None) -> None:
         super().__init__()
@@ -165,21 +176,21 @@ class SiteRecorder(Recorder):
             self.wants = frozenset(f"{site.place}.{name}" for name in TAPS)
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
-        """One call more, if it is at one of the sites, or at a branch of one."""
+        """Record a call if it is at one of the sites, or at a branch of one."""
         here = self.where
         if any(here == place or here.startswith(place + ".") for place in self._prefixes):
             super().saw(call, result, kernel)
 
 
 def record_sites(read: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:
-    """Run once, and record the calls of attention at some sites."""
+    """Run the network once, and record the attention calls at some sites."""
     with torch.inference_mode(), SiteRecorder(sites) as watch:
         read.run()
     return CapturedRun(watch.recording())
 
 
 def record_run(read: PreparedRun) -> Recording:
-    """Run once, and record every softmax attention: what pages and files are made of.
+    """Run the network once, and record every softmax attention call, for pages and files.
 
     >>> import regard
     >>> from regard.inspect.explain.prepared_run import reading
@@ -201,7 +212,9 @@ def record_run(read: PreparedRun) -> Recording:
 
 
 def capture_site(read: PreparedRun, site: AttentionSite) -> CapturedRun:
-    """Run twice, once with everything at one site kept, and once as when nobody looks."""
+    """Run the network twice: once with the tensors of one site kept, and once without any
+    recording.
+    """
     kept: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), ExitStack() as hooks:
         for handle in _hooks(read, site, kept):
@@ -221,8 +234,8 @@ def capture_site(read: PreparedRun, site: AttentionSite) -> CapturedRun:
 
 
 def _joined(watch: SiteRecorder, name: str) -> Tensor | None:
-    """A tap of all calls: one behind the other where each had some rows, the last where each had
-    all keys.
+    """Return a tap over all calls: concatenated if each call had some rows, the last one if each
+    call had all keys.
     """
     if name not in list(watch):
         return None
@@ -236,7 +249,7 @@ def _joined(watch: SiteRecorder, name: str) -> Tensor | None:
 def _hooks(
     read: PreparedRun, site: AttentionSite, kept: dict[str, list[Tensor]]
 ) -> list[RemovableHandle]:
-    """Hooks that keep what enters and leaves the modules around a site."""
+    """Register hooks that keep what enters and leaves the modules around a site."""
     attention, thread = site.attention, get_ident()
     hooks: list[RemovableHandle] = []
 

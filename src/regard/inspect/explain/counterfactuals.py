@@ -1,4 +1,6 @@
-"""The same row under other mechanisms: what changes in its weights, and what a cache would keep."""
+"""The same row under other attention mechanisms: how its weights change, and what a cache would
+store.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,21 @@ from regard.inspect.explain.explanation import Array, CacheCost, Counterfactual,
 from regard.span import Span
 
 TOP_K, SOFTCAP = 4, 5.0
-"""The keys that top-k leaves, and a cap: small, so that a short text shows them."""
+"""Number of keys that top-k keeps, and the softcap: small, so that a short text shows their
+effect.
+"""
 
 
 def counterfactuals(
     row: KernelRow, weights: Array, z: Array, key: int
 ) -> tuple[Counterfactual, ...]:
-    """The row as it is, under other rules: each a change of one thing.
+    """Compute the row under other rules, each a change of one thing.
 
-    weights [n], z [E]: of the row as it is. key: the one that is followed.
+    Args:
+        row: the row as it is.
+        weights: its weights, `[n]`.
+        z: its weighted sum of values, `[E]`.
+        key: the explained key.
     """
     return tuple(
         compare_weights(
@@ -40,7 +48,7 @@ def counterfactuals(
 def compare_weights(
     name: str, equation: str, other: Array, weights: Array, v: Array, z: Array, key: int
 ) -> Counterfactual:
-    """What another row of weights changes.
+    """Compare other weights of a row with the actual ones.
 
     >>> v = np.eye(2)
     >>> half = np.array([0.5, 0.5])
@@ -66,7 +74,7 @@ def compare_weights(
 
 
 def small_window(keys: int) -> int:
-    """A window for so many keys: 8, or less, so that it leaves some out.
+    """Return a window size for a number of keys: 8, or less, so that it excludes some of them.
 
     >>> small_window(4096), small_window(6)
     (8, 3)
@@ -75,6 +83,7 @@ def small_window(keys: int) -> int:
 
 
 def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
+    """Generate (name, equation, weights) of each counterfactual."""
     chain, sink = row.chain, row.sink
     at, mine = row.call.keys.numpy(), row.call.position
     wide = small_window(int(chain.visible.sum()))
@@ -117,6 +126,7 @@ def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
 
 
 def _top_k_visible(chain: ScoreFunction) -> NDArray[np.bool_]:
+    """Return which visible keys are among the `TOP_K` largest scores."""
     s = chain.steps()[-1].values
     keep = np.zeros(len(s), bool)
     keep[np.argsort(-s, kind="stable")[:TOP_K]] = True
@@ -125,14 +135,14 @@ def _top_k_visible(chain: ScoreFunction) -> NDArray[np.bool_]:
 
 
 def _alibi(row: KernelRow, at: Array, mine: int) -> Array:
-    """-m_h (i - j), with the slope of the head."""
+    """Return the ALiBi bias -m_h (i - j), with the slope of the head."""
     slopes = ALiBi(row.call.place.H).block(Span(1, 1), Span(0, 1))[0, :, 0, 0]
     found: Array = float(slopes[row.head]) * np.abs(mine - at)
     return found
 
 
 def _linear_attention(chain: ScoreFunction) -> Array:
-    """Linear attention by elu + 1, over what the mask allows."""
+    """Return the weights of linear attention with elu + 1, over the keys that the mask allows."""
     q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (chain.q, chain.k))
     a = np.where(chain.visible, np.where(chain.visible[:, None], k, 0) @ q, 0.0)
     total = float(a.sum())
@@ -140,9 +150,10 @@ def _linear_attention(chain: ScoreFunction) -> Array:
 
 
 def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: int) -> RowCost:
-    """The cost of one query against `keys` visible keys of S, and caches of S tokens of this layer.
+    """Compute the cost of one query against `keys` visible keys, and the size of caches for S
+    tokens of this layer.
 
-    MLA stands beside with the sizes of its paper: a latent of 4 D and a rotary key of D / 2.
+    MLA is listed with the sizes of its paper: a latent of 4 D and a rotary key of D / 2.
 
     >>> cost = row_cost(nn.Identity(), {"H": 4, "G": 2, "S": 100, "D": 8, "E": 8}, 50, 2)
     >>> cost.flops, [(cache.name, cache.bytes) for cache in cost.caches][:2]
@@ -179,7 +190,7 @@ def _cache_cost(name: str, numbers: int, tokens: int, itemsize: int) -> CacheCos
 
 
 def _describe(attention: Any, context: int) -> Description | None:
-    """What the module says of itself, if it does."""
+    """Return the module's description of its cost, if it has one."""
     if not hasattr(attention, "describe"):
         return None
     found: Description = attention.describe(context)

@@ -1,4 +1,4 @@
-"""Choose which query, key, layer and head to look at."""
+"""Choose which query, key, layer and head to explain."""
 
 from __future__ import annotations
 
@@ -33,20 +33,27 @@ HEAD_RULE = (
     "key that is neither "
     "the first token, nor a neighbour of the query, nor the query itself"
 )
-"""How `strongest_head` chooses, in words."""
+"""How `strongest_head` chooses, as shown to the user."""
 
 HEAD_FOR_KEY_RULE = "the head that looks hardest at the key: the largest weight of the query on it"
 """How a head is chosen where the key is given."""
 
 FIRST_HEAD_RULE = "the first one: this mechanism has no softmax to compare heads by"
+"""How a head is chosen where the mechanism has no softmax weights."""
 
 KEY_RULE = "the strongest key that is neither the query nor the first token"
-"""How the key is chosen, in words."""
+"""How the key is chosen, as shown to the user."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layer and a head, and the rule that chose them."""
+    """A layer and a head, and the rule that chose them.
+
+    Args:
+        layer: index of the layer.
+        head: query head.
+        rule: the rule in words; "" if both were given.
+    """
 
     layer: int
     head: int
@@ -54,14 +61,22 @@ class Choice:
 
 
 def find_query(model: Model, text: str, query: int | str) -> int:
-    """The index of the query token: an index (negative counts from the end), or the last token of a
-    word of the text.
+    """Find the index of the query token.
 
-    Of several occurrences of a word it is the last; whole words win over parts of words.
+    A word stands for its last token, at its last occurrence; occurrences as a whole word take
+    precedence over parts of words.
+
+    Args:
+        model: the model whose tokenizer is used.
+        text: the text.
+        query: an index (negative counts from the end), or a word of the text.
+
+    Returns:
+        The index of the token, counted from the start.
 
     Raises:
         ArgumentError: the index is out of range, or the word does not occur.
-        ArgumentTypeError: query is neither.
+        ArgumentTypeError: `query` is neither an int nor a str.
 
     >>> import regard
     >>> find_query(regard.load("tiny"), "a b", -1) == len(regard.load("tiny").encode("a b")[0]) - 1
@@ -71,7 +86,7 @@ def find_query(model: Model, text: str, query: int | str) -> int:
 
 
 def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
-    """The index of a token, as `find_query`; `name` is what a refusal calls it.
+    """Find the index of a token, as `find_query` does; errors call the argument `name`.
 
     >>> from regard.inspect.explain.prepare_run import spoken
     >>> find_token(spoken((5, 6, 7), ("one", "two", "three")), "two")
@@ -95,16 +110,24 @@ def strongest_head(
     layer: int | None = None,
     head: int | None = None,
 ) -> Choice:
-    """The layer and head whose query looks hardest at one other token, the first and the neighbours
-    excepted.
+    """Find the layer and head in which the query has the largest weight on one other token.
 
     argmax over (layer, head) of max_j p_ij, 0 < j, |i - j| > 1, or 0 < j != i where there is no
     such j
 
-    The first token is left out because heads with nothing to do park their weight there, and the
-    neighbours because a previous-token head looks there whatever the words are. If there is no
-    other token, it is the first head of the first layer. A `layer` or `head` that is given is kept,
-    and only the other is chosen.
+    The first token is left out because heads that need no information put their weight there, and
+    the neighbours because a previous-token head attends to them whatever the words are. If there is
+    no other token, the result is the first head of the first layer.
+
+    Args:
+        model: the model.
+        ids: token ids.
+        query: index of the query.
+        layer: a layer to which the choice is restricted.
+        head: a head to which the choice is restricted.
+
+    Returns:
+        The layer, the head and the rule.
 
     Raises:
         ArgumentError: the query, layer or head is out of range.
@@ -127,9 +150,10 @@ def choose_head(
     place: str | None = None,
     key: int | None = None,
 ) -> Choice:
-    """The choice of `strongest_head` for anything that can be read; of one place, if that is given.
+    """Choose as `strongest_head` does, for any prepared run, or for one of its attentions
+    (`place`).
 
-    Where the key is given, the number of a token, it is the head that looks hardest at it.
+    If `key`, the index of a token, is given, the head with the largest weight on it is chosen.
 
     >>> import regard
     >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
@@ -167,8 +191,17 @@ def choose_head(
 def strongest_keys(
     model: Model, ids: Int[Tensor, "1 T"], query: int
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
-    """For each head of each layer: the largest weight of the query on another token than the first,
-    and that token.
+    """Find, for each head of each layer, the key with the largest weight of one query.
+
+    The first token and the query itself are left out.
+
+    Args:
+        model: the model.
+        ids: token ids.
+        query: index of the query.
+
+    Returns:
+        The largest weights and the indices of their keys.
 
     Raises:
         ArgumentError: the query is out of range.
@@ -186,14 +219,14 @@ def strongest_keys(
 def strongest_keys_of_run(
     read: PreparedRun, query: int, place: str | None = None
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
-    """The weights and keys of `strongest_keys` for anything that can be read."""
+    """Return the weights and keys of `strongest_keys` for any prepared run."""
     sites = read.main_sites if place is None else (read.site(place=place),)
     best = _rows(read, sites, query).max(-1)
     return best.values.clamp(min=0), best.indices
 
 
 def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
-    """A reading of ids whose text does not matter."""
+    """Prepare a run of token ids, without a text."""
     from dataclasses import replace
 
     assert isinstance(model, Model), "text encoders and others are read by their texts"
@@ -207,8 +240,9 @@ def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
 def _rows(
     read: PreparedRun, sites: Sequence[AttentionSite], query: int, *, everything: bool = False
 ) -> Tensor:
-    """The query's weights [sites, H, S]; -1 on the first token and on itself where keys are its own
-    sequence, if not everything.
+    """Return the weights of the query, `[sites, H, S]`.
+
+    In self-attention the first token and the query itself get -1, unless `everything` is True.
     """
     found = record_sites(read, sites)
     rows: list[Tensor | None] = []
@@ -237,7 +271,7 @@ def _rows(
 
 
 def _end_of(word: str, text: str, name: str) -> int:
-    """The offset behind the last occurrence of a word."""
+    """Return the offset in the text at which the last occurrence of a word ends."""
     for where, what in ((text, word), (text.casefold(), word.casefold())):
         whole = list(re.finditer(rf"(?<!\w){re.escape(what)}(?!\w)", where)) if what else []
         if whole:
@@ -254,7 +288,7 @@ def _end_of(word: str, text: str, name: str) -> int:
 
 
 def _last_token(ends: Sequence[int], end: int) -> int:
-    """The first token by which the text is complete up to an offset."""
+    """Return the first token at which the text is complete up to an offset."""
     low, high = 0, len(ends) - 1
     while low < high:  # the length of the decoded text grows with the tokens
         middle = (low + high) // 2

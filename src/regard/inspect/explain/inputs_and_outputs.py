@@ -1,5 +1,5 @@
-"""What stands in front of the weights of a row and behind them: the steps that made q, k and v, the
-values mixed, what the heads write, and whole patterns.
+"""What precedes and follows the weights of a row: the steps that made q, k and v, the weighted
+values, the contribution of each head to the output, and whole patterns.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from regard.span import Positions, as_tensor
 
 MAX_CELLS = 32  # a side of a small pattern
 QUERIES_PER_CHUNK = 256
-"""Queries whose weights are computed together."""
+"""Number of queries whose weights are computed together."""
 MAX_PATTERN_PAIRS = 2**25
-"""Query-key pairs of a pattern, over all its heads, up to which it is drawn."""
+"""The largest number of query-key pairs, over all heads, for which a pattern is drawn."""
 
 
 def input_chain(
@@ -39,15 +39,16 @@ def input_chain(
     given: tuple[Array, Array, Array],
     columns: Tensor,
 ) -> tuple[InputChain, Checks]:
-    """The steps of q, k and v as the mechanism tells them, the last of each compared with what
-    attention was given.
+    """Return the steps of q, k and v as the mechanism describes them, and compare the last ones
+    with the recorded inputs.
 
     Args:
-        found: what the mechanism says of the inputs.
-        query: what it was asked.
-        head, group: the query head, and the key/value head that it reads.
-        given: q [D], k [n,D] and v [n,E] as they were recorded.
-        columns: which rows of the memory the call's keys are.
+        found: the mechanism's description of the inputs.
+        query: the question that the mechanism was asked.
+        head: query head.
+        group: the key/value head that it reads.
+        given: q `[D]`, k `[n, D]` and v `[n, E]` as they were recorded.
+        columns: row of the memory for each key of the call.
     """
     steps: dict[str, tuple[ComputationStep, ...]] = {}
     checks: Checks = {}
@@ -75,7 +76,9 @@ def input_chain(
 
 
 def _steps_of_head(links: Links, head: int, row: int | None = None) -> tuple[ComputationStep, ...]:
-    """One head of each step, and a row of it; a step that all heads share has one head."""
+    """Select one head, and optionally one row, from each step; a step shared by all heads has
+    one head.
+    """
 
     def part(x: Tensor) -> Array:
         own = x[head % len(x)]
@@ -85,7 +88,9 @@ def _steps_of_head(links: Links, head: int, row: int | None = None) -> tuple[Com
 
 
 def _rotary_angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[RotaryAngles, float]:
-    """The pairs' layout and angles, and how far the module's own rotation is from them."""
+    """Return the rotary pairs and angles, and the error of these angles against the module's own
+    rotation.
+    """
     rotary, k_positions = found.rotary, as_tensor(query.k_positions)[0]
     n = len(k_positions)
     if rotary is None:
@@ -110,8 +115,8 @@ def _rotary_angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[R
 
 
 def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
-    """What the module does to the pairs (1, 0) of query i: the angles by which they turn, and the
-    factor.
+    """Measure the rotation of query i by applying the module to the pairs (1, 0): the angles and
+    the factor.
     """
     n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
     unit = torch.zeros(1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device)
@@ -126,8 +131,8 @@ def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Arra
 def head_output(
     mechanism: Explainable, weights: Array, v: Array, found: CapturedRun, head: int, i: int
 ) -> tuple[HeadOutput, Checks]:
-    """The weighted values, their sum, the finished head, and what it writes through its slice of
-    the output projection.
+    """Compute the weighted values, their sum, the output of the head, and what the head adds
+    through the output projection.
     """
     contributions = np.where(weights[:, None] != 0, weights[:, None] * v, 0.0)
     joined = found.taps["z"][:, i]
@@ -146,8 +151,8 @@ def head_output(
 
 
 def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array]:
-    """What each head alone writes [H,M], through the output module, and what it writes for nothing
-    (its bias) [M].
+    """Return the contribution of each head alone to the output, `[H, M]`, and the output for
+    zero input (the bias), `[M]`.
     """
     # [H, H*E]: row h has head h, the rest 0
     alone = torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
@@ -157,8 +162,8 @@ def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array
 
 
 def hidden_states(found: CapturedRun, site: AttentionSite, i: int) -> tuple[HiddenStates, Checks]:
-    """The hidden state of the query on its way, and how far the residual path is from what came
-    behind it.
+    """Return the hidden states of the query token, and the error of the recomputed residual
+    path.
     """
     hidden, checks = found.hidden, Checks()
     none: Array = np.zeros(0)
@@ -177,11 +182,11 @@ def hidden_states(found: CapturedRun, site: AttentionSite, i: int) -> tuple[Hidd
 
 
 def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
-    """The pattern of the head, if it has at most `whole` queries and keys, and small ones of every
-    head.
+    """Return the pattern of the head, if it has at most `whole` queries and keys, and pooled
+    patterns of all heads.
 
-    Of a long text only the small one of the head is made, some rows at a time; of a very long one
-    none.
+    For a longer text only the pooled pattern of the explained head is computed, some rows at a
+    time; for a very long text, none.
     """
     step = call.step
     H, T, S = len(call.weights), step.T, len(call.keys)
@@ -203,8 +208,8 @@ def head_patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
 
 
 def pool_largest(blocks: Array, n: int) -> Array:
-    """Patterns [H,T,S] with NaN where masked -> [H,t,s]: each cell the largest of n x n; NaN where
-    all are masked.
+    """Pool patterns `[H, T, S]` to `[H, t, s]` by the maximum over n x n cells; NaN marks masked
+    cells.
 
     >>> pool_largest(np.eye(4)[None], 2).tolist()
     [[[1.0, 0.0], [0.0, 1.0]]]

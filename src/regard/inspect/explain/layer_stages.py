@@ -1,8 +1,7 @@
-"""One layer of attention stage by stage: the tensor that each stage makes, and the time that it
-takes.
+"""One attention layer stage by stage: the tensor that each stage computes, and its time.
 
-`run_stages` runs a layer on its input; `run_layers` runs mechanisms of the catalogue on random tokens,
-which is what `regard run_layer` prints.
+`run_stages` runs a layer on its input. `run_layers` runs mechanisms of the catalogue on random
+tokens, for `regard layer`.
 """
 
 from __future__ import annotations
@@ -30,24 +29,23 @@ from regard.process import seeded
 from regard.span import Span
 
 TIMING_ROUNDS = 5
-"""Each stage is timed so often, and the fastest counts."""
+"""Number of times that each stage is run; the shortest time is reported."""
 
 
 MAX_SCORES = 2**22
-"""Scores, over all heads, up to which the stages of their size are made."""
+"""The largest number of scores, over all heads, for which the stages of size H T^2 are computed."""
 DROPOUT = 0.1
-"""Of the residual path, as in the notes' run; in evaluation mode, which is what is shown, it does
-nothing.
-"""
+"""Dropout of the residual path in the reference run; it has no effect here, in evaluation mode."""
 
 
 class Stage(NamedTuple):
-    """What one stage made.
+    """The result of one stage of a layer.
 
-    name: q, k, v, scores, masked, weights, z or out.
-    equation: how it follows from the stages before it.
-    values: the tensor.
-    seconds: the fastest of some runs of this stage alone.
+    Args:
+        name: q, k, v, scores, masked, weights, z or out.
+        equation: how it follows from the stages before it.
+        values: the tensor.
+        seconds: the shortest time of several runs of this stage alone.
 
     >>> Stage("q", "W_q x", torch.zeros(1, 2, 3, 4), 1e-3).told()
     Tensors(name='q', equation='W_q x', shape=(1, 2, 3, 4), mean=0.0, std=0.0, seconds=0.001)
@@ -59,8 +57,8 @@ class Stage(NamedTuple):
     seconds: float
 
     def told(self) -> TensorSummary:
-        """The stage in numbers: mean and deviation of what is finite, since masked scores are minus
-        infinity.
+        """Return the shape of the tensor, and the mean and standard deviation of its finite
+        entries.
         """
         return summarize_tensor(self.name, self.equation, self.values, self.seconds)
 
@@ -68,7 +66,7 @@ class Stage(NamedTuple):
 def summarize_tensor(
     name: str, equation: str, values: Tensor, seconds: float | None
 ) -> TensorSummary:
-    """A tensor in numbers: its shape, and the mean and the deviation of its finite entries.
+    """Return the shape of a tensor, and the mean and standard deviation of its finite entries.
 
     >>> summarize_tensor("masked", "", torch.tensor([1.0, 3.0, -torch.inf]), None)[2:]
     ((3,), 2.0, 1.0, None)
@@ -84,22 +82,21 @@ def summarize_tensor(
 def run_stages(
     attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = True
 ) -> tuple[Stage, ...]:
-    """Run one layer of self-attention in evaluation mode, a stage at a time, and keep what each of
-    them makes.
+    """Run one layer of self-attention in evaluation mode, one stage at a time.
 
     q, k, v -> scores = scale q k^T (softcap, bias) -> masked -> weights = softmax(masked) -> z ->
     out = W_O [z_1 .. z_H]
 
-    The middle is computed from the definition so that it can be shown; z comes from the kernel that
-    the layer uses anyway, which makes no scores or weights of its own.
+    Scores and weights are computed from the definition, so that they can be shown; z comes from the
+    kernel of the layer, which stores neither.
 
     Args:
-        attention: an assembled softmax attention.
+        attention: a softmax attention module.
         x: its input, at positions from 0.
-        scores: whether the stages of size H T^2 are made: scores, masked and weights.
+        scores: whether to compute the stages of size H T^2: scores, masked and weights.
 
     Raises:
-        ArgumentTypeError: the module is no softmax attention over its own input.
+        ArgumentTypeError: the module is not a softmax self-attention.
 
     >>> from regard.nn.variants import mha
     >>> [stage.name for stage in run_stages(mha(8, 2), torch.zeros(1, 3, 8))]
@@ -169,7 +166,7 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
 
 
 def time_stage(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    """What a stage makes, and the seconds of the fastest of some runs.
+    """Run a stage several times, and return its result and the shortest time in seconds.
 
     >>> time_stage(lambda: torch.ones(2))[0]
     tensor([1., 1.])
@@ -190,18 +187,19 @@ def summarize_layer(
     own: bool,
     most_pairs: int = MAX_SCORES,
 ) -> tuple[TensorSummary, ...]:
-    """The tensors of a layer that ran, in numbers: of a softmax attention over its own input all
-    stages, with their times.
+    """Summarize the tensors of a layer that ran: for softmax self-attention all stages, with their
+    times.
 
-    Of other mechanisms those that were listened to, without times; of long texts no stage of size H
-    T^2.
+    For other mechanisms these are the captured taps, without times; for long texts the stages of
+    size H T^2 are left out.
 
     Args:
         attention: the module.
-        hidden: `Capture.hidden`: `x` is what it was given.
-        taps: `Capture.taps`.
-        own: whether its keys come from its own input.
-        most_pairs: the scores, over all heads, up to which the stages of their size are made.
+        hidden: `CapturedRun.hidden`; `x` is the input of the module.
+        taps: `CapturedRun.taps`.
+        own: whether the module is a self-attention.
+        most_pairs: the largest number of scores, over all heads, for which their stages are
+            computed.
 
     >>> [one.name for one in summarize_layer(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
     ['q']
@@ -216,12 +214,12 @@ def summarize_layer(
 
 @dataclass(frozen=True)
 class LayerStages:
-    """One layer of a mechanism and what it computed.
+    """One layer of a mechanism, and what it computed.
 
-    Attributes:
-        name: the mechanism's, of the catalogue.
-        x: the input [B, T, M].
-        mask: the mask, or None: every key.
+    Args:
+        name: name of the mechanism in the catalogue.
+        x: the input, `[B, T, M]`.
+        mask: the mask, or None for no mask.
         stages: q, k, v, scores, masked, weights, z, out, and block, which is LayerNorm(x + out).
     """
 
@@ -231,23 +229,25 @@ class LayerStages:
     stages: tuple[Stage, ...]
 
     def stage(self, name: str) -> Stage:
-        """The stage of a name.
+        """Return the stage of a given name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such stage.
         """
         return {stage.name: stage for stage in self.stages}[name]
 
     @property
     def blocked(self) -> NDArray[np.int64]:
-        """The mask as the notes print it, [T, T]: 1 where a query may not see a key."""
+        """Return the mask as `[T, T]` integers: 1 where a query may not see a key."""
         T = self.x.shape[1]
         if self.mask is None:
             return np.zeros((T, T), np.int64)
         return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).long().numpy()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: every tensor with its numbers, minus infinity as None."""
+        """Return plain values for JSON: every tensor with its statistics, minus infinity as
+        None.
+        """
         return {
             "name": self.name,
             "mask": str(self.mask),
@@ -261,7 +261,7 @@ class LayerStages:
 
 
 def default_options(name: str, dim: int, heads: int) -> dict[str, Any]:
-    """The options of a mechanism at a size: those that `regard compare` gives it, or else those of
+    """Return the options of a mechanism for a size: those that `regard compare` uses, or those of
     its small example.
 
     >>> default_options("mla", 512, 8)
@@ -288,16 +288,18 @@ def run_layers(
     """Run one layer of each mechanism on the same random tokens, in evaluation mode.
 
     Args:
-        names: of the catalogue: softmax attention over its own input.
-        dim, heads, batch, tokens: M, H, B and T.
-        mask: what every mechanism sees by; None is every key.
-        seed: of the tokens and of the weights; the weights of each mechanism are drawn anew from
-            it.
-        options: of the mechanisms; None is `default_options` each.
+        names: names of softmax self-attentions in the catalogue.
+        dim: model dimension M.
+        heads: number of heads H.
+        batch: number of sequences B.
+        tokens: number of tokens T.
+        mask: mask of every mechanism; None means no mask.
+        seed: random seed of the tokens, and of the weights of each mechanism.
+        options: options of the mechanisms; None uses `default_options` of each.
 
     Raises:
-        ArgumentError: a name is not in the catalogue, or is no softmax attention over its own
-            input, or a size does not fit.
+        ArgumentError: a name is not in the catalogue or not a softmax self-attention, or a size
+            does not fit.
 
     >>> from regard.masks import Causal
     >>> (one,) = run_layers(["mha"], mask=Causal())
@@ -316,7 +318,7 @@ def run_layer(
     seed: int,
     options: Mapping[str, Any] | None = None,
 ) -> LayerStages:
-    """Run one layer of a mechanism on tokens x [B, T, M]: as `run_layers`, which says what it raises.
+    """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises.
 
     >>> run_layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
     torch.Size([1, 2, 3, 2])
@@ -337,8 +339,8 @@ def run_layer(
 
 
 def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
-    """The stages of a layer, and behind them what a block of the first Transformers makes of its
-    output.
+    """Run the stages of a layer, then a post-norm residual block on its output, as in the first
+    Transformer.
 
     >>> from regard.nn.variants import mha
     >>> run_block_stages(mha(8, 2), torch.zeros(1, 3, 8))[-1].name

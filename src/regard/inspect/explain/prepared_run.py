@@ -1,5 +1,6 @@
-"""What is explained: a network on its tokens, the attentions that it consists of, and how each kind
-of model is run.
+"""A network prepared to be run and explained: its tokens, its attentions, and how it is run.
+
+`prepare_run` builds a `PreparedRun` for each kind of model.
 """
 
 from __future__ import annotations
@@ -20,8 +21,21 @@ from regard.models.text_encoder import TextEncoder
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
-    """The index, counted from the front; ArgumentError with the allowed range if there is none
-    such.
+    """Return an index counted from the start.
+
+    Args:
+        name: name of the argument, for errors.
+        index: the index; negative counts from the end.
+        length: number of items.
+        one: what one item is called, for errors.
+        many: what several items are called.
+
+    Returns:
+        The index, from 0 to length - 1.
+
+    Raises:
+        ArgumentError: the index is out of range; the error states the range.
+        ArgumentTypeError: `index` is not an int.
     """
     if isinstance(index, bool) or not isinstance(index, int):
         raise ArgumentTypeError(f"{name} is {type(index).__name__}; it must be an integer")
@@ -35,8 +49,13 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
 
 
 class TokenSequence(NamedTuple):
-    """One sequence. text: as a person wrote it, or as its tokens decode; ends: for each token,
-    where it ends in the text.
+    """The tokens of one sequence.
+
+    Args:
+        ids: token ids.
+        pieces: text of each token.
+        text: the text as the user wrote it, or as the tokens decode.
+        ends: offset in the text at which each token ends.
     """
 
     ids: tuple[int, ...]
@@ -46,11 +65,15 @@ class TokenSequence(NamedTuple):
 
 
 class AttentionSite(NamedTuple):
-    """One attention of a network.
+    """One attention module of a network.
 
-    place: where its taps stand. rows, columns: the names of the sequences of its queries and of its
-        keys.
-    around: its residual path, or None.
+    Args:
+        place: the dotted name at which its taps are passed.
+        layer: index of its layer.
+        attention: the module.
+        residual_path: the module that adds it to the residual stream, or None.
+        query_sequence: name of the sequence of its queries.
+        key_sequence: name of the sequence of its keys.
     """
 
     place: str
@@ -63,13 +86,16 @@ class AttentionSite(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PretokenizedInput:
-    """Words as tokens, for a network without a tokenizer, such as `regard train --task` makes: a
-    row, or a source and a target.
+    """Words as tokens, for a network without a tokenizer, such as those of `regard train --task`.
 
-    network: a `Decoder` of a row; or an `EncoderDecoder` or a `RecurrentEncoderDecoder`.
-    source: ids and words; target: the same of what is said, beginning with the token that starts
-        every target; None of a row.
-    names: ids -> words, for predictions.
+    Args:
+        network: a `Decoder` for one sequence; an `EncoderDecoder` or a `RecurrentEncoderDecoder`
+            for a source and a target.
+        source: ids and words of the sequence, or of the source.
+        target: ids and words of the target, which begins with the start token; None for one
+            sequence.
+        name: what the network is called on pages.
+        names: maps ids to words, for predictions.
 
     >>> from regard.inspect.explain.prepare_run import prepare_run
     >>> from regard.models.rnn import recurrent
@@ -90,17 +116,20 @@ class PretokenizedInput:
 class PreparedRun:
     """A network, its tokens, and how to run it.
 
-    Attributes:
-        name, text: what was asked for.
-        network: the whole.
-        sides: its sequences by name: "text", or "source" and "target".
-        sites: its attentions, in the order of the run.
-        run: runs it once; gives states or logits, for a comparison of two runs.
+    Args:
+        name: name of the model.
+        text: the text that was given.
+        network: the whole network.
+        sequences: its token sequences by name: "text", or "source" and "target".
+        sites: its attention modules, in the order of the run.
+        run: runs it once; returns states or logits, so that two runs can be compared.
         embed: the module whose output is the embedded tokens, or None.
-        last: the module behind whose output `predict` makes logits of a row [M], of the side
-            `predicts`.
-        names: ids -> what each is called.
-        trained: the most tokens that it was trained on, or None. notes: what a reader should know.
+        last: the module to whose output `predict` is applied.
+        predict: maps rows of that output to logits, or None.
+        predicted_sequence: name of the sequence whose next token is predicted.
+        names: maps ids to texts.
+        max_trained_tokens: the longest sequence of its training, or None if unknown.
+        notes: remarks for the reader.
     """
 
     name: str
@@ -118,11 +147,12 @@ class PreparedRun:
     notes: tuple[str, ...] = ()
 
     def site(self, layer: int | None = None, place: str | None = None) -> AttentionSite:
-        """An attention by its place, or by its layer: of an encoder-decoder the one that reads the
-        source.
+        """Return an attention module by its place, or by its layer.
+
+        In an encoder-decoder the layer means the cross-attention.
 
         Raises:
-            ArgumentError: there is none such.
+            ArgumentError: there is no such attention.
         """
         if place is not None:
             for site in self.sites:
@@ -140,13 +170,16 @@ class PreparedRun:
 
     @property
     def main_sites(self) -> tuple[AttentionSite, ...]:
-        """The attentions that `layer` counts: those to the source, if there are any, else all."""
+        """Return the attentions that `layer` counts: the cross-attentions if there are any, else
+        all.
+        """
         return tuple(s for s in self.sites if s.query_sequence != s.key_sequence) or self.sites
 
 
 class TokenEnds(Sequence[int]):
-    """Where each token ends in the decoded text; decoded when asked for, since each costs a
-    decoding of all before it.
+    """The offset at which each token ends in the decoded text, computed on demand.
+
+    Each offset costs one decoding of all tokens up to it.
     """
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
@@ -160,7 +193,7 @@ class TokenEnds(Sequence[int]):
 
 
 def pretokenized(ids: Sequence[int], words: Sequence[str]) -> TokenSequence:
-    """Words as tokens; the text has a space between them."""
+    """Build a token sequence from ids and words; its text has a space between words."""
     ends, at = [], -1
     for word in words:
         at += len(word) + 1
@@ -169,22 +202,23 @@ def pretokenized(ids: Sequence[int], words: Sequence[str]) -> TokenSequence:
 
 
 ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
-"""What can be read."""
+"""What `prepare_run` and `explain` accept as a model."""
 
 
 def prepare_run(
     model: ModelInput, text: str | None = None, target: str | None = None
 ) -> PreparedRun:
-    """What to run for a model and a text.
+    """Prepare a model and a text to be run and explained.
 
     Args:
-        model: a decoder, a text encoder, an encoder-decoder (of which `target` is read too: its own
-            answer if None), or `PretokenizedInput`, which are their own text.
-        text, target: as a person writes them.
+        model: a decoder; a text encoder; an encoder-decoder, which also reads `target`; or a
+            `PretokenizedInput`, which contains its text.
+        text: the text.
+        target: the output text of an encoder-decoder; None is its own answer.
 
     Raises:
-        ArgumentError: a text has no tokens, or belongs to no such model.
-        ArgumentTypeError: the text is no str.
+        ArgumentError: a text has no tokens, or the model takes no target.
+        ArgumentTypeError: the text is not a str.
 
     >>> import regard
     >>> len(prepare_run(regard.load("tiny"), "to be").sites)
@@ -343,7 +377,7 @@ def _ids(network: nn.Module, ids: Sequence[int]) -> Tensor:
 def _self_attentions(
     layers: Iterable[nn.Module], before: str, side: str
 ) -> Iterator[AttentionSite]:
-    """Self-attentions of a stack of blocks."""
+    """Generate the self-attentions of a stack of blocks."""
     for i, block in enumerate(layers):
         attention = getattr(block, "attention", None)
         if attention is not None:
@@ -352,7 +386,7 @@ def _self_attentions(
 
 
 def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
-    """Attentions of an encoder-decoder."""
+    """Generate the attentions of an encoder-decoder, in the order of the run."""
     yield from _self_attentions(network.encoder.layers, "encoder.", "source")
     for i, module in enumerate(network.layers):
         block: Any = module
@@ -368,7 +402,9 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
 def token_sequence(
     model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None
 ) -> TokenSequence:
-    """Ids [1,T] with their pieces, and where each ends in the text that they decode to."""
+    """Build a token sequence from ids `[1, T]`; without a text, from the text that they decode
+    to.
+    """
     row, tokenizer = tuple(ids[0].tolist()), model.tokenizer
     whole = tokenizer.decode(row) if text is None else text
     return TokenSequence(row, tuple(tokenizer.pieces(row)), whole, TokenEnds(row, tokenizer.decode))

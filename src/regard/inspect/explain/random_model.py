@@ -1,4 +1,4 @@
-"""Any mechanism of the catalogue in a small network with random weights, to be looked at."""
+"""Any attention mechanism of the catalogue, in a small network with random weights."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from regard.nn.variants.registry import Variant, checked, find, names
 from regard.process import seeded
 
 DIM, HEADS, LAYERS = 32, 4, 2
-"""Sizes of the network: those of the catalogue's examples."""
+"""Sizes of the network, equal to those of the catalogue's examples."""
 
 WEIGHT_STD = 1.5
-"""Times 1/sqrt(inputs): the deviation of the mechanism's weights, so that its patterns are not
-uniform.
+"""Standard deviation of the mechanism's weights, times 1/sqrt(inputs): large enough that
+patterns are not uniform.
 """
 
 
@@ -43,18 +43,20 @@ def random_model(
     seed: int = 0,
     target: str | None = None,
 ) -> PreparedRun:
-    """A reading of a text by a network of this mechanism: a decoder where it can be one, else an
-    encoder or a pair.
+    """Prepare a small network with random weights that uses one mechanism of the catalogue.
 
-    The tokens are those of "tiny". The weights are random, drawn from the seed; the global random
-    state stays as it is.
+    The network is a decoder if the mechanism can be causal, else an encoder or an encoder-decoder.
+    Its tokens are those of the model "tiny". The global random state is unchanged.
 
     Args:
-        name: of a mechanism in the catalogue.
-        text: at least one token. target: of mechanisms that read a second sequence: what is said;
-            None is the text again.
-        options: its constructor's; those of its small example where they are not given.
-        seed: of the weights.
+        name: name of the mechanism in the catalogue.
+        text: the text; at least one token.
+        options: options of the mechanism's constructor; by default those of its small example.
+        seed: random seed of the weights.
+        target: output text, for mechanisms with a second sequence; None is the text itself.
+
+    Returns:
+        A prepared run, which `explain` accepts.
 
     Raises:
         ArgumentError: no mechanism has this name, or an option does not fit.
@@ -111,7 +113,7 @@ def _build(entry: Variant, options: dict[str, Any], text: str, target: str | Non
 
 @cache
 def _tokenizer() -> Tokenizer:
-    """That of the model which comes with the package."""
+    """Load the tokenizer of the model "tiny", which is part of the package."""
     file = resources.files("regard") / "assets" / "tiny" / "tokenizer.json"
     return Tokenizer.load(Path(str(file)))
 
@@ -119,7 +121,7 @@ def _tokenizer() -> Tokenizer:
 def _recurrent_pair(
     entry: Variant, options: dict[str, Any], source: list[int], target: list[int], tokenizer: Any
 ) -> PretokenizedInput:
-    """An encoder and a decoder of one layer, with this attention between them."""
+    """Build a recurrent encoder and decoder of one layer, with this attention between them."""
     network = recurrent(tokenizer.vocab_size, DIM, DIM, attention=entry.name)
     states = 2 * DIM if entry.name == "bahdanau" else DIM
     decoder: Any = network.decoder
@@ -134,7 +136,7 @@ def _recurrent_pair(
 
 
 def _copy_task(model: Seq2Seq, text: str) -> PretokenizedInput:
-    """The text as source and as target: what random weights would say by themselves is noise."""
+    """Use the text as source and as target, since the answer of random weights would be noise."""
     source = model.encode(text)[0][0].tolist()
     said = [model.start, *model.tokenizer.encode(text)]
     pieces = model.tokenizer.pieces
@@ -144,7 +146,7 @@ def _copy_task(model: Seq2Seq, text: str) -> PretokenizedInput:
 
 
 def _sharpen(made: Any) -> None:
-    """Larger weights in the maps of the mechanisms."""
+    """Draw larger weights for the linear maps of the attention modules."""
     network = getattr(made, "decoder", None) or made.network
     for module in network.modules():
         inner = getattr(module, "cross", None) or getattr(module, "attention", None)
