@@ -74,7 +74,7 @@ def test_html_is_written_where_it_was_asked_for_and_nowhere_else(
     assert text.startswith("<!doctype html>")
     assert run(["explain", TEXT, "--html", "b.html", "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["schema"] == 2
+    assert json.loads(captured.out)["schema"] == 3
     assert captured.err.startswith("b.html: ")
 
 

@@ -267,7 +267,7 @@ def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyP
     """
     # the package has a function of this name
     explained = sys.modules["regard.inspect.explain.explain"]
-    honest = explained.capture
+    honest = explained.capture_site
 
     def then_changed(read: Any, site: Any) -> Any:
         found = honest(read, site)
@@ -276,7 +276,7 @@ def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyP
         site.attention.output.weight.mul_(1.01)
         return found
 
-    monkeypatch.setattr(explained, "capture", then_changed)
+    monkeypatch.setattr(explained, "capture_site", then_changed)
     found = explain(model(), TEXT, layer=1, head=2, query=5)
     assert min(found.checks[name] for name in ("q", "k", "v", "out")) > 1e-4
     assert found.checks["output of the kernel"] < 1e-5

@@ -277,7 +277,7 @@ def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) ->
         moved.append(used)
         return grown(x, used, size)
 
-    monkeypatch.setattr(recorder_module, "_grown", counted)
+    monkeypatch.setattr(recorder_module, "_grow", counted)
     q, cache = torch.randn(1, 4, 48, 8), Growing()
     with Recorder() as recorder:
         for start, stop in [(0, 8), *((i, i + 1) for i in range(8, 48))]:

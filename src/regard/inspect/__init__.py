@@ -1,4 +1,4 @@
-"""Looking inside a model: explain one query token, choose a head, score what heads do."""
+"""Look inside a model: record attention, explain one query token, choose a head, measure heads."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""The block diagram of attention: one head, with its steps, beside several heads that are joined
-and projected.
+"""A block diagram of attention as SVG: one head with its steps, and several heads that are
+joined and projected.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ HEAD = (
     ("softmax", "s"),
     ("weights times v", "z"),
 )
-"""The steps of one head from below to above, with the role that colours each."""
+"""The steps of one head from bottom to top, with the role that colours each."""
 
 WIDE, HIGH, STEP, BOX = 720, 500, 62, 168
 
 
 def svg(heads: int = 3) -> str:
-    """One head on the left; on the right as many heads as asked, their inputs, join and output.
+    """Draw one head on the left, and several heads with their inputs, join and output on the right.
 
     >>> svg().count("softmax"), svg(4).count("weights times v")
     (4, 5)
@@ -60,7 +60,7 @@ def svg(heads: int = 3) -> str:
 def _column(
     left: float, bottom: float, steps: Sequence[tuple[str, str]], width: float
 ) -> Iterator[str]:
-    """Steps one above the other: scores stand over q and k, and v passes them by on the right."""
+    """Generate the steps of a head, one above the other; v bypasses the scores on the right."""
     narrow = 2 * width / 3
     for i, (name, role) in enumerate(steps):
         y = bottom - (i + 1) * STEP + 26
@@ -71,7 +71,7 @@ def _column(
 
 
 def _inputs(left: float, y: float, width: float) -> Iterator[str]:
-    """The three maps of x below a head."""
+    """Generate the three projections of x below a head."""
     third = width / 3
     for i, name in enumerate("qkv"):
         yield from _box(left + i * third + 2, y, third - 4, name, name)

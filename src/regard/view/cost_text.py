@@ -1,4 +1,4 @@
-"""The text of `regard cost`: parameters by part, what a context costs, and bounds on a machine."""
+"""The text of `regard cost`: parameters by part, costs of a context, and bounds on a machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES = tuple(name for name in FIGURES if "bytes" in name)
 
 
 def page(report: CostReport, machine: Machine | None) -> str:
-    """All of one model."""
+    """Return the full text for one model."""
     blocks = [_head(report), _parts(report), _costs(report)]
     if machine is not None:
         blocks.append(_bounds(report, machine))
@@ -125,7 +125,7 @@ def _bounds(report: CostReport, machine: Machine) -> str:
 
 
 def _fit(report: CostReport, machine: Machine) -> str:
-    """What weights and caches need, and whether that fits."""
+    """Describe how much memory weights and caches need, and whether it fits."""
     room = fit(report, machine)
     if room.fits is None:
         return f"{units.size(room.needed)}; its memory is not known"
@@ -139,7 +139,7 @@ def _fit(report: CostReport, machine: Machine) -> str:
 
 
 def comparison(first: CostReport, second: CostReport, machine: Machine | None) -> str:
-    """Figures of two models with their units, and the first's divided by the second's."""
+    """Return the figures of two models with their units, and their ratio."""
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
@@ -180,19 +180,19 @@ def comparison(first: CostReport, second: CostReport, machine: Machine | None) -
 
 
 def _figure_format(name: str) -> Callable[[int], str]:
-    """How a figure is written: in bytes, in FLOPs, or as a number."""
+    """Return the function that formats a figure: bytes, FLOPs, or a plain number."""
     if name in BYTES:
         return units.size
     return partial(units.count, unit="FLOP") if "flops" in name else "{:,}".format
 
 
 def _ratio(a: float, b: float) -> str:
-    """A ratio."""
+    """Format a ratio, or "-" for a zero denominator."""
     return f"{a / b:.4g}x" if b else "-"
 
 
 def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each context."""
+    """Return a table with one row per context."""
     timed = "decode_seconds" in rows[0]
     lines = [
         (
@@ -229,7 +229,7 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def listing(*, json: bool) -> str:
-    """Known models with their parameters, and machines with their sources."""
+    """Return the known models with their parameters, and the machines with their sources."""
     sizes = {name: model_of(name).parameters for name in KNOWN}
     if json:
         models = {

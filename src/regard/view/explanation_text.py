@@ -28,7 +28,7 @@ from regard.view.terminal import (
 
 
 def mixture(data: Data) -> Lines:
-    """The patterns that make the head, and their factors."""
+    """Generate the patterns that are combined in the head, and their factors."""
     found = data["mixture"]
     yield from wrapped(found["text"])
     yield Text(f"{INDENT}{'pattern':<16}{'factor':>10}{'its row sums to':>18}", "dim")
@@ -44,7 +44,9 @@ def mixture(data: Data) -> Lines:
 
 
 def state(data: Data) -> Lines:
-    """The row where there is no softmax, and the state that the query reads, if there is one."""
+    """Generate the row of a mechanism without a softmax, and the state that the query reads, if
+    there is one.
+    """
     s, row = (
         data["state"],
         [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
@@ -70,7 +72,7 @@ def state(data: Data) -> Lines:
 
 
 def tensors(data: Data) -> Lines:
-    """Each stage of the whole layer, all heads: its shape, mean and deviation, and the time of that
+    """Generate each stage of the whole layer: shape, mean, standard deviation, and time of that
     stage alone.
     """
     yield Text(f"{INDENT}{'stage':<8}  {'shape':<18}{'mean':>10}{'std':>10}{'ms':>10}", "dim")
@@ -89,7 +91,7 @@ def tensors(data: Data) -> Lines:
 
 
 def cost(data: Data) -> Lines:
-    """FLOPs and bytes of the row, and what caches keep of the layer."""
+    """Generate FLOPs and bytes of the row, and the sizes of caches for the layer."""
     c = data["cost"]
     yield from wrapped(
         f"this row: {c['keys']} keys, {c['flops']:,} FLOPs of scores and mix, {c['bytes']:,} "
@@ -116,7 +118,7 @@ def cost(data: Data) -> Lines:
 
 
 def counterfactuals(data: Data) -> Lines:
-    """What each other mechanism makes of the same row."""
+    """Generate the same row under each other mechanism."""
     j = data["key"]
     key = f"p of {j}"
     yield Text(
@@ -156,13 +158,13 @@ TOP = 8  # keys that are named; the others are counted
 
 
 def ordered(data: Data) -> Sequence[int]:
-    """Visible keys, the largest weight first; the query itself where it sees nothing."""
+    """Return the visible keys, the largest weight first; the explained key if none is visible."""
     seen = [j for j, reason in enumerate(data["masked"]) if not reason]
     return sorted(seen, key=lambda j: -abs(data["weights"][j])) or [data["key"]]
 
 
 def piece_of(data: Data, j: int) -> str:
-    """Token j, cut to fit a line."""
+    """Return the text of token j, cut to fit a line."""
     return terminal.cell(data["pieces"][j], 16).rstrip()
 
 
@@ -170,8 +172,8 @@ BLOCKS = 10  # rows of the online softmax
 
 
 def scores(data: Data) -> Lines:
-    """How the score of the key comes about; a row per key, the largest weights first; the others
-    counted.
+    """Generate the score of the explained key step by step, then a row per key for the largest
+    weights.
     """
     order = ordered(data)
     yield equation(data["equations"]["additive" if data["kind"] == "additive" else "dot"])
@@ -205,11 +207,12 @@ def scores(data: Data) -> Lines:
 
 
 def _largest(data: Data) -> float:
+    """Return the largest absolute weight of the row."""
     return max((abs(p) for p in data["weights"]), default=0.0)
 
 
 def _chain(data: Data) -> Text:
-    """The score of the key, link by link."""
+    """Return the score of the explained key, step by step, in one line."""
     links = [f"{link['name']} {number(link['value'])}" for link in data["chain"]]
     why = data["masked"][data["key"]]
     line = f"{INDENT}key {data['key']}: " + " → ".join(links) + (f" ({why})" if why else "")
@@ -217,8 +220,8 @@ def _chain(data: Data) -> Text:
 
 
 def _products(data: Data) -> Lines:
-    """The products of the key by dim: a bar each, the running sum behind them, and the largest by
-    name.
+    """Generate the products of the explained key by dim: bars, their running sum, and the
+    largest ones.
     """
     products, j = data["products"], data["key"]
     running, total = [], 0.0
@@ -236,12 +239,12 @@ def _products(data: Data) -> Lines:
 
 
 def _dim(d: int, pairs: Sequence[int]) -> str:
-    """A dim by its number, and the rotary pair that it belongs to."""
+    """Return the name of a dim, with the rotary pair that it belongs to."""
     return f"d {d}, pair {pairs[d]}" if d < len(pairs) and pairs[d] >= 0 else f"d {d}"
 
 
 def _masked(data: Data) -> Lines:
-    """How many keys are masked, and why."""
+    """Generate how many keys are masked, for each reason."""
     reasons = [reason for reason in data["masked"] if reason]
     for reason in dict.fromkeys(reasons):
         count, first = reasons.count(reason), data["masked"].index(reason)
@@ -250,7 +253,9 @@ def _masked(data: Data) -> Lines:
 
 
 def softmax(data: Data) -> Lines:
-    """The parts of the softmax, one weight computed both ways, and the same block by block."""
+    """Generate the parts of the softmax, one weight computed in both ways, and the same block by
+    block.
+    """
     total = number(data["total"])
     shared = sum(data["weights"])
     yield Text(
@@ -278,7 +283,7 @@ def softmax(data: Data) -> Lines:
 
 
 def _online(data: Data) -> Lines:
-    """The row as a fused kernel goes through it."""
+    """Generate the row as a fused kernel computes it, block by block."""
     blocks = data["online"]
     if len(blocks) < 2:
         return
@@ -297,13 +302,13 @@ def _online(data: Data) -> Lines:
         yield Text(f"{INDENT}end: lse = m + ln l = {number(data['lse'])},  z = o / l", "dim")
 
 
-MOST_LISTED = 128  # tokens
-MOST_HEADS = 16  # bars of shares
+MAX_LISTED = 128  # tokens
+MAX_HEADS = 16  # bars of shares
 
 
 def tokens(data: Data) -> Lines:
-    """Every key with its index, and before it its weight; the query and the key in their colours;
-    of many those near them.
+    """Generate the keys with their indices and weights; of a long text, only those near the
+    query and the key.
     """
     line, before = Text(INDENT), -1
     own = data["query"] if data["row_pieces"] == data["pieces"] else -1
@@ -347,11 +352,11 @@ def tokens(data: Data) -> Lines:
 
 
 def _shown(data: Data, query: int) -> Sequence[int]:
-    """The keys that are listed: all of a short text, else the first, those near query and key, and
-    the heaviest.
+    """Return the keys that are listed: all of a short text, else the first ones, those near the
+    query and the key, and those with the largest weights.
     """
     n = len(data["pieces"])
-    if n <= MOST_LISTED:
+    if n <= MAX_LISTED:
         return range(n)
     near = [range(at - 5, at + 6) for at in (data["key"], query if query >= 0 else data["key"])]
     chosen = {j for group in near for j in group if 0 <= j < n} | set(range(4))
@@ -359,7 +364,7 @@ def _shown(data: Data, query: int) -> Sequence[int]:
 
 
 def hidden(data: Data) -> Lines:
-    """The hidden state of the query, embedded, entering the layer, and normed."""
+    """Generate the hidden state of the query: embedded, entering the layer, and normed."""
     for name, title in (
         ("embedding", "embedding of the token"),
         ("entering", f"h: entering layer {data['layer']}"),
@@ -370,7 +375,7 @@ def hidden(data: Data) -> Lines:
 
 
 def projected(data: Data) -> Lines:
-    """q of the query, and k and v of the key."""
+    """Generate q of the query, and k and v of the key, after each step."""
     j = data["key"]
     named = f"{j} {piece_of(data, j)}"
     for step in data["q"]:
@@ -394,7 +399,7 @@ def projected(data: Data) -> Lines:
 
 
 def mix(data: Data) -> Lines:
-    """The keys that give most: by the size of p v, not by p alone."""
+    """Generate the keys that contribute most to the output, by the norm of p v."""
     rows = data["contributions"]
     sizes = [norm(row) for row in rows]
     order = [j for j in sorted(range(len(sizes)), key=lambda j: -sizes[j]) if sizes[j] > 0]
@@ -420,14 +425,14 @@ def mix(data: Data) -> Lines:
 
 
 def output(data: Data) -> Lines:
-    """What each head writes into out, and the sums."""
+    """Generate the contribution of each head to the output, and the sums."""
     largest, count, E = max(map(abs, data["shares"])) or 1.0, len(data["shares"]), len(data["z"])
     yield Text(
         f"{INDENT}joined: {count} heads x {E} = {count * E} numbers; what each writes into out:"
     )
     slot = data["head"] % count
     for h, share in enumerate(data["shares"]):
-        if count > MOST_HEADS and h not in _large(data["shares"], slot):
+        if count > MAX_HEADS and h not in _large(data["shares"], slot):
             continue
         here = h == slot
         bar = terminal.bar(abs(share) / largest, 44).rstrip()
@@ -442,20 +447,22 @@ def output(data: Data) -> Lines:
 
 
 def _large(shares: Sequence[float], slot: int) -> set[int]:
-    """The heads that are shown of many: the largest shares, and the one that is explained."""
+    """Return the heads that are listed if there are many: the largest shares, and the explained
+    head.
+    """
     order = sorted(range(len(shares)), key=lambda h: -abs(shares[h]))
-    return {slot, *order[: MOST_HEADS - 1]}
+    return {slot, *order[: MAX_HEADS - 1]}
 
 
 def pattern(data: Data) -> Lines:
-    """The pattern of the head, and of every other head of the layer, small."""
+    """Generate the pattern of the head, and small patterns of all heads of the layer."""
     yield from large_pattern(data)
     yield legend("weight:")
     yield from small_patterns(data)
 
 
 def predictions(data: Data) -> Lines:
-    """The likeliest next tokens."""
+    """Generate the most likely next tokens."""
     for guess in data["predictions"]:
         p = guess["probability"]
         yield Text.assemble(
@@ -465,7 +472,7 @@ def predictions(data: Data) -> Lines:
 
 
 def show(data: Data, console: Console) -> None:
-    """Print the page on a rich console; its colours are as many as the console's.
+    """Print the page on a rich console.
 
     >>> from io import StringIO
     >>> show({}, Console(file=StringIO()))
@@ -477,7 +484,7 @@ def show(data: Data, console: Console) -> None:
 
 
 def page(data: Data) -> list[Text]:
-    """The lines of the page; none is wider than 80 cells."""
+    """Return the lines of the page; none is wider than 80 cells."""
     lines = list(_title(data))
     for i, (title, name, draw) in enumerate(_steps(data), 1):
         lines += [Text(), heading(f"{i} {title}")]
@@ -491,7 +498,9 @@ def page(data: Data) -> list[Text]:
 
 
 def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
-    """What the page shows of this mechanism: title, equation, and who draws it."""
+    """Return the sections of the page for this mechanism: title, name of the equation, and
+    generator.
+    """
     kind = data["kind"]
     score = {"softmax": "scaled", "additive": "additive", "linear": "effective"}[kind]
     steps: list[tuple[str, str, Callable[[Data], Lines]]] = [("tokens", "tokens", tokens)]
@@ -525,13 +534,14 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
 def show_heads(
     query: str, rows: Sequence[Mapping[str, Any]], chosen: tuple[int, int], console: Console
 ) -> None:
-    """Print a row per head: the key that it looks at hardest, and with what weight; the chosen head
+    """Print one row per head: the key with the largest weight, and that weight; the chosen head is
     marked.
 
     Args:
-        query: what the query is called.
+        query: name of the query.
         rows: {"layer", "head", "key", "piece", "weight"} of each head.
         chosen: (layer, head).
+        console: where to print.
 
     >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
     >>> show_heads("1 b", [row], (0, 0), Console(width=80))
@@ -597,7 +607,7 @@ def _title(data: Data) -> Lines:
 
 
 def _ran(data: Data) -> str:
-    """What ran, in words."""
+    """Return what ran, in one sentence."""
     n, calls = data["sizes"], data["calls"]
     own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
     text = (

@@ -1,6 +1,4 @@
-"""A layer's stages as text for a terminal, and as sections of a page: arrays and numbers in, words
-out.
-"""
+"""The stages of a layer as text for a terminal, and as sections of an HTML page."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from regard.table import table as table_of
 from regard.view.html_page import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")
-MOST_TOKENS = 16
-"""Tokens up to which the matrices of every head are put on a page."""
-MOST_NUMBERS = 2048
-"""A larger tensor is printed by its corners, as the output of the notes' run is."""
+MAX_TOKENS = 16
+"""The longest input whose matrices of every head are put on a page."""
+MAX_NUMBERS = 2048
+"""Larger tensors are printed by their corners only."""
 TITLES = {
     "scores": "Scores of every head, scaled, before the mask",
     "masked": "Scores behind the mask",
@@ -27,10 +25,10 @@ TITLES = {
 
 
 def rows(told: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A line for each stage of each layer: shape, mean, deviation and milliseconds.
+    """Return one row of text per stage and layer: shape, mean, standard deviation and milliseconds.
 
     Args:
-        told: `Layer.as_dict()` of each.
+        told: `LayerStages.as_dict()` of each layer.
 
     >>> stage = {"name": "q", "shape": [2, 4], "mean": 0.5, "std": 1.0, "seconds": None}
     >>> rows([{"name": "mha", "stages": [stage]}])
@@ -51,7 +49,7 @@ def rows(told: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def table(told: Sequence[Mapping[str, Any]]) -> str:
-    """The lines of `rows`, in columns.
+    """Return the rows of `rows` as an aligned table.
 
     >>> table([{"name": "mha", "stages": []}])
     '  stage  shape  mean  std  ms'
@@ -60,11 +58,10 @@ def table(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text(told: Mapping[str, Any]) -> str:
-    """One layer in full, in the order of the notes: shapes, mask, scores, masked scores, weights,
-    outputs.
+    """Return one layer in full: shapes, mask, scores, masked scores, weights and outputs.
 
     Args:
-        told: `Layer.as_dict()`.
+        told: `LayerStages.as_dict()`.
     """
     made = {stage["name"]: stage for stage in told["stages"]}
     lines = [
@@ -86,11 +83,11 @@ def text(told: Mapping[str, Any]) -> str:
 
 
 def sections(told: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """The stages of all layers as one table, and the matrices of the first one."""
+    """Return the stages of all layers as one table, and the matrices of the first layer."""
     found = [Section("Stages", heads=HEADS, rows=rows(told))]
     layer = told[0]
     keys = [f"key {j}" for j in range(layer["input"][1])]
-    if len(keys) > MOST_TOKENS:
+    if len(keys) > MAX_TOKENS:
         return found
     blocked = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["blocked"])]
     found.append(
@@ -119,12 +116,14 @@ def _shape(stage: Mapping[str, Any]) -> str:
 
 
 def _array(values: Any) -> np.ndarray[Any, Any]:
-    """Nested lists as an array; None is minus infinity, as only masked scores have it."""
+    """Convert nested lists to an array; None, which only masked scores contain, becomes minus
+    infinity.
+    """
     found = np.array(values, dtype=object)
     return np.where(found == None, -np.inf, found).astype(float)  # noqa: E711
 
 
 def _matrix(x: np.ndarray[Any, Any]) -> str:
     return np.array2string(
-        x, precision=4, suppress_small=True, threshold=MOST_NUMBERS, max_line_width=120
+        x, precision=4, suppress_small=True, threshold=MAX_NUMBERS, max_line_width=120
     )

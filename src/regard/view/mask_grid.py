@@ -1,4 +1,4 @@
-"""A mask as lines of a terminal: which key each query may see. Rows are queries, columns are
+"""A mask as lines of a terminal: which keys each query may see. Rows are queries, columns are
 keys.
 """
 
@@ -16,12 +16,13 @@ from regard.view.palette import TERMINAL
 
 WIDTH = 80
 MAX_WIDE_COLUMNS = 32
-"""Columns that get two characters each; more get one, up to `MAX_COLUMNS`, and more than that are pooled
-to `MAX_WIDE_COLUMNS`.
+"""Up to this many columns are drawn with two characters each.
+
+More columns get one character each, up to `MAX_COLUMNS`; beyond that they are pooled.
 """
 MAX_COLUMNS = 56
 MAX_ROWS = 64
-"""Rows that are drawn one by one; more are pooled to `MAX_WIDE_COLUMNS`."""
+"""Up to this many rows are drawn one by one; more are pooled."""
 
 UNICODE = {
     "empty": "·",
@@ -45,11 +46,14 @@ ASCII = {
 
 @dataclass(frozen=True)
 class Grid:
-    """What is drawn: states [rows, columns], 0 = no key is visible, 1 = some, 2 = every one.
+    """The content of a drawing.
 
-    q_start, k_start: positions of the first query and key. cell: queries and keys that one state
-        stands for.
-    counts: how many keys each query sees, [T].
+    Args:
+        states: 0 = no key is visible, 1 = some are, 2 = all are, `[rows, columns]`.
+        counts: number of keys that each query sees, `[T]`.
+        q_start: position of the first query.
+        k_start: position of the first key.
+        cell: number of queries and of keys that one state stands for.
     """
 
     states: Int8[np.ndarray, "rows columns"]
@@ -60,13 +64,13 @@ class Grid:
 
     @property
     def pooled(self) -> bool:
-        """A cell stands for more than one pair."""
+        """Return whether a cell stands for more than one query-key pair."""
         return self.cell != (1, 1)
 
 
 def pool(T: int, S: int) -> tuple[int, int]:
-    """How many queries and keys a cell must stand for, so that the drawing fits 80 columns: powers
-    of two.
+    """Return how many queries and keys a cell must stand for, so that the drawing fits 80 columns;
+    powers of two.
 
     >>> pool(16, 16), pool(100, 40), pool(4096, 4096)
     ((1, 1), (4, 1), (128, 128))
@@ -79,8 +83,8 @@ def pool(T: int, S: int) -> tuple[int, int]:
 
 
 def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
-    """The lines of a grid: what the glyphs mean, a ruler of keys, and a row per query with its
-    count and its keys.
+    """Generate the lines of a grid: a legend, a ruler of keys, and a row per query with the keys
+    that it sees.
 
     >>> grid = Grid(np.tril(np.full((3, 3), 2, np.int8)), np.array([1, 2, 3]))
     >>> for line in draw(grid, ascii_only=True): print(line.plain)
@@ -106,7 +110,7 @@ def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
 def draw_tiles(
     states: Int8[np.ndarray, "nQ nK"], size: tuple[int, int], *, ascii_only: bool = False
 ) -> Iterator[Text]:
-    """The lines of a map of tiles, at most 32 a side.
+    """Generate the lines of a map of tiles, at most 32 a side.
 
     >>> states = np.array([[1, 0], [2, 1]], np.int8)
     >>> for line in draw_tiles(states, (4, 4), ascii_only=True): print(line.plain)
@@ -132,7 +136,7 @@ def draw_tiles(
 
 
 def runs(row: Sequence[bool] | Bool[np.ndarray, " n"], start: int = 0, to: str = "-") -> list[str]:
-    """The runs of true entries as text, counted from `start`.
+    """Return the runs of true entries as text, counted from `start`.
 
     >>> runs([True, False, True, True, True])
     ['0', '2-4']
@@ -143,7 +147,7 @@ def runs(row: Sequence[bool] | Bool[np.ndarray, " n"], start: int = 0, to: str =
 
 
 def style(role: str) -> Style:
-    """The style of a role: "q", "k" or "s"."""
+    """Return the style of a role: "q", "k" or "s"."""
     return Style(color=TERMINAL[role])
 
 
@@ -162,7 +166,7 @@ def _legend(grid: Grid, glyphs: dict[str, str], wide: int) -> str:
 
 
 def _ruler(grid: Grid, wide: int) -> str:
-    """Positions of keys above their columns, every 8 characters."""
+    """Return the positions of keys above their columns, every 8 characters."""
     labels = [
         str(grid.k_start + j * grid.cell[1]) for j in range(0, grid.states.shape[1], 8 // wide)
     ]
@@ -187,8 +191,8 @@ def _glyph(state: int, wide: int, glyphs: dict[str, str]) -> tuple[str, Style | 
 
 
 def _append_count(line: Text, grid: Grid, i: int, glyphs: dict[str, str]) -> None:
-    """How many keys the query sees, and which, as far as there is room; of pooled queries the most
-    that one sees.
+    """Append how many keys the query sees, and which, as far as they fit; for pooled queries,
+    the largest count.
     """
     seen = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
     line.append(f"{seen.max():>6}" if grid.pooled else f"{seen.max():>5}", "bold")

@@ -1,5 +1,5 @@
-"""A trained task as a page and as lines of a terminal: how often it is right, where it looks, and
-what it gets wrong.
+"""The results of a trained task, as an HTML page and as lines of a terminal: accuracy by length,
+alignments, and wrong answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from regard.view.terminal import WIDTH, style
 
 @dataclass(frozen=True)
 class AlignedExample:
-    """One example with its alignment: where it was looked, and what should have been said.
+    """One example with its alignment.
+
+    Args:
+        source: words of the source.
+        said: words that the model produced.
+        wanted: words of the correct answer.
+        weights: attention weights, rows are produced words, columns are source words.
+        place: dotted name of the attention.
 
     >>> AlignedExample(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right
     True
@@ -35,13 +42,18 @@ class AlignedExample:
 
     @property
     def right(self) -> bool:
-        """Whether that was said which should have been."""
+        """Return whether the answer is correct."""
         return self.said == self.wanted
 
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """What was read, what was said, and what should have been: as texts.
+    """A wrong answer, with its source and the correct answer, as text.
+
+    Args:
+        source: text of the source.
+        said: text that the model produced.
+        wanted: the correct text.
 
     >>> WrongAnswer("one", "二", "一").said
     '二'
@@ -54,15 +66,16 @@ class WrongAnswer:
 
 @dataclass(frozen=True)
 class TaskPage:
-    """What the page of a task shows.
+    """The content of the page of a task.
 
-    Attributes:
-        title, sentence: at the top.
-        facts: name -> value, beside the title.
-        series: the shares right of this model, and of those beside it.
-        trained: tokens of the longest source in training.
+    Args:
+        title: the heading.
+        sentence: a sentence below the heading.
+        facts: name to value, shown below the heading.
+        series: accuracies of this model, and of others to compare with.
+        trained: number of tokens of the longest source in training.
         aligned: examples with their alignments.
-        wrong: what it got wrong.
+        wrong: wrong answers.
 
     >>> page = TaskPage("translate", "Numbers.", {"model": "lstm"}, (), 32)
     >>> "<h1>translate</h1>" in page.html()
@@ -78,7 +91,9 @@ class TaskPage:
     wrong: Sequence[WrongAnswer] = field(default=())
 
     def html(self) -> str:
-        """The whole page: words are untrusted and reach it escaped, and no script runs."""
+        """Return the page as HTML without scripts; all text is escaped, since words are
+        untrusted.
+        """
         sections = [*self._accuracy(), *self._alignments(), *self._mistakes()]
         return page(self.title, self.sentence, self.facts, "", sections)
 
@@ -121,7 +136,13 @@ class TaskPage:
 
 
 def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[Text]:
-    """Shares right for a terminal: a bar per bin, with its interval and how many examples it has.
+    """Generate terminal lines of accuracies: a bar per length bin, with its interval and its number
+    of examples.
+
+    Args:
+        series: the accuracies.
+        trained: number of tokens of the longest source in training.
+        width: characters of a full bar.
 
     >>> from regard.view.charts import LengthBin
     >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
@@ -147,8 +168,13 @@ def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[
 def alignment_lines(
     weights: Float[np.ndarray, "T S"], said: Sequence[str], source: Sequence[str], most: int = 33
 ) -> Iterator[Text]:
-    """An alignment for a terminal: two characters a cell, the source by number, as far as there is
-    room.
+    """Generate terminal lines of an alignment: two characters per cell, source words by number.
+
+    Args:
+        weights: attention weights.
+        said: produced words, one per row.
+        source: source words, one per column.
+        most: the largest number of columns.
 
     >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
     >>> for line in lines: print(line.plain.rstrip())

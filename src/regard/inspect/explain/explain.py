@@ -1,4 +1,4 @@
-"""Explain one query and one key of one head, in the numbers that the kernel computed."""
+"""Explain one query and one key of one head, with the numbers that the kernel computed."""
 
 from __future__ import annotations
 
@@ -70,12 +70,14 @@ NUM_PREDICTIONS = 5
 
 
 MAX_PATTERN_TOKENS = 512
-"""The longest text whose whole pattern is kept; of longer ones the row is, and a small picture."""
+"""The longest text whose whole pattern is kept; for longer ones the row and a pooled pattern are
+kept.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Where to look: an attention of what is read, and the index of the query."""
+    """What is explained: an attention of a prepared run, and the index of the query."""
 
     read: PreparedRun
     site: AttentionSite
@@ -83,22 +85,22 @@ class Target:
 
     @property
     def columns(self) -> TokenSequence:
-        """The keys' sequence."""
+        """Return the token sequence of the keys."""
         return self.read.sequences[self.site.key_sequence]
 
     @property
     def rows(self) -> TokenSequence:
-        """The queries' sequence."""
+        """Return the token sequence of the queries."""
         return self.read.sequences[self.site.query_sequence]
 
     @property
     def own(self) -> bool:
-        """Queries and keys are of one sequence."""
+        """Return whether queries and keys come from the same sequence."""
         return self.site.query_sequence == self.site.key_sequence
 
 
 def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
-    """What each call is called: the branch that it is at, else its number."""
+    """Return the name of each call: the name of its branch, or its number."""
     return tuple(
         call.branch if call.branch and not call.branch.startswith("part") else f"call {n}"
         for n, call in enumerate(calls)
@@ -106,10 +108,10 @@ def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
 
 
 def call_index(call: int | str, names: Sequence[str]) -> int:
-    """The number of a call, by number or name.
+    """Return the index of a call that is given by number or name.
 
     Raises:
-        ArgumentError: there is none such.
+        ArgumentError: there is no such call.
 
     >>> call_index("window", ["compressed", "selected", "window"])
     2
@@ -125,8 +127,9 @@ def call_index(call: int | str, names: Sequence[str]) -> int:
 def row_tokens(
     at: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
 ) -> RowTokens:
-    """The tokens of keys by where they stand, and those of the queries; a block of keys is called
-    by its last token.
+    """Return the tokens of the keys by their positions, and those of the queries.
+
+    A key that stands for a block of tokens is named after the last one.
     """
     tokens, ids, pieces = at.columns, [], []
     for n, p in enumerate(positions):
@@ -151,7 +154,9 @@ def find_key(
     positions: Sequence[int],
     visible: NDArray[Any],
 ) -> tuple[int, str]:
-    """The index of the key among those of the call, and the rule that chose it, or ""."""
+    """Return the index of the key among those of the call, and the rule that chose it ("" if it
+    was given).
+    """
     if key is not None:
         token = find_token(at.columns, key, "key")
         if token not in positions:
@@ -171,14 +176,14 @@ def find_key(
 
 
 def query_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
-    """The pieces of all queries of the call."""
+    """Return the text of each query of the call."""
     at_rows = as_tensor(call.step.q_positions)[0].tolist()
     known = at.rows.pieces
     return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in at_rows)
 
 
 def predictions(at: Target, found: CapturedRun) -> tuple[tuple[str, int, float], ...]:
-    """The likeliest tokens for the query, where the network says any."""
+    """Return the most likely next tokens after the query, if the network predicts any."""
     read = at.read
     if (
         read.predict is None
@@ -204,32 +209,37 @@ def explain(
     call: int | str | None = None,
     target: str | None = None,
 ) -> Explanation:
-    """Run a text through a model and keep every number of one query and one key in one head.
+    """Run a text through a model, and return every number of one query and one key in one head.
 
-    embedding -> norm -> q, k, v -> q_i . k_j -> scaled -> masked -> softmax -> sum_j p_ij v_j
-    -> heads joined -> W_O -> + h
+    embedding -> norm -> q, k, v -> q_i . k_j -> scaled -> masked -> softmax -> sum_j p_ij v_j ->
+    heads joined -> W_O -> + h
 
-    The model runs on the kernels that it uses anyway, observed: queries, keys, values and the lse
-    are those that the kernel got and gave. What is in between is computed again from them, in
-    float64, by the definition; what is in front (a query before its rotation, say) by the model's
-    own modules. Each recomputed step is compared with what the model went on with:
+    The model runs on its usual kernels, which are observed: queries, keys, values and the lse are
+    the inputs and results of the kernel. The steps between them are computed again in float64 from
+    their definition. The steps before them (a query before its rotation, for example) are computed
+    by the model's own modules. Each recomputed step is compared with what the model used: see
     `Explanation.checks`. The model runs once more without an observer, and the outputs are
     compared.
 
     Args:
-        model: from `regard.load`: a decoder, a text encoder or an encoder-decoder; a
-            `regard.inspect.explain.prepare_run.Words`; or a reading of one of these, such as
-            `regard.inspect.explain.random_model.random_model`, a mechanism with random weights.
-        text: at least one token; None for what has its own.
-        layer, head: where to look; negative counts from the end. Layers of an encoder-decoder are
-            those that read the source.
-        query, key: the index of a token (negative counts from the end), or a word of the text: its
-            last token. The key that is not given is the strongest one that is neither the query nor
-            the first token.
-        place: the attention by its name instead of `layer`: "decoder.layers.0.attention", say.
-        call: of several calls at a place, which: a number or its name; None is the one with the
-            largest weight.
-        target: what an encoder-decoder is to have said; None is its own answer.
+        model: a decoder, text encoder or encoder-decoder from `regard.load`; a `PretokenizedInput`;
+            or a prepared run, such as that of `random_model`, a mechanism with random weights.
+        text: the text, at least one token; None for a model that contains its text.
+        layer: index of the layer; negative counts from the end. In an encoder-decoder this is the
+            cross-attention of the layer.
+        head: query head; negative counts from the end.
+        query: index of the query token (negative counts from the end), or a word of the text, which
+            stands for its last token.
+        key: the key, given in the same way; None chooses the strongest key that is neither the
+            query nor the first token.
+        place: dotted name of the attention, such as "decoder.layers.0.attention", instead of
+            `layer`.
+        call: number or name of the call, where a place is called several times; None chooses the
+            one with the largest weight.
+        target: output text that an encoder-decoder is forced to produce; None is its own answer.
+
+    Returns:
+        The explanation.
 
     Raises:
         ArgumentError: the text is empty, or the layer, place, head, call, query or key does not
@@ -259,7 +269,7 @@ def explain(
 
 @dataclass(frozen=True, eq=False)
 class _ExplainedRow:
-    """A row that is explained, whether a kernel's call or the mechanism itself gave it."""
+    """A row to be explained, from a recorded call or from the mechanism itself."""
 
     head: int
     group: int
@@ -289,7 +299,7 @@ class _ExplainedRow:
 def _assemble(
     at: Target, mechanism: Explainable, found: CapturedRun, walk: _ExplainedRow
 ) -> Explanation:
-    """What stands in front of the row and behind it, and the whole."""
+    """Add to a row what precedes and follows it, and return the whole explanation."""
     site, head, row = at.site, walk.head, walk.softmax
     given = (walk.q, walk.k, walk.v)
     told = mechanism.explain_inputs(walk.query)
@@ -360,7 +370,7 @@ def _assemble(
 
 
 def _all_notes(at: Target) -> tuple[str, ...]:
-    """What a reader should know of the run."""
+    """Return the remarks about the run."""
     T, trained = len(at.rows.ids), at.read.max_trained_tokens
     if trained is None or trained >= T:
         return at.read.notes
@@ -371,12 +381,13 @@ def _all_notes(at: Target) -> tuple[str, ...]:
 
 
 def _note_edits(read: PreparedRun, site: AttentionSite) -> PreparedRun:
-    """A reading that says what open traces edit at the site: steps that are computed again in front
-    of an edit differ.
+    """Add a remark to a run whose inputs at the site are edited by an open trace.
+
+    Steps that are computed again before an edit differ from what the kernel received.
 
     Raises:
-        ArgumentError: scores or patterns are edited, which the chain from q and k to the weights
-            cannot show.
+        ArgumentError: scores or patterns are edited; the steps from q and k to the weights cannot
+            show that.
     """
     changed = [name for name in NAMES if edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
@@ -393,7 +404,7 @@ def _note_edits(read: PreparedRun, site: AttentionSite) -> PreparedRun:
 
 
 def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
-    """Why scores or patterns that were edited are not explained, and what to do."""
+    """Return the error message for edited scores or patterns, with what to do instead."""
     return (
         f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
         "computes both from q and k, and would "
@@ -405,7 +416,7 @@ def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
 def _recorded_row(
     at: Target, found: CapturedRun, head: int, key: int | str | None, call: int | str | None
 ) -> _ExplainedRow:
-    """The row of a call that a softmax kernel answered."""
+    """Return the row of a recorded call of a softmax kernel."""
     calls = calls_for_query(found, at.site, at.i)
     if not calls:
         raise ArgumentError(
@@ -460,8 +471,8 @@ def _recorded_row(
 def _mechanism_row(
     at: Target, mechanism: Explainable, found: CapturedRun, head: int, key: int | str | None
 ) -> _ExplainedRow:
-    """The row that a mechanism tells itself, because no softmax kernel ran: keys in the order of
-    their tokens.
+    """Return the row that a mechanism describes itself because no softmax kernel ran; its keys
+    are in the order of their tokens.
     """
     run = layer_run(found)
     if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
@@ -513,8 +524,8 @@ def _projection_query(
     number: int,
     head_dim: int,
 ) -> tuple[ProjectionQuery, Tensor]:
-    """What the mechanism is asked about the inputs of a call, and which rows of its memory the
-    call's keys are.
+    """Return the question to the mechanism about the inputs of a call, and the row of its memory
+    for each key.
     """
     x = found.hidden["x"]
     memory = x if at.own else found.hidden.get("memory")

@@ -1,4 +1,4 @@
-"""The records of an explanation: plain arrays and strings that need no torch, and their JSON."""
+"""The data classes of an explanation: arrays and strings without torch, and their JSON form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ DIGITS = 9  # significant digits that carry a float32 exactly
 
 
 class ComputationStep(NamedTuple):
-    """One link of a chain: what was done, its equation, and what came out."""
+    """One step of a computation.
+
+    Args:
+        name: what was done.
+        equation: its equation.
+        values: the result.
+    """
 
     name: str
     equation: str
@@ -49,8 +55,15 @@ class ComputationStep(NamedTuple):
 
 
 class TensorSummary(NamedTuple):
-    """A tensor in numbers: what it is, its shape, mean and deviation, and the seconds that it took,
-    None where nobody knows.
+    """A tensor of a layer, summarized.
+
+    Args:
+        name: name of the stage.
+        equation: its equation.
+        shape: shape of the tensor.
+        mean: mean of the finite entries.
+        std: standard deviation of the finite entries.
+        seconds: time of the stage, or None if it was not measured.
     """
 
     name: str
@@ -62,8 +75,15 @@ class TensorSummary(NamedTuple):
 
 
 class SoftmaxBlock(NamedTuple):
-    """The online softmax behind keys start to stop: the maximum m, what the older sums were
-    multiplied by, l and o.
+    """The state of the online softmax after the keys `start` to `stop`.
+
+    Args:
+        start: first key of the block.
+        stop: first key after the block.
+        running_max: maximum m of all scores so far.
+        rescale: factor on the earlier sums.
+        running_sum: sum l of exp(s - m).
+        running_output: sum o of exp(s - m) v, `[E]`.
     """
 
     start: int
@@ -75,8 +95,16 @@ class SoftmaxBlock(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """What a recurrence keeps of one head: the matrix S behind the query, and its norm in front of
-    and behind it.
+    """The recurrent state of one head after the query: the matrix S and its size.
+
+    Args:
+        shape: shape of S.
+        num_values: number of values in the state.
+        bytes: size of the state.
+        norm: norm of S after the query.
+        norm_before: norm of S before the query.
+        rank: effective rank of S, exp of the entropy of its singular values.
+        matrix: S.
     """
 
     shape: tuple[int, ...]
@@ -89,8 +117,13 @@ class RecurrentState(NamedTuple):
 
 
 class MixtureTerm(NamedTuple):
-    """One pattern of a mix: its factor, the sum of its row, and whether it is the one that is
-    explained.
+    """One pattern of a mixture.
+
+    Args:
+        name: name of the pattern.
+        factor: its factor.
+        row_sum: sum of its row.
+        is_explained: whether it is the pattern that is explained.
     """
 
     name: str
@@ -100,8 +133,12 @@ class MixtureTerm(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Several patterns that make one head: in words, in terms, and the row [S] that comes out, if
-    there is one.
+    """Several patterns that are combined in one head.
+
+    Args:
+        text: how they are combined, in words.
+        terms: the patterns and their factors.
+        row: the combined row, `[S]`, or None if there is none.
     """
 
     text: str
@@ -110,11 +147,18 @@ class Mixture(NamedTuple):
 
 
 class Counterfactual(NamedTuple):
-    """The same q, k and v under another mechanism.
+    """The row under another rule, with the same q, k and v.
 
-    p: of the key. top, p_top: the strongest key and its weight. effective: exp(entropy), how many
-        keys it amounts to. moved: half the sum of |p' - p|, the share of the weight that moves.
-        apart: |z' - z| / |z|. row: all weights [n].
+    Args:
+        name: name of the rule.
+        equation: its equation.
+        weight: weight of the explained key.
+        top_key: the key with the largest weight.
+        top_weight: its weight.
+        effective_keys: exp(entropy) of the weights.
+        total_variation: total variation distance from the actual weights, sum |p' - p| / 2.
+        relative_change: |z' - z| / |z|.
+        weights: all weights, `[n]`.
     """
 
     name: str
@@ -129,8 +173,14 @@ class Counterfactual(NamedTuple):
 
 
 class CacheCost(NamedTuple):
-    """What a cache would keep for this layer: numbers for a token, tokens, and bytes; `here` is
-    what it does keep.
+    """The size of a cache for this layer.
+
+    Args:
+        name: kind of cache.
+        values_per_token: numbers stored per token.
+        tokens: tokens stored.
+        bytes: size.
+        is_this_layer: whether it is the cache that this layer uses.
     """
 
     name: str
@@ -141,8 +191,15 @@ class CacheCost(NamedTuple):
 
 
 class RowCost(NamedTuple):
-    """What the row costs: FLOPs of scores and mix of this head, of the layer for one token, bytes
-    read, and caches.
+    """The cost of the row.
+
+    Args:
+        keys: number of visible keys.
+        flops: FLOPs of scores and weighted sum in this head.
+        layer_flops: FLOPs of the layer for one decoded token, or 0 if unknown.
+        formula: the formula of `layer_flops`.
+        bytes: bytes read and written.
+        caches: sizes of caches.
     """
 
     keys: int
@@ -154,7 +211,7 @@ class RowCost(NamedTuple):
 
 
 def to_json_value(x: Any) -> Any:
-    """A JSON-ready copy of a value.
+    """Return a copy of a value that JSON can represent; numbers that are not finite become None.
 
     >>> to_json_value((np.array([1.0, np.inf]), MixtureTerm("a", 0.1, 1.0, True)))
     [[1.0, None], {'name': 'a', 'factor': 0.1, 'row_sum': 1.0, 'is_explained': True}]
@@ -185,17 +242,27 @@ def _nothing() -> Array:
 class Location:
     """What was run, and which query, key and head are explained.
 
-    Attributes:
-        model, text: what was run. notes: what a reader should know.
-        place, mechanism, kernel, dtype, key_kind: at which attention, by what module, on which
-            kernel, and what its keys are.
-        kind: "softmax", "additive" (another score), or "linear" (no softmax: the weights are what
-            the mechanism applies to the values).
-        layer, head, group: head h reads key/value head `group` = h // (H/G).
-        query, key: `query` is a token of the row side, `key` an index of the call's keys.
-        call, calls: which of the calls (branches, passes) for this query, and their names.
+    Args:
+        model: name of the model.
+        text: the text.
+        place: dotted name of the attention.
+        mechanism: class of the attention module.
+        layer: index of the layer.
+        head: query head.
+        group: the key/value head that it reads, h // (H/G).
+        query: index of the query in its token sequence.
+        key: index of the key among the keys of the call.
         sizes: {"layers", "H", "G", "T", "S", "D", "E", "M"}.
-        chosen_by, key_chosen_by: the rules that chose the head and the key, where rules did.
+        kind: "softmax", "additive" (the scores are not q . k), or "linear" (no softmax; the weights
+            are those that the mechanism applies to the values).
+        kernel: name of the kernel.
+        dtype: dtype of the run.
+        key_kind: what the keys are, such as "keys" or "latents".
+        call: index of the call, where there are several for this query.
+        calls: names of the calls (branches, passes) for this query.
+        chosen_by: the rule that chose the head; "" if it was given.
+        key_chosen_by: the rule that chose the key; "" if it was given.
+        notes: remarks about the run.
     """
 
     model: str
@@ -221,8 +288,15 @@ class Location:
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of the row: ids, pieces and positions of its n keys, the piece and the position of
-    the query, and the pieces of all queries.
+    """The tokens of the row.
+
+    Args:
+        ids: token ids of the keys, `[n]`.
+        pieces: text of each key.
+        positions: positions of the keys, `[n]`.
+        query_piece: text of the query.
+        query_position: position of the query.
+        row_pieces: text of every query of the call.
     """
 
     ids: NDArray[np.integer[Any]]
@@ -235,12 +309,13 @@ class RowTokens:
 
 @dataclass(frozen=True, eq=False)
 class RotaryAngles:
-    """Pairs of the rotary embedding and their angles in radians: of the keys [n, pairs], and of the
-    query [pairs].
+    """The angles of the rotary embedding, in radians.
 
-    Attributes:
-        layout: "half" or "interleaved"; "" where nothing is turned.
-        pairs: for each dim the pair that it belongs to, -1 where it is not turned.
+    Args:
+        layout: "half" or "interleaved"; "" without rotary embedding.
+        angles: angles of the keys, `[n, pairs]`.
+        angle: angles of the query, `[pairs]`.
+        pairs: the pair that each dim belongs to; -1 for a dim that is not rotated.
     """
 
     layout: str
@@ -251,12 +326,14 @@ class RotaryAngles:
 
 @dataclass(frozen=True, eq=False)
 class InputChain:
-    """How the query, the keys and the values came about.
+    """How the query, the keys and the values were computed.
 
-    Attributes:
-        q: the steps of the query [D]. k: the steps of all keys [n, D].
-        values: the steps of the values. v: the values [n, E].
-        rotary: the angles of queries and keys.
+    Args:
+        q: the steps of the query, each `[D]`.
+        k: the steps of all keys, each `[n, D]`.
+        values: the steps of the values.
+        v: the values, `[n, E]`.
+        rotary: the rotary angles of queries and keys.
     """
 
     q: tuple[ComputationStep, ...]
@@ -270,10 +347,10 @@ class InputChain:
 class ScoreChain:
     """The scores of the row.
 
-    Attributes:
-        scale: the factor on q . k.
-        steps: from q . k to the masked score, each [n], -inf where masked.
-        products: the terms [D] of q . k of the key.
+    Args:
+        scale: factor on q . k.
+        steps: from q . k to the masked score, each `[n]`; -inf where masked.
+        products: the D terms of q . k for the explained key.
         masked: for each key, why the query may not see it; "" where it may.
     """
 
@@ -285,12 +362,17 @@ class ScoreChain:
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxRow:
-    """The softmax of the row: m, exp(s - m) [n], their sum, ln sum exp(s), and the weights p [n].
+    """The softmax of the row.
 
-    Attributes:
-        sink: the head's sink logit, one more term of the weights' denominator, or None; it is not
-            in the sum, nor in the lse.
-        online: the same, block by block.
+    Args:
+        row_max: the maximum m of the scores.
+        exps: exp(s - m), `[n]`.
+        total: their sum.
+        lse: ln sum exp(s).
+        weights: the weights p, `[n]`.
+        sink: sink logit of the head, one more term of the denominator of the weights, or None; it
+            is not part of `total`, nor of `lse`.
+        online: the same computation block by block.
     """
 
     row_max: float
@@ -306,14 +388,15 @@ class SoftmaxRow:
 class HeadOutput:
     """What follows the weights.
 
-    Attributes:
-        contributions, mixed, z: p_j v_j [n, E], their sum [E], and the head behind what finishes
-            it [E'].
-        joined: z of all heads.
-        head_out: what this head writes [M].
-        shares: each head's share of `out`, (out_h . out) / (out . out): together 1, less the share
-            of a bias.
-        out: what attention writes [M].
+    Args:
+        contributions: p_j v_j, `[n, E]`.
+        mixed: their sum, `[E]`.
+        z: output of the head after a gate, norm or map, `[E']`.
+        joined: z of all heads, concatenated.
+        head_out: what this head adds to `out`, `[M]`.
+        shares: each head's share of `out`, (out_h . out) / (out . out); they sum to 1, less the
+            share of a bias.
+        out: output of the attention, `[M]`.
     """
 
     contributions: Array
@@ -327,8 +410,14 @@ class HeadOutput:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """The hidden state of the query token on its way, [M] each, empty where nothing was recorded:
-    embedded, entering the layer, as attention was given it, and behind the residual path.
+    """The hidden state of the query token at four points, `[M]` each; empty where it was not
+    recorded.
+
+    Args:
+        embedding: the token embedding.
+        entering: the input of the layer.
+        normed: the input of the attention.
+        residual: the hidden state after the residual connection.
     """
 
     embedding: Array = field(default_factory=_nothing)
@@ -339,12 +428,13 @@ class HiddenStates:
 
 @dataclass(frozen=True, eq=False)
 class HeadPatterns:
-    """Weights of whole heads.
+    """The weights of whole heads.
 
-    Attributes:
-        whole: of the head that is explained [T, n], NaN where masked; [0, 0] for long texts.
-        pool, small: every head of the layer [H, t, s], each cell the largest weight of pool x pool,
-            NaN where masked.
+    Args:
+        whole: pattern of the explained head, `[T, n]`, NaN where masked; `[0, 0]` for long texts.
+        pool: side of a pooled cell.
+        small: patterns of every head of the layer, `[H, t, s]`; each cell is the largest weight of
+            pool x pool, NaN where masked.
     """
 
     whole: Array = field(default_factory=lambda: np.zeros((0, 0)))
@@ -356,7 +446,7 @@ T = TypeVar("T")
 
 
 class Shortcut(Generic[T]):
-    """A number of an explanation by its short name: `found.weights` is `found.softmax.weights`."""
+    """A number of an explanation under a short name: `found.weights` is `found.softmax.weights`."""
 
     def __init__(self, read: Callable[[Explanation], T]) -> None:
         self._read = read
@@ -376,27 +466,28 @@ class Explanation:
     """One query and one key, in one head of one layer: every number from the embedding to the
     prediction.
 
-    Letters as everywhere: T queries, n keys of the call, M model dim, H query heads, G key/value
-    heads, D and E dims of one head. Recorded arrays have the model's own values; recomputed ones
-    are float64, and `checks` says how far they are apart. Every number of the parts is also an
-    attribute of the explanation itself, under its own name: `found.weights`, `found.q`.
+    The letters are those of the package: T queries, n keys of the call, M model dim, H query heads,
+    G key/value heads, D and E dims of one head. Recorded arrays have the model's own values;
+    recomputed ones are float64, and `checks` gives their differences. Every number of the parts is
+    also an attribute of the explanation itself, under its own name: `found.weights`, `found.q`.
 
-    Attributes:
+    Args:
         where: what was run, and which query, key and head are explained.
         tokens: the tokens of the row.
         hidden: the hidden state of the query token.
-        inputs: how the query, the keys and the values came about.
+        inputs: how the query, the keys and the values were computed.
         score: the scores of the row; `scores` are its steps.
         softmax: the softmax of the row.
-        output: values mixed, heads joined, and what attention writes.
-        heads: weights of whole heads; `pattern` and `patterns` are its arrays.
-        mixture, state, cost, elsewhere: of mixed heads; of recurrences; what the row costs; the
-            same row under other mechanisms.
-        predictions: the likeliest tokens: (piece, id, probability).
-        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None
-            where nobody timed it.
-        checks: what was compared -> largest absolute difference.
-        equations: step -> equation.
+        output: the weighted values, the joined heads, and the output of the attention.
+        heads: the weights of whole heads; `pattern` and `patterns` are its arrays.
+        checks: what was compared, to the largest absolute difference.
+        cost: the cost of the row.
+        mixture: how several patterns are combined in the head, if they are.
+        state: the recurrent state, if there is one.
+        counterfactuals: the same row under other mechanisms.
+        predictions: the most likely next tokens: (piece, id, probability).
+        tensors: the tensors of the whole layer, stage by stage.
+        equations: step to equation.
     """
 
     where: Location
@@ -480,24 +571,27 @@ class Explanation:
 
     @property
     def check(self) -> float:
-        """The largest difference between what was recomputed and what the model computed."""
+        """Return the largest difference between a recomputed number and that of the model."""
         return max(self.checks.values())
 
     @property
     def equation(self) -> str:
-        """The whole walk on one line."""
+        """Return the whole computation in one line."""
         return "out = W_O [z_1 .. z_H],  z_i = sum_j p_ij v_j,  p_i = softmax(q_i k_j scale + mask)"
 
     @property
     def chain(self) -> tuple[tuple[str, str, float], ...]:
-        """The score of the key, link by link: (name, equation, value)."""
+        """Return the score of the explained key, step by step: (name, equation, value)."""
         return tuple(
             (step.name, step.equation, float(step.values[self.key])) for step in self.scores
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values, flat: arrays as lists, numbers to 9 digits, null where
-        masked or not finite.
+        """Return all of it as flat JSON values.
+
+        Returns:
+            A dict in which arrays are lists, numbers have 9 significant digits, and masked or
+            non-finite numbers are None.
         """
         found: dict[str, Any] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
         short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
@@ -513,7 +607,7 @@ class Explanation:
         return found
 
     def _repr_html_(self) -> str:
-        """The terminal page as inert text, for a notebook."""
+        """Return the terminal page as static text, for a notebook."""
         from regard.view.explanation_text import page
 
         text = "\n".join(line.plain for line in page(self.as_dict()))
@@ -521,4 +615,4 @@ class Explanation:
 
 
 NESTED_FIELDS = ("checks", "cost", "mixture", "state", "counterfactuals", "tensors", "equations")
-"""The parts that `as_dict` gives as they are; of the others it gives every number by its name."""
+"""Fields that `as_dict` keeps nested; the numbers of the other parts are flattened."""

@@ -253,7 +253,7 @@ class LayerStages:
             "mask": str(self.mask),
             "input": list(self.x.shape),
             "blocked": self.blocked.tolist(),
-            "run_stages": [
+            "stages": [
                 to_json_value(stage.told()) | {"values": to_json_value(stage.values.numpy())}
                 for stage in self.stages
             ],

@@ -1,4 +1,4 @@
-"""A recording as the plain data of a page."""
+"""Convert a recording to the data of the interactive page."""
 
 from regard.inspect.report.page_data import report
 

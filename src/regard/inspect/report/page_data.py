@@ -1,5 +1,5 @@
-"""A recording as the plain data of a page: places of one or two recordings, thumbnails and metrics
-of every head, and some heads exactly.
+"""The data of the interactive page: the places of one or two recordings, thumbnails and metrics
+of every head, and the exact tensors of some heads.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from regard.inspect.report.page_rules import (
 from regard.positions import Rotary
 
 THUMBNAIL_SIDE = 64
-"""The most blocks of a thumbnail a side."""
+"""The largest number of blocks along a side of a thumbnail."""
 OCTAVES = 24
-"""What a thumbnail's byte spans: 1..255 is 2^-24..1 in equal steps of the logarithm, 0 is
-nothing.
-"""
+"""Range of a thumbnail's byte: 1 to 255 are 2^-24 to 1 in equal logarithmic steps; 0 is zero."""
 
 METRICS = {
     "entropy": "share",
@@ -54,7 +52,7 @@ METRICS = {
     "future": "error",
     "empty": "error",
 }
-"""What `measure` gives and a page shows: name -> unit."""
+"""Metrics that the page shows, and their units."""
 
 EMBEDDING_ORDER = (
     "induction",
@@ -66,25 +64,25 @@ EMBEDDING_ORDER = (
     "-sink",
     "-distance",
 )
-"""The heads that lead in these deserve room on a page, in turns; with a minus: those that have
+"""Metrics whose leading heads are embedded first, in turns; a minus means the heads with the
 least.
 """
 
 
 PAGE_OVERHEAD = 450_000
-"""Bytes of the page besides its arrays, roughly."""
+"""Approximate bytes of the page without its arrays."""
 ENCODED_RATIO = 1.25
-"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
-base64.
-"""
+"""Bytes of the page per byte of an array that hardly compresses, after gzip and base64."""
 AUDITED_SCORES = 1 << 15
-"""Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
+"""Scores of each place that the page's audit checks; rows are sampled, and the page says how
+many.
+"""
 PAGE_BUDGET = 8_000_000
-"""Bytes of the page: heads are embedded exactly until it is nearly full."""
+"""Bytes of the page; heads are embedded exactly until it is nearly full."""
 
 
 class PlaceOverview(NamedTuple):
-    """All recorded heads of a place: thumbnails, and a number for each by metric (None: not
+    """All recorded heads of a place: thumbnails, and the metrics of each head (None: not
     finite).
     """
 
@@ -93,12 +91,12 @@ class PlaceOverview(NamedTuple):
 
 
 def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> PlaceOverview:
-    """Thumbnails of at most 64 x 64 blocks, and the metrics, of one row of the batch.
+    """Compute thumbnails of at most 64 x 64 blocks, and the metrics, for one row of the batch.
 
     Args:
-        place: from a recording.
-        ids: tokens [N] of the columns, where the rows are the same tokens.
-        row: of the batch.
+        place: a place of a recording.
+        ids: token ids of the columns, `[N]`, if the rows are the same tokens.
+        row: row of the batch.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -116,8 +114,8 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
 
 
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
-    """Weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0; NaN is
-    255.
+    """Encode weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0;
+    NaN is 255.
 
     >>> as_bytes(torch.tensor([0.0, 1e-30, 0.5, 1.0])).tolist()
     [0, 1, 244, 255]
@@ -201,7 +199,7 @@ def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
 
 
 def to_lossless_array(x: Tensor) -> NDArray[Any]:
-    """A tensor without loss: bfloat16 as its upper 16 bits, fp16 as float32.
+    """Convert a tensor to an array without loss: bfloat16 as its upper 16 bits, fp16 as float32.
 
     >>> to_lossless_array(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
     True
@@ -213,12 +211,14 @@ def to_lossless_array(x: Tensor) -> NDArray[Any]:
 
 
 def compressed_size(x: NDArray[Any]) -> float:
-    """Bytes that an array takes, about: bits and bytes of patterns compress well, floats do not."""
+    """Estimate the compressed bytes of an array: bits and bytes of patterns compress well,
+    floats do not.
+    """
     return x.nbytes * (0.25 if x.dtype == np.uint8 else 1.0)
 
 
 class PageData:
-    """The page's data as it grows."""
+    """Collects the data of the page."""
 
     def __init__(self, row: int) -> None:
         self.row, self.arrays = row, Arrays()
@@ -230,7 +230,7 @@ class PageData:
         self.sources: list[dict[str, Any]] = []
 
     def add(self, recording: Recording, source: int, model: Any) -> None:
-        """A recording's places: what is known of every head."""
+        """Add the places of a recording, with the facts about every head."""
         if not recording.places:
             raise ArgumentError("the recording holds no place; record a call of attention first")
         for name, whole in recording.places.items():
@@ -258,7 +258,7 @@ class PageData:
         self.sources.append(source_facts(recording))
 
     def _place(self, place: Place, recording: Recording) -> None:
-        """A place: its rules, positions, thumbnails and numbers."""
+        """Add a place: its rules, positions, thumbnails and metrics."""
         number = len(self.places)
         rules = PageRules(place, self.row, self.arrays)
         texts = replace(recording, places={place.name: place}).labels(place.name)
@@ -298,13 +298,13 @@ class PageData:
         )
 
     def _text(self, pieces: tuple[str, ...]) -> int:
-        """The number of a list of tokens."""
+        """Return the index of a list of token texts, which is stored once."""
         if list(pieces) not in self.texts:
             self.texts.append(list(pieces))
         return self.texts.index(list(pieces))
 
     def _positions(self, number: int, place: Place) -> None:
-        """Positions of rows and columns, where they are not 0, 1, 2, ..."""
+        """Store the positions of rows and columns that are not 0, 1, 2, ..."""
         q, k = torch.zeros(place.T, dtype=torch.int64), torch.full((place.N,), -1)
         first = 0
         for step in place.steps:
@@ -316,7 +316,7 @@ class PageData:
                 self.arrays[f"p{number}.{name}"] = x.numpy().astype(np.int32)
 
     def start(self, choice: Any) -> tuple[int, int]:
-        """The number of the place and the head where the page opens."""
+        """Return the index of the place and the head at which the page opens."""
         if choice is None:
             return next(iter(self._ranked()))
         layer, head = choice if isinstance(choice, tuple) else (choice.layer, choice.head)
@@ -331,7 +331,9 @@ class PageData:
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
-        """The cell where the page opens: the query's strongest key, unless one is asked for."""
+        """Return the cell at which the page opens: the query's strongest key, unless a key is
+        given.
+        """
         where = self.places[place]
         i = _checked_index("query", query, where.T)
         if key is not None:
@@ -340,8 +342,8 @@ class PageData:
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
     def _ranked(self) -> Iterator[tuple[int, int]]:
-        """Heads in the order in which they deserve room: the leaders of each metric in turn, then
-        their followers.
+        """Generate heads in the order of embedding: the leaders of each metric in turn, then the
+        others.
         """
         every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
         orders = [self._leaders(name, every) for name in EMBEDDING_ORDER]
@@ -353,15 +355,13 @@ class PageData:
                     yield at
 
     def _leaders(self, name: str, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Heads from the one that has most of a metric, or least, down; without those that it says
-        nothing of.
-        """
+        """Return the heads in the order of a metric; heads without it are left out."""
         least, metric = name.startswith("-"), name.removeprefix("-")
         known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
         return sorted(known, key=lambda at: known[at] if least else -known[at])
 
     def embed(self, place: int, head: int, budget: int) -> None:
-        """Embed heads exactly while there is room; the first whatever its size."""
+        """Embed the exact tensors of heads while the budget allows; the first head always."""
         room = (budget - PAGE_OVERHEAD) / ENCODED_RATIO - sum(
             compressed_size(x) for x in self.arrays.values()
         )
@@ -390,7 +390,7 @@ class PageData:
             self.plain[p]["rules"] = rules.plain(heads.get(p, []))
 
     def _exact(self, p: int, h: int) -> Arrays:
-        """Everything that one head's pattern and output follow from."""
+        """Return all tensors from which the pattern and the output of one head follow."""
         place, row = self.places[p], self.row
         g, at, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
         mine = pool.group_index(h, place.H)
@@ -407,14 +407,14 @@ class PageData:
         return {f"p{p}.{name}": to_lossless_array(x) for name, x in parts.items()}
 
     def _of(self, name: str, p: int) -> list[float | None]:
-        """A metric of a place's heads; None where it has none."""
+        """Return a metric of every head of a place; None where a head has none."""
         return self.glances[p].metrics.get(name, [None] * len(self.places[p].heads))
 
     def _metric(self, name: str, p: int, h: int) -> float | None:
         return self._of(name, p)[self.places[p].head_index(h)]
 
     def meta(self, title: str | None) -> dict[str, Any]:
-        """Everything but the arrays."""
+        """Return everything except the arrays."""
         return {
             "title": title
             or " | ".join(filter(None, (x["title"] for x in self.sources)))
@@ -433,13 +433,13 @@ class PageData:
 
 
 def _once_if_shared(x: Tensor) -> NDArray[np.int32]:
-    """Numbers of heads [h,...], once where all heads have the same."""
+    """Return the numbers of all heads `[h, ...]`, or of one head if they are all equal."""
     x = x[:1] if bool((x == x[:1]).all()) else x
     return x.numpy().astype(np.int32)
 
 
 def _checked_index(name: str, index: int, count: int) -> int:
-    """An index counted from the front."""
+    """Return an index counted from the start, or raise ArgumentError."""
     if not -count <= index < count:
         raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
     return index % count
@@ -458,24 +458,27 @@ def report(
     budget: int = PAGE_BUDGET,
     explanation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `regard.view.report.page` draws: {"meta": plain data, "arrays": {name: numpy array}}.
+    """Convert one or two recordings to the data that `regard.view.report.page` draws.
 
     Args:
-        recording: what the page is of.
-        b: another one to compare it with: of another prompt, model or kernel.
-        model: the model that was recorded, for what a recording does not hold, such as rotary
-            frequencies.
-        choice: an object with `layer` and `head`, or that pair: where the page opens, and what is
-            embedded first.
-        query, key: the row and column where it opens; the key is the strongest by default.
-        title: of the page; by default the text.
-        row: the row of the batch.
-        budget: bytes of the page; heads that it has no room for are thumbnails only, and the page
-            says so.
-        explanation: of the chosen query, to travel with the page.
+        recording: the recording.
+        b: a second recording to compare with: of another prompt, model or kernel.
+        model: the recorded model, for facts that a recording lacks, such as rotary frequencies.
+        choice: an object with `layer` and `head`, or that pair: the head at which the page opens,
+            and which is embedded first.
+        query: row at which the page opens.
+        key: column at which it opens; the strongest key by default.
+        title: title of the page; the text by default.
+        row: row of the batch.
+        budget: bytes of the page; heads for which there is no space are thumbnails only, and the
+            page says so.
+        explanation: JSON data of an explanation of the chosen query, to be embedded.
+
+    Returns:
+        {"meta": plain data, "arrays": {name: numpy array}}.
 
     Raises:
-        ArgumentError: nothing was recorded, or row, choice, query or key is out of range.
+        ArgumentError: nothing was recorded, or `row`, `choice`, `query` or `key` is out of range.
 
     >>> import regard
     >>> from regard.inspect.record.record_model import record

@@ -1,9 +1,8 @@
-"""What a recording's rules are to a page: masks as trees of evaluated bits, biases as tables;
-nothing is written twice.
+"""The masks and biases of a recording as page data: masks as trees of bit arrays, biases as tables.
 
-A page knows no mask and no bias by name. Each term of a mask's `&` and `|` is evaluated here, by
-its own rule, for every row and column, and travels as bits, so that the page can say which term
-keeps a query from a key.
+The page has no code for particular masks or biases. Each term of a mask's `&` and `|` is evaluated
+here for every row and column and stored as bits, so that the page can say which term excludes a
+key. Equal arrays are stored once.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from regard.span import as_tensor
 
 Arrays = dict[str, NDArray[Any]]
 BIAS_CELLS_PER_CHUNK = 1 << 22
-"""How many cells of a bias are evaluated together."""
+"""Number of cells of a bias that are evaluated together."""
 
 
 @dataclass
 class RuleGroup:
-    """Rows of a place under one rule: steps of equal mask, bias, scale, softcap and sink, and where
-    their rows begin.
+    """Rows of a place with the same mask, bias, scale, softcap and sink.
+
+    Args:
+        step: the first of the steps.
+        steps: each step, and its first row.
     """
 
     step: RecordedStep
@@ -37,26 +39,27 @@ class RuleGroup:
 
 
 def positions_of_row(x: Any, row: int) -> Tensor:
-    """Positions of one batch row, [L]."""
+    """Return the positions of one row of the batch, `[L]`."""
     found = as_tensor(x)
     return found[row if found.shape[0] > 1 else 0].cpu()
 
 
 def recorded_queries(step: RecordedStep) -> slice:
-    """Which queries of its call a step kept."""
+    """Return which queries of its call a step recorded."""
     return slice(step.first, step.first + step.T)
 
 
 def row_and_column_positions(step: RecordedStep, row: int) -> tuple[Tensor, Tensor]:
-    """The positions of a step's queries and of its keys, in one batch row."""
+    """Return the positions of a step's queries and of its keys, in one row of the batch."""
     return positions_of_row(step.q_positions, row)[recorded_queries(step)], positions_of_row(
         step.k_positions, row
     )
 
 
 class PageRules:
-    """The rules of a place as plain data; arrays that two rules share are kept once, under the name
-    of their content.
+    """The rules of a place as page data.
+
+    Equal arrays are stored once, under a name made from their content.
     """
 
     def __init__(self, place: Place, row: int, arrays: Arrays) -> None:
@@ -74,7 +77,7 @@ class PageRules:
             first += step.T
 
     def plain(self, heads: list[int]) -> list[dict[str, Any]]:
-        """Each rule: its numbers, its mask as a tree, its bias for some heads."""
+        """Return each rule: its numbers, its mask as a tree, and its bias for some heads."""
         return [
             {
                 "scale": float(rows.step.scale),
@@ -89,15 +92,17 @@ class PageRules:
         ]
 
     def _sink(self, step: RecordedStep) -> list[float | None] | None:
-        """The sink's logit of each of the model's heads; None for one that was not recorded."""
+        """Return the sink logit of each query head of the model; None for a head that was not
+        recorded.
+        """
         if step.sink is None:
             return None
         known = dict(zip(self.place.heads, step.sink.double().flatten().tolist(), strict=True))
         return [known.get(h) for h in range(self.place.H)]
 
     def keys_present(self) -> str | None:
-        """The bits of the keys that each row's step held, or None where every step held them
-        all.
+        """Return the bits of the keys that each row's step had, or None where every step had all
+        keys.
         """
         seen = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
         for rows in self.groups:
@@ -112,7 +117,7 @@ class PageRules:
         )
 
     def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, Any]:
-        """A tree over one mask a step, all of the same form."""
+        """Return a tree over the masks of several steps, which all have the same structure."""
         members = list(zip(*(mask.operands() for mask in each), strict=True))
         if members:
             return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
@@ -131,14 +136,14 @@ class PageRules:
         return {"text": refusal.mask, "why": refusal.key, "bits": packed, "heads": count}
 
     def keep(self, kind: str, x: NDArray[Any]) -> str:
-        """The name of an array; equal ones of a kind are kept once."""
+        """Store an array and return its name; equal arrays of a kind are stored once."""
         name = f"{kind}-{hashlib.sha256(x.tobytes()).hexdigest()[:12]}-{x.size}"
         self.arrays.setdefault(name, x)
         return name
 
     def _bias(self, rows: RuleGroup, heads: list[int]) -> dict[str, Any] | None:
-        """The bias as a table over the difference of positions where it is one, else cell by cell
-        for the heads.
+        """Return the bias as a table over the difference of positions if it is one, else cell by
+        cell.
         """
         bias = rows.step.bias
         if bias is None:
@@ -169,8 +174,10 @@ class PageRules:
 
 
 def split_by_pool(place: Place) -> list[Place]:
-    """A place as several, each with one key for a column: where prompt and decoding read other
-    keys, or a step has its own.
+    """Split a place into several, each with one key per column.
+
+    More than one results where prompt and decoding read different keys, or where a step has its
+    own.
 
     >>> import torch, regard
     >>> with regard.inspect.Recorder() as recorder:
@@ -202,8 +209,8 @@ def split_by_pool(place: Place) -> list[Place]:
 
 
 def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
-    """Whether two steps follow one rule; a mask that speaks of slots is each step's own, of the
-    same form.
+    """Return whether two steps follow one rule; masks that depend on slots need the same
+    structure only.
     """
     sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
@@ -213,13 +220,13 @@ def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
 
 
 def _mask_structure(mask: masks.Mask) -> Any:
-    """The tree of a mask, and what its terms say."""
+    """Return the tree of a mask, with the text of its terms."""
     operands = mask.operands()
     return (type(mask), *map(_mask_structure, operands)) if operands else str(mask)
 
 
 def _bias_blocks(step: RecordedStep, row: int) -> Any:
-    """The bias of a step, some rows at a time: (rows, [H or 1, t, s] in fp64)."""
+    """Generate the bias of a step some rows at a time: (rows, `[H or 1, t, s]` in fp64)."""
     S = step.columns.numel()
     assert step.bias is not None
     heads = max(1, step.q.shape[1])
@@ -232,8 +239,10 @@ def _bias_blocks(step: RecordedStep, row: int) -> Any:
 
 
 def _bias_by_offset(rows: RuleGroup, row: int) -> tuple[int, NDArray[np.float64]] | None:
-    """(lowest q - k, values [H or 1, offsets]) if the bias depends on q - k only, checked at every
-    cell; else None.
+    """Return (lowest q - k, values `[H or 1, offsets]`) if the bias depends on q - k only, else
+    None.
+
+    This is checked at every cell.
     """
     both = [row_and_column_positions(step, row) for step, _ in rows.steps]
     offsets = [q[:, None] - k for q, k in both]
