@@ -30,7 +30,9 @@ def test_a_text_gives_a_page_of_80_columns(capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, out.splitlines())) <= 80
     choice = strongest_head(model(), model().encode(TEXT), -1)
     assert f"layer {choice.layer}, head {choice.head} " in out
-    assert "chosen: the head that looks hardest at one other token" in " ".join(out.split())
+    assert "chosen: the head with the largest weight of the query on one key" in " ".join(
+        out.split()
+    )
 
 
 def test_color_can_be_forced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +185,7 @@ def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_key_alone_chooses_the_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", TEXT, "--key", "blue", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["chosen_by"]
-        == "the head that looks hardest at the key: the largest weight of the query on it"
-    )
+    assert found["chosen_by"] == "the head with the largest weight of the query on the key"
     with torch.inference_mode(), regard.Trace("pattern") as trace:
         model().forward(model().encode(TEXT), backend="reference")
     weights = [trace[f"layers.{n}.pattern"][0, :, -1, found["key"]].max().item() for n in range(3)]
@@ -208,7 +207,7 @@ def test_a_mechanism_with_random_weights(capsys: pytest.CaptureFixture[str]) -> 
     assert "call 'window' of compressed, selected, window" in " ".join(out.split())
     assert "layers.1: NSA" in out
     assert run(["explain", TEXT, "--attention", "retention", "--head", "2", "--layer", "1"]) == 0
-    assert "no softmax: the row above is unnormalised" in capsys.readouterr().out
+    assert "no softmax: the weights of the row are not normalised" in capsys.readouterr().out
 
 
 def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
@@ -217,7 +216,10 @@ def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
     assert run(["explain", TEXT, "--attention", "retention", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layer"], found["head"]) == (0, 0)
-    assert found["chosen_by"] == "the first one: this mechanism has no softmax to compare heads by"
+    assert (
+        found["chosen_by"]
+        == "the first head: this mechanism has no softmax weights to compare heads by"
+    )
 
 
 def test_a_page_is_over_recorded_softmax_attention(

@@ -125,7 +125,7 @@ def test_a_single_token_has_no_other_to_look_at() -> None:
     m = model()
     choice = strongest_head(m, m.encode("a"), 0)
     assert (choice.layer, choice.head) == (0, 0)
-    assert choice.rule == "the first one: there is no other token to look at"
+    assert choice.rule == "the first head: there is no other token"
     assert strongest_head(m, m.encode("a"), 0, layer=2, head=1).head == 1
 
 
@@ -147,7 +147,7 @@ def test_a_key_that_is_given_chooses_the_head() -> None:
         weights = patterns[:, :, 6, key]
         assert weights[choice.layer, choice.head] == pytest.approx(weights.max().item(), abs=1e-6)
         assert choice.rule == HEAD_FOR_KEY_RULE
-    assert choose_head(read, 3, key=6).rule == "the first one: no head looks at the key"
+    assert choose_head(read, 3, key=6).rule == "the first head: no head has weight on the key"
 
 
 def test_neighbours_on_both_sides_are_left_out() -> None:

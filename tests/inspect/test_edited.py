@@ -222,7 +222,7 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
     with Trace(edit={"layers.2.q": lambda q: 2 * q}):
         found = explain(m, TEXT, layer=2, head=1)
     assert found.notes[-1].startswith(
-        "an open trace edits q at layers.2: what the kernel was given is edited"
+        "an open trace edits q at layers.2: the inputs of the kernel are edited"
     )
     for name in ("scores", "pattern"):
         with Trace(edit={f"layers.2.{name}": lambda x: x.clone()}, missing="ignore"):

@@ -69,7 +69,7 @@ def test_every_mechanism_is_explained(name: str) -> None:
     assert max(map(cell_len, lines)) <= 80
     assert any("a_ij" in line for line in lines) == (f.kind == "linear")
     assert ("in the denominator only" in out.getvalue()) == (name == "learned_sink")
-    assert "from seed 0: the arithmetic is real" in " ".join(out.getvalue().split())
+    assert "from seed 0: the computation is exact" in " ".join(out.getvalue().split())
 
 
 @pytest.mark.full(keep=5)

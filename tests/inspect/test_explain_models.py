@@ -299,7 +299,7 @@ def test_a_notebook_shows_the_page_as_inert_text() -> None:
     assert shown.startswith("<pre")
     assert "<script" not in shown
     assert "&lt;script&gt;" in shown
-    assert "the same q and k elsewhere" in shown
+    assert "the same q and k under other mechanisms" in shown
 
 
 def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:

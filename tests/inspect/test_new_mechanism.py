@@ -226,7 +226,7 @@ def test_a_new_projection_that_says_something_false_is_told_apart() -> None:
 
 def test_a_new_projection_that_says_nothing_is_shown_as_attention_got_it() -> None:
     found = explained(attention_of(Mirrored()), head=2, query=6)
-    assert [step.name for step in (*found.q, *found.k, *found.values)] == ["given"] * 3
+    assert [step.name for step in (*found.q, *found.k, *found.values)] == ["input"] * 3
     assert found.check < ROUNDING
 
 

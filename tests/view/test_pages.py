@@ -21,6 +21,7 @@ from rich.console import Console
 from regard.errors import FileError
 from regard.files.write import check_target
 from regard.inspect import explain
+from regard.units import plural
 from regard.view import explanation_text, html_page, palette
 from regard.view.terminal import columns, fold, number, weight
 from tests.inspect.stand_in import TEXT, model
@@ -122,7 +123,9 @@ def test_many_keys_are_counted_not_cut() -> None:
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     visible = sum(not reason for reason in long["masked"])
     order = sorted(long["weights"], reverse=True)
-    assert f"... {visible - 8} others share {weight(sum(order[8:]))}" in text
+    assert (
+        f"... {plural(visible - 8, 'other key')} with total weight {weight(sum(order[8:]))}" in text
+    )
     assert f"cells: largest weight of {long['pool']} x {long['pool']}" in text
     assert long["pool"] == math.ceil(long["sizes"]["T"] / 32)
 

@@ -451,8 +451,10 @@ class Scatter:
                 gid=f"mark {i}",
                 zorder=3,
             )
-            said = f"{mark.name}: {_value_text(self.x.unit)(mark.x)}, {_value_text(self.y.unit)(mark.y)}"
-            hints[f"mark {i}"] = [said + (", on the front" if mark.front else "")]
+            x, y = _value_text(self.x.unit)(mark.x), _value_text(self.y.unit)(mark.y)
+            hints[f"mark {i}"] = [
+                f"{mark.name}: {x}, {y}" + (", on the front" if mark.front else "")
+            ]
         self._name(axes)
         return Drawing(figure, hints)
 

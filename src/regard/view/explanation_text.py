@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from regard.units import plural
 from regard.view import terminal
 from regard.view.terminal import (
     INDENT,
@@ -52,15 +53,15 @@ def state(data: Data) -> Lines:
         [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
     )
     yield from wrapped(
-        f"no softmax: the row above is unnormalised, it sums to {number(sum(row))}; "
-        f"{sum(p < 0 for p in row)} of {len(row)} weights are negative"
+        f"no softmax: the weights of the row are not normalised; they sum to {number(sum(row))}, "
+        f"and {sum(p < 0 for p in row)} of {len(row)} are negative"
     )
     if not s:
         return
     shape = " x ".join(map(str, s["shape"]))
     yield Text(
-        f"{INDENT}state S of the head: {shape}, {s['num_values']} numbers kept, {s['bytes']} bytes, "
-        "whatever the length"
+        f"{INDENT}state S of the head: {shape}, {plural(s['num_values'], 'value')}, "
+        f"{plural(s['bytes'], 'byte')} at any sequence length"
     )
     yield Text(
         f"{INDENT}|S| {number(s['norm_before'])} → {number(s['norm'])} with this token;  "
@@ -85,8 +86,8 @@ def tensors(data: Data) -> Lines:
         )
     if any(one["seconds"] is not None for one in data["tensors"]):
         yield from wrapped(
-            "masked scores are left out of their mean; a time is the fastest of five runs of that "
-            "stage alone, scores by the definition"
+            "means and deviations leave out masked scores; a time is the shortest of five runs of "
+            "that stage alone; scores are computed from the definition"
         )
 
 
@@ -94,15 +95,15 @@ def cost(data: Data) -> Lines:
     """Generate FLOPs and bytes of the row, and the sizes of caches for the layer."""
     c = data["cost"]
     yield from wrapped(
-        f"this row: {c['keys']} keys, {c['flops']:,} FLOPs of scores and mix, {c['bytes']:,} "
-        "bytes read and written"
+        f"this row: {plural(c['keys'], 'key')}; {c['flops']:,} FLOPs for scores and weighted sum; "
+        f"{c['bytes']:,} bytes read and written"
     )
     if c["layer_flops"]:
         yield from wrapped(
-            f"the layer, one decoded token: {c['layer_flops']:,} FLOPs = {c['formula']}"
+            f"the layer, for one decoded token: {c['layer_flops']:,} FLOPs = {c['formula']}"
         )
     largest = max(cache["bytes"] for cache in c["caches"]) or 1
-    yield Text(f"{INDENT}cache of {data['sizes']['S']} tokens, {data['dtype']}", "dim")
+    yield Text(f"{INDENT}cache of {plural(data['sizes']['S'], 'token')}, {data['dtype']}", "dim")
     for cache in c["caches"]:
         name = f"{'▶' if cache['is_this_layer'] else ' '} {cache['name']:<14}"
         figures = f"{cache['values_per_token']:>7,} x {cache['tokens']:<7,}{cache['bytes']:>13,} B "
@@ -123,12 +124,12 @@ def counterfactuals(data: Data) -> Lines:
     key = f"p of {j}"
     yield Text(
         f"{INDENT}{'':<14}{key:>10}  "
-        f"{'strongest key':<22}{'effective':>10}{'moved':>8}{'|Δz|/|z|':>10}",
+        f"{'strongest key':<22}{'eff. keys':>10}{'TV':>8}{'|Δz|/|z|':>10}",
         "dim",
     )
     weights = data["weights"]
     best = max(range(len(weights)), key=lambda n: weights[n])
-    yield _row("as it is", weights[j], best, weights[best], data, "", "", "")
+    yield _row("actual", weights[j], best, weights[best], data, "", "", "")
     for other in data["counterfactuals"]:
         yield _row(
             other["name"],
@@ -140,7 +141,9 @@ def counterfactuals(data: Data) -> Lines:
             f"{other['total_variation']:.1%}",
             number(other["relative_change"]),
         )
-    yield Text(f"{INDENT}effective keys: exp(entropy); moved: half of Σ |p´ - p|", "dim")
+    yield Text(
+        f"{INDENT}eff. keys: exp(entropy); TV: total variation distance Σ |p´ - p| / 2", "dim"
+    )
 
 
 def _row(
@@ -154,7 +157,7 @@ def _row(
     )
 
 
-TOP = 8  # keys that are named; the others are counted
+TOP = 8  # keys that are listed; the others are summed
 
 
 def ordered(data: Data) -> Sequence[int]:
@@ -168,7 +171,7 @@ def piece_of(data: Data, j: int) -> str:
     return terminal.cell(data["pieces"][j], 16).rstrip()
 
 
-BLOCKS = 10  # rows of the online softmax
+BLOCKS = 10  # blocks of the online softmax that are listed
 
 
 def scores(data: Data) -> Lines:
@@ -202,7 +205,9 @@ def scores(data: Data) -> Lines:
     if order[TOP:]:
         rest = sum(data["weights"][j] for j in order[TOP:])
         shown = number(rest) if linear else terminal.weight(rest)
-        yield Text(f"{INDENT}... {len(order) - TOP} others share {shown}", "dim")
+        yield Text(
+            f"{INDENT}... {plural(len(order) - TOP, 'other key')} with total weight {shown}", "dim"
+        )
     yield from _masked(data)
 
 
@@ -248,8 +253,8 @@ def _masked(data: Data) -> Lines:
     reasons = [reason for reason in data["masked"] if reason]
     for reason in dict.fromkeys(reasons):
         count, first = reasons.count(reason), data["masked"].index(reason)
-        keys = f"key {first}" if count == 1 else f"{count} keys, the first is {first}"
-        yield from wrapped(f"masked: {keys}: s = -∞, so the weight is 0; why: {reason}")
+        keys = f"key {first}" if count == 1 else f"{plural(count, 'key')}, the first is {first}"
+        yield from wrapped(f"masked: {keys}; s = -∞ and the weight is 0; reason: {reason}")
 
 
 def softmax(data: Data) -> Lines:
@@ -264,7 +269,7 @@ def softmax(data: Data) -> Lines:
     )
     if data["sink"] is not None:
         yield Text(
-            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only: it takes "
+            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only; its weight is "
             f"{terminal.weight(1 - shared)}"
         )
     j = data["key"]
@@ -292,7 +297,7 @@ def _online(data: Data) -> Lines:
     shown = blocks if len(blocks) <= BLOCKS else [*blocks[: BLOCKS // 2], *blocks[-BLOCKS // 2 :]]
     for n, block in enumerate(shown):
         if len(blocks) > BLOCKS and n == BLOCKS // 2:
-            yield Text(f"{INDENT}... {len(blocks) - BLOCKS} blocks more", "dim")
+            yield Text(f"{INDENT}... {plural(len(blocks) - BLOCKS, 'more block')}", "dim")
         span = f"{block['start']}-{block['stop'] - 1}"
         yield Text(
             f"{INDENT}{span:>13} {number(block['running_max'], 10)} {number(block['rescale'], 10)} "
@@ -302,8 +307,8 @@ def _online(data: Data) -> Lines:
         yield Text(f"{INDENT}end: lse = m + ln l = {number(data['lse'])},  z = o / l", "dim")
 
 
-MAX_LISTED = 128  # tokens
-MAX_HEADS = 16  # bars of shares
+MAX_LISTED = 128  # tokens that are listed
+MAX_HEADS = 16  # heads whose shares are drawn
 
 
 def tokens(data: Data) -> Lines:
@@ -367,8 +372,8 @@ def hidden(data: Data) -> Lines:
     """Generate the hidden state of the query: embedded, entering the layer, and normed."""
     for name, title in (
         ("embedding", "embedding of the token"),
-        ("entering", f"h: entering layer {data['layer']}"),
-        ("normed", "x: what attention is given"),
+        ("entering", f"h: input of layer {data['layer']}"),
+        ("normed", "x: input of attention"),
     ):
         if data[name]:
             yield from strip(title, data[name], "")
@@ -385,15 +390,15 @@ def projected(data: Data) -> Lines:
     for step in data["values"]:
         yield from strip(f"v of {named}, {step['name']}", step["values"][j], "v")
     for step in (*data["q"], *data["k"]):
-        if step["name"] not in ("projected", "rotated", "given"):
+        if step["name"] not in ("projected", "rotated", "input"):
             yield equation(f"{step['name']}: {step['equation']}")
     angles = data["angle"]
     if angles:
         position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
         yield equation(data["equations"]["rotate"])
         yield Text(
-            f"{INDENT}{len(angles)} pairs, layout {data['layout']}; of the query, position "
-            f"{position}:"
+            f"{INDENT}{plural(len(angles), 'rotary pair')}, layout {data['layout']}; "
+            f"angles of the query at position {position}:"
         )
         yield Text(f"{INDENT}φ = {shown} ... {number(angles[-1])} rad")
 
@@ -414,21 +419,24 @@ def mix(data: Data) -> Lines:
     if order[3:]:
         rest = norm([sum(rows[j][d] for j in order[3:]) for d in range(len(rows[0]))])
         yield Text(
-            f"{INDENT}... {len(order) - 3} others add a vector of norm {number(rest)}", "dim"
+            f"{INDENT}... {plural(len(order) - 3, 'other key')}: "
+            f"together a vector of norm {number(rest)}",
+            "dim",
         )
     mixed, z = data["mixed"], data["z"]
-    yield from strip("z: the sum of all", mixed, "z", max(top, max(map(abs, mixed), default=0.0)))
+    yield from strip("z: the weighted sum", mixed, "z", max(top, max(map(abs, mixed), default=0.0)))
     if len(mixed) != len(z) or norm([a - b for a, b in zip(mixed, z, strict=True)]) > 1e-4 * (
         norm(z) or 1.0
     ):
-        yield from strip("z, finished (gate, norm, map or mix)", z, "z")
+        yield from strip("z after gate, norm, map or mix", z, "z")
 
 
 def output(data: Data) -> Lines:
     """Generate the contribution of each head to the output, and the sums."""
     largest, count, E = max(map(abs, data["shares"])) or 1.0, len(data["shares"]), len(data["z"])
     yield Text(
-        f"{INDENT}joined: {count} heads x {E} = {count * E} numbers; what each writes into out:"
+        f"{INDENT}joined: {plural(count, 'head')} x {E} = {plural(count * E, 'value')}; "
+        "share of each in out:"
     )
     slot = data["head"] % count
     for h, share in enumerate(data["shares"]):
@@ -438,12 +446,12 @@ def output(data: Data) -> Lines:
         bar = terminal.bar(abs(share) / largest, 44).rstrip()
         line = f"{INDENT}{'▶' if here else ' '} head {h:>2}  {share:>+8.1%}  {bar}"
         yield Text(line, style("z", bold=here) if here else "")
-    yield from strip("this head writes W_O z", data["head_out"], "z")
-    yield from strip("out: attention writes", data["out"], "z")
+    yield from strip("W_O z: added by this head", data["head_out"], "z")
+    yield from strip("out: output of attention", data["out"], "z")
     if data["residual"]:
         size = norm(data["out"]) / (norm(data["entering"]) or 1.0)
-        yield from strip("h: the hidden state behind it", data["residual"], "")
-        yield Text(f"{INDENT}|out| is {number(size)} of |h| in front of it", "dim")
+        yield from strip("h: hidden state after it", data["residual"], "")
+        yield Text(f"{INDENT}|out| / |h before attention| = {number(size)}", "dim")
 
 
 def _large(shares: Sequence[float], slot: int) -> set[int]:
@@ -527,7 +535,9 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
     if data["cost"]:
         steps.append(("cost", "cost", cost))
     if data["counterfactuals"]:
-        steps.append(("the same q and k elsewhere", "counterfactuals", counterfactuals))
+        steps.append(
+            ("the same q and k under other mechanisms", "counterfactuals", counterfactuals)
+        )
     return steps
 
 
@@ -545,14 +555,14 @@ def show_heads(
 
     >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
     >>> show_heads("1 b", [row], (0, 0), Console(width=80))
-    The hardest look of query 1 b at another token than the first, in each head
+    Largest weight of query 1 b in each head, without the first token
       layer head  weight                           key token
     ▶     0    0  1.0000 ████████████████████████    1 b
     """
     lines = [
         Text(
-            f"The hardest look of query {terminal.cell(query, 20).rstrip()} at another token than the "
-            "first, in each head"
+            f"Largest weight of query {terminal.cell(query, 20).rstrip()} in each head, "
+            "without the first token"
         ),
         Text("  layer head  weight                           key token", "dim"),
     ]
@@ -577,8 +587,8 @@ def _title(data: Data) -> Lines:
     n, i = data["sizes"], data["query"]
     yield Text.assemble(
         ("regard explain", "bold"),
-        f"  {terminal.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G "
-        f"{n['G']}, D {n['D']}",
+        f"  {terminal.cell(data['model'], 24).rstrip()}: {plural(n['layers'], 'layer')}, "
+        f"H {n['H']}, G {n['G']}, D {n['D']}",
     )
     yield Text.assemble(
         "layer ",
@@ -611,7 +621,7 @@ def _ran(data: Data) -> str:
     n, calls = data["sizes"], data["calls"]
     own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
     text = (
-        f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} "
+        f"one pass (prefill), {own}, {data['dtype']}, {plural(n['T'], 'query')}, {n['S']} "
         f"{data['key_kind']}; rows are queries, columns are keys"
     )
     if len(calls) > 1:
@@ -623,8 +633,8 @@ def _check(data: Data) -> Lines:
     yield heading("check")
     worst = max(data["checks"], key=lambda name: data["checks"][name])
     yield from wrapped(
-        f"{len(data['checks'])} steps recomputed and compared with what the model computed: "
-        f"at most {data['check']:.1e} apart ({worst})"
+        f"{plural(len(data['checks']), 'number')} recomputed and compared with the model; "
+        f"the largest difference is {data['check']:.1e} ({worst})"
     )
     for name, off in data["checks"].items():
         yield Text(f"{'  '}{off:>8.1e}  {name}", "dim")

@@ -171,7 +171,7 @@ def find_key(
     if at.own:
         others[[p in (0, at.i) for p in positions]] = -1
     best = others if others.max(initial=-1) > 0 else looks
-    rule = KEY_RULE if best is others and at.own else "the strongest key"
+    rule = KEY_RULE if best is others and at.own else "the key with the largest weight"
     return int(best.argmax()), rule
 
 
@@ -396,9 +396,8 @@ def _note_edits(read: PreparedRun, site: AttentionSite) -> PreparedRun:
     if not changed:
         return read
     note = (
-        f"an open trace edits {', '.join(changed)} at {site.place}: what the kernel was given is "
-        "edited, what is computed again "
-        "in front of it is not"
+        f"an open trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
+        "are edited, but the recomputed steps before them are not"
     )
     return replace(read, notes=(*read.notes, note))
 

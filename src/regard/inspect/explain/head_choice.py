@@ -29,19 +29,18 @@ from regard.models.model import Model
 from regard.nn.explain import explainable
 
 HEAD_RULE = (
-    "the head that looks hardest at one other token: the largest single weight of the query on a "
-    "key that is neither "
-    "the first token, nor a neighbour of the query, nor the query itself"
+    "the head with the largest weight of the query on one key, without the first token, the query "
+    "itself and its neighbours"
 )
 """How `strongest_head` chooses, as shown to the user."""
 
-HEAD_FOR_KEY_RULE = "the head that looks hardest at the key: the largest weight of the query on it"
+HEAD_FOR_KEY_RULE = "the head with the largest weight of the query on the key"
 """How a head is chosen where the key is given."""
 
-FIRST_HEAD_RULE = "the first one: this mechanism has no softmax to compare heads by"
+FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to compare heads by"
 """How a head is chosen where the mechanism has no softmax weights."""
 
-KEY_RULE = "the strongest key that is neither the query nor the first token"
+KEY_RULE = "the key with the largest weight, without the query and the first token"
 """How the key is chosen, as shown to the user."""
 
 
@@ -182,8 +181,8 @@ def choose_head(
     layer, head = divmod(int(strongest_keys_of_run.argmax()), heads)
     rule = HEAD_RULE if key is None else HEAD_FOR_KEY_RULE
     if alone:
-        rule = "the first one: " + (
-            "there is no other token to look at" if key is None else "no head looks at the key"
+        rule = "the first head: " + (
+            "there is no other token" if key is None else "no head has weight on the key"
         )
     return Choice(layer if place is None else sites[0].layer, head, rule)
 

@@ -67,7 +67,7 @@ def input_chain(
         steps[name] = (
             chain
             if fits
-            else (ComputationStep("given", f"{name}_{index}, as attention got it", got),)
+            else (ComputationStep("input", f"{name}_{index}, the input of attention", got),)
         )
     angles, turned = _rotary_angles(found, query, len(given[0]))
     if angles.layout:

@@ -75,8 +75,8 @@ def random_model(
         else prepare_run(made, text, target)
     )
     note = (
-        f"the weights are random, from seed {seed}: the arithmetic is real, what it looks at "
-        "means nothing"
+        f"the weights are random, from seed {seed}: the computation is exact, but the attention "
+        "pattern has no meaning"
     )
     return replace(
         read, name=f"{name} (random)", notes=(*read.notes, note), max_trained_tokens=None

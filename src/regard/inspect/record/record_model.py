@@ -101,8 +101,12 @@ def record(
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
             "attention "
-            f"that was selected ({', '.join(f'{k}={v}' for k, v in select.items()) or 'all'})"
-            f"; {recorder.missing_selection() if recorder.seen_places else 'no module of it calls that of regard'}"
+            f"that was selected ({', '.join(f'{k}={v}' for k, v in select.items()) or 'all'}); "
+            + (
+                recorder.missing_selection()
+                if recorder.seen_places
+                else "no module of it calls that of regard"
+            )
         )
     if missing := recorder.missing_selection():
         raise ArgumentError(missing)
