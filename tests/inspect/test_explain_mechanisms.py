@@ -345,6 +345,6 @@ def test_what_a_specimen_refuses() -> None:
     with pytest.raises(ArgumentError, match="head is 7; there are 4 heads"):
         found("retention", head=7)
     with pytest.raises(
-        ArgumentError, match="key is token 20, which this call does not hold; it holds"
+        ArgumentError, match="key is token 20, which this call does not contain; it has"
     ):
         found("streaming", query=-1, key=20, call=1)

@@ -310,7 +310,10 @@ def test_what_the_tokens_do_not_allow_is_left_out() -> None:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda p: measure(p, torch.arange(3)), "ids are (3,);  has 24 columns, one for each"),
+        (
+            lambda p: measure(p, torch.arange(3)),
+            "ids are (3,);  has 24 columns, and there must be one entry for each",
+        ),
         (lambda p: measure(p, padding=torch.ones(3).bool()), "padding are (3,)"),
         (lambda p: measure(p, batch=1), "batch is 1;  has rows 0 to 0"),
         (lambda p: keys_for(p, 0.0), "share is 0.0; it must be above 0 and at most 1"),
@@ -325,7 +328,9 @@ def test_what_cannot_be_measured_is_refused(call: Any, message: str) -> None:
 
 def test_head_scores_want_repeated_tokens() -> None:
     model = regard.load("tiny")
-    with pytest.raises(ArgumentError, match="induction: no token occurs twice, far enough apart"):
+    with pytest.raises(
+        ArgumentError, match="induction cannot be computed: in ids no token occurs twice"
+    ):
         regard.inspect.head_scores(model, torch.arange(8)[None])
     scores = regard.inspect.head_scores(model, repeated_ids(1024, 12, batch=1))
     assert {x.shape for x in scores.values()} == {torch.Size([4, 8])}

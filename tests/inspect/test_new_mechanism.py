@@ -149,7 +149,7 @@ def test_a_row_without_taps_is_refused() -> None:
             return tap("out", self.output(x))
 
     with pytest.raises(
-        ArgumentError, match="is a Untapped, which tells its rows itself and has no tap q, k, v, z"
+        ArgumentError, match="is a Untapped, which implements explain_row but has no tap q, k, v, z"
     ):
         explained(Untapped())
 

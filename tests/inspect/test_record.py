@@ -184,20 +184,25 @@ def test_what_is_not_named_is_not_run_differently(stand_in: Model) -> None:
             ArgumentError,
             "no attention was recorded: the run of Model called no softmax",
         ),
-        ((TEXT, "x"), {}, ArgumentError, "target does not go with a Model; leave it out"),
+        ((TEXT, "x"), {}, ArgumentError, "target does not apply to a Model; leave it out"),
         (
             (TEXT,),
             {"cache": "ring"},
             ArgumentError,
-            "cache is 'ring', and no tokens are to follow; give tokens=...",
+            "cache is 'ring', but no tokens are generated; set tokens=...",
         ),
         ((TEXT,), {"chunk": 0}, ArgumentError, "chunk is 0; it must be at least 1"),
-        (([TEXT, TEXT],), {"tokens": 2}, ArgumentError, "tokens are to follow: give one text"),
+        (
+            ([TEXT, TEXT],),
+            {"tokens": 2},
+            ArgumentError,
+            "tokens can be generated after one text only",
+        ),
         (
             (TEXT,),
             {"positions": regard.Span(0, 3)},
             ArgumentError,
-            "positions go with ids; a text has its own",
+            "positions can be given only with ids, not with a text",
         ),
         (([3],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
         (([],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
@@ -215,7 +220,7 @@ def test_other_models_and_other_texts_are_refused(
 ) -> None:
     with pytest.raises(ArgumentTypeError, match="model is str; it must be a Model, a TextEncoder"):
         record("tiny", TEXT)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="tokens does not go with a TextEncoder"):
+    with pytest.raises(ArgumentError, match="tokens does not apply to a TextEncoder"):
         record(encoder, TEXT, tokens=3)
     with pytest.raises(ArgumentTypeError, match="text must be a str, or several, for a Seq2Seq"):
         record(translator, torch.tensor([[1]]))

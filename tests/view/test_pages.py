@@ -88,7 +88,7 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
         assert f"━━ {title} ━" in text
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     assert "rows are queries, columns are keys" in text
-    assert "why: future" in text
+    assert "reason: future" in text
     assert number(data["lse"]) in text
     assert number(data["row_max"]) in text
     best = max(range(len(data["weights"])), key=lambda j: data["weights"][j])

@@ -465,10 +465,10 @@ class Scatter:
         for i in sorted(range(len(places)), key=lambda i: -places[i][1]):
             name = inert(self.marks[i].name)
             left, middle, wide = places[i][0] + 10, places[i][1], LETTER_WIDTH * cell_len(name)
-            for other, other_wide, at in placed:
+            for other, other_wide, placed_y in placed:
                 apart = left > other + other_wide or other > left + wide
-                if not apart and abs(at - middle) < line:
-                    middle = at - line
+                if not apart and abs(placed_y - middle) < line:
+                    middle = placed_y - line
             placed.append((left, wide, middle))
             axes.annotate(
                 name,
@@ -690,15 +690,15 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
     >>> [one.y for one in context_charts({"m": [row]}, "batch 1").pictures]
     ['cache, bytes', 'one token, FLOPs']
     """
-    timed = all("decode_seconds" in row for found in rows.values() for row in found)
+    timed = all("decode_seconds" in row for model_rows in rows.values() for row in model_rows)
     token = ("decode_seconds", "one token, seconds at best")
     wanted = (
         ("kv_bytes", "cache, bytes"),
         token if timed else ("decode_flops", "one token, FLOPs"),
     )
     misfits = {
-        model: frozenset(float(row["context"]) for row in found if row.get("fits") is False)
-        for model, found in rows.items()
+        model: frozenset(float(row["context"]) for row in model_rows if row.get("fits") is False)
+        for model, model_rows in rows.items()
     }
     if any(misfits.values()):
         title += "; empty marks: weights and cache do not fit"
@@ -712,10 +712,10 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
                 tuple(
                     Line(
                         model,
-                        tuple((float(row["context"]), float(row[name])) for row in found),
+                        tuple((float(row["context"]), float(row[name])) for row in model_rows),
                         hollow=misfits[model],
                     )
-                    for model, found in rows.items()
+                    for model, model_rows in rows.items()
                 ),
                 "xy",
             )
@@ -731,8 +731,8 @@ def _unit(words: str) -> str:
     >>> [_unit(words) for words in ("cache, bytes", "share right", "milliseconds", "nats per byte")]
     ['bytes', 'share', '', '']
     """
-    found = re.search(r"^share|\b(seconds|bytes|FLOPs)\b", words)
-    return found[0] if found else ""
+    match = re.search(r"^share|\b(seconds|bytes|FLOPs)\b", words)
+    return match[0] if match else ""
 
 
 def _value_text(unit: str) -> Callable[[float], str]:
@@ -827,10 +827,12 @@ def _ticks(
         locators = [LogLocator(2, numticks=most)]
     elif log:
         locators = [LogLocator(10, subs, numticks=most) for subs in ((1.0,), (1.0, 2.0, 5.0))]
-    found = [
+    candidates = [
         [float(t) for t in locator.tick_values(low, high) if low <= t <= high]
         for locator in (*locators, plain)
     ]
     # powers before plain steps, unless they are too few to read values between them
     few = min(3, len({*values}))
-    return max((t for t in found[:-1] if few <= len(t) <= most), key=len, default=found[-1])
+    return max(
+        (t for t in candidates[:-1] if few <= len(t) <= most), key=len, default=candidates[-1]
+    )

@@ -61,7 +61,7 @@ def _parts(report: CostReport) -> str:
 
 
 def _costs(report: CostReport) -> str:
-    at, model = report.setting, report.model
+    setting, model = report.setting, report.model
     rows = [("weights", f"{report.weight_bytes:,} bytes", units.size(report.weight_bytes))]
     if model.decodes:
         rows += [
@@ -100,7 +100,10 @@ def _costs(report: CostReport) -> str:
         )
     for form, count in report.decode_forms.items():
         rows.append((f"  latents, {form}", units.count(count, "FLOP"), ""))
-    title = f"context {at.context:,}, batch {at.batch}, weights {at.dtype}, cache {at.format.name}"
+    title = (
+        f"context {setting.context:,}, batch {setting.batch}, weights {setting.dtype}, "
+        f"cache {setting.format.name}"
+    )
     return f"{title}\n{table(rows)}"
 
 
@@ -148,14 +151,14 @@ def comparison(first: CostReport, second: CostReport, machine: Machine | None) -
         rows.append(
             (name.replace("_", " "), unit(a[name]), unit(b[name]), _ratio(a[name], b[name]))
         )
-    at, notes = first.setting, []
+    setting, notes = first.setting, []
     if machine is not None:
-        told = {True: "yes", False: "no", None: "not known"}
+        answers = {True: "yes", False: "no", None: "not known"}
         fits = [fit(report, machine) for report in (first, second)]
-        rows.append((f"fits {machine.name}", *(told[one.fits] for one in fits), ""))
-        for what, found in times(first, second, machine).items():
-            cells = ["does not fit" if t is None else units.seconds(t) for t in found]
-            x, y = found
+        rows.append((f"fits {machine.name}", *(answers[one.fits] for one in fits), ""))
+        for what, seconds in times(first, second, machine).items():
+            cells = ["does not fit" if t is None else units.seconds(t) for t in seconds]
+            x, y = seconds
             rows.append(
                 (
                     f"{what} on {machine.name}",
@@ -172,8 +175,8 @@ def comparison(first: CostReport, second: CostReport, machine: Machine | None) -
             for report in (first, second)
         ]
     title = (
-        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by "
-        f"{names[1]}: "
+        f"context {setting.context:,}, batch {setting.batch}; the last column is {names[0]} "
+        f"divided by {names[1]}: "
         f"above 1x, {names[0]} needs more"
     )
     return "\n".join([title, table(rows), *notes])
@@ -205,12 +208,12 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
         )
     ]
     for row in rows:
-        told = {True: "yes", False: "no", None: "not known"}
+        answers = {True: "yes", False: "no", None: "not known"}
         at_best = (
             (
                 units.seconds(row["prefill_seconds"]),
                 units.seconds(row["decode_seconds"]),
-                told[row["fits"]],
+                answers[row["fits"]],
             )
             if timed
             else ()

@@ -30,18 +30,18 @@ from regard.view.terminal import (
 
 def mixture(data: Data) -> Lines:
     """Generate the patterns that are combined in the head, and their factors."""
-    found = data["mixture"]
-    yield from wrapped(found["text"])
+    mix = data["mixture"]
+    yield from wrapped(mix["text"])
     yield Text(f"{INDENT}{'pattern':<16}{'factor':>10}{'its row sums to':>18}", "dim")
-    for term in found["terms"]:
+    for term in mix["terms"]:
         mark = "▶" if term["is_explained"] else " "
         yield Text(
             f"{mark} {term['name']:<16}{number(term['factor'], 10)}{number(term['row_sum'], 18)}"
         )
-    if found["row"] is not None:
-        yield Text(f"{INDENT}together: the row sums to {number(sum(found['row']))}")
-        for j in sorted(range(len(found["row"])), key=lambda j: -abs(found["row"][j]))[:4]:
-            yield Text(f"{INDENT}{j:>6} {number(found['row'][j], 10)}", "dim")
+    if mix["row"] is not None:
+        yield Text(f"{INDENT}together: the row sums to {number(sum(mix['row']))}")
+        for j in sorted(range(len(mix["row"])), key=lambda j: -abs(mix["row"][j]))[:4]:
+            yield Text(f"{INDENT}{j:>6} {number(mix['row'][j], 10)}", "dim")
 
 
 def state(data: Data) -> Lines:
@@ -162,8 +162,8 @@ TOP = 8  # keys that are listed; the others are summed
 
 def ordered(data: Data) -> Sequence[int]:
     """Return the visible keys, the largest weight first; the explained key if none is visible."""
-    seen = [j for j, reason in enumerate(data["masked"]) if not reason]
-    return sorted(seen, key=lambda j: -abs(data["weights"][j])) or [data["key"]]
+    visible = [j for j, reason in enumerate(data["masked"]) if not reason]
+    return sorted(visible, key=lambda j: -abs(data["weights"][j])) or [data["key"]]
 
 
 def piece_of(data: Data, j: int) -> str:
@@ -363,8 +363,11 @@ def _shown(data: Data, query: int) -> Sequence[int]:
     n = len(data["pieces"])
     if n <= MAX_LISTED:
         return range(n)
-    near = [range(at - 5, at + 6) for at in (data["key"], query if query >= 0 else data["key"])]
-    chosen = {j for group in near for j in group if 0 <= j < n} | set(range(4))
+    neighbourhoods = [
+        range(center - 5, center + 6)
+        for center in (data["key"], query if query >= 0 else data["key"])
+    ]
+    chosen = {j for group in neighbourhoods for j in group if 0 <= j < n} | set(range(4))
     return sorted(chosen | set(ordered(data)[:TOP]))
 
 

@@ -182,11 +182,11 @@ def page(
         f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    told = "".join(f"<li>{safe(k)} <b>{safe(v)}</b></li>" for k, v in facts.items())
+    fact_items = "".join(f"<li>{safe(k)} <b>{safe(v)}</b></li>" for k, v in facts.items())
     listed = "".join(f"<li>{safe(note)}</li>" for note in notes)
     body = "\n".join(
         [
-            f"<h1>{safe(title)}</h1><p>{safe(sentence)}</p><ul class='facts'>{told}</ul>",
+            f"<h1>{safe(title)}</h1><p>{safe(sentence)}</p><ul class='facts'>{fact_items}</ul>",
             f"<pre>{safe(command)}</pre>" if command else "",
             f"<ul class='notes'>{listed}</ul>" if listed else "",
             *(section.html() for section in sections),

@@ -94,16 +94,16 @@ def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
           1 |##@@ .|    2  0-1
           2 |####@@|    3  0-2
     """
-    glyphs = ASCII if ascii_only else UNICODE
+    symbols = ASCII if ascii_only else UNICODE
     wide = 2 if grid.states.shape[1] <= MAX_WIDE_COLUMNS else 1
-    yield Text(f"  {_legend(grid, glyphs, wide)}", "dim")
+    yield Text(f"  {_legend(grid, symbols, wide)}", "dim")
     yield Text(f"         {_ruler(grid, wide)}".rstrip(), style("k"))
     for i in range(grid.states.shape[0]):
         label = f"  {grid.q_start + i * grid.cell[0]:>5} "
-        line = Text.assemble((label, style("q")), (glyphs["edge"], "dim"))
-        line.append_text(_cells(grid, i, wide, glyphs))
-        line.append(glyphs["edge"], "dim")
-        _append_count(line, grid, i, glyphs)
+        line = Text.assemble((label, style("q")), (symbols["edge"], "dim"))
+        line.append_text(_cells(grid, i, wide, symbols))
+        line.append(symbols["edge"], "dim")
+        _append_count(line, grid, i, symbols)
         yield line
 
 
@@ -118,20 +118,20 @@ def draw_tiles(
             |++ .|
             |##++|
     """
-    glyphs = ASCII if ascii_only else UNICODE
+    symbols = ASCII if ascii_only else UNICODE
     shown = states[:MAX_WIDE_COLUMNS, :MAX_WIDE_COLUMNS]
     cut = f"; the first {MAX_WIDE_COLUMNS} a side" if shown.shape != states.shape else ""
-    full, partial = glyphs["full"] * 2, glyphs["partial"] * 2
+    full, partial = symbols["full"] * 2, symbols["partial"] * 2
     yield Text(
         f"  tiles of {size[0]} queries x {size[1]} keys: {full} full, {partial} partial, "
-        f"{glyphs['empty']} empty{cut}",
+        f"{symbols['empty']} empty{cut}",
         "dim",
     )
     for row in shown:
-        line = Text.assemble(" " * 8, (glyphs["edge"], "dim"))
+        line = Text.assemble(" " * 8, (symbols["edge"], "dim"))
         for state in row:
-            line.append(*_glyph(int(state), 2, glyphs))
-        line.append(glyphs["edge"], "dim")
+            line.append(*_glyph(int(state), 2, symbols))
+        line.append(symbols["edge"], "dim")
         yield line
 
 
@@ -142,8 +142,8 @@ def runs(row: Sequence[bool] | Bool[np.ndarray, " n"], start: int = 0, to: str =
     ['0', '2-4']
     """
     steps = np.diff(np.concatenate([[0], np.asarray(row, np.int8), [0]]))
-    ends = zip((steps == 1).nonzero()[0], (steps == -1).nonzero()[0] - 1, strict=True)
-    return [f"{start + a}" if a == b else f"{start + a}{to}{start + b}" for a, b in ends]
+    limits = zip((steps == 1).nonzero()[0], (steps == -1).nonzero()[0] - 1, strict=True)
+    return [f"{start + a}" if a == b else f"{start + a}{to}{start + b}" for a, b in limits]
 
 
 def style(role: str) -> Style:
@@ -151,16 +151,16 @@ def style(role: str) -> Style:
     return Style(color=TERMINAL[role])
 
 
-def _legend(grid: Grid, glyphs: dict[str, str], wide: int) -> str:
-    full, own, partial = (glyphs[name] * wide for name in ("full", "own", "partial"))
+def _legend(grid: Grid, symbols: dict[str, str], wide: int) -> str:
+    full, own, partial = (symbols[name] * wide for name in ("full", "own", "partial"))
     if not grid.pooled:
         return (
             f"rows are queries, columns are keys: {full} visible, {own} its own, "
-            f"{glyphs['empty']} not"
+            f"{symbols['empty']} not"
         )
     return (
         f"each cell {grid.cell[0]} queries x {grid.cell[1]} keys: {full} all, {partial} some, "
-        f"{glyphs['empty']} none; "
+        f"{symbols['empty']} none; "
         "right: most seen"
     )
 
@@ -173,35 +173,35 @@ def _ruler(grid: Grid, wide: int) -> str:
     return "".join(label.ljust(8) if len(label) < 8 else label[:7] + " " for label in labels)
 
 
-def _cells(grid: Grid, i: int, wide: int, glyphs: dict[str, str]) -> Text:
+def _cells(grid: Grid, i: int, wide: int, symbols: dict[str, str]) -> Text:
     line = Text()
     own = grid.q_start + i - grid.k_start
     for j, state in enumerate(grid.states[i]):
         if state == 2 and j == own and not grid.pooled:
-            line.append(glyphs["own"] * wide, style("q"))
+            line.append(symbols["own"] * wide, style("q"))
         else:
-            line.append(*_glyph(int(state), wide, glyphs))
+            line.append(*_glyph(int(state), wide, symbols))
     return line
 
 
-def _glyph(state: int, wide: int, glyphs: dict[str, str]) -> tuple[str, Style | str]:
+def _glyph(state: int, wide: int, symbols: dict[str, str]) -> tuple[str, Style | str]:
     if state == 0:
-        return glyphs["empty"].rjust(wide), "dim"
-    return glyphs["full" if state == 2 else "partial"] * wide, style("s")
+        return symbols["empty"].rjust(wide), "dim"
+    return symbols["full" if state == 2 else "partial"] * wide, style("s")
 
 
-def _append_count(line: Text, grid: Grid, i: int, glyphs: dict[str, str]) -> None:
+def _append_count(line: Text, grid: Grid, i: int, symbols: dict[str, str]) -> None:
     """Append how many keys the query sees, and which, as far as they fit; for pooled queries,
     the largest count.
     """
-    seen = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
-    line.append(f"{seen.max():>6}" if grid.pooled else f"{seen.max():>5}", "bold")
+    counts = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
+    line.append(f"{counts.max():>6}" if grid.pooled else f"{counts.max():>5}", "bold")
     if grid.pooled:
         return
     room = WIDTH - len(line.plain) - 2
-    found = runs(grid.states[i] == 2, grid.k_start, glyphs["to"])
-    text = ", ".join(found)
-    while len(text) > room and found:
-        found.pop()
-        text = ", ".join([*found, glyphs["more"]])
+    key_runs = runs(grid.states[i] == 2, grid.k_start, symbols["to"])
+    text = ", ".join(key_runs)
+    while len(text) > room and key_runs:
+        key_runs.pop()
+        text = ", ".join([*key_runs, symbols["more"]])
     line.append(f"  {text}" if text and len(text) <= room else "", "dim")

@@ -282,34 +282,34 @@ def _plain(element: ET.Element) -> ET.Element:
     Metadata and styles are left out, and so are clips: no mark stands outside its axes. A shape
     that is used several times takes the colours of each use.
     """
-    made = ET.Element(element.tag.partition("}")[2])
-    made.text, made.tail = element.text, element.tail
+    result = ET.Element(element.tag.partition("}")[2])
+    result.text, result.tail = element.text, element.tail
     for name, value in element.attrib.items():
         if name == "style":
-            made.attrib |= _attributes(value)
+            result.attrib |= _attributes(value)
         elif name != "clip-path" and not value.startswith("rotate(-0 "):
-            made.set(name.rpartition("}")[2], _short(value))
+            result.set(name.rpartition("}")[2], _short(value))
     for child in map(_plain, element):
         if child.tag not in ("metadata", "style", "clipPath"):
-            made.append(child)
-        if made.tag == "defs":
+            result.append(child)
+        if result.tag == "defs":
             child.attrib = {k: v for k, v in child.attrib.items() if k not in ("fill", "stroke")}
-    return made
+    return result
 
 
 def _short(value: str) -> str:
     """An attribute in one line, its coordinates to a hundredth of a pixel."""
     text = " ".join(value.split())
-    return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text)
+    return _LONG.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), text)
 
 
 def _attributes(style: str) -> dict[str, str]:
     """The declarations of a style as attributes, which SVG has by the same names."""
     pairs = (one.partition(":") for one in style.split(";") if one.strip())
-    found = {name.strip(): value.strip() for name, _, value in pairs}
+    attributes = {name.strip(): value.strip() for name, _, value in pairs}
     # the whole drawing says it once
-    found.pop("font-family", None)
-    return found
+    attributes.pop("font-family", None)
+    return attributes
 
 
 def _hint(root: ET.Element, hints: Mapping[str, Sequence[str]]) -> None:

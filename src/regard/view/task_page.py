@@ -166,13 +166,16 @@ def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[
 
 
 def alignment_lines(
-    weights: Float[np.ndarray, "T S"], said: Sequence[str], source: Sequence[str], most: int = 33
+    weights: Float[np.ndarray, "T S"],
+    predicted: Sequence[str],
+    source: Sequence[str],
+    most: int = 33,
 ) -> Iterator[Text]:
     """Generate terminal lines of an alignment: two characters per cell, source words by number.
 
     Args:
         weights: attention weights.
-        said: produced words, one per row.
+        predicted: produced words, one per row.
         source: source words, one per column.
         most: the largest number of columns.
 
@@ -200,7 +203,7 @@ def alignment_lines(
         f"{j:<2}" if j % 5 == 0 or len(source) < 10 else "  " for j in range(shown.shape[1])
     )
     yield Text(f"{' ' * 17}{ruler}".rstrip(), style("k"))
-    for word, row in zip(said, shown, strict=True):
+    for word, row in zip(predicted, shown, strict=True):
         name = terminal.cell(inert(word), 12).rstrip()
         pad = 15 - Text(name).cell_len
         cells = "".join(terminal.shade(float(p)) * 2 for p in row)

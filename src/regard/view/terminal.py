@@ -263,8 +263,8 @@ def _smaller(cells: Sequence[Sequence[float | None]]) -> list[list[float | None]
     n = max(1, -(-max(t, s) // MAX_SMALL_CELLS))
 
     def largest(rows: range, columns: range) -> float | None:
-        found = [cells[i][j] for i in rows for j in columns]
-        return max((p for p in found if p is not None), default=None)
+        values = [cells[i][j] for i in rows for j in columns]
+        return max((p for p in values if p is not None), default=None)
 
     across = [range(j, min(j + n, s)) for j in range(0, s, n)]
     down = [range(i, min(i + n, t)) for i in range(0, t, n)]

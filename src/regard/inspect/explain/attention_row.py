@@ -139,27 +139,33 @@ def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], Soft
     kernel.
     """
     steps = row.chain.steps()
-    ours = softmax(steps[-1].values, row.sink)
+    row_softmax = softmax(steps[-1].values, row.sink)
     denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
     with np.errstate(invalid="ignore"):
-        theirs = np.where(np.isneginf(steps[-1].values), 0, np.exp(steps[-1].values - denominator))
-    rest = 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
-    seen = bool(row.chain.visible.any())
+        kernel_weights = np.where(
+            np.isneginf(steps[-1].values), 0, np.exp(steps[-1].values - denominator)
+        )
+    sink_weight = 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
+    sees_any_key = bool(row.chain.visible.any())
     blocks = online_softmax(steps[-1].values, visible_values(row))
     lse, z = finish_online(blocks, row.sink)
-    mixed = ours.weights @ visible_values(row)
+    mixed = row_softmax.weights @ visible_values(row)
     checks = {
-        "weights against exp(s - lse) of the kernel": max_difference(ours.weights, theirs),
-        "row sum of exp(s - lse) of the kernel against 1": abs(float(theirs.sum()) + rest - 1)
-        if seen
+        "weights against exp(s - lse) of the kernel": max_difference(
+            row_softmax.weights, kernel_weights
+        ),
+        "row sum of exp(s - lse) of the kernel against 1": abs(
+            float(kernel_weights.sum()) + sink_weight - 1
+        )
+        if sees_any_key
         else 0.0,
-        "lse of the kernel": max_difference(np.array(ours.lse), np.array(row.lse)),
+        "lse of the kernel": max_difference(np.array(row_softmax.lse), np.array(row.lse)),
         "output of the kernel": max_difference(mixed, row.out),
         "online softmax": max(
-            max_difference(np.array(lse), np.array(ours.lse)), max_difference(z, mixed)
+            max_difference(np.array(lse), np.array(row_softmax.lse)), max_difference(z, mixed)
         ),
     }
-    return steps, replace(ours, sink=row.sink, online=blocks), checks
+    return steps, replace(row_softmax, sink=row.sink, online=blocks), checks
 
 
 def visible_values(row: KernelRow) -> Array:
@@ -203,20 +209,25 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
     """
     n = len(s)
     size = size or max(MIN_BLOCK, 1 << (max(n - 1, 1) // MAX_BLOCKS).bit_length())
-    m, total, o, found = -np.inf, 0.0, np.zeros(v.shape[1]), []
+    running_max, running_sum, running_output, blocks = -np.inf, 0.0, np.zeros(v.shape[1]), []
     for start in range(0, n, size):
         stop = min(start + size, n)
-        part = s[start:stop]
-        higher = max(m, float(part.max()))
-        if higher > -np.inf:
-            kept = float(np.exp(m - higher))
-            e = np.exp(part - higher)
-            total, o = total * kept + float(e.sum()), o * kept + e @ v[start:stop]
+        block_scores = s[start:stop]
+        new_max = max(running_max, float(block_scores.max()))
+        if new_max > -np.inf:
+            rescale = float(np.exp(running_max - new_max))
+            e = np.exp(block_scores - new_max)
+            running_sum, running_output = (
+                running_sum * rescale + float(e.sum()),
+                running_output * rescale + e @ v[start:stop],
+            )
         else:
-            kept = 1.0
-        m = higher
-        found.append(SoftmaxBlock(start, stop, m, kept, total, o.copy()))
-    return tuple(found)
+            rescale = 1.0
+        running_max = new_max
+        blocks.append(
+            SoftmaxBlock(start, stop, running_max, rescale, running_sum, running_output.copy())
+        )
+    return tuple(blocks)
 
 
 def finish_online(
@@ -237,8 +248,8 @@ def finish_online(
 
 def to_array(x: Tensor) -> Array:
     """Return a tensor as a float64 array."""
-    found: Array = x.detach().double().cpu().numpy()
-    return found
+    result: Array = x.detach().double().cpu().numpy()
+    return result
 
 
 def max_difference(x: Array, y: Tensor | Array) -> float:
@@ -253,19 +264,19 @@ def _row_of_head(block: Tensor, head: int) -> Tensor:
     return block[0, head if block.shape[1] > 1 else 0, 0]
 
 
-def effective_row_scores(found: EffectiveRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow]:
+def effective_row_scores(effective: EffectiveRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow]:
     """Return the scores and the weights of a row that a mechanism describes itself."""
     steps = tuple(
         ComputationStep(
             link.name, link.equation or EQUATIONS.get(link.name, ""), to_array(link.values)
         )
-        for link in found.scores
+        for link in effective.scores
     )
-    if found.weights is None:
+    if effective.weights is None:
         return steps, softmax(steps[-1].values)
-    seen, weights = ~np.isneginf(steps[-1].values), to_array(found.weights)
-    top, none = float(weights[seen].max(initial=-np.inf)), np.full(len(weights), np.nan)
-    return steps, SoftmaxRow(top, none, float(weights[seen].sum()), float("nan"), weights)
+    visible, weights = ~np.isneginf(steps[-1].values), to_array(effective.weights)
+    top, no_exps = float(weights[visible].max(initial=-np.inf)), np.full(len(weights), np.nan)
+    return steps, SoftmaxRow(top, no_exps, float(weights[visible].sum()), float("nan"), weights)
 
 
 def recurrent_state(parts: Parts, before: Parts) -> RecurrentState:
@@ -288,7 +299,7 @@ def recurrent_state(parts: Parts, before: Parts) -> RecurrentState:
 
 def mix_of_rows(
     mechanism: Explainable,
-    found: CapturedRun,
+    run: CapturedRun,
     calls: Sequence[QueryCall],
     call: QueryCall,
     head: int,
@@ -300,7 +311,7 @@ def mix_of_rows(
 
     Args:
         mechanism: the module that made the calls; it is asked first.
-        found: the captured run.
+        layer: the captured run.
         calls: the calls for the query.
         call: the call that is explained.
         head: query head.
@@ -308,28 +319,28 @@ def mix_of_rows(
         tokens: number of tokens of the keys' sequence.
     """
     weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
-    run = layer_run(found)
-    told = mechanism.explain_mix(run, weights, list(calls).index(call), head, i)
-    if told is not None:
-        terms = tuple(MixtureTerm(*term) for term in told.terms)
-        return Mixture(told.text, terms, None if told.row is None else to_array(told.row))
-    return _mix_of_calls(found, calls, call, head, i, tokens) if len(calls) > 1 else None
+    layer = layer_run(run)
+    mix = mechanism.explain_mix(layer, weights, list(calls).index(call), head, i)
+    if mix is not None:
+        terms = tuple(MixtureTerm(*term) for term in mix.terms)
+        return Mixture(mix.text, terms, None if mix.row is None else to_array(mix.row))
+    return _mix_of_calls(run, calls, call, head, i, tokens) if len(calls) > 1 else None
 
 
-def layer_run(found: CapturedRun) -> LayerRun:
+def layer_run(captured: CapturedRun) -> LayerRun:
     """Return the captured run in the form that a mechanism is asked about."""
-    taps = {name: values[None] for name, values in found.taps.items()}
-    return LayerRun(found.hidden["x"][None], taps)
+    taps = {name: values[None] for name, values in captured.taps.items()}
+    return LayerRun(captured.hidden["x"][None], taps)
 
 
 def _mix_of_calls(
-    found: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
+    run: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
     """Combine several calls for one query: either the last replaces the others, or all are
     merged by their lse. Which of the two is determined by comparison with z.
     """
     outs = [kernel_row(one, head).out for one in calls]
-    z = to_array(found.taps["z"][head, i]) if "z" in found.taps else None
+    z = to_array(run.taps["z"][head, i]) if "z" in run.taps else None
     lses = np.array([kernel_row(one, head).lse for one in calls])
     sink = kernel_row(call, head).sink
     total = np.logaddexp.reduce(lses if sink is None else np.append(lses, sink))
@@ -341,10 +352,10 @@ def _mix_of_calls(
     def goes_on(x: Array) -> bool:
         return z is not None and float(np.abs(x - z).max()) <= 1e-5 * scale
 
-    same = [goes_on(out) for out in outs]
-    if any(same) and not (goes_on(joined) and not same[-1]):
-        last = len(same) - 1 - same[::-1].index(True)
-        shares = np.array([float(n == last) for n in range(len(same))])
+    call_is_output = [goes_on(out) for out in outs]
+    if any(call_is_output) and not (goes_on(joined) and not call_is_output[-1]):
+        last = len(call_is_output) - 1 - call_is_output[::-1].index(True)
+        shares = np.array([float(n == last) for n in range(len(call_is_output))])
         text = (
             f"{len(calls)} calls for this query; the kernel's answer that goes on is that of "
             "one: the others are replaced"

@@ -75,16 +75,16 @@ class QueryCall:
         """Compute the masked scores, `[H, n]`, in the order of the call's keys, from the
         recorded q and k.
         """
-        found: Array = self._part.scores[0, :, 0].numpy()
-        return found
+        scores: Array = self._part.scores[0, :, 0].numpy()
+        return scores
 
     @cached_property
     def weights(self) -> Array:
         """Compute the weights, `[H, n]`, as exp(s - lse) with the lse and the sink of the
         kernel.
         """
-        found: Array = self._part.weights[0, :, 0].numpy()
-        return found
+        weights: Array = self._part.weights[0, :, 0].numpy()
+        return weights
 
     @cached_property
     def _part(self) -> PatternBlock:
@@ -97,10 +97,10 @@ class QueryCall:
 
         Empty slots and keys at positions of `length` or more are left out.
         """
-        found = torch.zeros(len(self.weights), length, dtype=torch.float64)
-        real = (self.keys >= 0) & (self.keys < length)
-        found[:, self.keys[real]] = torch.from_numpy(self.weights)[:, real]
-        return found
+        by_position = torch.zeros(len(self.weights), length, dtype=torch.float64)
+        has_token = (self.keys >= 0) & (self.keys < length)
+        by_position[:, self.keys[has_token]] = torch.from_numpy(self.weights)[:, has_token]
+        return by_position
 
 
 def calls_for_query(run: CapturedRun, site: AttentionSite, query: int) -> list[QueryCall]:
@@ -108,11 +108,11 @@ def calls_for_query(run: CapturedRun, site: AttentionSite, query: int) -> list[Q
 
     Where every call has one token, the call of query i is the i-th one.
     """
-    found = []
+    calls = []
     for name, place in run.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
-            found += _of(place, query, name[len(site.place) + 1 :])
-    return found
+            calls += _of(place, query, name[len(site.place) + 1 :])
+    return calls
 
 
 def _of(place: Place, query: int, branch: str) -> list[QueryCall]:
@@ -182,14 +182,14 @@ class SiteRecorder(Recorder):
             super().saw(call, result, kernel)
 
 
-def record_sites(read: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:
+def record_sites(run: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:
     """Run the network once, and record the attention calls at some sites."""
     with torch.inference_mode(), SiteRecorder(sites) as watch:
-        read.run()
+        run.run()
     return CapturedRun(watch.recording())
 
 
-def record_run(read: PreparedRun) -> Recording:
+def record_run(run: PreparedRun) -> Recording:
     """Run the network once, and record every softmax attention call, for pages and files.
 
     >>> import regard
@@ -200,36 +200,36 @@ def record_run(read: PreparedRun) -> Recording:
     recorder = Recorder()
     recorder.missing = "ignore"  # the page and the file refuse an empty recording by name
     with torch.inference_mode(), recorder:
-        read.run()
-    own, source = read.sequences[read.predicted_sequence], read.sequences.get("source")
-    found = recorder.recording(
-        ids=torch.tensor([own.ids]), pieces=own.pieces, model=read.name, text=read.text
+        run.run()
+    sequence, source_sequence = run.sequences[run.predicted_sequence], run.sequences.get("source")
+    recording = recorder.recording(
+        ids=torch.tensor([sequence.ids]), pieces=sequence.pieces, model=run.name, text=run.text
     )
-    if source is None:
-        return found
-    ids = torch.tensor([source.ids])
-    return replace(found, source_ids=ids, source_pieces=source.pieces)
+    if source_sequence is None:
+        return recording
+    ids = torch.tensor([source_sequence.ids])
+    return replace(recording, source_ids=ids, source_pieces=source_sequence.pieces)
 
 
-def capture_site(read: PreparedRun, site: AttentionSite) -> CapturedRun:
+def capture_site(run: PreparedRun, site: AttentionSite) -> CapturedRun:
     """Run the network twice: once with the tensors of one site kept, and once without any
     recording.
     """
-    kept: dict[str, list[Tensor]] = {}
+    recorded_states: dict[str, list[Tensor]] = {}
     with torch.inference_mode(), ExitStack() as hooks:
-        for handle in _hooks(read, site, kept):
+        for handle in _hooks(run, site, recorded_states):
             hooks.callback(handle.remove)
         with SiteRecorder((site,), site) as watch:
-            seen = read.run()
+            output = run.run()
         hooks.close()
-        apart = float((read.run().double() - seen.double()).abs().max())
-    hidden = {name: torch.cat(parts, 1)[0] for name, parts in kept.items()}
+        difference = float((run.run().double() - output.double()).abs().max())
+    hidden = {name: torch.cat(parts, 1)[0] for name, parts in recorded_states.items()}
     taps = {name: _joined(watch, f"{site.place}.{name}") for name in TAPS}
     return CapturedRun(
-        watch.recording(model=read.name),
+        watch.recording(model=run.name),
         {n: x for n, x in taps.items() if x is not None},
         hidden,
-        apart,
+        difference,
     )
 
 
@@ -247,7 +247,7 @@ def _joined(watch: SiteRecorder, name: str) -> Tensor | None:
 
 
 def _hooks(
-    read: PreparedRun, site: AttentionSite, kept: dict[str, list[Tensor]]
+    run: PreparedRun, site: AttentionSite, recorded_states: dict[str, list[Tensor]]
 ) -> list[RemovableHandle]:
     """Register hooks that keep what enters and leaves the modules around a site."""
     attention, thread = site.attention, get_ident()
@@ -256,16 +256,16 @@ def _hooks(
     def keep(name: str, x: Any) -> None:
         x = x[0] if isinstance(x, tuple) else x
         if isinstance(x, Tensor) and get_ident() == thread:  # others may run the model as well
-            kept.setdefault(name, []).append(x.detach())
+            recorded_states.setdefault(name, []).append(x.detach())
 
-    def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep("x", args[0])
         keep("memory", kwargs.get("memory"))
 
-    hooks.append(attention.register_forward_pre_hook(given, with_kwargs=True))
-    hooks.append(read.last.register_forward_hook(_after(keep, "last")))
-    if read.embed is not None:
-        hooks.append(read.embed.register_forward_hook(_after(keep, "embedding")))
+    hooks.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
+    hooks.append(run.last.register_forward_hook(_after(keep, "last")))
+    if run.embed is not None:
+        hooks.append(run.embed.register_forward_hook(_after(keep, "embedding")))
     if site.residual_path is not None:
         hooks.append(
             site.residual_path.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))

@@ -38,10 +38,16 @@ def counterfactuals(
     """
     return tuple(
         compare_weights(
-            name, equation, other, weights, np.where(row.chain.visible[:, None], row.v, 0.0), z, key
+            name,
+            equation,
+            weights_of_rule,
+            weights,
+            np.where(row.chain.visible[:, None], row.v, 0.0),
+            z,
+            key,
         )
-        for name, equation, other in _other_rules(row)
-        if other is not None
+        for name, equation, weights_of_rule in _other_rules(row)
+        if weights_of_rule is not None
     )
 
 
@@ -85,43 +91,43 @@ def small_window(keys: int) -> int:
 def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
     """Generate (name, equation, weights) of each counterfactual."""
     chain, sink = row.chain, row.sink
-    at, mine = row.call.keys.numpy(), row.call.position
-    wide = small_window(int(chain.visible.sum()))
-    near = (at >= 0) & (np.abs(mine - at) < wide)
+    positions, position = row.call.keys.numpy(), row.call.position
+    size = small_window(int(chain.visible.sum()))
+    inside_window = (positions >= 0) & (np.abs(position - positions) < size)
 
-    def of(changed: ScoreFunction, less: float | None = sink) -> Array:
-        return softmax(changed.steps()[-1].values, less).weights
+    def weights_of(changed: ScoreFunction, sink_logit: float | None = sink) -> Array:
+        return softmax(changed.steps()[-1].values, sink_logit).weights
 
     yield (
-        f"window {wide}",
-        f"only |i - j| < {wide}",
-        of(chain._replace(visible=chain.visible & near)),
+        f"window {size}",
+        f"only |i - j| < {size}",
+        weights_of(chain._replace(visible=chain.visible & inside_window)),
     )
     yield (
         f"top {TOP_K}",
         f"only the {TOP_K} largest scores",
-        of(chain._replace(visible=_top_k_visible(chain))),
+        weights_of(chain._replace(visible=_top_k_visible(chain))),
     )
-    alibi = _alibi(row, at, mine)
+    alibi = _alibi(row, positions, position)
     yield (
         "ALiBi",
         "s_ij - m (i - j)",
-        of(chain._replace(bias=alibi if chain.bias is None else chain.bias + alibi)),
+        weights_of(chain._replace(bias=alibi if chain.bias is None else chain.bias + alibi)),
     )
     if chain.softcap is None:
         yield (
             f"softcap {SOFTCAP:g}",
             f"s ← {SOFTCAP:g} tanh(s / {SOFTCAP:g})",
-            of(chain._replace(softcap=SOFTCAP)),
+            weights_of(chain._replace(softcap=SOFTCAP)),
         )
     else:
-        yield "no softcap", "s as it is", of(chain._replace(softcap=None))
-    yield "temperature 2", "s / 2", of(chain._replace(scale=chain.scale / 2))
-    yield "no scaling", "scale 1", of(chain._replace(scale=1.0))
+        yield "no softcap", "s as it is", weights_of(chain._replace(softcap=None))
+    yield "temperature 2", "s / 2", weights_of(chain._replace(scale=chain.scale / 2))
+    yield "no scaling", "scale 1", weights_of(chain._replace(scale=1.0))
     if chain.bias is not None:
-        yield "no bias", "s without b_ij", of(chain._replace(bias=None))
+        yield "no bias", "s without b_ij", weights_of(chain._replace(bias=None))
     if sink is not None:
-        yield "no sink", "Σ exp without the sink's term", of(chain, None)
+        yield "no sink", "Σ exp without the sink's term", weights_of(chain, None)
     yield "linear", "φ(q_i) · φ(k_j) / Σ,  φ = elu + 1", _linear_attention(chain)
 
 
@@ -130,15 +136,15 @@ def _top_k_visible(chain: ScoreFunction) -> NDArray[np.bool_]:
     s = chain.steps()[-1].values
     keep = np.zeros(len(s), bool)
     keep[np.argsort(-s, kind="stable")[:TOP_K]] = True
-    found: NDArray[np.bool_] = keep & chain.visible
-    return found
+    visible_top: NDArray[np.bool_] = keep & chain.visible
+    return visible_top
 
 
-def _alibi(row: KernelRow, at: Array, mine: int) -> Array:
+def _alibi(row: KernelRow, positions: Array, position: int) -> Array:
     """Return the ALiBi bias -m_h (i - j), with the slope of the head."""
     slopes = ALiBi(row.call.place.H).block(Span(1, 1), Span(0, 1))[0, :, 0, 0]
-    found: Array = float(slopes[row.head]) * np.abs(mine - at)
-    return found
+    bias: Array = float(slopes[row.head]) * np.abs(position - positions)
+    return bias
 
 
 def _linear_attention(chain: ScoreFunction) -> Array:
@@ -163,7 +169,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     """
     H, G, S, D, E = (sizes[letter] for letter in "HGSDE")
     described = _describe(attention, S)
-    kept = [
+    caches = [
         _cache_cost("MHA", H * (D + E), S, itemsize),
         *([_cache_cost(f"GQA, G = {G}", G * (D + E), S, itemsize)] if 1 < G < H else []),
         _cache_cost("MQA", D + E, S, itemsize),
@@ -173,7 +179,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     if described is not None:
         numbers, tokens = described.kv_per_token.value, described.kv_tokens.value
         whole = described.kept * itemsize
-        kept.append(CacheCost("this layer", numbers, tokens, whole, is_this_layer=True))
+        caches.append(CacheCost("this layer", numbers, tokens, whole, is_this_layer=True))
     flops = described.flops_per_token if described is not None else None
     return RowCost(
         keys,
@@ -181,7 +187,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
         0 if flops is None else flops.value,
         "" if flops is None else flops.formula,
         attention_bytes(B=1, H=1, G=1, T=1, S=keys, D=D, E=E, itemsize=itemsize),
-        tuple(kept),
+        tuple(caches),
     )
 
 
@@ -193,5 +199,5 @@ def _describe(attention: Any, context: int) -> Description | None:
     """Return the module's description of its cost, if it has one."""
     if not hasattr(attention, "describe"):
         return None
-    found: Description = attention.describe(context)
-    return found
+    description: Description = attention.describe(context)
+    return description

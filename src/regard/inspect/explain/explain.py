@@ -65,6 +65,7 @@ from regard.inspect.explain.prepared_run import (
 from regard.nn.explain import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tap import NAMES, edited
+from regard.units import plural
 
 NUM_PREDICTIONS = 5
 
@@ -125,13 +126,13 @@ def call_index(call: int | str, names: Sequence[str]) -> int:
 
 
 def row_tokens(
-    at: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
+    target: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
 ) -> RowTokens:
     """Return the tokens of the keys by their positions, and those of the queries.
 
     A key that stands for a block of tokens is named after the last one.
     """
-    tokens, ids, pieces = at.columns, [], []
+    tokens, ids, pieces = target.columns, [], []
     for n, p in enumerate(positions):
         real = 0 <= p < len(tokens.ids)
         ids.append(tokens.ids[p] if real else -1)
@@ -141,14 +142,14 @@ def row_tokens(
         np.array(ids),
         tuple(pieces),
         np.array(positions),
-        at.rows.pieces[at.i],
-        at.i,
+        target.rows.pieces[target.i],
+        target.i,
         tuple(rows),
     )
 
 
 def find_key(
-    at: Target,
+    target: Target,
     key: int | str | None,
     weights: Array,
     positions: Sequence[int],
@@ -158,43 +159,43 @@ def find_key(
     was given).
     """
     if key is not None:
-        token = find_token(at.columns, key, "key")
+        token = find_token(target.columns, key, "key")
         if token not in positions:
             raise ArgumentError(
-                f"key is token {token}, which this call does not hold; it holds {len(positions)} "
-                "keys, at positions "
+                f"key is token {token}, which this call does not contain; it has "
+                f"{plural(len(positions), 'key')}, at positions "
                 f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}"
             )
         return list(positions).index(token), ""
-    looks = np.where(visible, np.abs(weights), -1.0)
-    others = looks.copy()
-    if at.own:
-        others[[p in (0, at.i) for p in positions]] = -1
-    best = others if others.max(initial=-1) > 0 else looks
-    rule = KEY_RULE if best is others and at.own else "the key with the largest weight"
+    absolute_weights = np.where(visible, np.abs(weights), -1.0)
+    others = absolute_weights.copy()
+    if target.own:
+        others[[p in (0, target.i) for p in positions]] = -1
+    best = others if others.max(initial=-1) > 0 else absolute_weights
+    rule = KEY_RULE if best is others and target.own else "the key with the largest weight"
     return int(best.argmax()), rule
 
 
-def query_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
+def query_pieces(target: Target, call: QueryCall) -> tuple[str, ...]:
     """Return the text of each query of the call."""
-    at_rows = as_tensor(call.step.q_positions)[0].tolist()
-    known = at.rows.pieces
-    return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in at_rows)
+    positions = as_tensor(call.step.q_positions)[0].tolist()
+    known = target.rows.pieces
+    return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in positions)
 
 
-def predictions(at: Target, found: CapturedRun) -> tuple[tuple[str, int, float], ...]:
+def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float], ...]:
     """Return the most likely next tokens after the query, if the network predicts any."""
-    read = at.read
+    prepared = target.read
     if (
-        read.predict is None
-        or at.site.query_sequence != read.predicted_sequence
-        or "last" not in found.hidden
+        prepared.predict is None
+        or target.site.query_sequence != prepared.predicted_sequence
+        or "last" not in run.hidden
     ):
         return ()
-    logits = read.predict(found.hidden["last"][None, at.i : at.i + 1])[0, 0]
+    logits = prepared.predict(run.hidden["last"][None, target.i : target.i + 1])[0, 0]
     likely = logits.double().softmax(-1).topk(min(NUM_PREDICTIONS, logits.shape[-1]))
     ids = likely.indices.tolist()
-    return tuple(zip(read.names(ids), ids, likely.values.tolist(), strict=True))
+    return tuple(zip(prepared.names(ids), ids, likely.values.tolist(), strict=True))
 
 
 def explain(
@@ -253,18 +254,18 @@ def explain(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
-    read = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
-    site = read.site(layer, place)
-    read = _note_edits(read, site)
-    at = Target(read, site, find_token(read.sequences[site.query_sequence], query))
+    prepared = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
+    site = prepared.site(layer, place)
+    prepared = _note_edits(prepared, site)
+    location = Target(prepared, site, find_token(prepared.sequences[site.query_sequence], query))
     mechanism = explainable(site.attention)
     with torch.inference_mode():
-        found = capture_site(read, site)
+        run = capture_site(prepared, site)
         if mechanism.has_own_row:
-            walk = _mechanism_row(at, mechanism, found, head, key)
+            row = _mechanism_row(location, mechanism, run, head, key)
         else:
-            walk = _recorded_row(at, found, head, key, call)
-        return _assemble(at, mechanism, found, walk)
+            row = _recorded_row(location, run, head, key, call)
+        return _assemble(location, mechanism, run, row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,90 +298,96 @@ class _ExplainedRow:
 
 
 def _assemble(
-    at: Target, mechanism: Explainable, found: CapturedRun, walk: _ExplainedRow
+    target: Target, mechanism: Explainable, run: CapturedRun, explained: _ExplainedRow
 ) -> Explanation:
     """Add to a row what precedes and follows it, and return the whole explanation."""
-    site, head, row = at.site, walk.head, walk.softmax
-    given = (walk.q, walk.k, walk.v)
-    told = mechanism.explain_inputs(walk.query)
-    inputs, checks = input_chain(told, walk.query, head, walk.group, given, walk.columns)
-    tokens = row_tokens(at, walk.positions, walk.row_pieces, blocks=told.keys_are_blocks)
-    seen_values = np.where(walk.visible[:, None], walk.v, 0.0)
-    output, output_checks = head_output(mechanism, row.weights, seen_values, found, head, at.i)
-    hidden, hidden_checks = hidden_states(found, site, at.i)
+    site, head, row = target.site, explained.head, explained.softmax
+    recorded_inputs = (explained.q, explained.k, explained.v)
+    input_steps = mechanism.explain_inputs(explained.query)
+    inputs, checks = input_chain(
+        input_steps, explained.query, head, explained.group, recorded_inputs, explained.columns
+    )
+    tokens = row_tokens(
+        target, explained.positions, explained.row_pieces, blocks=input_steps.keys_are_blocks
+    )
+    seen_values = np.where(explained.visible[:, None], explained.v, 0.0)
+    output, output_checks = head_output(mechanism, row.weights, seen_values, run, head, target.i)
+    hidden, hidden_checks = hidden_states(run, site, target.i)
     others: tuple[Counterfactual, ...] = ()
     heads, mix = HeadPatterns(), None
-    if walk.recorded is not None:
-        one, calls = walk.recorded
+    if explained.recorded is not None:
+        one, calls = explained.recorded
         H, G = one.call.place.H, one.call.groups
-        others = counterfactuals(one, row.weights, output.mixed, walk.key)
+        others = counterfactuals(one, row.weights, output.mixed, explained.key)
         heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
-        mix = mix_of_rows(mechanism, found, calls, one.call, head, at.i, len(at.columns.ids))
+        mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
-        H, G = (len(found.taps[name]) for name in "qk")
+        H, G = (len(run.taps[name]) for name in "qk")
     sizes = {
-        "layers": len(at.read.main_sites),
+        "layers": len(target.read.main_sites),
         "H": H,
         "G": G,
-        "T": len(at.rows.ids),
-        "S": len(walk.k),
-        "D": walk.k.shape[1],
-        "E": walk.v.shape[1],
-        "M": found.taps["out"].shape[1],
+        "T": len(target.rows.ids),
+        "S": len(explained.k),
+        "D": explained.k.shape[1],
+        "E": explained.v.shape[1],
+        "M": run.taps["out"].shape[1],
     }
     where = Location(
-        model=at.read.name,
-        text=at.read.text,
+        model=target.read.name,
+        text=target.read.text,
         place=site.place,
         mechanism=type(site.attention).__name__,
         layer=site.layer,
         head=head,
-        group=walk.group,
-        query=at.i,
-        key=walk.key,
+        group=explained.group,
+        query=target.i,
+        key=explained.key,
         sizes=sizes,
-        kind=walk.kind,
-        kernel=walk.kernel,
-        dtype=str(walk.dtype)[6:],
-        key_kind=walk.key_kind,
-        call=walk.call,
-        calls=walk.calls,
-        key_chosen_by=walk.key_chosen_by,
-        notes=_all_notes(at),
+        kind=explained.kind,
+        kernel=explained.kernel,
+        dtype=str(explained.dtype)[6:],
+        key_kind=explained.key_kind,
+        call=explained.call,
+        calls=explained.calls,
+        key_chosen_by=explained.key_chosen_by,
+        notes=_all_notes(target),
     )
-    checks = {**checks, **walk.checks, **output_checks, **hidden_checks}
-    checks["the network without an observer"] = found.observer_difference
+    checks = {**checks, **explained.checks, **output_checks, **hidden_checks}
+    checks["the network without an observer"] = run.observer_difference
     return Explanation(
         where=where,
         tokens=tokens,
         hidden=hidden,
         inputs=inputs,
-        score=walk.score,
+        score=explained.score,
         softmax=row,
         output=output,
         heads=heads,
         checks=checks,
-        cost=row_cost(site.attention, sizes, int(walk.visible.sum()), walk.dtype.itemsize),
+        cost=row_cost(
+            site.attention, sizes, int(explained.visible.sum()), explained.dtype.itemsize
+        ),
         mixture=mix,
-        state=walk.state,
+        state=explained.state,
         counterfactuals=others,
-        predictions=predictions(at, found),
-        tensors=summarize_layer(site.attention, found.hidden, found.taps, own=at.own),
+        predictions=predictions(target, run),
+        tensors=summarize_layer(site.attention, run.hidden, run.taps, own=target.own),
     )
 
 
-def _all_notes(at: Target) -> tuple[str, ...]:
+def _all_notes(target: Target) -> tuple[str, ...]:
     """Return the remarks about the run."""
-    T, trained = len(at.rows.ids), at.read.max_trained_tokens
+    T, trained = len(target.rows.ids), target.read.max_trained_tokens
     if trained is None or trained >= T:
-        return at.read.notes
+        return target.read.notes
     return (
-        *at.read.notes,
+        *target.read.notes,
         f"the text has {T} tokens; the model was trained on at most {trained}",
     )
 
 
-def _note_edits(read: PreparedRun, site: AttentionSite) -> PreparedRun:
+def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
     """Add a remark to a run whose inputs at the site are edited by an open trace.
 
     Steps that are computed again before an edit differ from what the kernel received.
@@ -394,53 +401,54 @@ def _note_edits(read: PreparedRun, site: AttentionSite) -> PreparedRun:
     if inner:
         raise ArgumentError(_cannot_show(inner, site))
     if not changed:
-        return read
+        return prepared
     note = (
         f"an open trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
         "are edited, but the recomputed steps before them are not"
     )
-    return replace(read, notes=(*read.notes, note))
+    return replace(prepared, notes=(*prepared.notes, note))
 
 
 def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
     """Return the error message for edited scores or patterns, with what to do instead."""
     return (
         f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
-        "computes both from q and k, and would "
-        "show others; explain another place, edit q, k, v, z or out, or record(...) the run, "
+        "computes both from q and k, and would show "
+        "the unedited ones; explain another place, edit q, k, v, z or out, or record(...) the run, "
         "which keeps what was edited"
     )
 
 
 def _recorded_row(
-    at: Target, found: CapturedRun, head: int, key: int | str | None, call: int | str | None
+    target: Target, run: CapturedRun, head: int, key: int | str | None, call: int | str | None
 ) -> _ExplainedRow:
     """Return the row of a recorded call of a softmax kernel."""
-    calls = calls_for_query(found, at.site, at.i)
+    calls = calls_for_query(run, target.site, target.i)
     if not calls:
         raise ArgumentError(
-            f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for "
-            f"query {at.i}; "
-            "choose another layer or place, or let the mechanism say its rows "
+            f"{target.site.place} is a {type(target.site.attention).__name__}, which ran no "
+            "softmax "
+            f"for query {target.i}; "
+            "choose another layer or place, or implement explain_row in the mechanism "
             "(regard.nn.explain.Explainable.explain_row)"
         )
     # a branch of the place has a name of its own, under which it may be edited
     if inner := sorted({name for each in calls for name in each.step.edited}):
-        raise ArgumentError(_cannot_show(inner, at.site))
+        raise ArgumentError(_cannot_show(inner, target.site))
     names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
-    counted = effective_calls(at.site, calls)
+    counted = effective_calls(target.site, calls)
     chosen = main_call(counted, head) if call is None else calls[call_index(call, names)]
     number, row, step = calls.index(chosen), kernel_row(chosen, head), chosen.step
     steps, softmax, checks = score_and_compare(row)
     chain = row.chain
     positions = chosen.keys.tolist()
-    j, rule = find_key(at, key, softmax.weights, positions, chain.visible)
+    j, rule = find_key(target, key, softmax.weights, positions, chain.visible)
     reasons = why_masked(
         step.mask, step.q_positions, chosen.row, chain.visible, head, step.k_positions
     )
     query, columns = _projection_query(
-        at, found, step.q_positions, step.k_positions, chosen.branch, number, len(chain.q)
+        target, run, step.q_positions, step.k_positions, chosen.branch, number, len(chain.q)
     )
     return _ExplainedRow(
         head,
@@ -448,7 +456,7 @@ def _recorded_row(
         j,
         rule,
         positions,
-        query_pieces(at, chosen),
+        query_pieces(target, chosen),
         chain.q,
         chain.k,
         row.v,
@@ -468,29 +476,30 @@ def _recorded_row(
 
 
 def _mechanism_row(
-    at: Target, mechanism: Explainable, found: CapturedRun, head: int, key: int | str | None
+    target: Target, mechanism: Explainable, captured: CapturedRun, head: int, key: int | str | None
 ) -> _ExplainedRow:
     """Return the row that a mechanism describes itself because no softmax kernel ran; its keys
     are in the order of their tokens.
     """
-    run = layer_run(found)
+    run = layer_run(captured)
     if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
         raise ArgumentError(
-            f"{at.site.place} is a {type(at.site.attention).__name__}, which tells its rows itself "
-            f"and has no tap {', '.join(missing)}; pass q, k, v and z through regard.tap.tap"
+            f"{target.site.place} is a {type(target.site.attention).__name__}, which implements "
+            f"explain_row but has no tap {', '.join(missing)}; pass q, k, v and z through "
+            "regard.tap.tap"
         )
     head = check_index("head", head, run.q.shape[1], "head", "heads")
-    told = mechanism.explain_row(run, head, at.i)
-    assert told is not None, "has_own_row"
+    effective = mechanism.explain_row(run, head, target.i)
+    assert effective is not None, "has_own_row"
     group, S = run.group(head), run.k.shape[2]
-    q, k, v = (to_array(x) for x in (run.q[0, head, at.i], run.k[0, group], run.v[0, group]))
-    steps, softmax = effective_row_scores(told)
+    q, k, v = (to_array(x) for x in (run.q[0, head, target.i], run.k[0, group], run.v[0, group]))
+    steps, softmax = effective_row_scores(effective)
     visible = ~np.isneginf(steps[-1].values)
-    j, rule = find_key(at, key, softmax.weights, range(S), visible)
-    products = q * k[j] if told.products is None else to_array(told.products[j])
-    reasons = tuple("" if seen else "future" for seen in visible)
-    T = len(at.rows.ids)
-    query, columns = _projection_query(at, found, Span(0, T), Span(0, S), "", 0, k.shape[1])
+    j, rule = find_key(target, key, softmax.weights, range(S), visible)
+    products = q * k[j] if effective.products is None else to_array(effective.products[j])
+    reasons = tuple("" if is_visible else "future" for is_visible in visible)
+    T = len(target.rows.ids)
+    query, columns = _projection_query(target, captured, Span(0, T), Span(0, S), "", 0, k.shape[1])
     read = softmax.weights @ np.where(visible[:, None], v, 0.0)
     return _ExplainedRow(
         head,
@@ -498,25 +507,25 @@ def _mechanism_row(
         j,
         rule,
         range(S),
-        at.rows.pieces,
+        target.rows.pieces,
         q,
         k,
         v,
-        ScoreChain(told.scale, steps, products, reasons),
+        ScoreChain(effective.scale, steps, products, reasons),
         softmax,
         visible,
         query,
         columns,
         run.q.dtype,
-        {"output of the mechanism": max_difference(read, told.read), **told.checks},
-        kind=told.kind,
-        state=None if told.state is None else recurrent_state(*told.state),
+        {"output of the mechanism": max_difference(read, effective.read), **effective.checks},
+        kind=effective.kind,
+        state=None if effective.state is None else recurrent_state(*effective.state),
     )
 
 
 def _projection_query(
-    at: Target,
-    found: CapturedRun,
+    target: Target,
+    run: CapturedRun,
     q: Positions,
     k: Positions,
     branch: str,
@@ -526,12 +535,14 @@ def _projection_query(
     """Return the question to the mechanism about the inputs of a call, and the row of its memory
     for each key.
     """
-    x = found.hidden["x"]
-    memory = x if at.own else found.hidden.get("memory")
+    x = run.hidden["x"]
+    memory = x if target.own else run.hidden.get("memory")
     if memory is None:  # a cache gave it: states of an encoder, which are the values
-        memory = found.taps["v"].transpose(0, 1).flatten(1)
+        memory = run.taps["v"].transpose(0, 1).flatten(1)
     # a call of some rows only was made of all
-    positions = Span(0, x.shape[0]) if at.own else q
-    where = Span(0, memory.shape[0])
-    query = ProjectionQuery(x[None], positions, memory[None], where, at.i, branch, number, head_dim)
+    positions = Span(0, x.shape[0]) if target.own else q
+    memory_positions = Span(0, memory.shape[0])
+    query = ProjectionQuery(
+        x[None], positions, memory[None], memory_positions, target.i, branch, number, head_dim
+    )
     return query, as_tensor(k)[0]

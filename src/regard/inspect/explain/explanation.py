@@ -593,18 +593,18 @@ class Explanation:
             A dict in which arrays are lists, numbers have 9 significant digits, and masked or
             non-finite numbers are None.
         """
-        found: dict[str, Any] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
+        result: dict[str, Any] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
         short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
         for name in (*short, *NESTED_FIELDS):
-            found[name] = to_json_value(getattr(self, name))
-        found["chain"] = [
+            result[name] = to_json_value(getattr(self, name))
+        result["chain"] = [
             {"name": n, "equation": e, "value": to_json_value(x)} for n, e, x in self.chain
         ]
-        found["predictions"] = [
+        result["predictions"] = [
             {"piece": piece, "id": index, "probability": to_json_value(p)}
             for piece, index, p in self.predictions
         ]
-        return found
+        return result
 
     def _repr_html_(self) -> str:
         """Return the terminal page as static text, for a notebook."""

@@ -141,7 +141,7 @@ def strongest_head(
 
 
 def choose_head(
-    read: PreparedRun,
+    prepared: PreparedRun,
     query: int,
     *,
     layer: int | None = None,
@@ -158,13 +158,13 @@ def choose_head(
     >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
     0
     """
-    sites = read.main_sites if place is None else (read.site(place=place),)
+    sites = prepared.main_sites if place is None else (prepared.site(place=place),)
     if all(explainable(site.attention).has_own_row for site in sites):
         first = sites[
             0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
         ]
         return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
-    rows = _rows(read, sites, query, everything=key is not None)
+    rows = _rows(prepared, sites, query, everything=key is not None)
     if key is None and sites[0].query_sequence == sites[0].key_sequence:
         far = rows.clone()
         far[..., max(query - 1, 0) : query + 2] = -1
@@ -216,11 +216,11 @@ def strongest_keys(
 
 
 def strongest_keys_of_run(
-    read: PreparedRun, query: int, place: str | None = None
+    prepared: PreparedRun, query: int, place: str | None = None
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """Return the weights and keys of `strongest_keys` for any prepared run."""
-    sites = read.main_sites if place is None else (read.site(place=place),)
-    best = _rows(read, sites, query).max(-1)
+    sites = prepared.main_sites if place is None else (prepared.site(place=place),)
+    best = _rows(prepared, sites, query).max(-1)
     return best.values.clamp(min=0), best.indices
 
 
@@ -237,22 +237,22 @@ def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
 
 
 def _rows(
-    read: PreparedRun, sites: Sequence[AttentionSite], query: int, *, everything: bool = False
+    prepared: PreparedRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
 ) -> Tensor:
     """Return the weights of the query, `[sites, H, S]`.
 
-    In self-attention the first token and the query itself get -1, unless `everything` is True.
+    In self-attention the first token and the query itself get -1, unless `keep_all` is True.
     """
-    found = record_sites(read, sites)
+    run = record_sites(prepared, sites)
     rows: list[Tensor | None] = []
     for site in sites:
-        calls = calls_for_query(found, site, query)
+        calls = calls_for_query(run, site, query)
         if not calls:
             rows.append(None)
             continue
         rows.append(
             main_call_weights(
-                effective_calls(site, calls), len(read.sequences[site.key_sequence].ids)
+                effective_calls(site, calls), len(prepared.sequences[site.key_sequence].ids)
             )
         )
     known = next((row for row in rows if row is not None), None)
@@ -263,7 +263,7 @@ def _rows(
             "give a layer and a head"
         )
     weights = torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
-    if sites[0].query_sequence == sites[0].key_sequence and not everything:
+    if sites[0].query_sequence == sites[0].key_sequence and not keep_all:
         weights[..., 0] = -1  # less than any weight, 0 included
         weights[..., min(query, weights.shape[-1] - 1)] = -1
     return weights
@@ -286,10 +286,10 @@ def _end_of(word: str, text: str, name: str) -> int:
     )
 
 
-def _last_token(ends: Sequence[int], end: int) -> int:
+def _last_token(end_offsets: Sequence[int], end: int) -> int:
     """Return the first token at which the text is complete up to an offset."""
-    low, high = 0, len(ends) - 1
+    low, high = 0, len(end_offsets) - 1
     while low < high:  # the length of the decoded text grows with the tokens
         middle = (low + high) // 2
-        low, high = (low, middle) if ends[middle] >= end else (middle + 1, high)
+        low, high = (low, middle) if end_offsets[middle] >= end else (middle + 1, high)
     return low

@@ -32,47 +32,57 @@ MAX_PATTERN_PAIRS = 2**25
 
 
 def input_chain(
-    found: InputSteps,
+    described: InputSteps,
     query: ProjectionQuery,
     head: int,
     group: int,
-    given: tuple[Array, Array, Array],
+    recorded: tuple[Array, Array, Array],
     columns: Tensor,
 ) -> tuple[InputChain, Checks]:
     """Return the steps of q, k and v as the mechanism describes them, and compare the last ones
     with the recorded inputs.
 
     Args:
-        found: the mechanism's description of the inputs.
+        described: the mechanism's description of the inputs.
         query: the question that the mechanism was asked.
         head: query head.
         group: the key/value head that it reads.
-        given: q `[D]`, k `[n, D]` and v `[n, E]` as they were recorded.
+        recorded: q `[D]`, k `[n, D]` and v `[n, E]` as they were recorded.
         columns: row of the memory for each key of the call.
     """
     steps: dict[str, tuple[ComputationStep, ...]] = {}
     checks: Checks = {}
-    for name, made, got in zip("qkv", (found.q, found.k, found.v), given, strict=True):
+    for name, described_steps, recorded_values in zip(
+        "qkv", (described.q, described.k, described.v), recorded, strict=True
+    ):
         if name == "q":
-            chain = _steps_of_head(made, head, row=query.row)
+            chain = _steps_of_head(described_steps, head, row=query.row)
         else:
-            chain = _steps_of_head(made, group)
-            if made and len(chain[-1].values) > len(got) and int(columns.min()) >= 0:
+            chain = _steps_of_head(described_steps, group)
+            if (
+                described_steps
+                and len(chain[-1].values) > len(recorded_values)
+                and int(columns.min()) >= 0
+            ):
                 # the call had some keys only
                 chain = tuple(s._replace(values=s.values[columns]) for s in chain)
-        fits = bool(chain) and chain[-1].values.shape == got.shape
-        if fits:
-            checks[name] = max_difference(chain[-1].values, got)
+        matches = bool(chain) and chain[-1].values.shape == recorded_values.shape
+        if matches:
+            checks[name] = max_difference(chain[-1].values, recorded_values)
         index = "i" if name == "q" else "j"
         steps[name] = (
             chain
-            if fits
-            else (ComputationStep("input", f"{name}_{index}, the input of attention", got),)
+            if matches
+            else (
+                ComputationStep(
+                    "input", f"{name}_{index}, the input of attention", recorded_values
+                ),
+            )
         )
-    angles, turned = _rotary_angles(found, query, len(given[0]))
+    angles, turned = _rotary_angles(described, query, len(recorded[0]))
     if angles.layout:
         checks["angles"] = turned
-    return InputChain(steps["q"], steps["k"], steps["v"], given[2], angles), checks
+    return InputChain(steps["q"], steps["k"], steps["v"], recorded[2], angles), checks
 
 
 def _steps_of_head(links: Links, head: int, row: int | None = None) -> tuple[ComputationStep, ...]:
@@ -87,31 +97,33 @@ def _steps_of_head(links: Links, head: int, row: int | None = None) -> tuple[Com
     return tuple(ComputationStep(link.name, link.equation, part(link.values)) for link in links)
 
 
-def _rotary_angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[RotaryAngles, float]:
+def _rotary_angles(
+    described: InputSteps, query: ProjectionQuery, D: int
+) -> tuple[RotaryAngles, float]:
     """Return the rotary pairs and angles, and the error of these angles against the module's own
     rotation.
     """
-    rotary, k_positions = found.rotary, as_tensor(query.k_positions)[0]
+    rotary, k_positions = described.rotary, as_tensor(query.k_positions)[0]
     n = len(k_positions)
     if rotary is None:
         return RotaryAngles("", np.zeros((n, 0)), np.zeros(0), (-1,) * D), 0.0
-    mine = float(as_tensor(query.positions)[0, query.row])
-    turned, factor = _measured_angles(rotary, query.positions, query.row)
-    off = 0.0
+    query_position = float(as_tensor(query.positions)[0, query.row])
+    measured, factor = _measured_angles(rotary, query.positions, query.row)
+    error = 0.0
     if rotary.follows:  # the frequencies are those of the call, which only the module knows
-        angle, angles = turned, np.zeros((n, 0))
+        angle, angles = measured, np.zeros((n, 0))
     else:
         inv_freq = to_array(rotary.inv_freq)
-        angle, angles = mine * inv_freq, to_array(k_positions)[:, None] * inv_freq
-        off = float(np.abs(np.exp(1j * turned) - np.exp(1j * angle)).max(initial=0.0))
-        off = max(off, abs(factor - rotary.rotary_factor))
+        angle, angles = query_position * inv_freq, to_array(k_positions)[:, None] * inv_freq
+        error = float(np.abs(np.exp(1j * measured) - np.exp(1j * angle)).max(initial=0.0))
+        error = max(error, abs(factor - rotary.rotary_factor))
     pairs, count = [-1] * D, len(angle)
     for pair in range(count):
         both = (pair, pair + count) if rotary.layout == "half" else (2 * pair, 2 * pair + 1)
         for dim in both:
-            if found.rotary_start + dim < D:
-                pairs[found.rotary_start + dim] = pair
-    return RotaryAngles(rotary.layout, angles, angle, tuple(pairs)), off
+            if described.rotary_start + dim < D:
+                pairs[described.rotary_start + dim] = pair
+    return RotaryAngles(rotary.layout, angles, angle, tuple(pairs)), error
 
 
 def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
@@ -119,25 +131,27 @@ def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Arra
     the factor.
     """
     n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
-    unit = torch.zeros(1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device)
+    unit_pairs = torch.zeros(
+        1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device
+    )
     first = slice(0, n) if rotary.layout == "half" else slice(0, 2 * n, 2)
     second = slice(n, 2 * n) if rotary.layout == "half" else slice(1, 2 * n, 2)
-    unit[..., first] = 1
-    turned = to_array(rotary(unit, positions)[0, 0, i])
-    pairs = turned[first] + 1j * turned[second]
+    unit_pairs[..., first] = 1
+    rotated = to_array(rotary(unit_pairs, positions)[0, 0, i])
+    pairs = rotated[first] + 1j * rotated[second]
     return np.angle(pairs), float(np.abs(pairs).max(initial=1.0))
 
 
 def head_output(
-    mechanism: Explainable, weights: Array, v: Array, found: CapturedRun, head: int, i: int
+    mechanism: Explainable, weights: Array, v: Array, run: CapturedRun, head: int, i: int
 ) -> tuple[HeadOutput, Checks]:
     """Compute the weighted values, their sum, the output of the head, and what the head adds
     through the output projection.
     """
     contributions = np.where(weights[:, None] != 0, weights[:, None] * v, 0.0)
-    joined = found.taps["z"][:, i]
+    joined = run.taps["z"][:, i]
     slot = head % joined.shape[0]
-    out = to_array(found.taps["out"][i])
+    out = to_array(run.taps["out"][i])
     written, bias = _head_contributions(mechanism.output, joined)
     return HeadOutput(
         contributions,
@@ -157,25 +171,25 @@ def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array
     # [H, H*E]: row h has head h, the rest 0
     alone = torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
     rows = torch.cat([alone, torch.zeros_like(alone[:1])])
-    found = to_array(output(rows[:, None])[:, 0])
-    return found[:-1] - found[-1], found[-1]
+    outputs = to_array(output(rows[:, None])[:, 0])
+    return outputs[:-1] - outputs[-1], outputs[-1]
 
 
-def hidden_states(found: CapturedRun, site: AttentionSite, i: int) -> tuple[HiddenStates, Checks]:
+def hidden_states(run: CapturedRun, site: AttentionSite, i: int) -> tuple[HiddenStates, Checks]:
     """Return the hidden states of the query token, and the error of the recomputed residual
     path.
     """
-    hidden, checks = found.hidden, Checks()
-    none: Array = np.zeros(0)
-    entering = residual = none
+    hidden, checks = run.hidden, Checks()
+    empty: Array = np.zeros(0)
+    entering = residual = empty
     if site.residual_path is not None and "entering" in hidden:
         entering, residual = (to_array(hidden[name][i]) for name in ("entering", "residual"))
-        out = found.taps["out"][None]
+        out = run.taps["out"][None]
         checks["residual"] = max_difference(
             to_array(site.residual_path(hidden["entering"][None], lambda _: out)[0, i]), residual
         )
     embedding, normed = (
-        to_array(hidden[name][i]) if name in hidden and len(hidden[name]) > i else none
+        to_array(hidden[name][i]) if name in hidden and len(hidden[name]) > i else empty
         for name in ("embedding", "x")
     )
     return HiddenStates(embedding, entering, normed, residual), checks

@@ -119,28 +119,32 @@ def run_stages(
 
 
 def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
-    at, found = Span(0, x.shape[1]), []
+    positions, stages = Span(0, x.shape[1]), []
     project = select_form(attention.project, x.shape[1], x.shape[1])
 
     def stage(name: str, equation: str, run: Callable[[], Tensor]) -> Tensor:
         values, seconds = time_stage(run)
-        found.append(Stage(name, equation, values, seconds))
+        stages.append(Stage(name, equation, values, seconds))
         return values
 
-    q = stage("q", "W_q x, in heads", lambda: adjust_query(project, project.query(x, at), at, at))
-    memory = project.remember(x, at)
-    both = project.recall(memory, at)
+    q = stage(
+        "q",
+        "W_q x, in heads",
+        lambda: adjust_query(project, project.query(x, positions), positions, positions),
+    )
+    memory = project.remember(x, positions)
+    both = project.recall(memory, positions)
     # keys and values come of one call: each is told with the time of both
-    _, seconds = time_stage(lambda: project.recall(project.remember(x, at), at)[0])
+    _, seconds = time_stage(lambda: project.recall(project.remember(x, positions), positions)[0])
     k, v = both
-    found += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
+    stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
     scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
     options: dict[str, Any] = {
         "bias": attention._bias(),
         "scale": scale,
         "softcap": attention.softcap,
     }
-    options |= {"q_positions": at, "k_positions": at}
+    options |= {"q_positions": positions, "k_positions": positions}
 
     def scored(mask: Mask | None) -> Tensor:
         with Trace("scores") as trace:
@@ -162,7 +166,7 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
         lambda: project.postprocess(attend(q, k, v, mask=mask, sink=sink, **options), x),
     )
     stage("out", "W_O [z_1 .. z_H]", lambda: attention.output(z.transpose(1, 2).flatten(2)))
-    return found
+    return stages
 
 
 def time_stage(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
@@ -207,8 +211,8 @@ def summarize_layer(
     x = hidden.get("x")
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
         heads, tokens = taps["q"].shape[:2]
-        made = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
-        return tuple(stage.told() for stage in made)
+        stages = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
+        return tuple(stage.told() for stage in stages)
     return tuple(summarize_tensor(name, "as the layer had it", x, None) for name, x in taps.items())
 
 
@@ -346,8 +350,8 @@ def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
     >>> run_block_stages(mha(8, 2), torch.zeros(1, 3, 8))[-1].name
     'block'
     """
-    found = run_stages(module, x)
+    stages = run_stages(module, x)
     path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.dtype)
     with torch.no_grad():
-        block, seconds = time_stage(lambda: path(x, lambda _: found[-1].values))
-    return (*found, Stage("block", "LayerNorm(x + out)", block, seconds))
+        block, seconds = time_stage(lambda: path(x, lambda _: stages[-1].values))
+    return (*stages, Stage("block", "LayerNorm(x + out)", block, seconds))

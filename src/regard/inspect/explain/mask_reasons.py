@@ -38,16 +38,18 @@ def why_masked(
     """
     keys = positions if k_positions is None else k_positions
     if (empty := vacant(part(positions, slice(i, i + 1)))) is not None and bool(empty[0]):
-        return tuple("" if seen else EMPTY for seen in visible)
-    said = (
+        return tuple("" if is_visible else EMPTY for is_visible in visible)
+    reasons = (
         [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, keys, i, head)
     )
-    held = (as_tensor(keys)[0] >= 0).tolist()
+    has_token = (as_tensor(keys)[0] >= 0).tolist()
     words = (
         (" and ".join(sorted(terms)) or "the kernel") if real else EMPTY
-        for terms, real in zip(said, held, strict=True)
+        for terms, real in zip(reasons, has_token, strict=True)
     )
-    return tuple("" if seen else word for seen, word in zip(visible, words, strict=True))
+    return tuple(
+        "" if is_visible else word for is_visible, word in zip(visible, words, strict=True)
+    )
 
 
 def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:
@@ -58,7 +60,7 @@ def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) ->
     allowed = rows[head if rows.shape[0] > 1 else 0, 0].tolist()
     if operands := mask.operands():
         terms = [_reasons(term, q, k, i, head) for term in operands]
-        said = [set[str]().union(*each) for each in zip(*terms, strict=True)]
+        reasons = [set[str]().union(*each) for each in zip(*terms, strict=True)]
     else:
-        said = [{mask.refusal().words} for _ in allowed]
-    return [set() if yes else words for yes, words in zip(allowed, said, strict=True)]
+        reasons = [{mask.refusal().words} for _ in allowed]
+    return [set() if yes else words for yes, words in zip(allowed, reasons, strict=True)]

@@ -194,11 +194,11 @@ class TokenEnds(Sequence[int]):
 
 def pretokenized(ids: Sequence[int], words: Sequence[str]) -> TokenSequence:
     """Build a token sequence from ids and words; its text has a space between words."""
-    ends, at = [], -1
+    end_offsets, offset = [], -1
     for word in words:
-        at += len(word) + 1
-        ends.append(at)
-    return TokenSequence(tuple(ids), tuple(words), " ".join(words), tuple(ends))
+        offset += len(word) + 1
+        end_offsets.append(offset)
+    return TokenSequence(tuple(ids), tuple(words), " ".join(words), tuple(end_offsets))
 
 
 ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
@@ -284,20 +284,20 @@ def _encoder(model: TextEncoder, text: str) -> PreparedRun:
 def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
     ids, positions = model.encode(text)
     if target is None:
-        said = list(model.search(ids, positions, max_tokens=64)[0][0].ids)
-        said = said[:-1] if said and said[-1] in model.ends else said
+        answer = list(model.search(ids, positions, max_tokens=64)[0][0].ids)
+        answer = answer[:-1] if answer and answer[-1] in model.ends else answer
     else:
-        said = model.tokenizer.encode(target)
-    given = torch.tensor([[model.start, *said]], device=ids.device)
+        answer = model.tokenizer.encode(target)
+    target_ids = torch.tensor([[model.start, *answer]], device=ids.device)
     network = model.network
-    sides = {"source": token_sequence(model, ids), "target": token_sequence(model, given)}
+    sides = {"source": token_sequence(model, ids), "target": token_sequence(model, target_ids)}
     return PreparedRun(
         _family(model),
         text,
         network,
         sides,
         tuple(_encoder_decoder_sites(network)),
-        lambda: network(ids, given, positions),
+        lambda: network(ids, target_ids, positions),
         network.embed,
         network.layers[-1],
         lambda x: network.head(network.norm(x)),
@@ -329,22 +329,22 @@ def _decoder_of_words(row: PretokenizedInput) -> PreparedRun:
 
 
 def _pair_of_words(
-    pair: PretokenizedInput, said: tuple[Sequence[int], Sequence[str]]
+    pair: PretokenizedInput, target_words: tuple[Sequence[int], Sequence[str]]
 ) -> PreparedRun:
     network: Any = pair.network
-    source, target = (_ids(network, ids) for ids in (pair.source[0], said[0]))
-    sides = {"source": pretokenized(*pair.source), "target": pretokenized(*said)}
+    source, target = (_ids(network, ids) for ids in (pair.source[0], target_words[0]))
+    sides = {"source": pretokenized(*pair.source), "target": pretokenized(*target_words)}
     if isinstance(network, EncoderDecoder):
         sites, embed, last = (
             tuple(_encoder_decoder_sites(network)),
             network.embed,
             network.layers[-1],
         )
-        own = network
+        decoder = network
 
         def predict(x: Tensor) -> Tensor:
-            found: Tensor = own.head(own.norm(x))
-            return found
+            logits: Tensor = decoder.head(decoder.norm(x))
+            return logits
     else:
         attention, embed, last, predict = (
             network.decoder.attention,

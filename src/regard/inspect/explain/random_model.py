@@ -65,21 +65,21 @@ def random_model(
     ['layers.0', 'layers.1']
     """
     entry = find(name)
-    chosen = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
+    all_options = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
     with seeded(seed):
-        made = _build(entry, chosen, text, target)
-        _sharpen(made)
-    read = (
-        prepare_run(made)
-        if isinstance(made, PretokenizedInput)
-        else prepare_run(made, text, target)
+        model = _build(entry, all_options, text, target)
+        _sharpen(model)
+    prepared = (
+        prepare_run(model)
+        if isinstance(model, PretokenizedInput)
+        else prepare_run(model, text, target)
     )
     note = (
         f"the weights are random, from seed {seed}: the computation is exact, but the attention "
         "pattern has no meaning"
     )
     return replace(
-        read, name=f"{name} (random)", notes=(*read.notes, note), max_trained_tokens=None
+        prepared, name=f"{name} (random)", notes=(*prepared.notes, note), max_trained_tokens=None
     )
 
 
@@ -95,8 +95,8 @@ def _build(entry: Variant, options: dict[str, Any], text: str, target: str | Non
         network = transformer(V, DIM, HEADS, LAYERS, residual=PreNorm)
         for layer in network.layers:
             layer.cross = entry.build(DIM, HEADS, **checked(entry, options))
-        made = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
-        return made if target is not None else _copy_task(made, text)
+        seq2seq = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
+        return seq2seq if target is not None else _copy_task(seq2seq, text)
     if entry.family == "additive":
         return _recurrent_pair(
             entry, options, tokenizer.encode(text), tokenizer.encode(target or text), tokenizer
@@ -126,11 +126,11 @@ def _recurrent_pair(
     states = 2 * DIM if entry.name == "bahdanau" else DIM
     decoder: Any = network.decoder
     decoder.attention = entry.build(DIM, 1, **{"memory_dim": states, **checked(entry, options)})
-    said = [0, *target]
+    target_ids = [0, *target]
     return PretokenizedInput(
         _frozen(network),
         (source, tokenizer.pieces(source)),
-        (said, tokenizer.pieces(said)),
+        (target_ids, tokenizer.pieces(target_ids)),
         names=tokenizer.pieces,
     )
 
@@ -138,16 +138,16 @@ def _recurrent_pair(
 def _copy_task(model: Seq2Seq, text: str) -> PretokenizedInput:
     """Use the text as source and as target, since the answer of random weights would be noise."""
     source = model.encode(text)[0][0].tolist()
-    said = [model.start, *model.tokenizer.encode(text)]
+    target_ids = [model.start, *model.tokenizer.encode(text)]
     pieces = model.tokenizer.pieces
     return PretokenizedInput(
-        model.network, (source, pieces(source)), (said, pieces(said)), names=pieces
+        model.network, (source, pieces(source)), (target_ids, pieces(target_ids)), names=pieces
     )
 
 
-def _sharpen(made: Any) -> None:
+def _sharpen(model: Any) -> None:
     """Draw larger weights for the linear maps of the attention modules."""
-    network = getattr(made, "decoder", None) or made.network
+    network = getattr(model, "decoder", None) or model.network
     for module in network.modules():
         inner = getattr(module, "cross", None) or getattr(module, "attention", None)
         for linear in inner.modules() if isinstance(inner, nn.Module) else ():

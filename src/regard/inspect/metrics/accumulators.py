@@ -164,28 +164,33 @@ class DistanceAccumulator:
     def add(self, tile: Tile) -> None:
         """Add the weights of a tile by their distance."""
         q, k = self._scene.rows[tile.rows], self._scene.columns[tile.columns]
-        d = q[:, None] - k
-        real = (q >= 0)[:, None] & (k >= 0)
+        distance = q[:, None] - k
+        is_pair = (q >= 0)[:, None] & (k >= 0)
         last = self._sums.shape[1] - 1
-        bins = torch.where(real & (d >= 0), d, last).clamp(max=last)
+        bins = torch.where(is_pair & (distance >= 0), distance, last).clamp(max=last)
         self._sums.index_add_(1, bins.flatten(), tile.weights.flatten(1))
-        self._far[:, tile.rows] += (tile.weights * d).masked_fill(~real, 0).sum(2)
-        local = real & (d.abs() < self._scene.local_distance)
+        self._far[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
+        local = is_pair & (distance.abs() < self._scene.local_distance)
         self._near[:, tile.rows] += (tile.weights * local).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
         """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""
         scene = self._scene
-        real = scene.rows >= 0
-        have = torch.bincount(scene.rows[real], minlength=self._sums.shape[1] - 1)
-        held = torch.zeros(int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64)
-        held[scene.columns[scene.columns >= 0]] = 1
+        is_token = scene.rows >= 0
+        row_counts = torch.bincount(scene.rows[is_token], minlength=self._sums.shape[1] - 1)
+        has_key = torch.zeros(
+            int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64
+        )
+        has_key[scene.columns[scene.columns >= 0]] = 1
         pairs = torch.stack(
-            [(have[d:] * held[: len(have) - d]).sum() for d in range(self._sums.shape[1] - 1)]
+            [
+                (row_counts[d:] * has_key[: len(row_counts) - d]).sum()
+                for d in range(self._sums.shape[1] - 1)
+            ]
         )
         return {
-            "distance": scene.mean(self._far, real),
-            "local": scene.mean(self._near, real),
+            "distance": scene.mean(self._far, is_token),
+            "local": scene.mean(self._near, is_token),
             "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
         }
 
@@ -203,11 +208,11 @@ class PairAccumulator:
     def add(self, tile: Tile) -> None:
         """Add the weights of the listed pairs that lie in a tile."""
         for name, pairs in self._lists.items():
-            ends = torch.tensor([tile.rows.start, tile.rows.stop])
-            start, stop = torch.searchsorted(pairs[:, 0].contiguous(), ends).tolist()
-            some = pairs[start:stop]
-            inside = (some[:, 1] >= tile.columns.start) & (some[:, 1] < tile.columns.stop)
-            i, j = (some[inside] - torch.tensor([tile.rows.start, tile.columns.start])).T
+            limits = torch.tensor([tile.rows.start, tile.rows.stop])
+            start, stop = torch.searchsorted(pairs[:, 0].contiguous(), limits).tolist()
+            in_rows = pairs[start:stop]
+            inside = (in_rows[:, 1] >= tile.columns.start) & (in_rows[:, 1] < tile.columns.stop)
+            i, j = (in_rows[inside] - torch.tensor([tile.rows.start, tile.columns.start])).T
             self._sums[name] += tile.weights[:, i, j].sum(1)
 
     def result(self) -> Mapping[str, Tensor]:
@@ -220,20 +225,24 @@ class PairAccumulator:
 
 def _pairs_by_metric(scene: MeasuredPlace) -> dict[str, Tensor]:
     """Return the (row, column) pairs of each metric, sorted by row."""
-    where = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
-    before = [(r, where[p - 1]) for r, p in enumerate(scene.rows.tolist()) if p - 1 in where]
-    found = {"previous_token": torch.tensor(before, dtype=torch.int64).reshape(-1, 2)}
+    column_at_position = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
+    previous = [
+        (r, column_at_position[p - 1])
+        for r, p in enumerate(scene.rows.tolist())
+        if p - 1 in column_at_position
+    ]
+    pairs_by_metric = {"previous_token": torch.tensor(previous, dtype=torch.int64).reshape(-1, 2)}
     if scene.ids is None:
-        return found
-    real = (scene.columns >= 0).nonzero()[:, 0]
+        return pairs_by_metric
+    token_columns = (scene.columns >= 0).nonzero()[:, 0]
     row_of = torch.full((max(scene.place.N, int(scene.tokens.max()) + 1),), -1)
     row_of[scene.tokens] = torch.arange(len(scene.tokens))
     for name, make in (("duplicate", copies), ("induction", after_copies)):
-        pairs = real[make(scene.ids[real])]
+        pairs = token_columns[make(scene.ids[token_columns])]
         rows = row_of[pairs[:, 0]]
         pairs = torch.stack([rows, pairs[:, 1]], 1)[rows >= 0]
-        found[name] = pairs[pairs[:, 0].argsort(stable=True)]
-    return found
+        pairs_by_metric[name] = pairs[pairs[:, 0].argsort(stable=True)]
+    return pairs_by_metric
 
 
 class MassAccumulator:

@@ -17,6 +17,7 @@ from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.tiles import TILE_SIZE, walk
 from regard.models.model import Model
+from regard.units import plural
 
 SAMPLED_ROWS = 64
 """Number of rows that are sampled where a metric needs whole rows; the result says how many
@@ -112,26 +113,28 @@ def measure(
     >>> measures.values["future"].tolist(), bool((measures.values["missing"] < 1e-5).all())
     ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], True)
     """
-    for name, given in (("ids", ids), ("padding", padding)):
-        if given is not None and given.shape != (place.N,):
+    for name, values in (("ids", ids), ("padding", padding)):
+        if values is not None and values.shape != (place.N,):
             raise ArgumentError(
-                f"{name} are {tuple(given.shape)}; {place.name} has {place.N} columns, one for each"
+                f"{name} are {tuple(values.shape)}; {place.name} has "
+                f"{plural(place.N, 'column')}, and "
+                "there must be one entry for each"
             )
     if not 0 <= batch < place.B:
         raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
-    scene = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
-    accumulators: list[Accumulator] = [make(scene) for make in ACCUMULATORS]
+    measured = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
+    accumulators: list[Accumulator] = [make(measured) for make in ACCUMULATORS]
     for tile in walk(place, size, batch=batch):
-        tile = tile.keep_rows(scene.rows >= 0)  # padding that asks is nobody
+        tile = tile.keep_rows(measured.rows >= 0)  # rows of padding are not measured
         for accumulator in accumulators:
             accumulator.add(tile)
-    found = {name: x for each in accumulators for name, x in each.result().items()}
+    results = {name: x for each in accumulators for name, x in each.result().items()}
     return Measures(
         place.name,
         place.heads,
         place.T,
-        {n: x for n, x in found.items() if x.ndim == 1},
-        {n: x for n, x in found.items() if x.ndim == 2},
+        {n: x for n, x in results.items() if x.ndim == 1},
+        {n: x for n, x in results.items() if x.ndim == 2},
     )
 
 
@@ -208,19 +211,19 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sam
     Source: Lin 1991, "Divergence measures based on the Shannon entropy", equation 4.1.
     """
     h = len(place.heads)
-    apart, n = torch.zeros(h, h, dtype=torch.float64), 0
+    divergences, n = torch.zeros(h, h, dtype=torch.float64), 0
     for row in _evenly_spread_rows(place, rows, batch):
         p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
         total = p.sum(1, keepdim=True)
         if not bool((total > 0).all()):
             continue
         p = p / total
-        own = torch.special.entr(p).sum(1)
+        entropies = torch.special.entr(p).sum(1)
         for i in range(h):
-            both = torch.special.entr((p[i] + p) / 2).sum(1)
-            apart[i] += both - (own[i] + own) / 2
+            entropy_of_mean = torch.special.entr((p[i] + p) / 2).sum(1)
+            divergences[i] += entropy_of_mean - (entropies[i] + entropies) / 2
         n += 1
-    return Sampled((apart / max(n, 1) / torch.tensor(2.0).log()).clamp(min=0), n)
+    return Sampled((divergences / max(n, 1) / torch.tensor(2.0).log()).clamp(min=0), n)
 
 
 def retrieval_score(
@@ -248,19 +251,21 @@ def retrieval_score(
     """
     start, stop, _ = needle.indices(place.N)
     if start >= stop:
-        raise ArgumentError(f"needle is {needle}; it must hold some of the {place.N} columns")
-    hit = torch.zeros(len(place.heads), place.N, dtype=torch.bool)
+        raise ArgumentError(
+            f"needle is {needle}; it must contain some of the {plural(place.N, 'column')}"
+        )
+    retrieved = torch.zeros(len(place.heads), place.N, dtype=torch.bool)
     row = 0
     for step in place.steps:
         for own, token in enumerate(step.tokens()):
             if stop <= token < len(ids) - 1:
-                at = slice(row + own, row + own + 1)
-                block = place.block(at, slice(0, place.N), batch=slice(batch, batch + 1))
+                row_slice = slice(row + own, row + own + 1)
+                block = place.block(row_slice, slice(0, place.N), batch=slice(batch, batch + 1))
                 top = block.weights[0, :, 0].argmax(1)
                 right = ids[top] == ids[token + 1]
-                hit[right.nonzero()[:, 0], top[right]] = True
+                retrieved[right.nonzero()[:, 0], top[right]] = True
         row += step.T
-    return hit[:, start:stop].double().mean(1)
+    return retrieved[:, start:stop].double().mean(1)
 
 
 def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
@@ -298,15 +303,15 @@ def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor
     >>> sorted(scores)
     ['duplicate', 'entropy', 'induction', 'previous_token', 'sink']
     """
-    found: dict[str, list[Tensor]] = {name: [] for name in SCORES}
+    scores: dict[str, list[Tensor]] = {name: [] for name in SCORES}
     for place in record(model, ids, keep=()).places.values():
         rows = [measure(place, row, batch=b, sinks=1).values for b, row in enumerate(ids)]
         for name in SCORES:
             if any(name not in values for values in rows):
                 raise ArgumentError(
-                    f"{name}: no token occurs twice, far enough apart, in ids, or there is one "
-                    "token; "
-                    "give a text that repeats itself, such as repeated_ids(...)"
+                    f"{name} cannot be computed: in ids no token occurs twice, far enough apart, "
+                    "or "
+                    "there is only one token; use ids with repetitions, such as repeated_ids(...)"
                 )
-            found[name].append(torch.stack([values[name] for values in rows]).mean(0).float())
-    return {name: torch.stack(values) for name, values in found.items()}
+            scores[name].append(torch.stack([values[name] for values in rows]).mean(0).float())
+    return {name: torch.stack(values) for name, values in scores.items()}

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
+from regard.units import plural
 
 NUM_SINKS = 4
 """Number of first keys that count as sinks."""
@@ -203,8 +204,8 @@ def _mean_weight(pattern: Tensor, pairs: Tensor) -> Tensor:
     """Return the mean over rows of the total weight of the listed pairs."""
     if not len(pairs):
         raise ArgumentError(
-            "no token occurs twice, far enough apart, in ids; give a text that repeats itself, "
-            "such as repeated_ids(...)"
+            "in ids no token occurs twice, far enough apart; use ids with repetitions, such as "
+            "repeated_ids(...)"
         )
     rows, keys = pairs.T
     return pattern[..., rows, keys].sum(-1) / len(torch.unique(rows))
@@ -216,9 +217,10 @@ def _check_pattern(pattern: Tensor, least: int, ids: Tensor | None = None) -> No
         raise ArgumentError(f"pattern is {tuple(pattern.shape)}; it must be [..., T, T]")
     if pattern.shape[-1] < least:
         raise ArgumentError(
-            f"pattern has {pattern.shape[-1]} rows; this score needs at least {least}"
+            f"pattern has {plural(pattern.shape[-1], 'row')}; this score needs at least {least}"
         )
     if ids is not None and tuple(ids.shape) != (pattern.shape[-1],):
         raise ArgumentError(
-            f"ids are {tuple(ids.shape)}; the pattern has {pattern.shape[-1]} rows, one per id"
+            f"ids are {tuple(ids.shape)}; the pattern has {plural(pattern.shape[-1], 'row')}, "
+            "and there must be one id for each"
         )

@@ -89,14 +89,14 @@ class AuditSample:
         if self.values is None:
             return None
         v = self.values.double()
-        odd = ~v.isfinite().all(-1)  # [B,h,s]
-        seen = (~s.isneginf() & odd[:, :, None]).any(-1)
-        whole = lse_of(s)
+        non_finite = ~v.isfinite().all(-1)  # [B,h,s]
+        sees_non_finite = (~s.isneginf() & non_finite[:, :, None]).any(-1)
+        denominator = lse_of(s)
         if sink is not None:
-            whole = torch.logaddexp(whole, sink.double()[:, None])
-        p = torch.exp(s - whole.masked_fill(whole.isneginf(), math.inf)[..., None])
-        out = p.masked_fill(s.isneginf(), 0) @ v.masked_fill(odd[..., None], 0)
-        return out.masked_fill(seen[..., None], math.nan)
+            denominator = torch.logaddexp(denominator, sink.double()[:, None])
+        p = torch.exp(s - denominator.masked_fill(denominator.isneginf(), math.inf)[..., None])
+        out = p.masked_fill(s.isneginf(), 0) @ v.masked_fill(non_finite[..., None], 0)
+        return out.masked_fill(sees_non_finite[..., None], math.nan)
 
     def row(self, wrong: Tensor) -> int:
         """Return the first row of the place at which a bool tensor `[B, h, t]` is True."""
@@ -112,18 +112,22 @@ class AuditSample:
         """Return two roundings in the precision of a score, at the size of its terms or of the
         lse.
         """
-        pool, kind = self.place.pools[self.step.pool], self.lse.dtype
+        pool, lse_dtype = self.place.pools[self.step.pool], self.lse.dtype
         k = self.place.keys(self.step)[
             :, [pool.group_index(h, self.place.H) for h in self.place.heads]
         ]
         q = self.step.q[:, :, self.own]
-        size = abs(self.step.scale) * (q.to(kind).abs() @ k.to(kind).abs().mT)
+        size = abs(self.step.scale) * (q.to(lse_dtype).abs() @ k.to(lse_dtype).abs().mT)
         size = size if self.made.bias is None else size + self.made.bias.abs()
-        size = size if self.step.scores is None else self.step.scores[:, :, self.own].to(kind).abs()
-        seen = size.masked_fill(~self.made.visible | ~size.isfinite(), 0)
+        size = (
+            size
+            if self.step.scores is None
+            else self.step.scores[:, :, self.own].to(lse_dtype).abs()
+        )
+        visible_sizes = size.masked_fill(~self.made.visible | ~size.isfinite(), 0)
         lse = self.true_lse.abs()
-        largest = _largest(seen) + _largest(lse.masked_fill(~lse.isfinite(), 0))
-        return 2 * torch.finfo(kind).eps * largest
+        largest = _largest(visible_sizes) + _largest(lse.masked_fill(~lse.isfinite(), 0))
+        return 2 * torch.finfo(lse_dtype).eps * largest
 
     @cached_property
     def rounding_of_output(self) -> float:
@@ -149,13 +153,13 @@ class AuditSample:
 def audit_sample(place: Place, number: int, own: slice) -> AuditSample:
     """Collect what the audit needs about some rows of a step."""
     step, heads = place.steps[number], place.heads
-    made = place.score_inputs(step, own, slice(0, len(step.columns)), heads)
-    made = made._replace(visible=made.visible.expand(made.dot.shape))
+    inputs = place.score_inputs(step, own, slice(0, len(step.columns)), heads)
+    inputs = inputs._replace(visible=inputs.visible.expand(inputs.dot.shape))
     v = place.values(step)
     if v is not None:
         pool = place.pools[step.pool]
         v = v[:, [pool.group_index(head, place.H) for head in heads]]
-    return AuditSample(place, step, place.first_row(number) + own.start, own, made, v)
+    return AuditSample(place, step, place.first_row(number) + own.start, own, inputs, v)
 
 
 def _largest(x: Tensor) -> float:
@@ -234,44 +238,47 @@ class FaultHypothesis(NamedTuple):
     scores: Callable[[AuditSample], Tensor]
 
 
-def explain_lse(every: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
+def explain_lse(samples: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
     """Return the fault that explains every recorded lse (None if there is none), and its
     description.
     """
-    words = _fault_of_lse_value(every, allowed)
+    words = _fault_of_lse_value(samples, allowed)
     if words is not None:
         return None, words
-    for suspect in hypotheses(every):
-        if all(_is_close(lse_of(suspect.scores(e)), e.lse, allowed) for e in every):
-            return suspect, suspect.words
-    return None, _unexplained(every, allowed)
+    for hypothesis in hypotheses(samples):
+        if all(_is_close(lse_of(hypothesis.scores(e)), e.lse, allowed) for e in samples):
+            return hypothesis, hypothesis.words
+    return None, _unexplained(samples, allowed)
 
 
 def explain_output(
-    every: list[AuditSample], allowed: float, wrong: FaultHypothesis | None
+    samples: list[AuditSample], allowed: float, wrong: FaultHypothesis | None
 ) -> tuple[bool, str]:
     """Return whether the fault of the lse explains the outputs as well; if not, describe one
     that does.
     """
-    kept = [e for e in every if e.out is not None]
+    kept_samples = [e for e in samples if e.out is not None]
 
-    def fits(suspect: FaultHypothesis) -> bool:
-        return all(_gives_output(e, suspect.scores(e), e.step.sink, allowed) for e in kept)
+    def fits(hypothesis: FaultHypothesis) -> bool:
+        return all(
+            _gives_output(e, hypothesis.scores(e), e.step.sink, allowed) for e in kept_samples
+        )
 
     if wrong is not None and fits(wrong):
         return True, ""
-    if all(bool((e.out == 0).all()) for e in kept if e.out is not None):
+    if all(bool((e.out == 0).all()) for e in kept_samples if e.out is not None):
         return False, "the output is zero everywhere: it was not written"
-    if any(e.step.sink is not None for e in kept) and all(
-        _gives_output(e, _true_scores(e), None, allowed) for e in kept
+    if any(e.step.sink is not None for e in kept_samples) and all(
+        _gives_output(e, _true_scores(e), None, allowed) for e in kept_samples
     ):
-        return False, "the sink took no part in the output (the mass that is missing is P_sink)"
-    for suspect in hypotheses(kept):
-        if fits(suspect):
-            return False, f"{suspect.words} in the output, though not in the lse"
+        return False, "the sink was left out of the output (the missing weight is P_sink)"
+    for hypothesis in hypotheses(kept_samples):
+        if fits(hypothesis):
+            return False, f"{hypothesis.words} in the output, though not in the lse"
     return (
         False,
-        "the output is not the weighted sum of the values recorded: other values, or other weights",
+        ("the output is not the weighted sum of the recorded values: the kernel used other values "
+        "or other weights"),
     )
 
 
@@ -298,13 +305,13 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
     if step.bias is not None:
         yield FaultHypothesis("the bias was not added", lambda e: _changed_scores(e, bias=None))
     if step.sink is not None:
-        yield FaultHypothesis("the sink is counted in the lse, which is without it", _with_sink)
+        yield FaultHypothesis("the lse includes the sink, although it must not", _with_sink)
     yield FaultHypothesis(
-        "the mask was not applied: masked keys have mass",
+        "the mask was not applied: masked keys have weight",
         lambda e: _changed_scores(e, visible=torch.ones_like(e.made.visible)),
     )
     yield from _mask_faults(step.mask)
-    yield FaultHypothesis("the newest keys were not seen: the cache is stale", _without_newest_keys)
+    yield FaultHypothesis("the newest keys were not used: the cache is stale", _without_newest_keys)
     fitted = _fitted_scale(every)
     if fitted is not None:
         yield FaultHypothesis(
@@ -316,20 +323,20 @@ def _fault_of_lse_value(every: list[AuditSample], allowed: float) -> str | None:
     """Return a fault of the stored number itself: zero, another base of the logarithm, a
     constant offset.
     """
-    got = torch.cat([e.lse.double().flatten() for e in every])
+    recorded = torch.cat([e.lse.double().flatten() for e in every])
     true = torch.cat([e.true_lse.flatten() for e in every])
-    seen = true.isfinite()
-    got, true = got[seen], true[seen]
-    if bool((got == 0).all()):
+    finite = true.isfinite()
+    recorded, true = recorded[finite], true[finite]
+    if bool((recorded == 0).all()):
         return "the lse is 0 everywhere: it was not written"
     for words, c in (("a log of base 2", 1 / math.log(2)), ("multiplied by ln 2", math.log(2))):
-        if float((got - c * true).abs().max()) <= 2 * allowed:
+        if float((recorded - c * true).abs().max()) <= 2 * allowed:
             return f"the lse is {c:.4g} times the natural one: {words}"
-    apart = got - true
-    d = float(apart.mean())
-    if len(apart) > 1 and float((apart - d).abs().max()) <= 2 * allowed:
+    differences = recorded - true
+    d = float(differences.mean())
+    if len(differences) > 1 and float((differences - d).abs().max()) <= 2 * allowed:
         ln2 = ", which is ln 2" * (abs(abs(d) - math.log(2)) <= 2 * allowed)
-        return f"the lse is off by the constant {d:.4g}{ln2}"
+        return f"the lse is wrong by the constant {d:.4g}{ln2}"
     return None
 
 
@@ -375,9 +382,9 @@ def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
     def scores(e: AuditSample) -> Tensor:
         step = e.step
         rows = slice(e.own.start + step.first, e.own.stop + step.first)
-        seen = mask.block(step.q_positions, step.k_positions, rows)
-        seen = seen[:, list(e.place.heads)] if seen.shape[1] > 1 else seen
-        return _changed_scores(e, visible=seen.expand(e.made.dot.shape))
+        visible = mask.block(step.q_positions, step.k_positions, rows)
+        visible = visible[:, list(e.place.heads)] if visible.shape[1] > 1 else visible
+        return _changed_scores(e, visible=visible.expand(e.made.dot.shape))
 
     return scores
 
@@ -390,16 +397,16 @@ def _without_newest_keys(e: AuditSample) -> Tensor:
     return _changed_scores(e, visible=e.made.visible & old[:, None, None])
 
 
-def _fitted_scale(every: list[AuditSample]) -> float | None:
+def _fitted_scale(samples: list[AuditSample]) -> float | None:
     """Find, by bisection, the scale that gives the recorded lse of the row with the largest
     error; None if there is none.
     """
-    e = every[-1]  # of several steps the one with the most keys
-    apart = (e.true_lse - e.lse.double()).abs()
-    at = apart.masked_fill(~apart.isfinite(), -1).argmax()
-    row = torch.unravel_index(at, apart.shape)
+    e = samples[-1]  # of several steps the one with the most keys
+    errors = (e.true_lse - e.lse.double()).abs()
+    worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
+    row = torch.unravel_index(worst, errors.shape)
     target = float(e.lse[row])
-    made = e.made._replace(
+    inputs = e.made._replace(
         dot=e.made.dot[row],
         visible=e.made.visible[row],
         bias=None if e.made.bias is None else e.made.bias.expand(e.made.dot.shape)[row],
@@ -407,7 +414,7 @@ def _fitted_scale(every: list[AuditSample]) -> float | None:
     low, high = 0.0, 64 * abs(e.step.scale)
 
     def miss(c: float) -> float:
-        return float(lse_of(made.scores(c, e.step.softcap))) - target
+        return float(lse_of(inputs.scores(c, e.step.softcap))) - target
 
     if not miss(low) * miss(high) < 0:
         return None
@@ -421,16 +428,18 @@ def _fitted_scale(every: list[AuditSample]) -> float | None:
     )
 
 
-def _is_close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
+def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
     """Compare with a bound that grows with the size of the scores, since larger scores round
     more.
     """
-    got = got.double()
-    seen = suspected.isfinite()
-    if not torch.equal(seen, got.isfinite()):
+    recorded = recorded.double()
+    finite = suspected.isfinite()
+    if not torch.equal(finite, recorded.isfinite()):
         return False
-    room = 2 * allowed * max(1.0, float(suspected[seen].abs().max()) if bool(seen.any()) else 1.0)
-    return not bool(seen.any()) or float((suspected - got)[seen].abs().max()) <= room
+    bound = (
+        2 * allowed * max(1.0, float(suspected[finite].abs().max()) if bool(finite.any()) else 1.0)
+    )
+    return not bool(finite.any()) or float((suspected - recorded)[finite].abs().max()) <= bound
 
 
 def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
@@ -440,8 +449,10 @@ def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float
     out = e.output(s, sink)
     assert out is not None, "asked where it was kept"
     assert e.out is not None, "asked where it was kept"
-    seen = out.isfinite()
-    return not bool(seen.any()) or float((out - e.out.double())[seen].abs().max()) <= 2 * allowed
+    finite = out.isfinite()
+    return (
+        not bool(finite.any()) or float((out - e.out.double())[finite].abs().max()) <= 2 * allowed
+    )
 
 
 def _unexplained(every: list[AuditSample], allowed: float) -> str:
@@ -450,8 +461,7 @@ def _unexplained(every: list[AuditSample], allowed: float) -> str:
         wrong = (e.true_lse - e.lse.double()).abs() > allowed
         if bool(wrong.any()):
             return (
-                "q, k and the rule recorded are not what the kernel used, first in row "
-                f"{e.row(wrong)}: "
-                "stale or other keys, or another rule"
+                "the recorded q, k, mask and bias are not those that the kernel used, first in row "
+                f"{e.row(wrong)}: the kernel used stale or other keys, or another mask or bias"
             )
-    return "the lse is not that of the scores"
+    return "the lse does not belong to the scores"

@@ -53,14 +53,18 @@ def to_dense_rules(
         bias: its bias, or None.
         slots: slots of the call, `[b or 1, 1, 1, n]`.
     """
-    where = as_tensor(call.q_positions).cpu(), as_tensor(call.k_positions).cpu()
+    positions = as_tensor(call.q_positions).cpu(), as_tensor(call.k_positions).cpu()
 
-    def taken(x: Tensor) -> Tensor:
+    def gather_slots(x: Tensor) -> Tensor:
         rows = max(x.shape[0], slots.shape[0])
         return x.expand(rows, -1, -1, -1).gather(3, slots.expand(rows, *x.shape[1:3], -1))
 
-    made = None if bias is None else biases.Dense(taken(bias.block(*where, dtype=torch.float64)))
-    return masks.Dense(taken(mask.block(*where))), made
+    dense_bias = (
+        None
+        if bias is None
+        else biases.Dense(gather_slots(bias.block(*positions, dtype=torch.float64)))
+    )
+    return masks.Dense(gather_slots(mask.block(*positions))), dense_bias
 
 
 def mask_data(mask: Mask, step: RecordedStep, keep: Keep) -> dict[str, Any]:
@@ -84,10 +88,10 @@ def mask_data(mask: Mask, step: RecordedStep, keep: Keep) -> dict[str, Any]:
     if _has_text(mask):
         return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **dense_table()}
     try:
-        found = to_data(mask, keep, lambda x: mask_data(x, step, keep))
+        data = to_data(mask, keep, lambda x: mask_data(x, step, keep))
     except NotPlain:
         return dense_table()
-    return found if is_own(type(mask)) else {**found, **dense_table()}
+    return data if is_own(type(mask)) else {**data, **dense_table()}
 
 
 def _has_text(mask: Mask) -> bool:
@@ -145,10 +149,10 @@ def bias_data(bias: Bias | None, step: RecordedStep, keep: Keep) -> dict[str, An
         return {"dense": keep(table.contiguous()), "was": str(bias)}
 
     try:
-        found = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
+        data = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
     except NotPlain:
         return dense_table()
-    return found if is_own(type(bias)) else {**found, **dense_table()}
+    return data if is_own(type(bias)) else {**data, **dense_table()}
 
 
 def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:

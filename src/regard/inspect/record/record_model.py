@@ -78,7 +78,7 @@ def record(
     >>> found[0].T == found[0].N == len(found.ids[0]) - 1, [step.T for step in found[0].steps][1:]
     (True, [1, 1])
     """
-    how = {
+    arguments = {
         "target": target,
         "positions": positions,
         "tokens": tokens,
@@ -86,18 +86,18 @@ def record(
         "cache": cache,
         "max_context": max_context,
     }
-    check_names("record", select, (*how, *RecordingOptions.__annotations__))
+    check_names("record", select, (*arguments, *RecordingOptions.__annotations__))
     run, allowed = _runner(model)
-    for name, value in how.items():
-        given = value != 0 if isinstance(value, int) else value is not None
-        if given and name not in allowed:
-            raise ArgumentError(f"{name} does not go with a {type(model).__name__}; leave it out")
+    for name, value in arguments.items():
+        is_given = value != 0 if isinstance(value, int) else value is not None
+        if is_given and name not in allowed:
+            raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
     recorder = Recorder(**select)
     recorder.missing = "ignore"  # a recording of nothing is an error below
     with torch.inference_mode(), recorder:
-        said = run(model, text, **{name: how[name] for name in allowed})
-    found = replace(recorder.recording(), metadata=_metadata(model), **said)
-    if not found.places:
+        run_facts = run(model, text, **{name: arguments[name] for name in allowed})
+    recording = replace(recorder.recording(), metadata=_metadata(model), **run_facts)
+    if not recording.places:
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
             "attention "
@@ -110,14 +110,14 @@ def record(
         )
     if missing := recorder.missing_selection():
         raise ArgumentError(missing)
-    return found
+    return recording
 
 
 def _runner(model: object) -> tuple[Run, tuple[str, ...]]:
     """Return the function that runs a model of this kind, and the arguments that it takes."""
-    for kind, found in _RUNS.items():
+    for kind, runner in _RUNS.items():
         if isinstance(model, kind):
-            return found
+            return runner
     raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
 
 
@@ -146,7 +146,7 @@ def _model(
     for name in ("cache", "max_context"):
         if going_on[name] is not None:
             raise ArgumentError(
-                f"{name} is {going_on[name]!r}, and no tokens are to follow; give tokens=..."
+                f"{name} is {going_on[name]!r}, but no tokens are generated; set tokens=..."
             )
     if isinstance(text, Tensor):
         ids = text
@@ -155,7 +155,7 @@ def _model(
         if not rows or not all(isinstance(row, str) for row in rows):
             raise ArgumentTypeError("text must be a str, several of them, or ids [B,T]")
         if positions is not None:
-            raise ArgumentError("positions go with ids; a text has its own")
+            raise ArgumentError("positions can be given only with ids, not with a text")
         ids, positions = padded([model.encode(row)[0].tolist() for row in rows])
     # a base model that was saved alone has attention, and no logits
     run = model.forward if model.has_head else model.hidden
@@ -166,8 +166,10 @@ def _model(
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
     caches = model.new_caches()
     for i in range(0, ids.shape[1], chunk):
-        at = slice(i, min(i + chunk, ids.shape[1]))
-        run(ids[:, at], None if positions is None else part(positions, at), caches)
+        chunk_slice = slice(i, min(i + chunk, ids.shape[1]))
+        run(
+            ids[:, chunk_slice], None if positions is None else part(positions, chunk_slice), caches
+        )
     return _token_facts(model, ids)
 
 
@@ -183,8 +185,8 @@ def _generate(
 ) -> dict[str, Any]:
     if not isinstance(text, str) or positions is not None:
         raise ArgumentError(
-            "tokens are to follow: give one text; for several, use `with Recorder()` around "
-            "model.generate"
+            "tokens can be generated after one text only; for several texts, use `with Recorder()` "
+            "around model.generate"
         )
     begun = model.encode(text)[0].tolist()
     if cache in ("fixed", "paged") and max_context is None:
@@ -202,25 +204,25 @@ def _text_encoder(model: TextEncoder, text: Text, positions: Positions | None) -
         model.hidden(text, positions)
         return _token_facts(model, text)
     assert not isinstance(text, Mapping), "checked where models are told apart"
-    given = model.encode(text)
-    model.hidden(*given)
-    return _token_facts(model, given.ids)
+    encoded = model.encode(text)
+    model.hidden(*encoded)
+    return _token_facts(model, encoded.ids)
 
 
 def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, Any]:
     if isinstance(text, (Tensor, Mapping)):
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
-    source, at = model.encode(text)
+    source, positions = model.encode(text)
     if target is None:
-        with_ends = model.search(source, at, max_tokens=tokens or 64)
-        said = [list(row[0].ids) for row in with_ends]
+        with_ends = model.search(source, positions, max_tokens=tokens or 64)
+        answers = [list(row[0].ids) for row in with_ends]
     else:
-        said = [model.tokenizer.encode(target)] * len(source)
-        ids = torch.tensor([[model.start, *row] for row in said], device=source.device)
-        model.forward(source, ids, at)
-    found = _token_facts(model, torch.tensor([[model.start, *said[0]]]))
+        answers = [model.tokenizer.encode(target)] * len(source)
+        ids = torch.tensor([[model.start, *row] for row in answers], device=source.device)
+        model.forward(source, ids, positions)
+    facts = _token_facts(model, torch.tensor([[model.start, *answers[0]]]))
     names = tuple(model.tokenizer.pieces(source[0].tolist()))
-    return found | {"source_ids": source.cpu(), "source_pieces": names}
+    return facts | {"source_ids": source.cpu(), "source_pieces": names}
 
 
 def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
@@ -236,12 +238,12 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
         from regard.integrations.transformers import name_places
 
         name_places(model)  # its layers have no numbers, or the same ones twice
-    given = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
+    arguments = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
     if not tokens:
-        model(**given)
-        return {"ids": given.get("input_ids")}
+        model(**arguments)
+        return {"ids": arguments.get("input_ids")}
     generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
-    return {"ids": generate(**given, max_new_tokens=tokens, do_sample=False)}
+    return {"ids": generate(**arguments, max_new_tokens=tokens, do_sample=False)}
 
 
 def _check_attention_implementation(model: nn.Module) -> None:
@@ -252,27 +254,36 @@ def _check_attention_implementation(model: nn.Module) -> None:
     used: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
-        how = getattr(config, "_attn_implementation", None)
-        if how is not None:
-            used.setdefault(id(config), (name or type(model).__name__, str(how)))
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation is not None:
+            used.setdefault(id(config), (name or type(model).__name__, str(implementation)))
     if getattr(model, "config", None) is None or not used:
         raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
-    others = {name: how for name, how in used.values() if how != "regard"}
+    others = {
+        name: implementation for name, implementation in used.values() if implementation != "regard"
+    }
     if len(others) == len(used):
-        found = " and ".join(dict.fromkeys(map(repr, others.values())))
+        implementations = " and ".join(dict.fromkeys(map(repr, others.values())))
         raise ArgumentError(
-            f"{type(model).__name__} computes its attention by {found}, not by regard, so that "
-            "nothing would be recorded; "
+            f"{type(model).__name__} computes its attention with {implementations}, not with "
+            "regard, so that nothing would be recorded; "
             'load it with attn_implementation="regard", or call '
             'model.set_attn_implementation("regard"), after '
             "import regard.integrations.transformers"
         )
-    parts = {name: how for name, how in others.items() if name != type(model).__name__}
+    parts = {
+        name: implementation
+        for name, implementation in others.items()
+        if name != type(model).__name__
+    }
     if parts:
-        told = ", ".join(f"{name} ({how!r})" for name, how in parts.items())
+        descriptions = ", ".join(
+            f"{name} ({implementation!r})" for name, implementation in parts.items()
+        )
         warnings.warn(
-            f"parts of {type(model).__name__} compute their attention elsewhere, and are not "
-            f"recorded: {told}; "
+            f"parts of {type(model).__name__} do not compute their attention with regard, and "
+            "are not "
+            f"recorded: {descriptions}; "
             'model.set_attn_implementation("regard") sets all parts',
             stacklevel=4,
         )

@@ -99,8 +99,8 @@ class RecordedStep:
         Args:
             batch: index of the row of the batch.
         """
-        at = as_tensor(part(self.q_positions, slice(self.first, self.first + self.T)))
-        return at[batch if at.shape[0] > 1 else 0].cpu()
+        positions = as_tensor(part(self.q_positions, slice(self.first, self.first + self.T)))
+        return positions[batch if positions.shape[0] > 1 else 0].cpu()
 
     def tokens(self) -> range:
         """Return the indices of the kept queries among all queries that reached the place."""
@@ -373,19 +373,19 @@ class Place:
             ArgumentError: a head was not recorded.
         """
         chosen = self.heads if heads == ALL else tuple(range(self.H)[heads])
-        local = [self.head_index(head) for head in chosen]
+        head_indices = [self.head_index(head) for head in chosen]
         b = len(range(self.B)[batch])
-        shape = (b, len(local), rows.stop - rows.start, columns.stop - columns.start)
-        found = PatternBlock(*(torch.full(shape, fill, dtype=dtype) for fill in (-math.inf, 0.0)))
-        for step, own, there in self.split_rows(rows):
+        shape = (b, len(head_indices), rows.stop - rows.start, columns.stop - columns.start)
+        result = PatternBlock(*(torch.full(shape, fill, dtype=dtype) for fill in (-math.inf, 0.0)))
+        for step, own, target_rows in self.split_rows(rows):
             slots = step.slots(columns)
             if (slots.stop - slots.start if isinstance(slots, slice) else len(slots)) < 1:
                 continue
-            made = self.step_block(step, own, slots, chosen, batch=batch, dtype=dtype)
-            at = step.columns[slots] - columns.start
-            found.scores[:, :, there].index_copy_(3, at, made.scores)
-            found.weights[:, :, there].index_copy_(3, at, made.weights)
-        return found
+            step_block = self.step_block(step, own, slots, chosen, batch=batch, dtype=dtype)
+            target_columns = step.columns[slots] - columns.start
+            result.scores[:, :, target_rows].index_copy_(3, target_columns, step_block.scores)
+            result.weights[:, :, target_rows].index_copy_(3, target_columns, step_block.weights)
+        return result
 
     def step_block(
         self,
@@ -415,7 +415,7 @@ class Place:
         Returns:
             Scores and weights, each `[batch, heads, rows, keys]`.
         """
-        made, local = (
+        inputs, local = (
             self.score_inputs(step, own, slots, heads, batch=batch, dtype=dtype),
             [self.head_index(h) for h in heads],
         )
@@ -423,11 +423,11 @@ class Place:
         def edited(x: Tensor) -> Tensor:
             return _select_heads(x[batch, :, own], local)[..., slots].to(dtype)
 
-        s = made.scores(step.scale, step.softcap)
+        s = inputs.scores(step.scale, step.softcap)
         if step.scores is not None:
-            s = edited(step.scores).masked_fill(~made.visible, -math.inf)
+            s = edited(step.scores).masked_fill(~inputs.visible, -math.inf)
         if step.pattern is not None:
-            return PatternBlock(s, edited(step.pattern).masked_fill(~made.visible, 0))
+            return PatternBlock(s, edited(step.pattern).masked_fill(~inputs.visible, 0))
         lse = step.denominator[batch, :, own][:, local, :, None]
         p = torch.exp(s - lse.masked_fill(lse.isneginf(), math.inf).to(dtype))
         return PatternBlock(s, p.masked_fill(s.isneginf(), 0))  # also where the lse is NaN
@@ -479,11 +479,11 @@ class Place:
         """Return the positions of the columns, `[B, N]`; -1 where a row of the batch has no
         token.
         """
-        found = torch.full((self.B, self.N), -1)
+        positions = torch.full((self.B, self.N), -1)
         for step in self.steps:
-            at = as_tensor(step.k_positions).expand(self.B, -1)
-            found[:, step.columns] = torch.maximum(found[:, step.columns], at)
-        return found
+            step_positions = as_tensor(step.k_positions).expand(self.B, -1)
+            positions[:, step.columns] = torch.maximum(positions[:, step.columns], step_positions)
+        return positions
 
     @cached_property
     def row_positions(self) -> Tensor:

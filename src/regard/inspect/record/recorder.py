@@ -57,7 +57,10 @@ class KeyValueStore:
         self.length = 0
 
     def numbers(
-        self, columns: Tensor, given: tuple[Tensor, Tensor | None], there: Tensor | None = None
+        self,
+        columns: Tensor,
+        keys_and_values: tuple[Tensor, Tensor | None],
+        present: Tensor | None = None,
     ) -> Tensor:
         """Return the index `[s]` of each key in the store, and append the keys that are not in it
         yet.
@@ -66,21 +69,21 @@ class KeyValueStore:
 
         Args:
             columns: column of each key, `[s]`.
-            given: the keys and values of the call.
-            there: which rows of the batch have the key, `[B, s]`; None means all.
+            keys_and_values: the keys and values of the call.
+            present: which rows of the batch have the key, `[B, s]`; None means all.
         """
-        missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
-        if missing > 0:
-            self._newest = torch.cat([self._newest, torch.full((missing,), -1)])
-        found = self._newest[columns]
-        known = (found >= 0).nonzero()[:, 0]
+        num_missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
+        if num_missing > 0:
+            self._newest = torch.cat([self._newest, torch.full((num_missing,), -1)])
+        indices = self._newest[columns]
+        known = (indices >= 0).nonzero()[:, 0]
         if len(known):
-            same = self._same(found, known, given, there)
-            found[known[~same]] = -1
-        new = (found < 0).nonzero()[:, 0]
+            is_equal = self._same(indices, known, keys_and_values, present)
+            indices[known[~is_equal]] = -1
+        new = (indices < 0).nonzero()[:, 0]
         if len(new):
-            found[new] = self._append(columns[new], given, new)
-        return found
+            indices[new] = self._append(columns[new], keys_and_values, new)
+        return indices
 
     def pool(self) -> KeyValuePool:
         """Return the stored keys and values, on the CPU."""
@@ -92,27 +95,27 @@ class KeyValueStore:
 
     def _same(
         self,
-        found: Tensor,
+        indices: Tensor,
         known: Tensor,
-        given: tuple[Tensor, Tensor | None],
-        there: Tensor | None,
+        keys_and_values: tuple[Tensor, Tensor | None],
+        present: Tensor | None,
     ) -> Tensor:
         """Return which known keys equal the newest keys of their columns, bit for bit, in every
         row of the batch that has them.
         """
         same = torch.ones(len(known), dtype=torch.bool)
-        old, new = _as_slice(found[known]), _as_slice(known)
-        for held, x in zip(self._parts, given, strict=True):
-            if held is None or x is None:
+        old, new = _as_slice(indices[known]), _as_slice(known)
+        for stored, x in zip(self._parts, keys_and_values, strict=True):
+            if stored is None or x is None:
                 continue
-            a, b = _bits(held[:, :, : self.length])[:, :, old], _bits(x)[:, :, new]
+            a, b = _bits(stored[:, :, : self.length])[:, :, old], _bits(x)[:, :, new]
             equal = (a == b).all(3).all(1).cpu()  # [B,n]
-            equal = equal if there is None else equal | ~there[:, known]
+            equal = equal if present is None else equal | ~present[:, known]
             same &= equal.all(0)
         return same
 
     def _append(
-        self, columns: Tensor, given: tuple[Tensor, Tensor | None], which: Tensor
+        self, columns: Tensor, keys_and_values: tuple[Tensor, Tensor | None], which: Tensor
     ) -> Tensor:
         """Append keys and values, and return their indices."""
         n, start = len(columns), self.length
@@ -122,9 +125,9 @@ class KeyValueStore:
             self._columns = torch.cat(
                 [self._columns, torch.zeros(size - len(self._columns), dtype=torch.int64)]
             )
-        for held, x in zip(self._parts, given, strict=True):
-            if held is not None and x is not None:
-                held[:, :, start : start + n] = x[:, :, _as_slice(which)]
+        for stored, x in zip(self._parts, keys_and_values, strict=True):
+            if stored is not None and x is not None:
+                stored[:, :, start : start + n] = x[:, :, _as_slice(which)]
         numbers = torch.arange(start, start + n)
         self._columns[start : start + n] = columns
         self._newest[columns] = numbers
@@ -147,9 +150,9 @@ def _bits(x: Tensor) -> Tensor:
 
 def _grow(x: Tensor, used: int, size: int) -> Tensor:
     """Return a copy with capacity for `size` keys."""
-    made = x.new_zeros((*x.shape[:2], size, x.shape[3]))
-    made[:, :, :used] = x[:, :, :used]
-    return made
+    grown = x.new_zeros((*x.shape[:2], size, x.shape[3]))
+    grown[:, :, :used] = x[:, :, :used]
+    return grown
 
 
 class KeptParts(NamedTuple):
@@ -195,8 +198,8 @@ class CallKeys(NamedTuple):
 class PlaceBuilder:
     """Collects the steps of one place during a run."""
 
-    def __init__(self, kept: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
-        self._kept, self._originals = kept, originals
+    def __init__(self, kept_parts: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
+        self._kept, self._originals = kept_parts, originals
         self._steps: list[RecordedStep] = []
         self._stores: dict[tuple[Any, ...], KeyValueStore] = {}
         self._at = torch.zeros(1, 0, dtype=torch.int64)  # [b,N] positions of the columns
@@ -210,8 +213,8 @@ class PlaceBuilder:
         """
         if self._last is None:
             return True
-        asked = as_tensor(call.q_positions).cpu()
-        first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
+        q_positions = as_tensor(call.q_positions).cpu()
+        first = torch.where(q_positions >= 0, q_positions, 1 << 62).amin(1)
         same = (self._batch, self._H) == (call.B, call.H)
         return same and bool((first > self._last).all())
 
@@ -221,8 +224,12 @@ class PlaceBuilder:
             self._batch, self._H = call.B, call.H
             wanted = range(call.H) if self._kept.heads is None else self._kept.heads
             self.heads = tuple(h for h in range(call.H) if h in wanted)
-        asked = as_tensor(call.q_positions).cpu()
-        last = asked.amax(1) if asked.shape[1] else asked.new_full((asked.shape[0],), -1)
+        q_positions = as_tensor(call.q_positions).cpu()
+        last = (
+            q_positions.amax(1)
+            if q_positions.shape[1]
+            else q_positions.new_full((q_positions.shape[0],), -1)
+        )
         self._last = last if self._last is None else torch.maximum(self._last, last)
         if self.heads:
             self._steps.append(self._step(call, result, kernel))
@@ -244,7 +251,7 @@ class PlaceBuilder:
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)
 
-        def own(x: Tensor) -> Tensor:
+        def recorded_part(x: Tensor) -> Tensor:
             return x.detach()[:, heads, first:].to("cpu", copy=True)
 
         groups = sorted({h // n for h in heads})
@@ -252,17 +259,20 @@ class PlaceBuilder:
 
         def replaced(x: Tensor | None) -> Tensor | None:
             if x is None or slots.picked is None:
-                return None if x is None else own(x)
+                return None if x is None else recorded_part(x)
             which = slots.picked[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
-            return own(x.gather(3, which.to(x.device)))
+            return recorded_part(x.gather(3, which.to(x.device)))
 
         pool, store = self._store(call, tuple(groups))
-        given = slots.k[:, groups], (slots.v[:, groups] if "v" in self._kept.names else None)
-        keys = store.numbers(slots.columns, given, slots.there)
+        keys_and_values = (
+            slots.k[:, groups],
+            (slots.v[:, groups] if "v" in self._kept.names else None),
+        )
+        keys = store.numbers(slots.columns, keys_and_values, slots.there)
         return RecordedStep(
-            own(call.q),
-            own(result.lse),
-            own(result.out) if "out" in self._kept.names else None,
+            recorded_part(call.q),
+            recorded_part(result.lse),
+            recorded_part(result.out) if "out" in self._kept.names else None,
             slots.columns,
             _copy_positions(call.q_positions),
             _copy_positions(slots.positions),
@@ -287,37 +297,41 @@ class PlaceBuilder:
         A projection may use one layout for a prompt and another one for a decoded token.
         """
         coded = isinstance(call.k, Packed)
-        form = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
-        if form not in self._stores:
+        layout = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
+        if layout not in self._stores:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()
-            held = "latents" if latents else "keys"
-            held += " from a quantised cache" if coded else ""
+            key_kind = "latents" if latents else "keys"
+            key_kind += " from a quantised cache" if coded else ""
             v = call.v.detach()[:, list(groups)] if "v" in self._kept.names else None
             like = call.k.detach()[:, list(groups)], v
-            self._stores[form] = KeyValueStore(like, groups, call.G, held)
-        return list(self._stores).index(form), self._stores[form]
+            self._stores[layout] = KeyValueStore(like, groups, call.G, key_kind)
+        return list(self._stores).index(layout), self._stores[layout]
 
     def _slots(self, call: Call) -> CallKeys:
         """Return the keys of a call in the order of the columns."""
         k, v = call.k.detach(), call.v.detach()
-        at = as_tensor(call.k_positions).cpu().long()
+        positions = as_tensor(call.k_positions).cpu().long()
         mask, bias = self._original(call.mask), self._original(call.bias)
         N = self._at.shape[1]
-        same = at.shape[1] >= N and bool((at[:, :N] == self._at).all())
-        if same and (N or not _in_other_slots(at, as_tensor(call.q_positions).cpu())):
+        same = positions.shape[1] >= N and bool((positions[:, :N] == self._at).all())
+        if same and (N or not _in_other_slots(positions, as_tensor(call.q_positions).cpu())):
             # the same slots as before, and new ones behind them
-            rows = max(at.shape[0], self._at.shape[0])
-            self._at = torch.cat([self._at.expand(rows, -1), at[:, N:].expand(rows, -1)], 1)
-            return CallKeys(torch.arange(at.shape[1]), k, v, call.k_positions, mask, bias, None)
-        return self._by_position(call, at, mask, bias)
+            rows = max(positions.shape[0], self._at.shape[0])
+            self._at = torch.cat([self._at.expand(rows, -1), positions[:, N:].expand(rows, -1)], 1)
+            return CallKeys(
+                torch.arange(positions.shape[1]), k, v, call.k_positions, mask, bias, None
+            )
+        return self._by_position(call, positions, mask, bias)
 
-    def _by_position(self, call: Call, at: Tensor, mask: Mask, bias: Bias | None) -> CallKeys:
+    def _by_position(
+        self, call: Call, positions: Tensor, mask: Mask, bias: Bias | None
+    ) -> CallKeys:
         """Return the keys of a call whose slots are in any order, as in a ring cache.
 
         A key belongs to the column that had its position; empty slots are left out.
         """
         asked = as_tensor(call.q_positions).cpu()
-        column = self._columns_of(at, asked)  # [b,s], -1 = empty
+        column = self._columns_of(positions, asked)  # [b,s], -1 = empty
         k, v = call.k.detach(), call.v.detach()
         by_slot = depends_on_slots(mask, bias)
         used = (column >= 0).any(0)
@@ -326,12 +340,12 @@ class PlaceBuilder:
             if by_slot:
                 mask, bias = to_dense_rules(call, mask, bias, which[None, None, None])
             here = which.to(k.device)
-            positions = at[:, which]
+            key_positions = positions[:, which]
             return CallKeys(
                 column[0, which],
                 k[:, :, here],
                 v[:, :, here],
-                positions,
+                key_positions,
                 mask,
                 bias,
                 None,
@@ -339,41 +353,48 @@ class PlaceBuilder:
             )
         columns = column[column >= 0].unique()
         match = column[:, :, None] == columns  # [b,s,n]
-        there, slot = match.any(1), match.to(torch.uint8).argmax(1)
-        positions = at.gather(1, slot).masked_fill(~there, -1)
+        present, slot = match.any(1), match.to(torch.uint8).argmax(1)
+        key_positions = positions.gather(1, slot).masked_fill(~present, -1)
         if by_slot:
             mask, bias = to_dense_rules(call, mask, bias, slot[:, None, None])
         k, v = (
             x.gather(2, slot.to(x.device)[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
             for x in (k, v)
         )
-        return CallKeys(columns, k, v, positions, mask, bias, there, slot)
+        return CallKeys(columns, k, v, key_positions, mask, bias, present, slot)
 
-    def _columns_of(self, at: Tensor, asked: Tensor) -> Tensor:
+    def _columns_of(self, positions: Tensor, q_positions: Tensor) -> Tensor:
         """Return the column of each key `[b, s]`, -1 for an empty slot; new positions get new
         columns at the end.
 
         If the new keys belong to the tokens of the queries, their columns are in the order of the
         queries; otherwise the rows of the batch are aligned at the end.
         """
-        rows = max(at.shape[0], self._at.shape[0], asked.shape[0])
-        known, at, asked = (x.expand(rows, -1) for x in (self._at, at, asked))
-        column, N = torch.full(at.shape, -1), known.shape[1]
+        rows = max(positions.shape[0], self._at.shape[0], q_positions.shape[0])
+        known, positions, q_positions = (
+            x.expand(rows, -1) for x in (self._at, positions, q_positions)
+        )
+        column, N = torch.full(positions.shape, -1), known.shape[1]
         for b in range(rows if N else 0):
             own, order = known[b].sort()
-            place = torch.searchsorted(own, at[b]).clamp(max=N - 1)
-            column[b] = torch.where((own[place] == at[b]) & (at[b] >= 0), order[place], -1)
-        new = (column < 0) & (at >= 0)
-        slots = [_query_slots(at[b, new[b]], asked[b]) for b in range(rows)]
+            index = torch.searchsorted(own, positions[b]).clamp(max=N - 1)
+            column[b] = torch.where(
+                (own[index] == positions[b]) & (positions[b] >= 0), order[index], -1
+            )
+        new = (column < 0) & (positions >= 0)
+        slots = [_query_slots(positions[b, new[b]], q_positions[b]) for b in range(rows)]
         if any(x is None for x in slots):
             most = int(new.sum(1).max())
-            slots = [most - n + at[b, new[b]].argsort().argsort() for b, n in enumerate(new.sum(1))]
-        found = [x for x in slots if x is not None]
-        used = torch.cat(found).unique()
+            slots = [
+                most - n + positions[b, new[b]].argsort().argsort()
+                for b, n in enumerate(new.sum(1))
+            ]
+        query_slots = [x for x in slots if x is not None]
+        used = torch.cat(query_slots).unique()
         added = torch.full((rows, len(used)), -1)
-        for b, x in enumerate(found):
+        for b, x in enumerate(query_slots):
             where = torch.searchsorted(used, x)
-            added[b, where], column[b, new[b]] = at[b, new[b]], N + where
+            added[b, where], column[b, new[b]] = positions[b, new[b]], N + where
         self._at = torch.cat([known, added], 1)
         return column
 
@@ -394,17 +415,17 @@ def _query_slots(positions: Tensor, asked: Tensor) -> Tensor | None:
     return match.to(torch.uint8).argmax(1) if bool(match.any(1).all()) else None
 
 
-def _in_other_slots(at: Tensor, asked: Tensor) -> bool:
+def _in_other_slots(k_positions: Tensor, q_positions: Tensor) -> bool:
     """Return whether the keys of a first call are the tokens of its queries, but in other slots,
     as with a cache that leaves padding out.
     """
-    rows = max(at.shape[0], asked.shape[0])
-    at, asked = at.expand(rows, -1), asked.expand(rows, -1)
-    if torch.equal(at, asked):
+    rows = max(k_positions.shape[0], q_positions.shape[0])
+    k_positions, q_positions = k_positions.expand(rows, -1), q_positions.expand(rows, -1)
+    if torch.equal(k_positions, q_positions):
         return False
     same = (
         torch.equal(a[a >= 0].sort().values, b[b >= 0].sort().values)
-        for a, b in zip(at, asked, strict=True)
+        for a, b in zip(k_positions, q_positions, strict=True)
     )
     return all(same)
 
@@ -478,12 +499,12 @@ class Recorder(Trace):
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
         """Record one call of attention at the current place."""
-        here = self.where
+        place = self.where
         with torch.no_grad(), self._one_at_a_time:
-            self.seen_places[here] = None
-            if self._at is not None and not matches_place(here, self._at):
+            self.seen_places[place] = None
+            if self._at is not None and not matches_place(place, self._at):
                 return
-            self._track(here, call).add(call, result, kernel)
+            self._track(place, call).add(call, result, kernel)
 
     def recording(
         self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **metadata: str
@@ -540,15 +561,15 @@ class Recorder(Trace):
         elif missing := self.missing_selection():
             warnings.warn(missing, stacklevel=3)
 
-    def _track(self, here: str, call: Any) -> PlaceBuilder:
+    def _track(self, place: str, call: Any) -> PlaceBuilder:
         """Return the builder of the calls that this call continues, or a new one."""
-        name, part = here, 1
+        name, part = place, 1
         while name in self._tracks and not self._tracks[name].follows(call):
             part += 1
-            name = f"{here}.part{part}".lstrip(".")
+            name = f"{place}.part{part}".lstrip(".")
         if name not in self._tracks:
-            kept = KeptParts(self._keep, self._heads_at(here), self._rows)
-            self._tracks[name] = PlaceBuilder(kept, self._originals)
+            kept_parts = KeptParts(self._keep, self._heads_at(place), self._rows)
+            self._tracks[name] = PlaceBuilder(kept_parts, self._originals)
         return self._tracks[name]
 
     def _heads_at(self, here: str) -> Collection[int] | None:

@@ -232,9 +232,9 @@ class Recording:
         if n < 1:
             raise ArgumentError(f"n is {n}; it must be at least 1")
         block = self._block(layer, head, query, None, batch)
-        p, seen = block.weights[batch, 0, 0], ~block.scores[batch, 0, 0].isneginf()
-        seen_n = int(seen.sum())
-        best = p.masked_fill(~seen, -1).topk(min(n, seen_n))
+        p, visible = block.weights[batch, 0, 0], ~block.scores[batch, 0, 0].isneginf()
+        seen_n = int(visible.sum())
+        best = p.masked_fill(~visible, -1).topk(min(n, seen_n))
         rest = p.index_fill(0, best.indices, 0).sum().item()
         return TopKeys(best.indices, best.values, rest, seen_n - len(best.indices))
 
@@ -290,8 +290,12 @@ class Recording:
         crosses, encodes = ".cross" in place.name, place.name.startswith("encoder.")
         rows = self.source_pieces if encodes else self.pieces
         columns = self.source_pieces if encodes or crosses else self.pieces
-        at = [i for step in place.steps for i in step.tokens()]
-        named = tuple(rows[i] for i in at) if at and max(at) < len(rows) else ()
+        token_indices = [i for step in place.steps for i in step.tokens()]
+        named = (
+            tuple(rows[i] for i in token_indices)
+            if token_indices and max(token_indices) < len(rows)
+            else ()
+        )
         return named, columns[: place.N] if len(columns) >= place.N else ()
 
     @cached_property
@@ -307,7 +311,7 @@ class Recording:
     @property
     def sound(self) -> bool:
         """Return whether no audit of a place found anything wrong."""
-        return all(found.sound for found in self.row_sums.values())
+        return all(audit.sound for audit in self.row_sums.values())
 
     def _repr_html_(self) -> str:
         """Return a table of the places, their sizes and their audits, as static HTML for a

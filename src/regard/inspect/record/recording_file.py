@@ -23,6 +23,7 @@ from regard.inspect.record.mask_and_bias_data import bias_data, bias_from, mask_
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
 from regard.span import Positions, Span, as_tensor, count
+from regard.units import plural
 
 _KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 3, (1, 2, 3)
 """The metadata key, the format that is written, and the formats that are read. Format 2 added the
@@ -126,7 +127,7 @@ def load(path: str | Path) -> Recording:
         return _read_recording(data, tensors)
     except _MALFORMED as error:
         raise FileError(
-            f"{path}: its parts do not make a recording: {told(error)}; save it again"
+            f"{path}: its parts do not form a recording: {told(error)}; save it again"
         ) from error
 
 
@@ -216,7 +217,7 @@ def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recordi
     places = [_read_place(x, tensors) for x in data["places"]]
     names = {place.name: place for place in places}
     if len(names) < len(places):
-        raise ArgumentError("two places have one name")
+        raise ArgumentError("two places have the same name")
     return Recording(names, ids, texts[0], metadata, source_ids, texts[1])
 
 
@@ -238,8 +239,8 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
         )
         for p in map(_with_new_names, data["pools"])
     )
-    held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
-    steps = tuple(_read_step(x, tensors, held) for x in data["steps"])
+    num_keys = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
+    steps = tuple(_read_step(x, tensors, num_keys) for x in data["steps"])
     H, heads, N = (
         _check_integer(data["H"]),
         tuple(map(_check_integer, data["heads"])),
@@ -250,8 +251,8 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
     return place
 
 
-def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> RecordedStep:
-    """Build a step of a place that stores `held` keys."""
+def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) -> RecordedStep:
+    """Build a step of a place that stores `num_keys` keys."""
 
     def named(name: str) -> Tensor | None:
         return None if data[name] is None else tensors[data[name]]
@@ -259,7 +260,7 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> R
     data = {"scores": None, "pattern": None, **_with_new_names(data)}  # format 1 has neither
     columns = data["columns"]
     if isinstance(columns, list):
-        columns = as_tensor(_read_span(columns, held))[0]
+        columns = as_tensor(_read_span(columns, num_keys))[0]
     else:
         columns = tensors[columns]
     return RecordedStep(
@@ -287,10 +288,13 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> R
 
 def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
     """Build positions: a span from two integers, or a tensor from its name."""
-    found = _read_span(data) if isinstance(data, list) else tensors[data]
-    if count(found) > MAX_TOKENS:
-        raise ArgumentError(f"positions of {count(found)} tokens; at most {MAX_TOKENS} are read")
-    return found
+    positions = _read_span(data) if isinstance(data, list) else tensors[data]
+    if count(positions) > MAX_TOKENS:
+        raise ArgumentError(
+            f"there are positions of {plural(count(positions), 'token')}; at most {MAX_TOKENS} "
+            "are read"
+        )
+    return positions
 
 
 def _check_name(x: Any) -> str:
@@ -298,16 +302,18 @@ def _check_name(x: Any) -> str:
     pages.
     """
     if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
-        raise ArgumentError(f"{shown(x)} stands where a name must")
+        raise ArgumentError(
+            f"{shown(x)} is not a name; it must be printable text of at most 200 characters"
+        )
     return x
 
 
 def _check_integer(x: Any) -> int:
     """Check that a value is an integer of a plausible size."""
     if type(x) is not int:
-        raise ArgumentError(f"{shown(x)} stands where an integer must")
+        raise ArgumentError(f"{shown(x)} is not an integer, where one is required")
     if abs(x) > _MAX_INTEGER:
-        raise ArgumentError(f"{x} is larger than any number of a recording, {_MAX_INTEGER}")
+        raise ArgumentError(f"{x} is too large; integers of a recording are at most {_MAX_INTEGER}")
     return x
 
 
@@ -315,7 +321,9 @@ def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
     """Build a span from its start and length, if it is not too long."""
     start, length = data
     if type(length) is int and length > most:
-        raise ArgumentError(f"a span of {length} positions; at most {most} are read")
+        raise ArgumentError(
+            f"there is a span of {plural(length, 'position')}; at most {most} are read"
+        )
     return Span(_check_integer(start), _check_integer(length))
 
 
@@ -331,7 +339,10 @@ def check_place(place: Place) -> None:
     """
     H, heads = place.H, place.heads
     if H < 1 or place.N < 0:
-        raise ArgumentError(f"{place.name} has {H} heads and {place.N} columns")
+        raise ArgumentError(
+            f"{place.name} has {plural(H, 'head')} and {plural(place.N, 'column')}; it needs at "
+            "least 1 head"
+        )
     _check_indices(f"heads of {place.name}", heads, H)
     if not place.steps or not place.pools or not heads:
         raise ArgumentError(f"{place.name} has no steps, pools or heads")
@@ -339,11 +350,11 @@ def check_place(place: Place) -> None:
     for pool in place.pools:
         _check_pool(place, pool, B)
     if sum(len(pool.columns) for pool in place.pools) < place.N:
-        raise ArgumentError(f"{place.name} has {place.N} columns, and fewer keys")
+        raise ArgumentError(f"{place.name} has {plural(place.N, 'column')}, but fewer keys")
     for number, step in enumerate(place.steps):
         where = f"step {number} of {place.name}"
         if not 0 <= step.pool < len(place.pools):
-            raise ArgumentError(f"{where} has the pool {step.pool} of {len(place.pools)}")
+            raise ArgumentError(f"{where} refers to pool {step.pool}; there are {len(place.pools)}")
         _check_step(where, place, step, place.pools[step.pool], B)
 
 
@@ -351,10 +362,15 @@ def _check_pool(place: Place, pool: KeyValuePool, B: int) -> None:
     """Check one pool of a place."""
     G = pool.G
     if G < 1 or place.H % G:
-        raise ArgumentError(f"{place.name} has {place.H} heads, and keys of {G}")
+        raise ArgumentError(
+            f"{place.name} has {plural(place.H, 'head')}, which {plural(G, 'key/value head')} "
+            "cannot serve"
+        )
     _check_indices(f"groups of {place.name}", pool.groups, G)
     if {head // (place.H // G) for head in place.heads} != set(pool.groups):
-        raise ArgumentError(f"{place.name} has other groups than its heads read")
+        raise ArgumentError(
+            f"the key/value heads of {place.name} are not those that its query heads read"
+        )
     n = len(pool.columns) if pool.columns.ndim == 1 else -1
     for name, x in (("k", pool.k), ("v", pool.v)):
         if x is not None:
@@ -379,7 +395,7 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
             _check_floats(f"{name} of {where}", x, shape)
     _check_range(f"columns of {where}", step.columns, s, place.N)
     if len(step.columns.unique()) < s:
-        raise ArgumentError(f"columns of {where} name one twice")
+        raise ArgumentError(f"columns of {where} contain a column twice")
     _check_range(
         f"keys of {where}",
         step.columns if step.pool_index is None else step.pool_index,
@@ -389,46 +405,47 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
     for name, n in (("first", step.first), ("token", step.token)):
         if n < 0:
             raise ArgumentError(f"{name} of {where} is {n}; it must be 0 or more")
-    asked = count(step.q_positions)
-    if asked < step.first + t or count(step.k_positions) != s:
+    num_queries = count(step.q_positions)
+    if num_queries < step.first + t or count(step.k_positions) != s:
         raise ArgumentError(
-            f"{where} has {t} queries behind {step.first} and {s} keys, and positions of {asked} "
-            "and "
-            f"{count(step.k_positions)}"
+            f"{where} has {plural(t, 'query')} after {step.first} others and {plural(s, 'key')}, "
+            "but "
+            f"positions of {num_queries} and {count(step.k_positions)}"
         )
     for positions in (step.q_positions, step.k_positions):
         if not isinstance(positions, Span):
-            at = as_tensor(positions)
+            index = as_tensor(positions)
             if (
-                at.ndim != 2
-                or at.shape[0] not in (1, B)
-                or at.dtype not in (torch.int32, torch.int64)
+                index.ndim != 2
+                or index.shape[0] not in (1, B)
+                or index.dtype not in (torch.int32, torch.int64)
             ):
-                raise ArgumentError(f"positions of {where} are {at.dtype} {tuple(at.shape)}")
+                raise ArgumentError(f"positions of {where} are {index.dtype} {tuple(index.shape)}")
     capped = step.softcap is None or (math.isfinite(step.softcap) and step.softcap > 0)
     if not (math.isfinite(step.scale) and capped and 0 <= step.dropout < 1):
         raise ArgumentError(f"scale, softcap or dropout of {where} is out of range")
-    step.mask.require(B, place.H, asked, s)
+    step.mask.require(B, place.H, num_queries, s)
     if step.bias is not None:
-        step.bias.require(B, place.H, asked, s)
+        step.bias.require(B, place.H, num_queries, s)
 
 
-def _check_indices(name: str, found: tuple[int, ...], n: int) -> None:
+def _check_indices(name: str, indices: tuple[int, ...], n: int) -> None:
     """Check that indices are increasing and lie between 0 and n - 1."""
-    inside = all(0 <= x < n for x in found)
-    if not inside or list(found) != sorted(set(found)):
-        raise ArgumentError(f"{name} are {found}; they must rise, from 0 to {n - 1}")
+    inside = all(0 <= x < n for x in indices)
+    if not inside or list(indices) != sorted(set(indices)):
+        raise ArgumentError(f"{name} are {indices}; they must be increasing and from 0 to {n - 1}")
 
 
-def _check_range(name: str, found: Tensor, length: int, n: int) -> None:
+def _check_range(name: str, indices: Tensor, length: int, n: int) -> None:
     """Check the dtype, the length and the range of a tensor of indices."""
-    if found.dtype != torch.int64 or found.shape != (length,):
+    if indices.dtype != torch.int64 or indices.shape != (length,):
         raise ArgumentError(
-            f"{name} are {found.dtype} {tuple(found.shape)}; they must be int64 ({length},)"
+            f"{name} are {indices.dtype} {tuple(indices.shape)}; they must be int64 ({length},)"
         )
-    if length and not 0 <= int(found.min()) <= int(found.max()) < n:
+    if length and not 0 <= int(indices.min()) <= int(indices.max()) < n:
         raise ArgumentError(
-            f"{name} go from {int(found.min())} to {int(found.max())}, out of 0 to {n - 1}"
+            f"{name} are from {int(indices.min())} to {int(indices.max())}; they must be from 0 "
+            f"to {n - 1}"
         )
 
 

@@ -28,6 +28,7 @@ from regard.inspect.record.kernel_faults import (
     explain_output,
 )
 from regard.inspect.record.recorded_place import Place
+from regard.units import plural
 
 MAX_CHECKED_SCORES = 2**18
 """Number of scores of a place that are checked; for longer runs, evenly spaced rows are sampled."""
@@ -73,11 +74,11 @@ class RowSums:
             if self.output is None
             else f", outputs within {self.output:.2g} of {self.output_allowed:.2g}"
         )
-        said = "; ".join(self.findings) or "sound"
-        rows = f"{self.rows} of {self.of} rows"
+        verdict = "; ".join(self.findings) or "sound"
+        rows = f"{self.rows} of {plural(self.of, 'row')}"
         return (
             f"{self.place}: row sums within {self.residual:.2g} of {self.allowed:.2g} "
-            f"allowed{out} ({rows}): {said}"
+            f"allowed{out} ({rows}): {verdict}"
         )
 
 
@@ -113,27 +114,28 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     >>> found.rows, found.of, found.sound
     (8, 8, True)
     """
-    every = [audit_sample(place, number, own) for number, own in _sample(place, cells)]
-    rows = sum(e.rows for e in every)
-    found = [*_special_row_findings(every)]
-    more = max((e.rounding for e in every), default=0.0)
-    lse = _error_bound([(e.lse, e.plain_lse, e.true_lse) for e in every], more)
-    wrong = None
+    samples = [audit_sample(place, number, own) for number, own in _sample(place, cells)]
+    rows = sum(e.rows for e in samples)
+    findings = [*_special_row_findings(samples)]
+    extra_rounding = max((e.rounding for e in samples), default=0.0)
+    lse = _error_bound([(e.lse, e.plain_lse, e.true_lse) for e in samples], extra_rounding)
+    fault = None
     if not lse.fits:
-        wrong, words = explain_lse(every, lse.allowed)
-        found.append(
-            f"{words}: row sums are off by up to a factor e^{lse.error:.2g}, e^{lse.allowed:.2g} "
-            "allowed"
+        fault, description = explain_lse(samples, lse.allowed)
+        findings.append(
+            f"{description}: row sums are wrong by up to a factor e^{lse.error:.2g}; "
+            f"e^{lse.allowed:.2g} is allowed"
         )
-    out = _output_error(every)
+    out = _output_error(samples)
     if out is not None and not out.fits:
-        same, words = explain_output(every, out.allowed, wrong)
+        same, description = explain_output(samples, out.allowed, fault)
         if not same:
-            found.append(
-                f"{words}: outputs are off by up to {out.error:.2g}, {out.allowed:.2g} allowed"
+            findings.append(
+                f"{description}: outputs are wrong by up to {out.error:.2g}; {out.allowed:.2g} is "
+                "allowed"
             )
     error, bound = (None, None) if out is None else out
-    return RowSums(place.name, rows, place.T, lse.error, lse.allowed, error, bound, tuple(found))
+    return RowSums(place.name, rows, place.T, lse.error, lse.allowed, error, bound, tuple(findings))
 
 
 def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
@@ -154,23 +156,25 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
     yield from (runs[i] for i in sorted(chosen))
 
 
-def _error_bound(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> ErrorBound:
-    """Apply the error rule, plus `more`, to all samples together.
+def _error_bound(
+    triples: list[tuple[Tensor, list[Tensor], Tensor]], extra_rounding: float
+) -> ErrorBound:
+    """Apply the error rule, plus `extra_rounding`, to all samples together.
 
     Args:
-        found: for each sample (x, results of plain arithmetic, reference in fp64); only finite
+        triples: for each sample (x, results of plain arithmetic, reference in fp64); only finite
             reference values count.
-        more: added to the bound.
+        extra_rounding: added to the bound.
     """
     error = plain = rounding = 0.0
-    for x, plains, ref in found:
-        seen = ref.isfinite()
-        if not bool(seen.any()):
+    for x, plains, ref in triples:
+        finite = ref.isfinite()
+        if not bool(finite.any()):
             continue
-        error = max(error, _max_abs((x.double() - ref)[seen]))
-        plain = max([plain, *(_max_abs((y.double() - ref)[seen]) for y in plains)])
+        error = max(error, _max_abs((x.double() - ref)[finite]))
+        plain = max([plain, *(_max_abs((y.double() - ref)[finite]) for y in plains)])
         rounding = max(rounding, two_roundings(ref, x.dtype))
-    return ErrorBound(error, 2 * plain + rounding + more)
+    return ErrorBound(error, 2 * plain + rounding + extra_rounding)
 
 
 def _max_abs(x: Tensor) -> float:
@@ -178,22 +182,22 @@ def _max_abs(x: Tensor) -> float:
     return float(torch.where(x.isnan(), torch.inf, x.abs()).max()) if x.numel() else 0.0
 
 
-def _output_error(every: list[AuditSample]) -> ErrorBound | None:
+def _output_error(samples: list[AuditSample]) -> ErrorBound | None:
     """Return the error of the outputs, or None if no sample has any."""
-    kept = [
+    triples = [
         # a row that sees nothing is judged apart
         (e.out, e.plain_out, e.true_out.masked_fill(e.true_lse.isneginf()[..., None], torch.nan))
-        for e in every
+        for e in samples
         if e.out is not None and e.true_out is not None
     ]
-    return _error_bound(kept, max(e.rounding_of_output for e in every)) if kept else None
+    return _error_bound(triples, max(e.rounding_of_output for e in samples)) if triples else None
 
 
-def _special_row_findings(every: list[AuditSample]) -> Iterator[str]:
+def _special_row_findings(samples: list[AuditSample]) -> Iterator[str]:
     """Return findings about rows that see no key, and about NaN that no visible number explains."""
-    for e in every:
-        blind = e.true_lse.isneginf()
-        wrong = blind & ~e.lse.isneginf()
+    for e in samples:
+        sees_nothing = e.true_lse.isneginf()
+        wrong = sees_nothing & ~e.lse.isneginf()
         if bool(wrong.any()):
             value = float(e.lse[wrong][0])
             yield (
@@ -201,13 +205,13 @@ def _special_row_findings(every: list[AuditSample]) -> Iterator[str]:
                 "be -inf"
             )
             break
-    for e in every:
-        blind = e.true_lse.isneginf()
-        if e.out is not None and bool((e.out != 0).any(-1)[blind].any()):
+    for e in samples:
+        sees_nothing = e.true_lse.isneginf()
+        if e.out is not None and bool((e.out != 0).any(-1)[sees_nothing].any()):
             yield "a row that sees nothing has an output other than 0"
             break
-    for e in every:
+    for e in samples:
         wrong = e.lse.isnan() & e.true_lse.isfinite()
         if bool(wrong.any()):
-            yield f"the lse is NaN where nothing visible is (row {e.row(wrong)})"
+            yield f"the lse is NaN although nothing visible is NaN (row {e.row(wrong)})"
             break

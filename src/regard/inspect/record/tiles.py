@@ -101,8 +101,8 @@ def walk(
             if not used:
                 continue
             columns = slice(c * wide, min((c + 1) * wide, place.N))
-            found = place.block(block, columns, heads, batch=row, dtype=dtype)
-            yield Tile(block, columns, found.scores[0], found.weights[0])
+            pattern = place.block(block, columns, heads, batch=row, dtype=dtype)
+            yield Tile(block, columns, pattern.scores[0], pattern.weights[0])
 
 
 def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
@@ -234,29 +234,29 @@ def pooled(
         raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
     h = len(place.heads if heads == ALL else range(place.H)[heads])
     R, C = -(-place.T // tall), -(-place.N // wide)
-    mass, most = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
+    mass, largest = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
     visible = torch.zeros(h, R, C, dtype=torch.int64)
-    sees = torch.zeros(h, place.T, dtype=torch.bool)
+    sees_any_key = torch.zeros(h, place.T, dtype=torch.bool)
     step = tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
     tokens = place.row_positions[batch] >= 0
     for tile in walk(place, step, heads=heads, batch=batch):
         tile = tile.keep_rows(tokens)
-        at = (
+        cells = (
             slice(None),
             slice(tile.rows.start // tall, -(-tile.rows.stop // tall)),
             slice(tile.columns.start // wide, -(-tile.columns.stop // wide)),
         )
-        seen = ~tile.scores.isneginf()
-        mass[at] += _block_sums(tile.weights, tall, wide)
-        most[at] = torch.maximum(most[at], _block_max(tile.weights, tall, wide))
-        visible[at] += _block_sums(seen.long(), tall, wide)
-        sees[:, tile.rows] |= seen.any(2)
-    seeing = _block_sums(sees.long()[..., None], tall, 1)[..., 0]
+        visible_cells = ~tile.scores.isneginf()
+        mass[cells] += _block_sums(tile.weights, tall, wide)
+        largest[cells] = torch.maximum(largest[cells], _block_max(tile.weights, tall, wide))
+        visible[cells] += _block_sums(visible_cells.long(), tall, wide)
+        sees_any_key[:, tile.rows] |= visible_cells.any(2)
+    seeing = _block_sums(sees_any_key.long()[..., None], tall, 1)[..., 0]
     return Pooled(
         (tall, wide),
         (place.T, place.N),
         mass / seeing.clamp(min=1)[..., None],
-        most,
+        largest,
         seeing,
         visible,
     )

@@ -246,8 +246,8 @@ class PageData:
                     "(places=...), or read "
                     "recording.weights"
                 )
-            found = row_sums(whole, cells=AUDITED_SCORES)
-            audit = {**asdict(found), "sound": found.sound}
+            sums = row_sums(whole, cells=AUDITED_SCORES)
+            audit = {**asdict(sums), "sound": sums.sound}
             for place in split_by_pool(whole):
                 self._place(place, recording)
                 self.plain[-1] |= {
@@ -264,12 +264,14 @@ class PageData:
         texts = replace(recording, places={place.name: place}).labels(place.name)
         ids = recording.ids
         same = ids is not None and ids.shape[1] == place.N and texts[1] == recording.pieces
-        seen = place_overview(place, ids[self.row] if same and ids is not None else None, self.row)
+        overview = place_overview(
+            place, ids[self.row] if same and ids is not None else None, self.row
+        )
         self.places.append(place)
         self.rules.append(rules)
-        self.glances.append(seen)
-        self.arrays[f"p{number}.mass"] = as_bytes(seen.blocks.mass)
-        self.arrays[f"p{number}.max"] = as_bytes(seen.blocks.max)
+        self.glances.append(overview)
+        self.arrays[f"p{number}.mass"] = as_bytes(overview.blocks.mass)
+        self.arrays[f"p{number}.max"] = as_bytes(overview.blocks.max)
         self._positions(number, place)
         if len(rules.groups) > 1:
             self.arrays[f"p{number}.rule"] = rules.of
@@ -291,9 +293,9 @@ class PageData:
                 "dtype": str(pool.k.dtype).removeprefix("torch."),
                 "key_kind": place.key_kind,
                 "present": rules.keys_present(),
-                "visible": rules.keep("visible", _once_if_shared(seen.blocks.visible)),
+                "visible": rules.keep("visible", _once_if_shared(overview.blocks.visible)),
                 "steps": [step.T for step in place.steps],
-                "cost": cost_facts(place, int(seen.blocks.visible.sum())),
+                "cost": cost_facts(place, int(overview.blocks.visible.sum())),
             }
         )
 
@@ -308,8 +310,8 @@ class PageData:
         q, k = torch.zeros(place.T, dtype=torch.int64), torch.full((place.N,), -1)
         first = 0
         for step in place.steps:
-            q[first : first + step.T], at = row_and_column_positions(step, self.row)
-            k[step.columns[at >= 0]] = at[at >= 0]
+            q[first : first + step.T], key_positions = row_and_column_positions(step, self.row)
+            k[step.columns[key_positions >= 0]] = key_positions[key_positions >= 0]
             first += step.T
         for name, x in (("q_positions", q), ("k_positions", k)):
             if not torch.equal(x, torch.arange(len(x))):
@@ -347,18 +349,21 @@ class PageData:
         """
         every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
         orders = [self._leaders(name, every) for name in EMBEDDING_ORDER]
-        seen = set()
+        done = set()
         for turn in zip_longest(*orders, every):
-            for at in turn:
-                if at is not None and at not in seen:
-                    seen.add(at)
-                    yield at
+            for place_and_head in turn:
+                if place_and_head is not None and place_and_head not in done:
+                    done.add(place_and_head)
+                    yield place_and_head
 
     def _leaders(self, name: str, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the heads in the order of a metric; heads without it are left out."""
         least, metric = name.startswith("-"), name.removeprefix("-")
         known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
-        return sorted(known, key=lambda at: known[at] if least else -known[at])
+        return sorted(
+            known,
+            key=lambda place_and_head: known[place_and_head] if least else -known[place_and_head],
+        )
 
     def embed(self, place: int, head: int, budget: int) -> None:
         """Embed the exact tensors of heads while the budget allows; the first head always."""
@@ -379,12 +384,12 @@ class PageData:
                 order.append((other, head))
         heads: dict[int, list[int]] = {}
         for p, h in dict.fromkeys((*order, *self._ranked())):
-            fresh = {k: x for k, x in self._exact(p, h).items() if k not in self.arrays}
-            size = sum(x.nbytes for x in fresh.values())
+            new_arrays = {k: x for k, x in self._exact(p, h).items() if k not in self.arrays}
+            size = sum(x.nbytes for x in new_arrays.values())
             if size > room and (p, h) not in order:
                 continue
             room -= size
-            self.arrays.update(fresh)
+            self.arrays.update(new_arrays)
             heads.setdefault(p, []).append(h)
         for p, rules in enumerate(self.rules):
             self.plain[p]["rules"] = rules.plain(heads.get(p, []))
@@ -392,18 +397,18 @@ class PageData:
     def _exact(self, p: int, h: int) -> Arrays:
         """Return all tensors from which the pattern and the output of one head follow."""
         place, row = self.places[p], self.row
-        g, at, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
-        mine = pool.group_index(h, place.H)
+        g, head_index, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
+        group_index = pool.group_index(h, place.H)
         parts = {
-            f"q{h}": torch.cat([step.q[row, at] for step in place.steps]),
-            f"lse{h}": torch.cat([step.lse[row, at] for step in place.steps]),
-            f"k{g}": pool.k[row, mine],
+            f"q{h}": torch.cat([step.q[row, head_index] for step in place.steps]),
+            f"lse{h}": torch.cat([step.lse[row, head_index] for step in place.steps]),
+            f"k{g}": pool.k[row, group_index],
         }
         if pool.v is not None:
-            parts[f"v{g}"] = pool.v[row, mine]
+            parts[f"v{g}"] = pool.v[row, group_index]
         outs = [step.out for step in place.steps]
         if all(out is not None for out in outs):
-            parts[f"out{h}"] = torch.cat([out[row, at] for out in outs if out is not None])
+            parts[f"out{h}"] = torch.cat([out[row, head_index] for out in outs if out is not None])
         return {f"p{p}.{name}": to_lossless_array(x) for name, x in parts.items()}
 
     def _of(self, name: str, p: int) -> list[float | None]:

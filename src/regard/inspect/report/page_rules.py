@@ -40,8 +40,8 @@ class RuleGroup:
 
 def positions_of_row(x: Any, row: int) -> Tensor:
     """Return the positions of one row of the batch, `[L]`."""
-    found = as_tensor(x)
-    return found[row if found.shape[0] > 1 else 0].cpu()
+    positions = as_tensor(x)
+    return positions[row if positions.shape[0] > 1 else 0].cpu()
 
 
 def recorded_queries(step: RecordedStep) -> slice:
@@ -104,16 +104,16 @@ class PageRules:
         """Return the bits of the keys that each row's step had, or None where every step had all
         keys.
         """
-        seen = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
+        present = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
         for rows in self.groups:
             for step, first in rows.steps:
-                seen[first : first + step.T, step.columns] = (
+                present[first : first + step.T, step.columns] = (
                     row_and_column_positions(step, self.row)[1] >= 0
                 )
         return (
             None
-            if bool(seen.all())
-            else self.keep("bits", np.packbits(seen.numpy(), bitorder="little"))
+            if bool(present.all())
+            else self.keep("bits", np.packbits(present.numpy(), bitorder="little"))
         )
 
     def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def split_by_pool(place: Place) -> list[Place]:
     """
     if place.has_one_key_per_column:
         return [place]
-    found = []
+    parts = []
     for number, pool in enumerate(place.pools):
         steps = [step for step in place.steps if step.pool == number]
         once = len(torch.unique(pool.columns)) == len(pool.columns)
@@ -199,13 +199,13 @@ def split_by_pool(place: Place) -> list[Place]:
             v = None
             if pool.v is not None:
                 v = pool.v.new_zeros(*shape, pool.v.shape[3])
-                seen = pool.v if once else place.values(each[0])
-                v[:, :, keys] = seen  # type: ignore[assignment]
+                step_values = pool.v if once else place.values(each[0])
+                v[:, :, keys] = step_values  # type: ignore[assignment]
             whole = replace(pool, k=k, v=v, columns=torch.arange(place.N))
             name = f"{place.name or 'attend'} · {pool.key_kind}"
             own_steps = tuple(replace(step, pool=0, pool_index=None) for step in each)
-            found.append(replace(place, name=name, steps=own_steps, pools=(whole,)))
-    return found
+            parts.append(replace(place, name=name, steps=own_steps, pools=(whole,)))
+    return parts
 
 
 def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
@@ -253,10 +253,10 @@ def _bias_by_offset(rows: RuleGroup, row: int) -> tuple[int, NDArray[np.float64]
         for where, block in _bias_blocks(step, row):
             if table is None:
                 table = torch.full((len(block), high - low + 1), torch.nan, dtype=torch.float64)
-            at, seen = offset[where] - low, real[where]
-            values, index = block[:, seen], at[seen]
-            fresh = table[:, index].isnan()
-            table[:, index] = torch.where(fresh, values, table[:, index])
+            offset_index, is_real = offset[where] - low, real[where]
+            values, index = block[:, is_real], offset_index[is_real]
+            is_new = table[:, index].isnan()
+            table[:, index] = torch.where(is_new, values, table[:, index])
             if not torch.equal(table[:, index], values):
                 return None
     assert table is not None

@@ -33,8 +33,8 @@ def catalogue(lang: str) -> dict[str, str]:
     >>> catalogue("en")["cell.title"]
     'Explain one cell'
     """
-    found = resources.files("regard.view.report") / "strings" / f"{check_language(lang)}.json"
-    sentences: dict[str, str] = json.loads(found.read_text("utf-8"))
+    path = resources.files("regard.view.report") / "strings" / f"{check_language(lang)}.json"
+    sentences: dict[str, str] = json.loads(path.read_text("utf-8"))
     return sentences
 
 
@@ -65,6 +65,6 @@ def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
     'en'
     """
     variables = os.environ if environment is None else environment
-    said = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
-    code = re.split(r"[_.@-]", said)[0].lower()
+    locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    code = re.split(r"[_.@-]", locale)[0].lower()
     return code if code in LANGUAGES else "en"
