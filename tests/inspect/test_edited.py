@@ -328,7 +328,8 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
     with pytest.raises(ArgumentError) as error:
         record(llama, ids)
     assert str(error.value) == (
-        "LlamaForCausalLM computes its attention with 'sdpa', not with regard, so that nothing would "
+        "LlamaForCausalLM computes its attention with 'sdpa', not with regard, so that nothing "
+        "would "
         "be recorded; "
         'load it with attn_implementation="regard", or call '
         'model.set_attn_implementation("regard"), after '

@@ -204,12 +204,12 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
         lambda p, s: replace(
             p, pools=(replace(p.pools[0], k=p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])),)
         ),
-        "not what the kernel used, first in row 30",
+        "not those that the kernel used, first in row 30",
     ),
     "wrong group": (
         {"mask": C},
         lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.flip(1)),)),
-        "not what the kernel used, first in row 0",
+        "not those that the kernel used, first in row 0",
     ),
     "nan": (
         {"mask": C},
@@ -287,7 +287,10 @@ KERNEL_FAULTS: dict[str, tuple[Callable[[Call], Call], str]] = {
     "softcap forgotten": (lambda c: replace(c, softcap=None), "the softcap was not applied"),
     "bias forgotten": (lambda c: replace(c, bias=None), "the bias was not added"),
     "scale twice": (lambda c: replace(c, scale=c.scale**2), "the scale was applied twice"),
-    "heads in another order": (lambda c: replace(c, k=c.k.flip(1)), "not what the kernel used"),
+    "heads in another order": (
+        lambda c: replace(c, k=c.k.flip(1)),
+        "not those that the kernel used",
+    ),
 }
 
 

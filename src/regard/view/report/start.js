@@ -1,4 +1,4 @@
-// Unpack the arrays, draw the frame, open the view that the address names.
+// Unpacks the arrays, draws the page, and opens the view that the URL names.
 
 const unpack = async () => {
   const text = document.getElementById("arrays").textContent.trim(), raw = atob(text), bytes = new Uint8Array(raw.length);
@@ -50,7 +50,7 @@ R.show = changed => {
   open.update(changed);
 };
 
-const step = key => { // [ and ] turn the pages; everything else belongs to the view
+const step = key => { // [ and ] change the view; other keys are handled by the view
   const at = R.views.findIndex(view => view.name === R.state.view), n = R.views.length;
   const to = { "[": at - 1, "]": at + 1 }[key];
   if (to === undefined) return false;
