@@ -75,9 +75,9 @@ def picture(
 
 def marks() -> list[Mark]:
     return [
-        Mark("a", 1024.0, 0.25, (0.25, 0.25), front=True),
-        Mark("b", 4096.0, 0.5, (0.4, 0.6), front=False),
-        Mark("c", 65536.0, 1.0, (1.0, 1.0), front=True),
+        Mark("a", 1024.0, 0.25, (0.25, 0.25), on_pareto_front=True),
+        Mark("b", 4096.0, 0.5, (0.4, 0.6), on_pareto_front=False),
+        Mark("c", 65536.0, 1.0, (1.0, 1.0), on_pareto_front=True),
     ]
 
 
@@ -238,7 +238,7 @@ def test_marks_of_a_scatter_stand_where_their_numbers_say() -> None:
         line.get_markerfacecolor() for line in axes.lines if str(line.get_gid()).startswith("mark")
     ]
     assert faces == [palette.LIGHT["q"], palette.LIGHT["card"], palette.LIGHT["q"]]
-    assert chart.draw().hints["mark 0"] == ["a: 1.00 KiB, 25 %, on the front"]
+    assert chart.draw().hints["mark 0"] == ["a: 1.00 KiB, 25 %, on the Pareto front"]
     assert chart.draw().hints["mark 1"] == ["b: 4.00 KiB, 50 %"]
     assert labels_of(axes, "x") == ["1 KiB", "4 KiB", "16 KiB", "64 KiB"]
 
@@ -256,7 +256,7 @@ def test_the_span_of_seeds_is_drawn_where_there_is_one() -> None:
 
 
 def test_names_do_not_lie_on_one_another() -> None:
-    many = [Mark(f"name{i}", 1000.0 + i, 0.5, (0.5, 0.5), front=False) for i in range(5)]
+    many = [Mark(f"name{i}", 1000.0 + i, 0.5, (0.5, 0.5), on_pareto_front=False) for i in range(5)]
     axes = axes_of(Scatter(many, BYTES, SHARE, "t"))
     heights = sorted(text.get_window_extent().y0 for text in axes.texts)
     assert [text.get_text() for text in axes.texts] == [mark.name for mark in many]
@@ -265,7 +265,7 @@ def test_names_do_not_lie_on_one_another() -> None:
 
 def test_one_mark_and_equal_marks_can_be_drawn() -> None:
     for y in (BITS, SHARE):
-        same = [Mark("a", 8.0, 0.5, (0.5, 0.5), front=True)] * 2
+        same = [Mark("a", 8.0, 0.5, (0.5, 0.5), on_pareto_front=True)] * 2
         axes = axes_of(Scatter(same, SECONDS, y, "t"))
         low, high = axes.get_ylim()
         assert low < 0.5 < high

@@ -18,7 +18,7 @@ def drawn(words: str = "t") -> Picture:
 
 def test_words_are_escaped_and_the_page_runs_nothing() -> None:
     scatter = Scatter(
-        [Mark(EVIL, 8.0, 0.5, (0.4, 0.6), front=True)],
+        [Mark(EVIL, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
         Axis(EVIL, "bytes"),
         Axis(EVIL, "share"),
         EVIL,

@@ -38,7 +38,7 @@ def test_the_terminal_shows_the_weights() -> None:
 def test_bars_are_as_long_as_the_share() -> None:
     lines = [line.plain for line in accuracy_lines(accuracy(), 16, 10)]
     assert [line.count("█") for line in lines] == [0, 10, 5, 0, 0]
-    assert "longer than trained" in lines[3]
+    assert "longer than in training" in lines[3]
 
 
 def test_words_are_only_ever_text() -> None:

@@ -25,8 +25,8 @@ class AlignedExample:
 
     Args:
         source: words of the source.
-        said: words that the model produced.
-        wanted: words of the correct answer.
+        predicted: words that the model produced.
+        expected: words of the correct answer.
         weights: attention weights, rows are produced words, columns are source words.
         place: dotted name of the attention.
 
@@ -35,15 +35,15 @@ class AlignedExample:
     """
 
     source: tuple[str, ...]
-    said: tuple[str, ...]
-    wanted: tuple[str, ...]
+    predicted: tuple[str, ...]
+    expected: tuple[str, ...]
     weights: Float[np.ndarray, "T S"]
     place: str
 
     @property
     def right(self) -> bool:
         """Return whether the answer is correct."""
-        return self.said == self.wanted
+        return self.predicted == self.expected
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class WrongAnswer:
 
     Args:
         source: text of the source.
-        said: text that the model produced.
-        wanted: the correct text.
+        predicted: text that the model produced.
+        expected: the correct text.
 
-    >>> WrongAnswer("one", "二", "一").said
+    >>> WrongAnswer("one", "二", "一").predicted
     '二'
     """
 
     source: str
-    said: str
-    wanted: str
+    predicted: str
+    expected: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TaskPage:
         sentence: a sentence below the heading.
         facts: name to value, shown below the heading.
         series: accuracies of this model, and of others to compare with.
-        trained: number of tokens of the longest source in training.
+        max_trained_tokens: number of tokens of the longest source in training.
         aligned: examples with their alignments.
         wrong: wrong answers.
 
@@ -86,7 +86,7 @@ class TaskPage:
     sentence: str
     facts: Mapping[str, str]
     series: Sequence[Accuracy]
-    trained: int
+    max_trained_tokens: int
     aligned: Sequence[AlignedExample] = field(default=())
     wrong: Sequence[WrongAnswer] = field(default=())
 
@@ -100,25 +100,25 @@ class TaskPage:
     def _accuracy(self) -> Iterator[Section]:
         if self.series:
             yield Section(
-                "Right, by the length of the source",
-                caption="An answer is right when every word of it is. The bars through the marks "
-                "are 95 % intervals. No source was trained on; shaded are those longer than any "
-                "that was.",
-                pictures=[accuracy_chart(self.series, self.trained, "right, every word of it")],
+                "Accuracy by source length",
+                caption="An answer counts as correct if every word is correct. Bars through the "
+                "marks are 95 % intervals. None of the sources was used in training; the shaded "
+                "lengths are longer than any source in training.",
+                pictures=[
+                    accuracy_chart(self.series, self.max_trained_tokens, "share of correct answers")
+                ],
             )
 
     def _alignments(self) -> Iterator[Section]:
         if self.aligned:
             yield Section(
-                "Where it looks",
-                caption="Rows are the words that were said, columns the words of the source; the "
-                "colour of a cell is its weight. Nobody taught the model which word belongs to "
-                "which.",
+                "Alignments",
+                caption="Rows are the words of the answer, columns the words of the source; the "
+                "colour of a cell is its weight. The training data contain no alignments.",
                 figures=[
                     CaptionedChart(
-                        AlignmentMap(one.weights, one.said, one.source),
-                        one.place
-                        + ("" if one.right else f"; it should have been {''.join(one.wanted)}"),
+                        AlignmentMap(one.weights, one.predicted, one.source),
+                        one.place + ("" if one.right else f"; correct: {''.join(one.expected)}"),
                         one.right,
                     )
                     for one in self.aligned
@@ -128,9 +128,11 @@ class TaskPage:
     def _mistakes(self) -> Iterator[Section]:
         if self.wrong:
             yield Section(
-                "What it gets wrong",
-                heads=("source", "said", "right"),
-                rows=[(one.source, one.said or "(nothing)", one.wanted) for one in self.wrong],
+                "Wrong answers",
+                heads=("source", "answer", "correct"),
+                rows=[
+                    (one.source, one.predicted or "(nothing)", one.expected) for one in self.wrong
+                ],
                 tones={1: "bad", 2: "good"},
             )
 
@@ -147,15 +149,15 @@ def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[
     >>> from regard.view.charts import LengthBin
     >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
     >>> for line in accuracy_lines(one, 4, 4): print(line.plain)
-         tokens  right                examples
+         tokens  correct                examples
          1 - 4   ██    50.0% ( 40 to  60)  100
     """
-    yield Text(f"     tokens  {'right':<{width}}                examples", "dim")
+    yield Text(f"     tokens  {'correct':<{width}}                examples", "dim")
     beyond = False
     for point in series.bins:
         if point.low > trained and not beyond:
             beyond = True
-            yield Text(f"  {'longer than trained':─^{width + 37}}", "dim")
+            yield Text(f"  {'longer than in training':─^{width + 37}}", "dim")
         low, high = (f"{100 * share:3.0f}" for share in point.interval)
         yield Text.assemble(
             f"  {point.low:>4} - {point.high:<4}",
@@ -181,7 +183,7 @@ def alignment_lines(
 
     >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
     >>> for line in lines: print(line.plain.rstrip())
-      rows were said, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
+      rows are the answer, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
       0 one  1 two
                      0 1
                  一 │██  │
@@ -192,7 +194,8 @@ def alignment_lines(
         for shade, step in zip(terminal.SHADES[1:], terminal.SHADE_STEPS, strict=True)
     )
     yield Text(
-        f"  rows were said, columns are the source; blank below {terminal.SHADE_STEPS[0]:g}, {low}",
+        "  rows are the answer, columns are the source; blank below "
+        f"{terminal.SHADE_STEPS[0]:g}, {low}",
         "dim",
     )
     numbered = " ".join(f"{j}\u00a0{inert(word)} " for j, word in enumerate(source))

@@ -52,7 +52,7 @@ class QueryCall:
 
     @property
     def step(self) -> RecordedStep:
-        """Return the recorded call."""
+        """Return the recorded call as a step."""
         return self.place.steps[self.number]
 
     @property

@@ -98,7 +98,7 @@ def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> 
         )
     if isinstance(token, int):
         return check_index(name, token, len(tokens.ids), "token", "tokens")
-    return _last_token(tokens.ends, _end_of(token, tokens.text, name))
+    return _last_token(tokens.end_offsets, _end_of(token, tokens.text, name))
 
 
 def strongest_head(

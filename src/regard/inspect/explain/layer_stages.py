@@ -47,7 +47,7 @@ class Stage(NamedTuple):
         values: the tensor.
         seconds: the shortest time of several runs of this stage alone.
 
-    >>> Stage("q", "W_q x", torch.zeros(1, 2, 3, 4), 1e-3).told()
+    >>> Stage("q", "W_q x", torch.zeros(1, 2, 3, 4), 1e-3).summary()
     Tensors(name='q', equation='W_q x', shape=(1, 2, 3, 4), mean=0.0, std=0.0, seconds=0.001)
     """
 
@@ -56,7 +56,7 @@ class Stage(NamedTuple):
     values: Tensor
     seconds: float
 
-    def told(self) -> TensorSummary:
+    def summary(self) -> TensorSummary:
         """Return the shape of the tensor, and the mean and standard deviation of its finite
         entries.
         """
@@ -134,7 +134,7 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
     )
     memory = project.remember(x, positions)
     both = project.recall(memory, positions)
-    # keys and values come of one call: each is told with the time of both
+    # one call computes keys and values: both stages have its time
     _, seconds = time_stage(lambda: project.recall(project.remember(x, positions), positions)[0])
     k, v = both
     stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
@@ -212,7 +212,7 @@ def summarize_layer(
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
         heads, tokens = taps["q"].shape[:2]
         stages = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
-        return tuple(stage.told() for stage in stages)
+        return tuple(stage.summary() for stage in stages)
     return tuple(summarize_tensor(name, "as the layer had it", x, None) for name, x in taps.items())
 
 
@@ -258,7 +258,7 @@ class LayerStages:
             "input": list(self.x.shape),
             "blocked": self.blocked.tolist(),
             "stages": [
-                to_json_value(stage.told()) | {"values": to_json_value(stage.values.numpy())}
+                to_json_value(stage.summary()) | {"values": to_json_value(stage.values.numpy())}
                 for stage in self.stages
             ],
         }

@@ -55,13 +55,13 @@ class TokenSequence(NamedTuple):
         ids: token ids.
         pieces: text of each token.
         text: the text as the user wrote it, or as the tokens decode.
-        ends: offset in the text at which each token ends.
+        end_offsets: offset in the text at which each token ends.
     """
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
     text: str
-    ends: Sequence[int]
+    end_offsets: Sequence[int]
 
 
 class AttentionSite(NamedTuple):

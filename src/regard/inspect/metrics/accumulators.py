@@ -116,17 +116,17 @@ class EntropyAccumulator:
         self._scene = scene
         shape = (scene.h, scene.place.T)
         self._entropy = torch.zeros(shape, dtype=torch.float64)
-        self._whole = scene.denominators()
-        self._seen = torch.zeros(shape, dtype=torch.int64)
-        self._most = torch.full((scene.h,), -math.inf, dtype=torch.float64)
+        self._denominator = scene.denominators()
+        self._visible = torch.zeros(shape, dtype=torch.int64)
+        self._max_score = torch.full((scene.h,), -math.inf, dtype=torch.float64)
 
     def add(self, tile: Tile) -> None:
         """Add the entropy terms, the visible keys and the largest score of a tile."""
         hidden = tile.scores.isneginf()
-        less = (self._whole[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
+        less = (self._denominator[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
         self._entropy[:, tile.rows] += (tile.weights * less).sum(2)
-        self._seen[:, tile.rows] += (~hidden).sum(2)
-        self._most = torch.maximum(self._most, tile.scores.amax((1, 2)))
+        self._visible[:, tile.rows] += (~hidden).sum(2)
+        self._max_score = torch.maximum(self._max_score, tile.scores.amax((1, 2)))
 
     def result(self) -> Mapping[str, Tensor]:
         """Return entropy (0 to 1, over rows that see more than one key), effective_keys and
@@ -134,12 +134,12 @@ class EntropyAccumulator:
         """
         scene = self._scene
         share, sink = scene.share_of_sink(), scene.sinks_at()
-        h = self._entropy + torch.where(share > 0, share * (self._whole - sink), 0)
-        n, h = self._seen + (~sink.isneginf()), h.clamp(min=0)
+        h = self._entropy + torch.where(share > 0, share * (self._denominator - sink), 0)
+        n, h = self._visible + (~sink.isneginf()), h.clamp(min=0)
         return {
             "entropy": scene.mean(h / n.clamp(min=2).log(), n > 1),
-            "effective_keys": scene.mean(h.exp(), self._seen > 0),
-            "max_logit": self._most,
+            "effective_keys": scene.mean(h.exp(), self._visible > 0),
+            "max_logit": self._max_score,
         }
 
 
@@ -157,7 +157,7 @@ class DistanceAccumulator:
         self._sums = torch.zeros(
             scene.h, max(1, longest) + 1, dtype=torch.float64
         )  # the last: ahead, or not real
-        self._far, self._near = (
+        self._distance, self._local = (
             torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn"
         )
 
@@ -169,9 +169,9 @@ class DistanceAccumulator:
         last = self._sums.shape[1] - 1
         bins = torch.where(is_pair & (distance >= 0), distance, last).clamp(max=last)
         self._sums.index_add_(1, bins.flatten(), tile.weights.flatten(1))
-        self._far[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
+        self._distance[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
         local = is_pair & (distance.abs() < self._scene.local_distance)
-        self._near[:, tile.rows] += (tile.weights * local).sum(2)
+        self._local[:, tile.rows] += (tile.weights * local).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
         """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""
@@ -189,8 +189,8 @@ class DistanceAccumulator:
             ]
         )
         return {
-            "distance": scene.mean(self._far, is_token),
-            "local": scene.mean(self._near, is_token),
+            "distance": scene.mean(self._distance, is_token),
+            "local": scene.mean(self._local, is_token),
             "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
         }
 
@@ -252,7 +252,7 @@ class MassAccumulator:
 
     def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
-        self._first, self._sum = (
+        self._on_sinks, self._row_sum = (
             torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs"
         )
         self._columns = torch.zeros(scene.h, scene.place.N, dtype=torch.float64)
@@ -265,9 +265,9 @@ class MassAccumulator:
         """Add the weights of a tile to the sums of its rows and columns."""
         scene, w = self._scene, tile.weights
         q, k = scene.rows[tile.rows], scene.columns[tile.columns]
-        self._sum[:, tile.rows] += w.sum(2)
+        self._row_sum[:, tile.rows] += w.sum(2)
         self._columns[:, tile.columns] += w.sum(1)
-        self._first[:, tile.rows] += (w * ((k >= 0) & (k < scene.sinks))).sum(2)
+        self._on_sinks[:, tile.rows] += (w * ((k >= 0) & (k < scene.sinks))).sum(2)
         wrong = {"future": k > q[:, None], "empty": (k < 0).expand(len(q), -1)}
         if scene.padding is not None:
             wrong["padding"] = scene.padding[tile.columns].expand(len(q), -1)
@@ -280,11 +280,11 @@ class MassAccumulator:
         """
         scene = self._scene
         share = scene.share_of_sink()
-        sees = self._sum > 0
+        sees = self._row_sum > 0
         return {
-            "sink": scene.mean(self._first, scene.rows >= scene.sinks),
+            "sink": scene.mean(self._on_sinks, scene.rows >= scene.sinks),
             "learned_sink": scene.mean(share, sees),
-            "missing": torch.where(sees, 1 - self._sum - share, 0).abs().amax(1),
+            "missing": torch.where(sees, 1 - self._row_sum - share, 0).abs().amax(1),
             **self._leaks,
             "received": self._columns,
         }

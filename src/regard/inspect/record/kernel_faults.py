@@ -34,7 +34,7 @@ class AuditSample:
         step: the step.
         first: row of the place at which the sample begins.
         own: range of rows of the step.
-        made: the terms of the scores, in fp64.
+        score_inputs: the terms of the scores, in fp64.
         values: values of the recorded heads, `[B, h, s, E]`, or None.
     """
 
@@ -42,7 +42,7 @@ class AuditSample:
     step: RecordedStep
     first: int
     own: slice
-    made: ScoreInputs
+    score_inputs: ScoreInputs
     values: Tensor | None
 
     @property
@@ -73,7 +73,7 @@ class AuditSample:
         """
         if self.step.scores is not None:
             return lse_of(self.step.scores[:, :, self.own].double())
-        return lse_of(self.made.scores(self.step.scale, self.step.softcap))
+        return lse_of(self.score_inputs.scores(self.step.scale, self.step.softcap))
 
     @cached_property
     def true_out(self) -> Tensor | None:
@@ -82,7 +82,9 @@ class AuditSample:
         """
         if self.step.edited:
             return _edited_output(self, torch.float64)
-        return self.output(self.made.scores(self.step.scale, self.step.softcap), self.step.sink)
+        return self.output(
+            self.score_inputs.scores(self.step.scale, self.step.softcap), self.step.sink
+        )
 
     def output(self, s: Tensor, sink: Tensor | None) -> Tensor | None:
         """Compute the output from scores, with or without a sink; 0 for a row that sees no key."""
@@ -118,13 +120,13 @@ class AuditSample:
         ]
         q = self.step.q[:, :, self.own]
         size = abs(self.step.scale) * (q.to(lse_dtype).abs() @ k.to(lse_dtype).abs().mT)
-        size = size if self.made.bias is None else size + self.made.bias.abs()
+        size = size if self.score_inputs.bias is None else size + self.score_inputs.bias.abs()
         size = (
             size
             if self.step.scores is None
             else self.step.scores[:, :, self.own].to(lse_dtype).abs()
         )
-        visible_sizes = size.masked_fill(~self.made.visible | ~size.isfinite(), 0)
+        visible_sizes = size.masked_fill(~self.score_inputs.visible | ~size.isfinite(), 0)
         lse = self.true_lse.abs()
         largest = _largest(visible_sizes) + _largest(lse.masked_fill(~lse.isfinite(), 0))
         return 2 * torch.finfo(lse_dtype).eps * largest
@@ -207,9 +209,9 @@ def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
     s = (q[..., dims] * step.scale) @ k[:, :, keys][..., dims].mT
     if step.softcap is not None:
         s = step.softcap * torch.tanh(s / step.softcap)
-    if e.made.bias is not None:
-        s = s + e.made.bias[..., keys].to(s.dtype)
-    s = s.masked_fill(~e.made.visible[..., keys], -math.inf)
+    if e.score_inputs.bias is not None:
+        s = s + e.score_inputs.bias[..., keys].to(s.dtype)
+    s = s.masked_fill(~e.score_inputs.visible[..., keys], -math.inf)
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros((*s.shape[:-1], 1))
     top = top.masked_fill(top.isneginf(), 0)
     p = torch.exp(s - top)
@@ -277,8 +279,11 @@ def explain_output(
             return False, f"{hypothesis.words} in the output, though not in the lse"
     return (
         False,
-        ("the output is not the weighted sum of the recorded values: the kernel used other values "
-        "or other weights"),
+        (
+            "the output is not the weighted sum of the recorded values: the kernel used other "
+            "values "
+            "or other weights"
+        ),
     )
 
 
@@ -300,7 +305,7 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
             )
     if step.softcap is not None:
         yield FaultHypothesis(
-            "the softcap was not applied", lambda e: e.made.scores(e.step.scale, None)
+            "the softcap was not applied", lambda e: e.score_inputs.scores(e.step.scale, None)
         )
     if step.bias is not None:
         yield FaultHypothesis("the bias was not added", lambda e: _changed_scores(e, bias=None))
@@ -308,7 +313,7 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
         yield FaultHypothesis("the lse includes the sink, although it must not", _with_sink)
     yield FaultHypothesis(
         "the mask was not applied: masked keys have weight",
-        lambda e: _changed_scores(e, visible=torch.ones_like(e.made.visible)),
+        lambda e: _changed_scores(e, visible=torch.ones_like(e.score_inputs.visible)),
     )
     yield from _mask_faults(step.mask)
     yield FaultHypothesis("the newest keys were not used: the cache is stale", _without_newest_keys)
@@ -355,17 +360,17 @@ def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
 
 def _true_scores(e: AuditSample) -> Tensor:
     """Return the scores without any fault."""
-    return e.made.scores(e.step.scale, e.step.softcap)
+    return e.score_inputs.scores(e.step.scale, e.step.softcap)
 
 
 def _changed_scores(e: AuditSample, **change: Tensor | None) -> Tensor:
     """Return the scores after a change of their terms."""
-    return e.made._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
+    return e.score_inputs._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
 
 
 def _scores_at_scale(scale: float) -> Callable[[AuditSample], Tensor]:
     """Return a function that computes scores with another scale."""
-    return lambda e: e.made.scores(scale, e.step.softcap)
+    return lambda e: e.score_inputs.scores(scale, e.step.softcap)
 
 
 def _with_sink(e: AuditSample) -> Tensor:
@@ -384,7 +389,7 @@ def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
         rows = slice(e.own.start + step.first, e.own.stop + step.first)
         visible = mask.block(step.q_positions, step.k_positions, rows)
         visible = visible[:, list(e.place.heads)] if visible.shape[1] > 1 else visible
-        return _changed_scores(e, visible=visible.expand(e.made.dot.shape))
+        return _changed_scores(e, visible=visible.expand(e.score_inputs.dot.shape))
 
     return scores
 
@@ -394,7 +399,7 @@ def _without_newest_keys(e: AuditSample) -> Tensor:
     asked = as_tensor(e.step.q_positions)
     first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
     old = as_tensor(e.step.k_positions) < first[:, None]  # [b,s]
-    return _changed_scores(e, visible=e.made.visible & old[:, None, None])
+    return _changed_scores(e, visible=e.score_inputs.visible & old[:, None, None])
 
 
 def _fitted_scale(samples: list[AuditSample]) -> float | None:
@@ -406,10 +411,12 @@ def _fitted_scale(samples: list[AuditSample]) -> float | None:
     worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
     row = torch.unravel_index(worst, errors.shape)
     target = float(e.lse[row])
-    inputs = e.made._replace(
-        dot=e.made.dot[row],
-        visible=e.made.visible[row],
-        bias=None if e.made.bias is None else e.made.bias.expand(e.made.dot.shape)[row],
+    inputs = e.score_inputs._replace(
+        dot=e.score_inputs.dot[row],
+        visible=e.score_inputs.visible[row],
+        bias=None
+        if e.score_inputs.bias is None
+        else e.score_inputs.bias.expand(e.score_inputs.dot.shape)[row],
     )
     low, high = 0.0, 64 * abs(e.step.scale)
 
@@ -444,7 +451,7 @@ def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
 
 def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
     """Return whether scores give the recorded output."""
-    if s.shape[-1] != e.made.dot.shape[-1]:
+    if s.shape[-1] != e.score_inputs.dot.shape[-1]:
         return False
     out = e.output(s, sink)
     assert out is not None, "asked where it was kept"

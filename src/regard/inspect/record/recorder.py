@@ -199,11 +199,13 @@ class PlaceBuilder:
     """Collects the steps of one place during a run."""
 
     def __init__(self, kept_parts: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
-        self._kept, self._originals = kept_parts, originals
+        self._kept_parts, self._originals = kept_parts, originals
         self._steps: list[RecordedStep] = []
         self._stores: dict[tuple[Any, ...], KeyValueStore] = {}
-        self._at = torch.zeros(1, 0, dtype=torch.int64)  # [b,N] positions of the columns
-        self._last: Tensor | None = None  # [b] the last position that asked
+        self._column_positions = torch.zeros(
+            1, 0, dtype=torch.int64
+        )  # [b,N] positions of the columns
+        self._last_position: Tensor | None = None  # [b] the last position that asked
         self._batch, self._H, self._queries = 0, 0, 0
         self.heads: tuple[int, ...] = ()
 
@@ -211,18 +213,18 @@ class PlaceBuilder:
         """Return whether the queries of a call stand after all earlier ones, in every row of the
         batch.
         """
-        if self._last is None:
+        if self._last_position is None:
             return True
         q_positions = as_tensor(call.q_positions).cpu()
         first = torch.where(q_positions >= 0, q_positions, 1 << 62).amin(1)
         same = (self._batch, self._H) == (call.B, call.H)
-        return same and bool((first > self._last).all())
+        return same and bool((first > self._last_position).all())
 
     def add(self, call: Call, result: Result, kernel: str) -> None:
         """Add a call and its result. Tensors are copied, because caches overwrite their own."""
-        if self._last is None:
+        if self._last_position is None:
             self._batch, self._H = call.B, call.H
-            wanted = range(call.H) if self._kept.heads is None else self._kept.heads
+            wanted = range(call.H) if self._kept_parts.heads is None else self._kept_parts.heads
             self.heads = tuple(h for h in range(call.H) if h in wanted)
         q_positions = as_tensor(call.q_positions).cpu()
         last = (
@@ -230,7 +232,9 @@ class PlaceBuilder:
             if q_positions.shape[1]
             else q_positions.new_full((q_positions.shape[0],), -1)
         )
-        self._last = last if self._last is None else torch.maximum(self._last, last)
+        self._last_position = (
+            last if self._last_position is None else torch.maximum(self._last_position, last)
+        )
         if self.heads:
             self._steps.append(self._step(call, result, kernel))
         self._queries += call.T
@@ -238,7 +242,9 @@ class PlaceBuilder:
     def place(self, name: str) -> Place:
         """Return what was recorded as a `Place`."""
         pools = tuple(store.pool() for store in self._stores.values())
-        return Place(name, tuple(self._steps), pools, self._H, self.heads, self._at.shape[1])
+        return Place(
+            name, tuple(self._steps), pools, self._H, self.heads, self._column_positions.shape[1]
+        )
 
     @property
     def empty(self) -> bool:
@@ -249,7 +255,7 @@ class PlaceBuilder:
         """Return a call and its result as a recorded step."""
         assert result.lse is not None, "an observed call asks for its lse"
         heads, n = list(self.heads), call.H // call.G
-        first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)
+        first = 0 if self._kept_parts.rows is None else max(0, call.T - self._kept_parts.rows)
 
         def recorded_part(x: Tensor) -> Tensor:
             return x.detach()[:, heads, first:].to("cpu", copy=True)
@@ -266,13 +272,13 @@ class PlaceBuilder:
         pool, store = self._store(call, tuple(groups))
         keys_and_values = (
             slots.k[:, groups],
-            (slots.v[:, groups] if "v" in self._kept.names else None),
+            (slots.v[:, groups] if "v" in self._kept_parts.names else None),
         )
         keys = store.numbers(slots.columns, keys_and_values, slots.there)
         return RecordedStep(
             recorded_part(call.q),
             recorded_part(result.lse),
-            recorded_part(result.out) if "out" in self._kept.names else None,
+            recorded_part(result.out) if "out" in self._kept_parts.names else None,
             slots.columns,
             _copy_positions(call.q_positions),
             _copy_positions(slots.positions),
@@ -302,7 +308,7 @@ class PlaceBuilder:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()
             key_kind = "latents" if latents else "keys"
             key_kind += " from a quantised cache" if coded else ""
-            v = call.v.detach()[:, list(groups)] if "v" in self._kept.names else None
+            v = call.v.detach()[:, list(groups)] if "v" in self._kept_parts.names else None
             like = call.k.detach()[:, list(groups)], v
             self._stores[layout] = KeyValueStore(like, groups, call.G, key_kind)
         return list(self._stores).index(layout), self._stores[layout]
@@ -312,12 +318,14 @@ class PlaceBuilder:
         k, v = call.k.detach(), call.v.detach()
         positions = as_tensor(call.k_positions).cpu().long()
         mask, bias = self._original(call.mask), self._original(call.bias)
-        N = self._at.shape[1]
-        same = positions.shape[1] >= N and bool((positions[:, :N] == self._at).all())
+        N = self._column_positions.shape[1]
+        same = positions.shape[1] >= N and bool((positions[:, :N] == self._column_positions).all())
         if same and (N or not _in_other_slots(positions, as_tensor(call.q_positions).cpu())):
             # the same slots as before, and new ones behind them
-            rows = max(positions.shape[0], self._at.shape[0])
-            self._at = torch.cat([self._at.expand(rows, -1), positions[:, N:].expand(rows, -1)], 1)
+            rows = max(positions.shape[0], self._column_positions.shape[0])
+            self._column_positions = torch.cat(
+                [self._column_positions.expand(rows, -1), positions[:, N:].expand(rows, -1)], 1
+            )
             return CallKeys(
                 torch.arange(positions.shape[1]), k, v, call.k_positions, mask, bias, None
             )
@@ -370,9 +378,9 @@ class PlaceBuilder:
         If the new keys belong to the tokens of the queries, their columns are in the order of the
         queries; otherwise the rows of the batch are aligned at the end.
         """
-        rows = max(positions.shape[0], self._at.shape[0], q_positions.shape[0])
+        rows = max(positions.shape[0], self._column_positions.shape[0], q_positions.shape[0])
         known, positions, q_positions = (
-            x.expand(rows, -1) for x in (self._at, positions, q_positions)
+            x.expand(rows, -1) for x in (self._column_positions, positions, q_positions)
         )
         column, N = torch.full(positions.shape, -1), known.shape[1]
         for b in range(rows if N else 0):
@@ -395,7 +403,7 @@ class PlaceBuilder:
         for b, x in enumerate(query_slots):
             where = torch.searchsorted(used, x)
             added[b, where], column[b, new[b]] = positions[b, new[b]], N + where
-        self._at = torch.cat([known, added], 1)
+        self._column_positions = torch.cat([known, added], 1)
         return column
 
     def _original(self, rule: Any) -> Any:
@@ -484,7 +492,7 @@ class Recorder(Trace):
     def __init__(self, **select: Unpack[RecordingOptions]) -> None:
         super().__init__()
         check_names(type(self).__name__, select, RecordingOptions.__annotations__)
-        self._at, self._heads = select.get("places"), select.get("heads")
+        self._places, self._heads = select.get("places"), select.get("heads")
         self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", OPTIONAL_PARTS))
         if self._rows is not None and self._rows < 1:
             raise ArgumentError(f"rows is {self._rows}; it must be at least 1, or None for all")
@@ -495,14 +503,14 @@ class Recorder(Trace):
         self.seen_places: dict[str, None] = {}
         self._tracks: dict[str, PlaceBuilder] = {}
         self._originals: dict[int, tuple[object, object]] = {}
-        self._one_at_a_time = threading.RLock()  # threads may share a recorder
+        self._lock = threading.RLock()  # threads may share a recorder
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
         """Record one call of attention at the current place."""
         place = self.where
-        with torch.no_grad(), self._one_at_a_time:
+        with torch.no_grad(), self._lock:
             self.seen_places[place] = None
-            if self._at is not None and not matches_place(place, self._at):
+            if self._places is not None and not matches_place(place, self._places):
                 return
             self._track(place, call).add(call, result, kernel)
 
@@ -519,7 +527,7 @@ class Recorder(Trace):
         Returns:
             The recording.
         """
-        with self._one_at_a_time:
+        with self._lock:
             places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
         return Recording(places, ids, pieces, metadata)
 
@@ -529,12 +537,12 @@ class Recorder(Trace):
         Returns:
             A sentence, or an empty string if everything was recorded.
         """
-        with self._one_at_a_time:
+        with self._lock:
             recorded = {head for track in self._tracks.values() for head in track.heads}
             places = list(self.seen_places)
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
         flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
-        asked = dict.fromkeys([*(self._at or ()), *by_place])
+        asked = dict.fromkeys([*(self._places or ()), *by_place])
         unknown = [x for x in asked if not any(matches_place(here, (x,)) for here in places)]
         if unknown:
             met = ", ".join(here or "(no name)" for here in places) or "none"
