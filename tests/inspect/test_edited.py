@@ -288,9 +288,12 @@ def test_unknown_names_are_refused_with_a_hint() -> None:
         ({"heads": [0, 9]}, "heads [9] were not recorded: no selected place has them"),
         (
             {"places": ["layers.0", "layers.9"]},
-            "places ['layers.9'] were not met; the places that called",
+            "there were no calls at the places ['layers.9']; the places that called",
         ),
-        ({"heads": {"layers.1": [0], 7: [1]}}, "places [7] were not met; the places that called"),
+        (
+            {"heads": {"layers.1": [0], 7: [1]}},
+            "there were no calls at the places [7]; the places that called",
+        ),
         (
             {"heads": {"layers.1": [8]}},
             "no attention was recorded: the run of Model called no softmax",
@@ -302,7 +305,10 @@ def test_a_selection_that_does_not_exist_is_told(select: Any, message: str) -> N
     with pytest.raises(ArgumentError) as error:
         record(m, TEXT, **select)
     assert str(error.value).startswith(message)
-    with pytest.warns(UserWarning, match="were not met|were not recorded"), Recorder(**select):
+    with (
+        pytest.warns(UserWarning, match="there were no calls|were not recorded"),
+        Recorder(**select),
+    ):
         m.forward(m.encode(TEXT))
 
 

@@ -716,7 +716,7 @@ def test_a_recorder_is_asked_while_others_record() -> None:
     record("old")
     recorder._tracks, recorder.seen_places = Grows(recorder._tracks), Grows(recorder.seen_places)
     assert "old" in recorder.recording().places
-    assert recorder.missing_selection().startswith("places [7")
+    assert recorder.missing_selection().startswith("there were no calls at the places [7")
     for thread in started:
         thread.join()
     recorder._tracks, recorder.seen_places = dict(recorder._tracks), dict(recorder.seen_places)

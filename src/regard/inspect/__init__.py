@@ -33,7 +33,7 @@ from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
 from regard.inspect.report.page_data import report
 
-# the package of this name moved to regard.audit; imports of it by the former name still work
+# the package regard.inspect.audit moved to regard.audit; imports by the former name still work
 sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
 
 __all__ = [

@@ -535,7 +535,7 @@ class AlignmentMap:
             max(map(cell_len, words), default=0) * LETTER_WIDTH for words in (predicted, source)
         ]
         left, top = 18 + longest[0], 22 + longest[1] * math.sin(turn)
-        # the last word above the columns leans out to the right
+        # the last column label extends to the right
         right = 14 + (cell_len(source[-1]) * LETTER_WIDTH * math.cos(turn) if source else 0)
         wide = max(left + columns * side + right, left + 300)
         high = top + rows * side + 48
@@ -676,7 +676,7 @@ class RatioBars:
         axes.grid(visible=False, axis="y")
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
         places = range(len(ratios))
-        # a logarithmic axis has no other place to begin than 1, which is ours
+        # bars start at 1, the time of regard, because a logarithmic axis has no 0
         axes.barh(places, [x - 1 for x in ratios], left=1, color=palette.LIGHT["soft"], height=0.66)
         for place, bar in enumerate(self.bars):
             axes.annotate(
@@ -859,7 +859,7 @@ def _ticks(
         [float(t) for t in locator.tick_values(low, high) if low <= t <= high]
         for locator in (*locators, plain)
     ]
-    # powers before plain steps, unless they are too few to read values between them
+    # prefer powers to linear steps, unless there are too few of them
     few = min(3, len({*values}))
     return max(
         (t for t in candidates[:-1] if few <= len(t) <= most), key=len, default=candidates[-1]

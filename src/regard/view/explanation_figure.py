@@ -80,7 +80,7 @@ def drawing(data: Mapping[str, Any]) -> Drawing:
 
 def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[str, list[str]]:
     """Draw the pattern of the head; masked cells are hatched."""
-    cells = np.array(data["patterns"][data["head"]], float)  # None becomes nan
+    cells = np.array(data["patterns"][data["head"]], float)  # None becomes NaN
     rows, columns = cells.shape
     high = 72 * figure.get_size_inches()[1]
     n, where = data["pool"], cell(data["place"], 60).rstrip()

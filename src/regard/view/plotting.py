@@ -222,7 +222,7 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
         wide = columns_of(text.get_text()) > len(text.get_text())
         text.set_parse_math(False)
         text.set_fontfamily(["DejaVu Sans", *(fonts if wide else ())])
-        if wide and fonts:  # the file that was found has one weight
+        if wide and fonts:  # the font file has only the normal weight
             text.set_fontweight("normal")
     settings = rc_context(
         {
@@ -248,7 +248,7 @@ def _unwarned(figure: Figure) -> AbstractContextManager[None]:
     letters = {letter for text in _texts(figure) for letter in text.get_text()}
     if all(own.get_char_index(ord(letter)) for letter in letters if letter.isprintable()):
         return nullcontext()
-    # it imports torch, which texts of other scripts come from, and which no other chart waits for
+    # this imports torch, so it is not imported for other charts
     from regard.process import quiet
 
     return quiet()
@@ -316,7 +316,7 @@ def _attributes(style: str) -> dict[str, str]:
     """Return the declarations of a style as attributes, which have the same names in SVG."""
     pairs = (one.partition(":") for one in style.split(";") if one.strip())
     attributes = {name.strip(): value.strip() for name, _, value in pairs}
-    # the whole drawing says it once
+    # the root element sets it once
     attributes.pop("font-family", None)
     return attributes
 

@@ -124,8 +124,8 @@ WIDTH = 80
 INDENT = "  "
 STRIP_WIDTH = 64  # characters of a strip
 MAX_PATTERN_CELLS = 32  # cells along a side of the large pattern
-MAX_SMALL_CELLS = 8  # and of a small one
-PATTERNS_PER_LINE = 4  # small ones side by side
+MAX_SMALL_CELLS = 8  # cells along a side of a small pattern
+PATTERNS_PER_LINE = 4  # small patterns side by side
 
 
 def style(role: str, *, bold: bool = False) -> Style:

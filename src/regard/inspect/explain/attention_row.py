@@ -185,7 +185,7 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
     (0.0, 2.0, [0.5, 0.5, 0.0])
     """
     top = float(s.max(initial=-np.inf))
-    if top == -np.inf:  # it sees nothing
+    if top == -np.inf:  # the query sees no key
         none = np.zeros_like(s)
         return SoftmaxRow(top, none, 0.0, top, none)
     exps = np.exp(s - top)

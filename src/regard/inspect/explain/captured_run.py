@@ -198,7 +198,7 @@ def record_run(run: PreparedRun) -> Recording:
     'layers.0'
     """
     recorder = Recorder()
-    recorder.missing = "ignore"  # the page and the file refuse an empty recording by name
+    recorder.missing = "ignore"  # the page and the file raise an error for an empty recording
     with torch.inference_mode(), recorder:
         run.run()
     sequence, source_sequence = run.sequences[run.predicted_sequence], run.sequences.get("source")
@@ -255,7 +255,9 @@ def _hooks(
 
     def keep(name: str, x: Any) -> None:
         x = x[0] if isinstance(x, tuple) else x
-        if isinstance(x, Tensor) and get_ident() == thread:  # others may run the model as well
+        if (
+            isinstance(x, Tensor) and get_ident() == thread
+        ):  # other threads may run the model as well
             recorded_states.setdefault(name, []).append(x.detach())
 
     def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

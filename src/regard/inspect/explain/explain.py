@@ -432,7 +432,7 @@ def _recorded_row(
             "choose another layer or place, or implement explain_row in the mechanism "
             "(regard.nn.explain.Explainable.explain_row)"
         )
-    # a branch of the place has a name of its own, under which it may be edited
+    # a branch of the place has its own name, and edits may use that name
     if inner := sorted({name for each in calls for name in each.step.edited}):
         raise ArgumentError(_cannot_show(inner, target.site))
     names = call_names(calls)
@@ -537,9 +537,9 @@ def _projection_query(
     """
     x = run.hidden["x"]
     memory = x if target.own else run.hidden.get("memory")
-    if memory is None:  # a cache gave it: states of an encoder, which are the values
+    if memory is None:  # the memory came from a cache: encoder states, which are the values
         memory = run.taps["v"].transpose(0, 1).flatten(1)
-    # a call of some rows only was made of all
+    # a call of only some rows was computed from all of them
     positions = Span(0, x.shape[0]) if target.own else q
     memory_positions = Span(0, memory.shape[0])
     query = ProjectionQuery(

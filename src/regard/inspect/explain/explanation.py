@@ -37,7 +37,7 @@ EQUATIONS: dict[str, str] = {
 
 
 Array = NDArray[np.floating[Any]]
-DIGITS = 9  # significant digits that carry a float32 exactly
+DIGITS = 9  # significant digits that represent a float32 exactly
 
 
 class ComputationStep(NamedTuple):

@@ -164,7 +164,7 @@ def choose_head(
             0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
         ]
         return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
-    rows = _rows(prepared, sites, query, everything=key is not None)
+    rows = _rows(prepared, sites, query, keep_all=key is not None)
     if key is None and sites[0].query_sequence == sites[0].key_sequence:
         far = rows.clone()
         far[..., max(query - 1, 0) : query + 2] = -1
@@ -264,7 +264,7 @@ def _rows(
         )
     weights = torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
     if sites[0].query_sequence == sites[0].key_sequence and not keep_all:
-        weights[..., 0] = -1  # less than any weight, 0 included
+        weights[..., 0] = -1  # less than any weight, including 0
         weights[..., min(query, weights.shape[-1] - 1)] = -1
     return weights
 

@@ -24,7 +24,7 @@ from regard.nn.explain import Explainable, InputSteps, Links, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
 
-MAX_CELLS = 32  # a side of a small pattern
+MAX_CELLS = 32  # cells along a side of a small pattern
 QUERIES_PER_CHUNK = 256
 """Number of queries whose weights are computed together."""
 MAX_PATTERN_PAIRS = 2**25
@@ -64,7 +64,7 @@ def input_chain(
                 and len(chain[-1].values) > len(recorded_values)
                 and int(columns.min()) >= 0
             ):
-                # the call had some keys only
+                # the call had only some of the keys
                 chain = tuple(s._replace(values=s.values[columns]) for s in chain)
         matches = bool(chain) and chain[-1].values.shape == recorded_values.shape
         if matches:
@@ -110,7 +110,7 @@ def _rotary_angles(
     query_position = float(as_tensor(query.positions)[0, query.row])
     measured, factor = _measured_angles(rotary, query.positions, query.row)
     error = 0.0
-    if rotary.follows:  # the frequencies are those of the call, which only the module knows
+    if rotary.follows:  # the frequencies depend on the call; only the module has them
         angle, angles = measured, np.zeros((n, 0))
     else:
         inv_freq = to_array(rotary.inv_freq)
@@ -168,7 +168,7 @@ def _head_contributions(output: nn.Module, joined: Tensor) -> tuple[Array, Array
     """Return the contribution of each head alone to the output, `[H, M]`, and the output for
     zero input (the bias), `[M]`.
     """
-    # [H, H*E]: row h has head h, the rest 0
+    # [H, H*E]: row h contains head h, and 0 for the other heads
     alone = torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
     rows = torch.cat([alone, torch.zeros_like(alone[:1])])
     outputs = to_array(output(rows[:, None])[:, 0])

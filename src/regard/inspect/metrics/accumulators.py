@@ -156,7 +156,7 @@ class DistanceAccumulator:
         )
         self._sums = torch.zeros(
             scene.h, max(1, longest) + 1, dtype=torch.float64
-        )  # the last: ahead, or not real
+        )  # the last bin: later keys, and empty slots
         self._distance, self._local = (
             torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn"
         )

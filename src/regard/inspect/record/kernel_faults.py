@@ -406,7 +406,7 @@ def _fitted_scale(samples: list[AuditSample]) -> float | None:
     """Find, by bisection, the scale that gives the recorded lse of the row with the largest
     error; None if there is none.
     """
-    e = samples[-1]  # of several steps the one with the most keys
+    e = samples[-1]  # the step with the most keys
     errors = (e.true_lse - e.lse.double()).abs()
     worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
     row = torch.unravel_index(worst, errors.shape)

@@ -93,7 +93,7 @@ def record(
         if is_given and name not in allowed:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
     recorder = Recorder(**select)
-    recorder.missing = "ignore"  # a recording of nothing is an error below
+    recorder.missing = "ignore"  # an empty recording raises an error below
     with torch.inference_mode(), recorder:
         run_facts = run(model, text, **{name: arguments[name] for name in allowed})
     recording = replace(recorder.recording(), metadata=_metadata(model), **run_facts)
@@ -157,7 +157,7 @@ def _model(
         if positions is not None:
             raise ArgumentError("positions can be given only with ids, not with a text")
         ids, positions = padded([model.encode(row)[0].tolist() for row in rows])
-    # a base model that was saved alone has attention, and no logits
+    # a base model without a head has attention, but no logits
     run = model.forward if model.has_head else model.hidden
     if chunk is None:
         run(ids, positions)
@@ -237,7 +237,7 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
     if getattr(config, "is_encoder_decoder", False) or not layered:
         from regard.integrations.transformers import name_places
 
-        name_places(model)  # its layers have no numbers, or the same ones twice
+        name_places(model)  # its layers have no index, or an index twice
     arguments = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
     if not tokens:
         model(**arguments)
@@ -250,7 +250,7 @@ def _check_attention_implementation(model: nn.Module) -> None:
     """Check that regard computes the attention of a transformers model, and warn of parts where
     it does not.
     """
-    # by config: the first module that has it, and how it computes attention
+    # for each config: the first module that has it, and its attention implementation
     used: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
         config = getattr(module, "config", None)

@@ -53,7 +53,7 @@ class KeyValueStore:
         self.groups, self.G, self.key_kind = groups, G, key_kind
         self._parts = [None if x is None else x[:, :, :0] for x in like]
         self._columns = torch.zeros(0, dtype=torch.int64)
-        self._newest = torch.zeros(0, dtype=torch.int64)  # column -> number of its newest key
+        self._newest = torch.zeros(0, dtype=torch.int64)  # column -> index of its newest key
         self.length = 0
 
     def numbers(
@@ -205,7 +205,7 @@ class PlaceBuilder:
         self._column_positions = torch.zeros(
             1, 0, dtype=torch.int64
         )  # [b,N] positions of the columns
-        self._last_position: Tensor | None = None  # [b] the last position that asked
+        self._last_position: Tensor | None = None  # [b] the last position of a query
         self._batch, self._H, self._queries = 0, 0, 0
         self.heads: tuple[int, ...] = ()
 
@@ -321,7 +321,7 @@ class PlaceBuilder:
         N = self._column_positions.shape[1]
         same = positions.shape[1] >= N and bool((positions[:, :N] == self._column_positions).all())
         if same and (N or not _in_other_slots(positions, as_tensor(call.q_positions).cpu())):
-            # the same slots as before, and new ones behind them
+            # the same slots as before, followed by new ones
             rows = max(positions.shape[0], self._column_positions.shape[0])
             self._column_positions = torch.cat(
                 [self._column_positions.expand(rows, -1), positions[:, N:].expand(rows, -1)], 1
@@ -343,7 +343,9 @@ class PlaceBuilder:
         k, v = call.k.detach(), call.v.detach()
         by_slot = depends_on_slots(mask, bias)
         used = (column >= 0).any(0)
-        if bool(((column == column[:1]) | ~used).all()):  # one order for all rows
+        if bool(
+            ((column == column[:1]) | ~used).all()
+        ):  # all rows of the batch have the same order
             which = used.nonzero()[:, 0]
             if by_slot:
                 mask, bias = to_dense_rules(call, mask, bias, which[None, None, None])
@@ -547,8 +549,9 @@ class Recorder(Trace):
         if unknown:
             met = ", ".join(here or "(no name)" for here in places) or "none"
             return (
-                f"places {unknown} were not met; the places that called regard's softmax "
-                f"attention: {met}"
+                f"there were no calls at the places {unknown}; the places that called regard's "
+                "softmax "
+                f"attention are: {met}"
             )
         wanted = {head for heads in (flat, *by_place.values()) for head in heads}
         gone = sorted(wanted - recorded)
@@ -561,8 +564,8 @@ class Recorder(Trace):
             return
         if not self.seen_places:
             warnings.warn(
-                "nothing was recorded: regard's softmax attention was never called; other code "
-                "must call regard.attend, and a "
+                "nothing was recorded: regard's softmax attention was never called; the code must "
+                "call regard.attend, and a "
                 'transformers model must have attn_implementation="regard"',
                 stacklevel=3,
             )

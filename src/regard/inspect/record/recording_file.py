@@ -136,12 +136,12 @@ class _NamedTensors:
 
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
-        self._names: dict[int, tuple[str, Tensor]] = {}  # holds them, so that no id is used again
+        self._names: dict[int, tuple[str, Tensor]] = {}  # references, so that no id is reused
 
     def __call__(self, x: Tensor) -> str:
         if id(x) not in self._names:
             name = str(len(self._names))
-            # a copy: two names may look at one memory, which the format does not allow
+            # a copy, because the format does not allow two tensors that share memory
             self.named[name] = x.detach().to("cpu", copy=True).contiguous()
             self._names[id(x)] = (name, x)
         return self._names[id(x)][0]
@@ -257,7 +257,11 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) 
     def named(name: str) -> Tensor | None:
         return None if data[name] is None else tensors[data[name]]
 
-    data = {"scores": None, "pattern": None, **_with_new_names(data)}  # format 1 has neither
+    data = {
+        "scores": None,
+        "pattern": None,
+        **_with_new_names(data),
+    }  # format 1 has neither of them
     columns = data["columns"]
     if isinstance(columns, list):
         columns = as_tensor(_read_span(columns, num_keys))[0]

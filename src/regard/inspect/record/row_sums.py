@@ -185,7 +185,7 @@ def _max_abs(x: Tensor) -> float:
 def _output_error(samples: list[AuditSample]) -> ErrorBound | None:
     """Return the error of the outputs, or None if no sample has any."""
     triples = [
-        # a row that sees nothing is judged apart
+        # rows that see no key are checked separately
         (e.out, e.plain_out, e.true_out.masked_fill(e.true_lse.isneginf()[..., None], torch.nan))
         for e in samples
         if e.out is not None and e.true_out is not None

@@ -115,7 +115,7 @@ def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: 
         return [True] * n
     used = torch.zeros(n, dtype=torch.bool)
     for step, own, _ in parts:
-        if step.first_column != 0:  # its keys are no blocks of columns
+        if step.first_column != 0:  # its keys do not start at column 0
             used[torch.div(step.columns, wide, rounding_mode="floor").unique()] = True
             continue
         asked = slice(own.start + step.first, own.stop + step.first)

@@ -371,7 +371,7 @@ class PageData:
             compressed_size(x) for x in self.arrays.values()
         )
         order = [(place, head)]
-        if len(self.sources) > 1:  # the same head of the other recording, to compare
+        if len(self.sources) > 1:  # also the same head of the other recording
             other = next(
                 (
                     n
