@@ -177,7 +177,7 @@ def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = json.loads(capsys.readouterr().out)
     others = {j: p for j, p in enumerate(chosen["weights"]) if j not in (0, chosen["query"])}
     assert chosen["key"] == max(others, key=lambda j: others[j])
-    assert "without the query and the first token" in chosen["key_chosen_by"]
+    assert "leaving out the query and the first token" in chosen["key_chosen_by"]
     assert [link["name"] for link in chosen["chain"]] == ["dot", "scaled", "masked"]
     assert chosen["chain"][-1]["value"] == chosen["scores"][-1]["values"][chosen["key"]]
 

@@ -558,14 +558,14 @@ def show_heads(
 
     >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
     >>> show_heads("1 b", [row], (0, 0), Console(width=80))
-    Largest weight of query 1 b in each head, without the first token
+    Largest weight of query 1 b in each head, leaving out the first token
       layer head  weight                           key token
     ▶     0    0  1.0000 ████████████████████████    1 b
     """
     lines = [
         Text(
             f"Largest weight of query {terminal.cell(query, 20).rstrip()} in each head, "
-            "without the first token"
+            "leaving out the first token"
         ),
         Text("  layer head  weight                           key token", "dim"),
     ]

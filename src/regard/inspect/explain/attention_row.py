@@ -204,7 +204,7 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
         v: values, `[n, E]`.
         size: keys of a block.
 
-    >>> [(block.stop, block.total) for block in online_softmax(np.zeros(4), np.ones((4, 1)), 2)]
+    >>> [(block.stop, block.running_sum) for block in online_softmax(np.zeros(4), np.ones((4, 1)), 2)]
     [(2, 2.0), (4, 4.0)]
     """
     n = len(s)

@@ -193,8 +193,8 @@ def record_run(run: PreparedRun) -> Recording:
     """Run the network once, and record every softmax attention call, for pages and files.
 
     >>> import regard
-    >>> from regard.inspect.explain.prepared_run import reading
-    >>> list(record_run(reading(regard.load("tiny"), "to be")).places)[0]
+    >>> from regard.inspect.explain.prepared_run import prepare_run
+    >>> list(record_run(prepare_run(regard.load("tiny"), "to be")).places)[0]
     'layers.0'
     """
     recorder = Recorder()

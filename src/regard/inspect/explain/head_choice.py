@@ -29,7 +29,8 @@ from regard.models.model import Model
 from regard.nn.explain import explainable
 
 HEAD_RULE = (
-    "the head with the largest weight of the query on one key, without the first token, the query "
+    "the head with the largest weight of the query on one key, leaving out the first token, the "
+    "query "
     "itself and its neighbours"
 )
 """How `strongest_head` chooses, as shown to the user."""
@@ -40,7 +41,7 @@ HEAD_FOR_KEY_RULE = "the head with the largest weight of the query on the key"
 FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to compare heads by"
 """How a head is chosen where the mechanism has no softmax weights."""
 
-KEY_RULE = "the key with the largest weight, without the query and the first token"
+KEY_RULE = "the key with the largest weight, leaving out the query and the first token"
 """How the key is chosen, as shown to the user."""
 
 
@@ -87,8 +88,8 @@ def find_query(model: Model, text: str, query: int | str) -> int:
 def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
     """Find the index of a token, as `find_query` does; errors call the argument `name`.
 
-    >>> from regard.inspect.explain.prepare_run import spoken
-    >>> find_token(spoken((5, 6, 7), ("one", "two", "three")), "two")
+    >>> from regard.inspect.explain.prepared_run import pretokenized
+    >>> find_token(pretokenized((5, 6, 7), ("one", "two", "three")), "two")
     1
     """
     if isinstance(token, bool) or not isinstance(token, (int, str)):

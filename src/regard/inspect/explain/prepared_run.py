@@ -97,7 +97,7 @@ class PretokenizedInput:
         name: what the network is called on pages.
         names: maps ids to words, for predictions.
 
-    >>> from regard.inspect.explain.prepare_run import prepare_run
+    >>> from regard.inspect.explain.prepared_run import prepare_run
     >>> from regard.models.rnn import recurrent
     >>> network = recurrent(9, 8, 8, attention="luong")
     >>> pair = PretokenizedInput(network, ((3, 4), ("one", "two")), ((1, 5), ("<bos>", "uno")))
