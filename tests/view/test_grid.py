@@ -25,7 +25,7 @@ def of(mask: masks.Mask, q: Span, k: Span) -> mask_grid.Grid:
 def test_a_mask_in_unicode() -> None:
     mask = masks.Causal() & masks.Window(2) | masks.Sinks(1)
     assert text(of(mask, Span(0, 4), Span(0, 4))) == [
-        "  rows are queries, columns are keys: ██ visible, ▓▓ its own, · not",
+        "  rows are queries, columns are keys: ██ visible, ▓▓ its own, · masked",
         "         0",
         "      0 │▓▓ · · ·│    1  0",
         "      1 │██▓▓ · ·│    2  0–1",
@@ -61,7 +61,8 @@ def test_long_masks_are_pooled_and_say_so() -> None:
         of(masks.Causal() & masks.Window(700) | masks.Sinks(64), Span(0, 4096), Span(0, 4096))
     )
     assert (
-        lines[0] == "  each cell 128 queries x 128 keys: ██ all, ▒▒ some, · none; right: most seen"
+        lines[0]
+        == "  each cell 128 queries x 128 keys: ██ all, ▒▒ some, · none; right: largest number of visible keys"
     )
     assert len(lines) == 34
     assert lines[2].startswith("      0 │▒▒ · ·")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
+from regard.units import plural
 from regard.view import palette
 
 HEAD = (
@@ -38,7 +39,7 @@ def svg(heads: int = 3) -> str:
         f"<style>{palette.css()}{_css()}</style>",
         f'<rect class="paper" width="{WIDE}" height="{HIGH}" rx="8"/>',
         _text(116, 28, "one head", "ink"),
-        _text(470, 28, f"{heads} heads, each with maps of its own", "ink"),
+        _text(470, 28, f"{plural(heads, 'head')}, each with its own projections", "ink"),
         *_column(32, rows, HEAD, BOX),
         *_inputs(32, rows + 44, BOX),
     ]
@@ -51,7 +52,7 @@ def svg(heads: int = 3) -> str:
     top = rows - len(HEAD) * STEP
     parts += [_arrow(left + width / 2, top + 26, middle, top - 6) for left in lefts]
     parts += [
-        *_box(middle - 110, top - 38, 220, "joined, output map", "z"),
+        *_box(middle - 110, top - 38, 220, "concat, output projection", "z"),
         _arrow(middle, top - 38, middle, top - 56),
     ]
     return "\n".join([*parts, "</svg>", ""])
@@ -77,7 +78,7 @@ def _inputs(left: float, y: float, width: float) -> Iterator[str]:
         yield from _box(left + i * third + 2, y, third - 4, name, name)
         if name != "v":
             yield _arrow(left + (i + 0.5) * third, y, left + (i + 0.5) * third, y - 48)
-    yield _text(left + width / 2, y + 48, "three maps of x", "soft")
+    yield _text(left + width / 2, y + 48, "three projections of x", "soft")
 
 
 def _box(left: float, top: float, width: float, name: str, role: str) -> Iterator[str]:

@@ -31,7 +31,10 @@ def page(report: CostReport, machine: Machine | None) -> str:
 def _head(report: CostReport) -> str:
     model = report.model
     kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
-    title = f"{model.name}: {model.parameters:,} parameters, {model.active:,} active for one token"
+    title = (
+        f"{model.name}: {units.plural(model.parameters, 'parameter')}, "
+        f"{model.active:,} active for one token"
+    )
     return "\n".join([title, *kinds])
 
 
@@ -48,8 +51,8 @@ def _parts(report: CostReport) -> str:
     if isinstance(first, SoftmaxSpec) and not model.reader:
         one = first.weights.matrices
         lines.append(
-            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} "
-            "layers: "
+            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of "
+            f"{units.plural(len(layers), 'layer')}: "
             f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} "
             "of all"
         )

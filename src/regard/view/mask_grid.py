@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int, Int8
 from rich.style import Style
 from rich.text import Text
 
+from regard.units import plural
 from regard.view.palette import TERMINAL
 
 WIDTH = 80
@@ -88,7 +89,7 @@ def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
 
     >>> grid = Grid(np.tril(np.full((3, 3), 2, np.int8)), np.array([1, 2, 3]))
     >>> for line in draw(grid, ascii_only=True): print(line.plain)
-      rows are queries, columns are keys: ## visible, @@ its own, . not
+      rows are queries, columns are keys: ## visible, @@ its own, . masked
              0
           0 |@@ . .|    1  0
           1 |##@@ .|    2  0-1
@@ -123,7 +124,8 @@ def draw_tiles(
     cut = f"; the first {MAX_WIDE_COLUMNS} a side" if shown.shape != states.shape else ""
     full, partial = symbols["full"] * 2, symbols["partial"] * 2
     yield Text(
-        f"  tiles of {size[0]} queries x {size[1]} keys: {full} full, {partial} partial, "
+        f"  tiles of {plural(size[0], 'query')} x {plural(size[1], 'key')}: {full} full, "
+        f"{partial} partial, "
         f"{symbols['empty']} empty{cut}",
         "dim",
     )
@@ -156,12 +158,13 @@ def _legend(grid: Grid, symbols: dict[str, str], wide: int) -> str:
     if not grid.pooled:
         return (
             f"rows are queries, columns are keys: {full} visible, {own} its own, "
-            f"{symbols['empty']} not"
+            f"{symbols['empty']} masked"
         )
     return (
-        f"each cell {grid.cell[0]} queries x {grid.cell[1]} keys: {full} all, {partial} some, "
+        f"each cell {plural(grid.cell[0], 'query')} x {plural(grid.cell[1], 'key')}: {full} all, "
+        f"{partial} some, "
         f"{symbols['empty']} none; "
-        "right: most seen"
+        "right: largest number of visible keys"
     )
 
 

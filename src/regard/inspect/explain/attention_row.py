@@ -28,6 +28,7 @@ from regard.inspect.explain.explanation import (
     SoftmaxRow,
 )
 from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
+from regard.units import plural
 
 Checks: TypeAlias = dict[str, float]
 """What was compared, to the largest absolute difference."""
@@ -204,7 +205,8 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
         v: values, `[n, E]`.
         size: keys of a block.
 
-    >>> [(block.stop, block.running_sum) for block in online_softmax(np.zeros(4), np.ones((4, 1)), 2)]
+    >>> blocks = online_softmax(np.zeros(4), np.ones((4, 1)), 2)
+    >>> [(block.stop, block.running_sum) for block in blocks]
     [(2, 2.0), (4, 4.0)]
     """
     n = len(s)
@@ -357,13 +359,14 @@ def _mix_of_calls(
         last = len(call_is_output) - 1 - call_is_output[::-1].index(True)
         shares = np.array([float(n == last) for n in range(len(call_is_output))])
         text = (
-            f"{len(calls)} calls for this query; the kernel's answer that goes on is that of "
-            "one: the others are replaced"
+            f"{plural(len(calls), 'call')} for this query; the head uses the output of only one of "
+            "them, which replaces the others"
         )
     else:
         text = (
-            f"{len(calls)} calls for this query, joined exactly by their lse: one softmax over "
-            "all their keys"
+            f"{plural(len(calls), 'call')} for this query, merged exactly by their lse: one "
+            "softmax "
+            "over all their keys"
         )
     rows = [one.by_key(tokens).numpy()[head] for one in calls]
     terms = tuple(

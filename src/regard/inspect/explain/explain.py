@@ -383,7 +383,7 @@ def _all_notes(target: Target) -> tuple[str, ...]:
         return target.read.notes
     return (
         *target.read.notes,
-        f"the text has {T} tokens; the model was trained on at most {trained}",
+        f"the text has {plural(T, 'token')}; the model was trained on at most {trained}",
     )
 
 

@@ -48,7 +48,7 @@ class Stage(NamedTuple):
         seconds: the shortest time of several runs of this stage alone.
 
     >>> Stage("q", "W_q x", torch.zeros(1, 2, 3, 4), 1e-3).summary()
-    Tensors(name='q', equation='W_q x', shape=(1, 2, 3, 4), mean=0.0, std=0.0, seconds=0.001)
+    TensorSummary(name='q', equation='W_q x', shape=(1, 2, 3, 4), mean=0.0, std=0.0, seconds=0.001)
     """
 
     name: str

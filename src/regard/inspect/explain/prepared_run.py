@@ -84,6 +84,18 @@ class AttentionSite(NamedTuple):
     key_sequence: str
 
 
+def _ids_as_text(ids: Sequence[int]) -> Sequence[str]:
+    """Return ids as their decimal texts.
+
+    Args:
+        ids: token ids.
+
+    Returns:
+        A text for each id.
+    """
+    return [str(i) for i in ids]
+
+
 @dataclass(frozen=True, eq=False)
 class PretokenizedInput:
     """Words as tokens, for a network without a tokenizer, such as those of `regard train --task`.
@@ -109,7 +121,7 @@ class PretokenizedInput:
     source: tuple[Sequence[int], Sequence[str]]
     target: tuple[Sequence[int], Sequence[str]] | None = None
     name: str = "words"
-    names: Callable[[Sequence[int]], Sequence[str]] = lambda ids: [str(i) for i in ids]
+    names: Callable[[Sequence[int]], Sequence[str]] = _ids_as_text
 
 
 @dataclass(frozen=True, eq=False)
