@@ -61,8 +61,7 @@ def test_long_masks_are_pooled_and_say_so() -> None:
         of(masks.Causal() & masks.Window(700) | masks.Sinks(64), Span(0, 4096), Span(0, 4096))
     )
     assert (
-        lines[0]
-        == "  each cell 128 queries x 128 keys: ██ all, ▒▒ some, · none; right: largest number of visible keys"
+        lines[0] == "  each cell 128 queries x 128 keys: ██ all, ▒▒ some, · none; right: max keys"
     )
     assert len(lines) == 34
     assert lines[2].startswith("      0 │▒▒ · ·")

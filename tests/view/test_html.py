@@ -6,7 +6,7 @@ import base64
 import hashlib
 import re
 
-from regard.view.charts import Axis, Line, Mark, Picture, Scatter
+from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 from regard.view.html_page import CaptionedChart, Section, page
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
@@ -18,7 +18,7 @@ def drawn(words: str = "t") -> Picture:
 
 def test_words_are_escaped_and_the_page_runs_nothing() -> None:
     scatter = Scatter(
-        [Mark(EVIL, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
+        [ScatterPoint(EVIL, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
         Axis(EVIL, "bytes"),
         Axis(EVIL, "share"),
         EVIL,

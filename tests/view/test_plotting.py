@@ -21,11 +21,11 @@ from regard.view.charts import (
     Axis,
     Chart,
     Line,
-    Mark,
     Picture,
     RatioBar,
     RatioBars,
     Scatter,
+    ScatterPoint,
 )
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b $x_{ $a$'
@@ -38,7 +38,7 @@ def every(words: str) -> list[Chart]:
     return [
         Picture(words, words, words, (Line(words, ((1.0, 1.0), (2.0, 2.0))),), "", 1.5, words),
         Scatter(
-            [Mark(words, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
+            [ScatterPoint(words, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
             Axis(words, "bytes"),
             Axis(words, "share"),
             words,

@@ -9,7 +9,7 @@ from regard import units
 from regard.compare.comparison import COSTS, FEWEST, cost_of, front
 from regard.table import table as table_of
 from regard.view import html_page
-from regard.view.charts import Axis, Line, Mark, Picture, Scatter
+from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
 
 def table(told: Mapping[str, Any]) -> str:
@@ -298,7 +298,7 @@ def charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
                 if x is not None and "mean" in quality:
                     span = (quality["low"], quality["high"])
                     marks.append(
-                        Mark(entry["name"], x, quality["mean"], span, entry["name"] in best)
+                        ScatterPoint(entry["name"], x, quality["mean"], span, entry["name"] in best)
                     )
             steps = {
                 e["quality"][name].get("steps") for e in told["mechanisms"] if name in e["quality"]
@@ -342,7 +342,7 @@ def costs(told: Mapping[str, Any]) -> list[Scatter]:
                 y = row["seconds"]
                 points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
         best = front([(x, y) for _, x, y, _ in points])
-        marks = [Mark(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
+        marks = [ScatterPoint(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
         caption = (
             f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the "
             "token's time."

@@ -343,7 +343,7 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
 
     >>> one = Accuracy("lstm", (LengthBin(1, 4, 1.0, (0.9, 1.0), 100),))
     >>> accuracy_chart([one], 4, "translate").lines[0].hints
-    ('lstm, 1 to 4 tokens: 100.0 % of 100',)
+    ('lstm, length 1 to 4: 100.0 % of 100',)
     """
     lines = tuple(
         Line(
@@ -351,7 +351,7 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
             tuple((one.middle, one.share) for one in model.bins),
             tuple(one.interval for one in model.bins),
             tuple(
-                f"{model.name}, {one.low} to {one.high} tokens: {100 * one.share:.1f} % of "
+                f"{model.name}, length {one.low} to {one.high}: {100 * one.share:.1f} % of "
                 f"{one.examples}"
                 for one in model.bins
             ),
@@ -366,7 +366,7 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
 
 
 @dataclass(frozen=True)
-class Mark:
+class ScatterPoint:
     """A mechanism in a scatter plot: its cost, its quality, and the spread of the quality.
 
     Args:
@@ -376,7 +376,7 @@ class Mark:
         span: range of y over random seeds.
         on_pareto_front: whether no other mechanism is better in both.
 
-    >>> Mark("mqa", 1024.0, 2.5, (2.4, 2.6), on_pareto_front=True).name
+    >>> ScatterPoint("mqa", 1024.0, 2.5, (2.4, 2.6), on_pareto_front=True).name
     'mqa'
     """
 
@@ -420,13 +420,13 @@ class Scatter:
         title: text above the chart.
         caption: a sentence that a page writes below it.
 
-    >>> one = Mark("mqa", 1024.0, 2.5, (2.5, 2.5), on_pareto_front=True)
+    >>> one = ScatterPoint("mqa", 1024.0, 2.5, (2.5, 2.5), on_pareto_front=True)
     >>> chart = Scatter((one,), Axis("cache", "bytes"), Axis("loss", "bits"), "text")
     >>> list(chart.draw().hints.values())
     [['mqa: 1.00 KiB, 2.5, on the Pareto front']]
     """
 
-    marks: Sequence[Mark]
+    marks: Sequence[ScatterPoint]
     x: Axis
     y: Axis
     title: str

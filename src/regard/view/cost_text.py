@@ -125,8 +125,11 @@ def _bounds(report: CostReport, machine: Machine) -> str:
     if fit(report, machine).fits is False:
         lines.append("  times are those of such a machine with more memory:")
     for what, bound in bounds(report, machine).items():
-        many = f", {report.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
-        lines.append(f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}{many}")
+        line = f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}"
+        if what == "decode":
+            tokens_per_second = report.setting.batch / bound.seconds
+            line += f", {tokens_per_second:,.4g} " + "tokens/s"
+        lines.append(line)
     return "\n".join(lines)
 
 

@@ -164,7 +164,7 @@ def _legend(grid: Grid, symbols: dict[str, str], wide: int) -> str:
         f"each cell {plural(grid.cell[0], 'query')} x {plural(grid.cell[1], 'key')}: {full} all, "
         f"{partial} some, "
         f"{symbols['empty']} none; "
-        "right: largest number of visible keys"
+        "right: max keys"
     )
 
 
