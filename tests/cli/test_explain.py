@@ -114,11 +114,11 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["xy", "--key", "owl"], "key is 'owl', which does not occur in the text"),
         (
             ["xy", "--place", "layers.7"],
-            "place is 'layers.7', where no attention is; there are layers.0",
+            "place is 'layers.7', which is not the name of an attention; the names are layers.0",
         ),
         (["xy", "--place", "layers.0", "--layer", "0"], "names the layer too; leave --layer out"),
         (["xy", "--call", "far"], "call is 'far'; the calls for this query are call 0"),
-        (["xy", "--target", "z"], "target is given, and a Model reads one text; leave it out"),
+        (["xy", "--target", "z"], "target is given, but a Model takes no target; leave it out"),
         (
             ["xy", "--set", "groups=1"],
             "is for a mechanism with random weights; name one: --attention gqa",

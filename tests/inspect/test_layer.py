@@ -144,11 +144,11 @@ def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
 
 def test_what_has_no_such_stages_is_refused() -> None:
     with pytest.raises(
-        ArgumentTypeError, match="attention is a CrossAttention; its stages are known of"
+        ArgumentTypeError, match="attention is a CrossAttention; its stages can be shown"
     ):
         run_stages(cross_attention(8, 2), torch.zeros(1, 3, 8))
     with pytest.raises(
-        ArgumentError, match="retention is a Recurrent, which has no pattern of one softmax"
+        ArgumentError, match="retention is a Recurrent, not a softmax self-attention"
     ):
         run_layers(["retention"], dim=8, heads=2)
 

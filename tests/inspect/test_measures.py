@@ -315,7 +315,7 @@ def test_what_the_tokens_do_not_allow_is_left_out() -> None:
             "ids are (3,);  has 24 columns, and there must be one entry for each",
         ),
         (lambda p: measure(p, padding=torch.ones(3).bool()), "padding are (3,)"),
-        (lambda p: measure(p, batch=1), "batch is 1;  has rows 0 to 0"),
+        (lambda p: measure(p, batch=1), "batch is 1;  has batch rows 0 to 0"),
         (lambda p: keys_for(p, 0.0), "share is 0.0; it must be above 0 and at most 1"),
         (lambda p: keys_for(p, rows=0), "rows is 0; it must be at least 1"),
         (lambda p: redundancy(p, rows=0), "rows is 0; it must be at least 1"),

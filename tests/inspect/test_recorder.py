@@ -337,7 +337,9 @@ def test_selections_keep_what_was_asked_for() -> None:
             )
     assert found.positions(0).tolist() == [9, 10, 11]
     assert found.sound
-    with pytest.raises(ArgumentError, match=r"head 0 of  was not recorded; recorded: 1, 4, 5 of 8"):
+    with pytest.raises(
+        ArgumentError, match=r"head 0 of  was not recorded; recorded heads: 1, 4, 5 of 8"
+    ):
         found.weights(0, 0)
 
 
@@ -403,7 +405,7 @@ def test_the_lse_of_a_recording_is_the_definition() -> None:
     "select, message",
     [
         ({"rows": 0}, "rows is 0; it must be at least 1, or None for all"),
-        ({"keep": ("q",)}, "keep is ['q']; it may name v, out"),
+        ({"keep": ("q",)}, "keep is ['q']; it may contain v, out"),
     ],
 )
 def test_selections_that_mean_nothing_are_refused(select: Any, message: str) -> None:

@@ -242,7 +242,7 @@ def test_selected_heads_keep_their_numbers() -> None:
     assert heads(data) == {(p, h) for p in range(4) for h in (1, 5)}
     assert len(data["meta"]["metrics"]["entropy"]["of"][0]) == 2
     with pytest.raises(
-        ArgumentError, match=r"head 2 of layers\.0 was not recorded; recorded: 1, 5 of 8"
+        ArgumentError, match=r"head 2 of layers\.0 was not recorded; recorded heads: 1, 5 of 8"
     ):
         report(recording, choice=(0, 2))
 
@@ -250,7 +250,7 @@ def test_selected_heads_keep_their_numbers() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"row": 1}, "row is 1; layers.0 holds a batch of 1: 0 to 0"),
+        ({"row": 1}, "row is 1; layers.0 has batch rows 0 to 0"),
         ({"choice": (2, 0)}, "layer is 2; it must be -2 to 1"),
         ({"choice": (0, 4)}, "head is 4; it must be -4 to 3"),
         ({"choice": ("x", 0)}, "'x' was not recorded; recorded: layers.0, layers.1"),
@@ -266,7 +266,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 def test_nothing_recorded() -> None:
     with pytest.raises(
-        ArgumentError, match="the recording holds no place; record a call of attention first"
+        ArgumentError, match="the recording has no place; record a call of attention first"
     ):
         report(Recording({}))
 

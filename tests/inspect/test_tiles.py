@@ -245,7 +245,7 @@ def test_ragged_tiles_ranges_of_rows_and_columns_out_of_order() -> None:
     [
         (lambda p: next(walk(p, 0)), "size is 0; a tile has at least 1 row and 1 column"),
         (lambda p: next(walk(p, (4, -1))), "size is (4, -1); a tile has at least 1 row"),
-        (lambda p: next(walk(p, batch=1)), "batch is 1;  has rows 0 to 0"),
+        (lambda p: next(walk(p, batch=1)), "batch is 1;  has batch rows 0 to 0"),
         (lambda p: pooled(p, (0, 4)), "size is (0, 4); a block has at least 1 row"),
         (lambda p: pooled(p, 2).coarser(0), "times is 0; it must be at least 1"),
     ],

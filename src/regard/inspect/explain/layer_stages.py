@@ -106,9 +106,9 @@ def run_stages(
     """
     if type(attention) is not Attention:
         raise ArgumentTypeError(
-            f"attention is a {type(attention).__name__}; its stages are known of "
-            "regard.nn.Attention, "
-            "softmax attention over its own input: give one, such as regard.nn.variants.mha(512, 8)"
+            f"attention is a {type(attention).__name__}; its stages can be shown "
+            "only for regard.nn.Attention, "
+            "softmax self-attention; use one such as regard.nn.variants.mha(512, 8)"
         )
     was_training = attention.training
     attention.eval()
@@ -333,10 +333,9 @@ def run_layer(
         module = entry.build(dim, heads, **own)
     if type(module) is not Attention:
         raise ArgumentError(
-            f"{name} is a {type(module).__name__}, which has no pattern of one softmax over its "
-            "own input to show; "
-            "give one that has, such as mha, gpt, gqa or mla, or look at it with regard explain "
-            f"TEXT --attention {name}"
+            f"{name} is a {type(module).__name__}, not a softmax self-attention; choose a "
+            "mechanism "
+            f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}"
         )
     module.mask = mask
     return LayerStages(name, x, mask, run_block_stages(module, x))

@@ -172,7 +172,8 @@ class PreparedRun:
                     return site
             known = ", ".join(site.place for site in self.sites)
             raise ArgumentError(
-                f"place is {shown(place)}, where no attention is; there are {known}"
+                f"place is {shown(place)}, which is not the name of an attention; the names are "
+                f"{known}"
             )
         sites = self.main_sites
         if layer is None:
@@ -248,7 +249,7 @@ def prepare_run(
         return _seq2seq(model, text, target)
     if target is not None:
         kind = type(model).__name__
-        raise ArgumentError(f"target is given, and a {kind} reads one text; leave it out")
+        raise ArgumentError(f"target is given, but a {kind} takes no target; leave it out")
     return _encoder(model, text) if isinstance(model, TextEncoder) else _decoder(model, text)
 
 

@@ -121,7 +121,7 @@ def measure(
                 "there must be one entry for each"
             )
     if not 0 <= batch < place.B:
-        raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
+        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
     measured = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
     accumulators: list[Accumulator] = [make(measured) for make in ACCUMULATORS]
     for tile in walk(place, size, batch=batch):

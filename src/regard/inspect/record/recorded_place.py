@@ -343,7 +343,7 @@ class Place:
         """
         if head not in self.heads:
             raise ArgumentError(
-                f"head {head} of {self.name} was not recorded; recorded: "
+                f"head {head} of {self.name} was not recorded; recorded heads: "
                 f"{', '.join(map(str, self.heads))} of {self.H}"
             )
         return self.heads.index(head)

@@ -56,7 +56,7 @@ class KeyValueStore:
         self._newest = torch.zeros(0, dtype=torch.int64)  # column -> index of its newest key
         self.length = 0
 
-    def numbers(
+    def indices(
         self,
         columns: Tensor,
         keys_and_values: tuple[Tensor, Tensor | None],
@@ -179,8 +179,8 @@ class CallKeys(NamedTuple):
         positions: positions of the keys.
         mask: the mask, for these keys.
         bias: the bias, for these keys, or None.
-        there: which rows of the batch have the key, `[B, s]`; None means all.
-        picked: which slots of the call these keys are, `[b or 1, s]`; None means all, in order.
+        present: which rows of the batch have the key, `[B, s]`; None means all.
+        call_slots: which slots of the call these keys are, `[b or 1, s]`; None means all, in order.
     """
 
     columns: Tensor
@@ -189,8 +189,8 @@ class CallKeys(NamedTuple):
     positions: Positions
     mask: Mask
     bias: Bias | None
-    there: Tensor | None
-    picked: Tensor | None = (
+    present: Tensor | None
+    call_slots: Tensor | None = (
         None  # [b or 1,n], which slots of the call these are; None: all, in order
     )
 
@@ -264,9 +264,9 @@ class PlaceBuilder:
         slots = self._slots(call)
 
         def replaced(x: Tensor | None) -> Tensor | None:
-            if x is None or slots.picked is None:
+            if x is None or slots.call_slots is None:
                 return None if x is None else recorded_part(x)
-            which = slots.picked[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
+            which = slots.call_slots[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
             return recorded_part(x.gather(3, which.to(x.device)))
 
         pool, store = self._store(call, tuple(groups))
@@ -274,7 +274,7 @@ class PlaceBuilder:
             slots.k[:, groups],
             (slots.v[:, groups] if "v" in self._kept_parts.names else None),
         )
-        keys = store.numbers(slots.columns, keys_and_values, slots.there)
+        keys = store.indices(slots.columns, keys_and_values, slots.present)
         return RecordedStep(
             recorded_part(call.q),
             recorded_part(result.lse),
@@ -500,7 +500,7 @@ class Recorder(Trace):
             raise ArgumentError(f"rows is {self._rows}; it must be at least 1, or None for all")
         if not self._keep <= set(OPTIONAL_PARTS):
             raise ArgumentError(
-                f"keep is {sorted(self._keep)}; it may name {', '.join(OPTIONAL_PARTS)}"
+                f"keep is {sorted(self._keep)}; it may contain {', '.join(OPTIONAL_PARTS)}"
             )
         self.seen_places: dict[str, None] = {}
         self._tracks: dict[str, PlaceBuilder] = {}

@@ -350,9 +350,7 @@ Recording.__init__ = renamed_parameters(about="metadata")(Recording.__init__)  #
 def _check_batch(place: Place, batch: int) -> None:
     """Refuse a batch row that the place does not have."""
     if not 0 <= batch < place.B:
-        raise ArgumentError(
-            f"batch is {batch}; {place.name} has the rows 0 to {place.B - 1} of a batch"
-        )
+        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
 
 
 def _as_slice(name: str, which: slice | int | None, length: int) -> slice:

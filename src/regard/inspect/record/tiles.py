@@ -92,7 +92,7 @@ def walk(
     if min(tall, wide) < 1:
         raise ArgumentError(f"size is {size}; a tile has at least 1 row and 1 column")
     if not 0 <= batch < place.B:
-        raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
+        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
     first, last, _ = rows.indices(place.T)
     row = slice(batch, batch + 1)
     for i in range(first, last, tall):

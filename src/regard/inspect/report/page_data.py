@@ -232,17 +232,16 @@ class PageData:
     def add(self, recording: Recording, source: int, model: Any) -> None:
         """Add the places of a recording, with the facts about every head."""
         if not recording.places:
-            raise ArgumentError("the recording holds no place; record a call of attention first")
+            raise ArgumentError("the recording has no place; record a call of attention first")
         for name, whole in recording.places.items():
             if not 0 <= self.row < whole.B:
-                raise ArgumentError(
-                    f"row is {self.row}; {name} holds a batch of {whole.B}: 0 to {whole.B - 1}"
-                )
+                raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")
             if changed := sorted({x for step in whole.steps for x in step.edited}):
                 raise ArgumentError(
                     f"{' and '.join(changed)} of {name} were edited while it was recorded: a page "
                     "computes its cells from q "
-                    f"and k, and would show others; record without that edit, leave {name} out "
+                    "and k, and would show unedited ones; record without that edit, leave "
+                    f"{name} out "
                     "(places=...), or read "
                     "recording.weights"
                 )
