@@ -67,7 +67,7 @@ def test_a_missing_word_is_refused_with_the_words_there_are() -> None:
 
 def test_one_of_one_is_said_in_the_singular() -> None:
     with pytest.raises(
-        ArgumentError, match=r"^head is 1; there are 1 head: it must be 0 to 0, or -1 to -1"
+        ArgumentError, match=r"^head is 1; there is 1 head: it must be 0 to 0, or -1 to -1"
     ):
         check_index("head", 1, 1, "head", "heads")
 

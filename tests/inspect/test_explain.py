@@ -401,10 +401,12 @@ def test_a_text_longer_than_the_training_is_noted() -> None:
         ),
         (
             {"place": "layers.9"},
-            "place is 'layers.9', which is not the name of an attention; the names are layers.0, "
-            "layers.1, layers.2",
+            (
+                "place is 'layers.9', which is not the name of an attention; the names are "
+                "layers.0, layers.1, layers.2"
+            ),
         ),
-        ({"call": 1}, "call is 1; there are 1 call: it must be 0 to 0, or -1 to -1 from the end"),
+        ({"call": 1}, "call is 1; there is 1 call: it must be 0 to 0, or -1 to -1 from the end"),
         ({"call": "window"}, "call is 'window'; the calls for this query are call 0"),
         ({"target": "z"}, "target is given, but a Model takes no target; leave it out"),
     ],

@@ -18,6 +18,7 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
+from regard.units import plural
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
@@ -40,9 +41,9 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
     if isinstance(index, bool) or not isinstance(index, int):
         raise ArgumentTypeError(f"{name} is {type(index).__name__}; it must be an integer")
     if not -length <= index < length:
-        some = f"{length} {many if length != 1 else one}"
+        some = f"{'is' if length == 1 else 'are'} {plural(length, one, many)}"
         raise ArgumentError(
-            f"{name} is {index}; there are {some}: it must be 0 to {length - 1}, or {-length} to "
+            f"{name} is {index}; there {some}: it must be 0 to {length - 1}, or {-length} to "
             "-1 from the end"
         )
     return index % length
