@@ -12,7 +12,7 @@ import regard
 from regard.cli.app import run
 from regard.inspect import strongest_head
 from regard.view.explanation_figure import draw, recipe
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 
 @pytest.fixture(autouse=True)

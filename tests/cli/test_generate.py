@@ -12,7 +12,7 @@ import pytest
 import regard
 from regard.cli.app import run
 from regard.foreign import LINES, inert
-from tests.inspect.stand_in import model
+from tests.inspect.small_model import model
 
 PROMPT = "a fluffy"
 

@@ -18,7 +18,7 @@ from regard.inspect.explain.head_choice import (
 )
 from regard.inspect.explain.prepared_run import prepare_run
 from regard.inspect.explain.random_model import random_model
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 
 def text_upto(query: int, text: str = TEXT) -> str:

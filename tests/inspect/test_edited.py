@@ -34,7 +34,7 @@ from regard.inspect import (
 )
 from regard.inspect.explain.random_model import random_model
 from regard.models import Model
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 
 def zero(x: Tensor) -> Tensor:
@@ -372,7 +372,8 @@ def test_a_part_that_computes_its_attention_elsewhere_is_told() -> None:
     clip.set_attn_implementation({"text_config": "regard", "vision_config": "eager", "": "regard"})
     given = {"input_ids": torch.arange(4)[None], "pixel_values": torch.zeros(1, 3, 8, 8)}
     with pytest.warns(
-        UserWarning, match=r"parts of CLIPModel compute .* not recorded: vision_model \('eager'\)"
+        UserWarning,
+        match=r"parts of CLIPModel do not compute .* not recorded: vision_model \('eager'\)",
     ):
         found = record(clip, given)
     assert found.places

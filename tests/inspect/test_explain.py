@@ -25,7 +25,7 @@ from regard.inspect.explain.prepared_run import prepare_run
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
 from regard.span import Span
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 DIGITS = 5e-9  # half a unit of the ninth digit, relative
 

@@ -30,7 +30,7 @@ from regard.models import demo, recurrent
 from regard.models.families import bert, t5
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
-from tests.inspect.stand_in import TEXT, model, tokenizer
+from tests.inspect.small_model import TEXT, model, tokenizer
 
 
 def wild(network: Any, seed: int = 0) -> Any:
@@ -209,13 +209,13 @@ def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPat
     """4096 tokens: no block of scores is larger than some rows of them; the row equals a softmax of
     the recorded q and k.
     """
-    largest, honest = [0], Place.ingredients
+    largest, honest = [0], Place.score_inputs
 
     def counted(self: Place, step: Any, own: slice, slots: Any, heads: Any, **rest: Any) -> Any:
         largest[0] = max(largest[0], (own.stop - own.start) * len(heads))
         return honest(self, step, own, slots, heads, **rest)
 
-    monkeypatch.setattr(Place, "ingredients", counted)
+    monkeypatch.setattr(Place, "score_inputs", counted)
     m = model(max_position_embeddings=8192)
     text = "".join("ab"[(n * n) % 7 % 2] for n in range(4096))
     found = explain(m, text, layer=1, head=1, query=4000, key=17)

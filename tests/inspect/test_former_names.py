@@ -8,7 +8,7 @@ import torch
 
 import regard
 from regard.inspect import Recording, explain, measure
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 
 @pytest.mark.parametrize(

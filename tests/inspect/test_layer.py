@@ -26,7 +26,7 @@ from regard.nn.variants import cross_attention, mha
 from regard.view.explanation_text import page
 from regard.view.layer_text import sections, table, text
 from tests.golden import DATA, difference, tensor
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 RUN = DATA["run"]
 NAMES = ["q", "k", "v", "scores", "masked", "weights", "z", "out", "block"]
@@ -105,7 +105,7 @@ def test_the_numbers_of_a_stage_are_those_of_its_finite_entries() -> None:
     masked = found.stage("masked")
     kept = [x for x in masked.values.flatten().tolist() if math.isfinite(x)]
     mean = sum(kept) / len(kept)
-    told = masked.told()
+    told = masked.summary()
     assert len(kept) == 2 * 2 * 10
     assert told.mean == pytest.approx(mean, rel=1e-6)
     assert told.std == pytest.approx(

@@ -293,7 +293,8 @@ def test_a_head_that_copies_the_needle_while_it_is_written() -> None:
     assert scores.tolist() == [1.0, 0.0]
     assert retrieval_score(place, ids, slice(8, 13))[0] == pytest.approx(3 / 5)
     with pytest.raises(
-        ArgumentError, match=re.escape("needle is slice(5, 5, None); it must hold some of the 19")
+        ArgumentError,
+        match=re.escape("needle is slice(5, 5, None); it must contain some of the 19"),
     ):
         retrieval_score(place, ids, slice(5, 5))
 

@@ -20,7 +20,7 @@ from regard.inspect import (
     repeated_ids,
     sink_share,
 )
-from tests.inspect.stand_in import model
+from tests.inspect.small_model import model
 
 T = 12
 IDS = torch.tensor([5, 1, 4, 2, 3, 0, 5, 1, 4, 2, 3, 0])  # six tokens, twice

@@ -36,7 +36,7 @@ from regard.nn.projections import ProjectionShape, attention_spec
 from regard.span import Positions
 from regard.tap import place, tap
 from regard.view.explanation_text import page
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 ROUNDING = 2e-5
 

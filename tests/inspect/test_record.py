@@ -16,7 +16,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recording, record
 from regard.models import Model, Seq2Seq, TextEncoder, recurrent
 from regard.models.families import bert, t5
-from tests.inspect.stand_in import TEXT, model, tokenizer
+from tests.inspect.small_model import TEXT, model, tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recorder, Recording
 from regard.span import Span
 from regard.tap import place
-from tests.inspect.written_out import Case, plain_lses, tokens
+from tests.inspect.fp64_patterns import Case, plain_lses, tokens
 from tests.rules import assert_close_rule
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]

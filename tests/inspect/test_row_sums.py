@@ -214,7 +214,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "nan": (
         {"mask": C},
         lambda p, s: changed(p, lse=s.lse.index_fill(2, torch.tensor([7]), math.nan)),
-        "the lse is NaN where nothing visible is (row 7)",
+        "the lse is NaN although nothing visible is NaN (row 7)",
     ),
 }
 

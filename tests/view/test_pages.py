@@ -24,7 +24,7 @@ from regard.inspect import explain
 from regard.units import plural
 from regard.view import explanation_text, html_page, palette
 from regard.view.terminal import columns, fold, number, weight
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
