@@ -121,8 +121,8 @@ def kernel_row(call: QueryCall, head: int) -> KernelRow:
         visible,
     )
     values = place.values(step)
-    assert values is not None, "a watch keeps values"
-    assert step.out is not None, "and outputs"
+    assert values is not None, "SiteRecorder keeps values"
+    assert step.out is not None, "SiteRecorder keeps outputs"
     sink = None if step.sink is None else float(step.sink[head])
     return KernelRow(
         call,

@@ -490,7 +490,7 @@ def _mechanism_row(
         )
     head = check_index("head", head, run.q.shape[1], "head", "heads")
     effective = mechanism.explain_row(run, head, target.i)
-    assert effective is not None, "has_own_row"
+    assert effective is not None, "has_own_row is True"
     group, S = run.group(head), run.k.shape[2]
     q, k, v = (to_array(x) for x in (run.q[0, head, target.i], run.k[0, group], run.v[0, group]))
     steps, softmax = effective_row_scores(effective)

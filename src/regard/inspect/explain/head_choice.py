@@ -229,7 +229,7 @@ def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
     """Prepare a run of token ids, without a text."""
     from dataclasses import replace
 
-    assert isinstance(model, Model), "text encoders and others are read by their texts"
+    assert isinstance(model, Model), "ids are supported for decoders only"
     one = prepare_run(model, "x")
     row = tuple(ids[0].tolist())
     sides = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}

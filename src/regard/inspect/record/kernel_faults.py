@@ -377,7 +377,7 @@ def _with_sink(e: AuditSample) -> Tensor:
     """Return the scores with the sink as an additional key; this applies to the lse only."""
     s = _true_scores(e)
     sink = e.step.sink
-    assert sink is not None, "asked where there is one"
+    assert sink is not None, "this fault is tried only where there is a sink"
     return torch.cat([s, sink.double()[:, None, None].expand(*s.shape[:-1], 1)], -1)
 
 
@@ -454,8 +454,8 @@ def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float
     if s.shape[-1] != e.score_inputs.dot.shape[-1]:
         return False
     out = e.output(s, sink)
-    assert out is not None, "asked where it was kept"
-    assert e.out is not None, "asked where it was kept"
+    assert out is not None, "only samples with outputs are compared"
+    assert e.out is not None, "only samples with outputs are compared"
     finite = out.isfinite()
     return (
         not bool(finite.any()) or float((out - e.out.double())[finite].abs().max()) <= 2 * allowed

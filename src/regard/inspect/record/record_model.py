@@ -203,7 +203,7 @@ def _text_encoder(model: TextEncoder, text: Text, positions: Positions | None) -
     if isinstance(text, Tensor):
         model.hidden(text, positions)
         return _token_facts(model, text)
-    assert not isinstance(text, Mapping), "checked where models are told apart"
+    assert not isinstance(text, Mapping), "mappings are for transformers models"
     encoded = model.encode(text)
     model.hidden(*encoded)
     return _token_facts(model, encoded.ids)
