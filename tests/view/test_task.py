@@ -58,7 +58,7 @@ def test_words_are_only_ever_text() -> None:
     assert "(nothing)" in text
     assert not one.right
     assert "<span class='bad'>wrong</span>; " in text
-    assert "it should have been x" in text
+    assert "correct: x" in text
     assert text.count("<svg") == 2
 
 
