@@ -230,7 +230,7 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     mix, i = f.mixture, f.query
     assert mix is not None
     assert mix.row is not None
-    assert "joined exactly by their lse" in mix.text
+    assert "merged exactly by their lse" in mix.text
     assert mix.row.sum() == pytest.approx(1, abs=1e-5)
     v = x["v"][f.group]
     assert np.abs(mix.row @ v - x["z"][f.head, i]).max() < ROUNDING
@@ -244,7 +244,7 @@ def test_a_global_query_of_longformer_replaces_the_local_one() -> None:
     f = found("longformer", query=6)
     assert f.calls == ("call 0", "call 1")
     assert f.mixture is not None
-    assert "the others are replaced" in f.mixture.text
+    assert "which replaces the others" in f.mixture.text
     assert [term.factor for term in f.mixture.terms] == [0, 1]
     assert f.call == 1, "the call whose answer goes on"
     assert found("longformer", query=7).mixture is None
