@@ -11,8 +11,8 @@ import torch
 import regard
 from regard.cli.app import run
 from regard.inspect import strongest_head
-from regard.view.figure import draw, recipe
-from tests.inspect.stand_in import TEXT, model
+from regard.view.explanation_figure import draw, recipe
+from tests.inspect.small_model import TEXT, model
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,9 @@ def test_a_text_gives_a_page_of_80_columns(capsys: pytest.CaptureFixture[str]) -
     assert max(map(len, out.splitlines())) <= 80
     choice = strongest_head(model(), model().encode(TEXT), -1)
     assert f"layer {choice.layer}, head {choice.head} " in out
-    assert "chosen: the head that looks hardest at one other token" in " ".join(out.split())
+    assert "chosen: the head with the largest weight of the query on one key" in " ".join(
+        out.split()
+    )
 
 
 def test_color_can_be_forced(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +76,7 @@ def test_html_is_written_where_it_was_asked_for_and_nowhere_else(
     assert text.startswith("<!doctype html>")
     assert run(["explain", TEXT, "--html", "b.html", "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["schema"] == 2
+    assert json.loads(captured.out)["schema"] == 3
     assert captured.err.startswith("b.html: ")
 
 
@@ -112,11 +114,11 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["xy", "--key", "owl"], "key is 'owl', which does not occur in the text"),
         (
             ["xy", "--place", "layers.7"],
-            "place is 'layers.7', where no attention is; there are layers.0",
+            "place is 'layers.7', which is not the name of an attention; the names are layers.0",
         ),
         (["xy", "--place", "layers.0", "--layer", "0"], "names the layer too; leave --layer out"),
         (["xy", "--call", "far"], "call is 'far'; the calls for this query are call 0"),
-        (["xy", "--target", "z"], "target is given, and a Model reads one text; leave it out"),
+        (["xy", "--target", "z"], "target is given, but a Model takes no target; leave it out"),
         (
             ["xy", "--set", "groups=1"],
             "is for a mechanism with random weights; name one: --attention gqa",
@@ -175,7 +177,7 @@ def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = json.loads(capsys.readouterr().out)
     others = {j: p for j, p in enumerate(chosen["weights"]) if j not in (0, chosen["query"])}
     assert chosen["key"] == max(others, key=lambda j: others[j])
-    assert "neither the query nor the first token" in chosen["key_chosen_by"]
+    assert "leaving out the query and the first token" in chosen["key_chosen_by"]
     assert [link["name"] for link in chosen["chain"]] == ["dot", "scaled", "masked"]
     assert chosen["chain"][-1]["value"] == chosen["scores"][-1]["values"][chosen["key"]]
 
@@ -183,10 +185,7 @@ def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_key_alone_chooses_the_head(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", TEXT, "--key", "blue", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["chosen_by"]
-        == "the head that looks hardest at the key: the largest weight of the query on it"
-    )
+    assert found["chosen_by"] == "the head with the largest weight of the query on the key"
     with torch.inference_mode(), regard.Trace("pattern") as trace:
         model().forward(model().encode(TEXT), backend="reference")
     weights = [trace[f"layers.{n}.pattern"][0, :, -1, found["key"]].max().item() for n in range(3)]
@@ -208,7 +207,7 @@ def test_a_mechanism_with_random_weights(capsys: pytest.CaptureFixture[str]) -> 
     assert "call 'window' of compressed, selected, window" in " ".join(out.split())
     assert "layers.1: NSA" in out
     assert run(["explain", TEXT, "--attention", "retention", "--head", "2", "--layer", "1"]) == 0
-    assert "no softmax: the row above is unnormalised" in capsys.readouterr().out
+    assert "no softmax: the weights of the row are not normalised" in capsys.readouterr().out
 
 
 def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
@@ -217,7 +216,10 @@ def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
     assert run(["explain", TEXT, "--attention", "retention", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layer"], found["head"]) == (0, 0)
-    assert found["chosen_by"] == "the first one: this mechanism has no softmax to compare heads by"
+    assert (
+        found["chosen_by"]
+        == "the first head: this mechanism has no softmax weights to compare heads by"
+    )
 
 
 def test_a_page_is_over_recorded_softmax_attention(

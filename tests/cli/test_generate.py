@@ -12,7 +12,7 @@ import pytest
 import regard
 from regard.cli.app import run
 from regard.untrusted_text import MULTILINE, escape_controls
-from tests.inspect.stand_in import model
+from tests.inspect.small_model import model
 
 PROMPT = "a fluffy"
 

@@ -12,7 +12,7 @@ import pytest
 from regard.cli import explain as command
 from regard.cli.app import LONGEST, run
 from regard.errors import ArgumentError
-from regard.inspect.explain.reading import Reading
+from regard.inspect.explain.prepared_run import PreparedRun
 from tests.fuzz.box import RAW
 
 WORDS = {
@@ -85,9 +85,9 @@ def test_hostile_masks(
     assert len(said.err) < 2 * LONGEST
 
 
-def _reading(tokens: int) -> Reading:
+def _reading(tokens: int) -> PreparedRun:
     """What `_check_length` looks at."""
-    return SimpleNamespace(sides={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
+    return SimpleNamespace(sequences={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
 
 
 def test_explain_takes_16384_tokens_and_no_more(

@@ -34,7 +34,7 @@ def test_the_page() -> None:
     assert result.stdout.splitlines() == [
         "causal & window(2) | sinks(1)",
         "",
-        "  rows are queries, columns are keys: ██ visible, ▓▓ its own, · not",
+        "  rows are queries, columns are keys: ██ visible, ▓▓ its own, · masked",
         "         0",
         "      0 │▓▓ · · ·│    1  0",
         "      1 │██▓▓ · ·│    2  0–1",

@@ -8,10 +8,17 @@ import torch
 from regard import Trace
 from regard.errors import ArgumentError
 from regard.inspect import check_index, find_query, strongest_head, strongest_keys
-from regard.inspect.explain.choose import AT_KEY, RULE, UNCOMPARED, Choice, looks, strongest
+from regard.inspect.explain.head_choice import (
+    FIRST_HEAD_RULE,
+    HEAD_FOR_KEY_RULE,
+    HEAD_RULE,
+    Choice,
+    choose_head,
+    strongest_keys_of_run,
+)
+from regard.inspect.explain.prepared_run import prepare_run
 from regard.inspect.explain.random_model import random_model
-from regard.inspect.explain.reading import reading
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 
 def text_upto(query: int, text: str = TEXT) -> str:
@@ -60,7 +67,7 @@ def test_a_missing_word_is_refused_with_the_words_there_are() -> None:
 
 def test_one_of_one_is_said_in_the_singular() -> None:
     with pytest.raises(
-        ArgumentError, match=r"^head is 1; there are 1 head: it must be 0 to 0, or -1 to -1"
+        ArgumentError, match=r"^head is 1; there is 1 head: it must be 0 to 0, or -1 to -1"
     ):
         check_index("head", 1, 1, "head", "heads")
 
@@ -90,7 +97,7 @@ def test_the_strongest_head_is_the_one_with_the_largest_weight() -> None:
         assert tops[choice.layer * 4 + choice.head] == pytest.approx(
             max(tops), abs=1e-6
         )  # or a tie
-        assert choice.rule == RULE
+        assert choice.rule == HEAD_RULE
         everywhere = [max(row) for row in rows]
         misled += everywhere.index(max(everywhere)) != tops.index(max(tops))
     assert misled > 0, (
@@ -102,19 +109,23 @@ def test_a_layer_or_head_that_is_given_is_kept() -> None:
     m = model()
     row = captured()[:, :, -1].clone()
     row[..., 0], row[..., -2:] = -1, -1
-    looks = row.amax(-1)
+    strongest_keys_of_run = row.amax(-1)
     head = strongest_head(m, m.encode(TEXT), -1, layer=1).head
-    assert looks[1, head] == pytest.approx(looks[1].max().item(), abs=1e-6)  # or a tie
+    assert strongest_keys_of_run[1, head] == pytest.approx(
+        strongest_keys_of_run[1].max().item(), abs=1e-6
+    )  # or a tie
     assert strongest_head(m, m.encode(TEXT), -1, layer=-1).layer == 2
     layer = strongest_head(m, m.encode(TEXT), -1, head=2).layer
-    assert looks[layer, 2] == pytest.approx(looks[:, 2].max().item(), abs=1e-6)
+    assert strongest_keys_of_run[layer, 2] == pytest.approx(
+        strongest_keys_of_run[:, 2].max().item(), abs=1e-6
+    )
 
 
 def test_a_single_token_has_no_other_to_look_at() -> None:
     m = model()
     choice = strongest_head(m, m.encode("a"), 0)
     assert (choice.layer, choice.head) == (0, 0)
-    assert choice.rule == "the first one: there is no other token to look at"
+    assert choice.rule == "the first head: there is no other token"
     assert strongest_head(m, m.encode("a"), 0, layer=2, head=1).head == 1
 
 
@@ -130,13 +141,13 @@ def test_what_does_not_exist_is_refused() -> None:
 
 def test_a_key_that_is_given_chooses_the_head() -> None:
     m, patterns = model(), captured()
-    read = reading(m, TEXT)
+    read = prepare_run(m, TEXT)
     for key in (0, 3, 5):
-        choice = strongest(read, 6, key=key)
+        choice = choose_head(read, 6, key=key)
         weights = patterns[:, :, 6, key]
         assert weights[choice.layer, choice.head] == pytest.approx(weights.max().item(), abs=1e-6)
-        assert choice.rule == AT_KEY
-    assert strongest(read, 3, key=6).rule == "the first one: no head looks at the key"
+        assert choice.rule == HEAD_FOR_KEY_RULE
+    assert choose_head(read, 3, key=6).rule == "the first head: no head has weight on the key"
 
 
 def test_neighbours_on_both_sides_are_left_out() -> None:
@@ -149,12 +160,12 @@ def test_neighbours_on_both_sides_are_left_out() -> None:
     patterns = torch.stack([trace[f"layers.{n}.pattern"][0] for n in range(3)])
     differ = 0
     for query in range(1, 7):
-        looks = patterns[:, :, query].clone()
-        looks[..., 0] = looks[..., query] = -1
-        near = looks.amax(-1)
-        looks[..., query - 1 : query + 2] = -1
+        strongest_keys_of_run = patterns[:, :, query].clone()
+        strongest_keys_of_run[..., 0] = strongest_keys_of_run[..., query] = -1
+        near = strongest_keys_of_run.amax(-1)
+        strongest_keys_of_run[..., query - 1 : query + 2] = -1
         choice = strongest_head(m, m.encode(TEXT), query)
-        far = looks.amax(-1)
+        far = strongest_keys_of_run.amax(-1)
         assert far[choice.layer, choice.head] == pytest.approx(far.max().item(), abs=1e-6)
         differ += near[choice.layer, choice.head] < near.max() - 1e-3
     assert differ > 0, "negative control: with the neighbours it is another head"
@@ -162,9 +173,9 @@ def test_neighbours_on_both_sides_are_left_out() -> None:
 
 def test_a_mechanism_without_a_softmax_has_no_heads_to_compare() -> None:
     read = random_model("retention", TEXT)
-    assert strongest(read, 3, layer=-1, head=2) == Choice(1, 2, UNCOMPARED)
-    assert strongest(read, 3, place="layers.1") == Choice(1, 0, UNCOMPARED)
+    assert choose_head(read, 3, layer=-1, head=2) == Choice(1, 2, FIRST_HEAD_RULE)
+    assert choose_head(read, 3, place="layers.1") == Choice(1, 0, FIRST_HEAD_RULE)
     with pytest.raises(
         ArgumentError, match="Recurrent ran no softmax for query 3: there are no weights"
     ):
-        looks(read, 3)
+        strongest_keys_of_run(read, 3)

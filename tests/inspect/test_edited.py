@@ -34,7 +34,7 @@ from regard.inspect import (
 )
 from regard.inspect.explain.random_model import random_model
 from regard.models import Model
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 
 def zero(x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
     with Trace(edit={"layers.2.q": lambda q: 2 * q}):
         found = explain(m, TEXT, layer=2, head=1)
     assert found.notes[-1].startswith(
-        "an open trace edits q at layers.2: what the kernel was given is edited"
+        "an open trace edits q at layers.2: the inputs of the kernel are edited"
     )
     for name in ("scores", "pattern"):
         with Trace(edit={f"layers.2.{name}": lambda x: x.clone()}, missing="ignore"):
@@ -288,9 +288,12 @@ def test_unknown_names_are_refused_with_a_hint() -> None:
         ({"heads": [0, 9]}, "heads [9] were not recorded: no selected place has them"),
         (
             {"places": ["layers.0", "layers.9"]},
-            "places ['layers.9'] were not met; the places that called",
+            "there were no calls at the places ['layers.9']; the places that called",
         ),
-        ({"heads": {"layers.1": [0], 7: [1]}}, "places [7] were not met; the places that called"),
+        (
+            {"heads": {"layers.1": [0], 7: [1]}},
+            "there were no calls at the places [7]; the places that called",
+        ),
         (
             {"heads": {"layers.1": [8]}},
             "no attention was recorded: the run of Model called no softmax",
@@ -302,7 +305,10 @@ def test_a_selection_that_does_not_exist_is_told(select: Any, message: str) -> N
     with pytest.raises(ArgumentError) as error:
         record(m, TEXT, **select)
     assert str(error.value).startswith(message)
-    with pytest.warns(UserWarning, match="were not met|were not recorded"), Recorder(**select):
+    with (
+        pytest.warns(UserWarning, match="there were no calls|were not recorded"),
+        Recorder(**select),
+    ):
         m.forward(m.encode(TEXT))
 
 
@@ -328,7 +334,8 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
     with pytest.raises(ArgumentError) as error:
         record(llama, ids)
     assert str(error.value) == (
-        "LlamaForCausalLM computes its attention by 'sdpa', not by regard, so that nothing would "
+        "LlamaForCausalLM computes its attention with 'sdpa', not with regard, so that nothing "
+        "would "
         "be recorded; "
         'load it with attn_implementation="regard", or call '
         'model.set_attn_implementation("regard"), after '
@@ -365,7 +372,8 @@ def test_a_part_that_computes_its_attention_elsewhere_is_told() -> None:
     clip.set_attn_implementation({"text_config": "regard", "vision_config": "eager", "": "regard"})
     given = {"input_ids": torch.arange(4)[None], "pixel_values": torch.zeros(1, 3, 8, 8)}
     with pytest.warns(
-        UserWarning, match=r"parts of CLIPModel compute .* not recorded: vision_model \('eager'\)"
+        UserWarning,
+        match=r"parts of CLIPModel do not compute .* not recorded: vision_model \('eager'\)",
     ):
         found = record(clip, given)
     assert found.places

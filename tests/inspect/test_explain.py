@@ -17,15 +17,15 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.capture import Watch
+from regard.inspect.explain.attention_row import finish_online, online_softmax, softmax
+from regard.inspect.explain.captured_run import SiteRecorder
+from regard.inspect.explain.inputs_and_outputs import pool_largest
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.reading import reading
-from regard.inspect.explain.row import finish_online, online, softmax
-from regard.inspect.explain.steps import pool_largest
+from regard.inspect.explain.prepared_run import prepare_run
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
 from regard.span import Span
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 DIGITS = 5e-9  # half a unit of the ninth digit, relative
 
@@ -245,10 +245,10 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     number.
     """
     change, wrong = LIES[lie]
-    honest = Watch.on_attention_call
+    honest = SiteRecorder.saw
     monkeypatch.setattr(
-        Watch,
-        "on_attention_call",
+        SiteRecorder,
+        "saw",
         lambda self, call, result, name: honest(self, *change(call, result), name),
     )
     found = explain(model(), TEXT, layer=1, head=2, query=5)
@@ -267,7 +267,7 @@ def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyP
     """
     # the package has a function of this name
     explained = sys.modules["regard.inspect.explain.explain"]
-    honest = explained.capture
+    honest = explained.capture_site
 
     def then_changed(read: Any, site: Any) -> Any:
         found = honest(read, site)
@@ -276,7 +276,7 @@ def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyP
         site.attention.output.weight.mul_(1.01)
         return found
 
-    monkeypatch.setattr(explained, "capture", then_changed)
+    monkeypatch.setattr(explained, "capture_site", then_changed)
     found = explain(model(), TEXT, layer=1, head=2, query=5)
     assert min(found.checks[name] for name in ("q", "k", "v", "out")) > 1e-4
     assert found.checks["output of the kernel"] < 1e-5
@@ -401,11 +401,14 @@ def test_a_text_longer_than_the_training_is_noted() -> None:
         ),
         (
             {"place": "layers.9"},
-            "place is 'layers.9', where no attention is; there are layers.0, layers.1, layers.2",
+            (
+                "place is 'layers.9', which is not the name of an attention; the names are "
+                "layers.0, layers.1, layers.2"
+            ),
         ),
-        ({"call": 1}, "call is 1; there are 1 call: it must be 0 to 0, or -1 to -1 from the end"),
+        ({"call": 1}, "call is 1; there is 1 call: it must be 0 to 0, or -1 to -1 from the end"),
         ({"call": "window"}, "call is 'window'; the calls for this query are call 0"),
-        ({"target": "z"}, "target is given, and a Model reads one text; leave it out"),
+        ({"target": "z"}, "target is given, but a Model takes no target; leave it out"),
     ],
 )
 def test_what_does_not_exist_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -434,7 +437,7 @@ def test_wrong_types_are_refused(arguments: dict[str, Any], message: str) -> Non
 def test_a_block_without_attention_is_no_layer() -> None:
     m = model()
     m.decoder.layers[1] = torch.nn.Linear(2, 2)
-    assert [site.place for site in reading(m, TEXT).sites] == ["layers.0", "layers.2"]
+    assert [site.place for site in prepare_run(m, TEXT).sites] == ["layers.0", "layers.2"]
 
 
 @pytest.mark.parametrize(
@@ -477,7 +480,7 @@ def test_block_by_block_is_the_same_softmax(size: int, sink: float | None, scale
     s[:5] = s[11] = -np.inf
     v[2] = np.nan  # behind the mask
     seen = np.where(np.isneginf(s)[:, None], 0.0, v)
-    blocks = online(s, seen, size)
+    blocks = online_softmax(s, seen, size)
     assert [(block.start, block.stop) for block in blocks][-1][1] == 20
     lse, z = finish_online(blocks, sink)
     top = max(x for x in s if x > -np.inf)
@@ -489,7 +492,7 @@ def test_block_by_block_is_the_same_softmax(size: int, sink: float | None, scale
     )
     expected = sum(math.exp(s[j] - largest) / below * v[j] for j in range(20) if s[j] > -np.inf)
     assert z == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    nothing = online(np.full(4, -np.inf), np.ones((4, 2)), size)
+    nothing = online_softmax(np.full(4, -np.inf), np.ones((4, 2)), size)
     assert finish_online(nothing, sink)[0] == -math.inf
     assert finish_online(nothing, sink)[1].tolist() == [0.0, 0.0]
 
@@ -520,18 +523,22 @@ def test_the_same_row_elsewhere_is_what_the_definitions_say() -> None:
         "no scaling": weights(s),
         "linear": [x / sum(linear) for x in linear],
     }
-    assert {other.name for other in f.elsewhere} == set(expected)
-    for other in f.elsewhere:
+    assert {other.name for other in f.counterfactuals} == set(expected)
+    for other in f.counterfactuals:
         p = expected[other.name]
-        assert other.row[: i + 1] == pytest.approx(p, rel=1e-9, abs=1e-15), other.name
-        assert other.p == pytest.approx(p[2])
-        assert other.p_top == pytest.approx(max(p))
-        assert other.effective == pytest.approx(math.exp(-sum(x * math.log(x) for x in p if x)))
-        assert other.moved == pytest.approx(
+        assert other.weights[: i + 1] == pytest.approx(p, rel=1e-9, abs=1e-15), other.name
+        assert other.weight == pytest.approx(p[2])
+        assert other.top_weight == pytest.approx(max(p))
+        assert other.effective_keys == pytest.approx(
+            math.exp(-sum(x * math.log(x) for x in p if x))
+        )
+        assert other.total_variation == pytest.approx(
             sum(abs(a - b) for a, b in zip(p, f.weights, strict=False)) / 2
         )
         z = sum(x * f.v[j] for j, x in enumerate(p))
-        assert other.apart == pytest.approx(np.linalg.norm(z - f.mixed) / np.linalg.norm(f.mixed))
+        assert other.relative_change == pytest.approx(
+            np.linalg.norm(z - f.mixed) / np.linalg.norm(f.mixed)
+        )
 
 
 def test_the_cost_is_that_of_the_formulas() -> None:
@@ -540,7 +547,7 @@ def test_the_cost_is_that_of_the_formulas() -> None:
     assert cost is not None
     assert cost.flops == 6 * (2 * 8 + 2 * 8)
     assert cost.bytes == 4 * (1 + 6) * (8 + 8)
-    kept = {each.name: each.bytes for each in cost.kept}
+    kept = {each.name: each.bytes for each in cost.caches}
     assert kept == {
         "MHA": 4 * T * 4 * 16,
         "GQA, G = 2": 4 * T * 2 * 16,
@@ -549,7 +556,7 @@ def test_the_cost_is_that_of_the_formulas() -> None:
         "window 4": 4 * 4 * 2 * 16,
         "this layer": 4 * T * 2 * 16,
     }
-    assert [each.here for each in cost.kept] == [False] * 5 + [True]
+    assert [each.is_this_layer for each in cost.caches] == [False] * 5 + [True]
     cache = model().decoder.layers[1].new_cache()
     x = torch.zeros(1, T, 32)
     model().decoder.layers[1](x, cache=cache)

@@ -12,7 +12,7 @@ import pytest
 
 from regard.inspect import explain
 from regard.models.model import Model
-from tests.inspect.stand_in import TEXT, tokenizer
+from tests.inspect.small_model import TEXT, tokenizer
 from tests.inspect.test_explain_models import wild
 
 SIZES: dict[str, Any] = {

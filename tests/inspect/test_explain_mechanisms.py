@@ -17,11 +17,11 @@ from rich.console import Console
 
 from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
-from regard.inspect.explain.capture import capture
+from regard.inspect.explain.captured_run import capture_site
 from regard.inspect.explain.random_model import random_model
 from regard.nn.explain import effective_row
 from regard.nn.variants import VARIANTS
-from regard.view import explanation
+from regard.view import explanation_text
 
 TEXT = "a fluffy blue creature roamed the verdant forest and slept"
 LINEAR = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
@@ -49,14 +49,19 @@ def test_every_mechanism_is_explained(name: str) -> None:
     assert np.abs(f.mixed - z).max() < 1e-12 * (1 + np.abs(f.v).max()) * len(seen)
     if f.kind == "softmax":
         assert f.weights.sum() + _sink(f) == pytest.approx(1, abs=1e-12)
-        assert f.online[-1].output / (f.online[-1].total + _sink_term(f)) == pytest.approx(
-            f.mixed, abs=1e-10
-        )
-        assert {other.name for other in f.elsewhere} >= {"ALiBi", "no scaling", "linear", "top 4"}
+        assert f.online[-1].running_output / (
+            f.online[-1].running_sum + _sink_term(f)
+        ) == pytest.approx(f.mixed, abs=1e-10)
+        assert {other.name for other in f.counterfactuals} >= {
+            "ALiBi",
+            "no scaling",
+            "linear",
+            "top 4",
+        }
     if f.kind != "linear":
         assert f.products.sum() == pytest.approx(f.scores[0].values[f.key], abs=1e-9)
     out = StringIO()
-    explanation.show(
+    explanation_text.show(
         json.loads(json.dumps(f.as_dict(), allow_nan=False)),
         Console(file=out, width=80, color_system=None),
     )
@@ -64,7 +69,7 @@ def test_every_mechanism_is_explained(name: str) -> None:
     assert max(map(cell_len, lines)) <= 80
     assert any("a_ij" in line for line in lines) == (f.kind == "linear")
     assert ("in the denominator only" in out.getvalue()) == (name == "learned_sink")
-    assert "from seed 0: the arithmetic is real" in " ".join(out.getvalue().split())
+    assert "from seed 0: the computation is exact" in " ".join(out.getvalue().split())
 
 
 @pytest.mark.full(keep=5)
@@ -77,7 +82,7 @@ def test_the_shortest_texts_are_explained(name: str, text: str) -> None:
     f = explain(random_model(name, text))
     assert f.check < ROUNDING
     json.dumps(f.as_dict(), allow_nan=False)
-    explanation.page(f.as_dict())
+    explanation_text.page(f.as_dict())
 
 
 def _sink(f: Explanation) -> float:
@@ -85,14 +90,14 @@ def _sink(f: Explanation) -> float:
 
 
 def _sink_term(f: Explanation) -> float:
-    return 0.0 if f.sink is None else math.exp(f.sink - f.online[-1].top)
+    return 0.0 if f.sink is None else math.exp(f.sink - f.online[-1].running_max)
 
 
 def parts(name: str, layer: int = 0) -> tuple[Any, dict[str, Any]]:
     """The module of a layer, and its taps in fp64."""
     read = random_model(name, TEXT)
     site = read.site(layer)
-    kept = capture(read, site)
+    kept = capture_site(read, site)
     return site.attention, {k: x.double().numpy() for k, x in (kept.taps | kept.hidden).items()}
 
 
@@ -159,7 +164,7 @@ def test_the_delta_rule_takes_off_what_its_keys_said_already(name: str) -> None:
     assert_near(f, row)
     assert f.state is not None
     assert f.state.shape == (k.shape[1], f.v.shape[1])
-    assert f.state.numbers == math.prod(f.state.shape)
+    assert f.state.num_values == math.prod(f.state.shape)
 
 
 def test_the_state_is_what_the_recurrence_has_behind_the_query() -> None:
@@ -206,9 +211,12 @@ def test_differential_attention_is_told_as_a_difference() -> None:
         [a - share * b for a, b in zip(*rows, strict=True)], abs=1e-5
     )
     assert [term.factor for term in mix.terms] == pytest.approx([1, -share])
-    assert [term.here for term in mix.terms] == [True, False]
+    assert [term.is_explained for term in mix.terms] == [True, False]
     assert mix.row.sum() == pytest.approx(1 - share, abs=1e-5)
-    assert [t.here for t in found("differential", head=5, query=8).mixture.terms] == [False, True]  # type: ignore[union-attr]
+    assert [t.is_explained for t in found("differential", head=5, query=8).mixture.terms] == [
+        False,
+        True,
+    ]  # type: ignore[union-attr]
 
 
 def test_calls_that_are_joined_make_one_softmax() -> None:
@@ -222,13 +230,13 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     mix, i = f.mixture, f.query
     assert mix is not None
     assert mix.row is not None
-    assert "joined exactly by their lse" in mix.text
+    assert "merged exactly by their lse" in mix.text
     assert mix.row.sum() == pytest.approx(1, abs=1e-5)
     v = x["v"][f.group]
     assert np.abs(mix.row @ v - x["z"][f.head, i]).max() < ROUNDING
     kept = set(range(attention.sinks)) | set(range(i - attention.recent + 1, i + 1))
     assert {j for j, p in enumerate(mix.row) if p > 0} == kept
-    assert mix.terms[1].here
+    assert mix.terms[1].is_explained
     assert mix.terms[0].factor + mix.terms[1].factor == pytest.approx(1, abs=1e-6)
 
 
@@ -236,7 +244,7 @@ def test_a_global_query_of_longformer_replaces_the_local_one() -> None:
     f = found("longformer", query=6)
     assert f.calls == ("call 0", "call 1")
     assert f.mixture is not None
-    assert "the others are replaced" in f.mixture.text
+    assert "which replaces the others" in f.mixture.text
     assert [term.factor for term in f.mixture.terms] == [0, 1]
     assert f.call == 1, "the call whose answer goes on"
     assert found("longformer", query=7).mixture is None
@@ -337,6 +345,6 @@ def test_what_a_specimen_refuses() -> None:
     with pytest.raises(ArgumentError, match="head is 7; there are 4 heads"):
         found("retention", head=7)
     with pytest.raises(
-        ArgumentError, match="key is token 20, which this call does not hold; it holds"
+        ArgumentError, match="key is token 20, which this call does not contain; it has"
     ):
         found("streaming", query=-1, key=20, call=1)

@@ -21,16 +21,16 @@ from regard import Trace
 from regard.cli.explain import read
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
-from regard.inspect.explain.capture import recorded
-from regard.inspect.explain.reading import Words, reading
-from regard.inspect.explain.steps import ROWS
-from regard.inspect.record.place import Place
+from regard.inspect.explain.captured_run import record_run
+from regard.inspect.explain.inputs_and_outputs import QUERIES_PER_CHUNK
+from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
 from regard.models import demo, recurrent
 from regard.models.families import bert, t5
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
-from tests.inspect.stand_in import TEXT, model, tokenizer
+from tests.inspect.small_model import TEXT, model, tokenizer
 
 
 def wild(network: Any, seed: int = 0) -> Any:
@@ -70,7 +70,7 @@ def test_an_encoder_looks_both_ways() -> None:
 
 def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     m = seq2seq()
-    read = reading(m, TEXT, "the forest")
+    read = prepare_run(m, TEXT, "the forest")
     assert [site.place for site in read.sites] == [
         "encoder.layers.0",
         "encoder.layers.1",
@@ -79,17 +79,17 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
         "decoder.layers.1.attention",
         "decoder.layers.1.cross",
     ]
-    source, target = read.sides["source"], read.sides["target"]
+    source, target = read.sequences["source"], read.sequences["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
         read.run()
     for site in read.sites:
         found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
         expected = trace[f"{site.place}.pattern"][0, 1, 1]
         assert found.weights == pytest.approx(expected.tolist(), abs=1e-6), site.place
-        assert found.pieces == read.sides[site.columns].pieces
-        assert found.query_piece == read.sides[site.rows].pieces[1]
+        assert found.pieces == read.sequences[site.key_sequence].pieces
+        assert found.query_piece == read.sequences[site.query_sequence].pieces[1]
         assert found.check < 1e-4
-        assert bool(found.predictions) == (site.rows == "target")
+        assert bool(found.predictions) == (site.query_sequence == "target")
     assert explain(m, TEXT, layer=1, target="the forest").place == "decoder.layers.1.cross"
     assert len(target.ids) == 1 + len(m.tokenizer.encode("the forest"))
     assert len(source.ids) == len(m.encode(TEXT)[0][0])
@@ -100,14 +100,16 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
     page.
     """
     network = wild(recurrent(20, 8, 12, attention="luong"))
-    words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
+    words = PretokenizedInput(
+        network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
+    )
     for each in (
-        reading(model(), TEXT),
-        reading(encoder(), TEXT),
-        reading(seq2seq(), TEXT, "the forest"),
-        reading(words),
+        prepare_run(model(), TEXT),
+        prepare_run(encoder(), TEXT),
+        prepare_run(seq2seq(), TEXT, "the forest"),
+        prepare_run(words),
     ):
-        recording = recorded(each)
+        recording = record_run(each)
         assert recording.sound
         for site in each.sites:
             found = explain(each, place=site.place, query=1)
@@ -116,8 +118,8 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
             rows, columns = recording.labels(site.place)
             if site.place != "decoder":
                 assert (rows, columns) == (
-                    each.sides[site.rows].pieces,
-                    each.sides[site.columns].pieces,
+                    each.sequences[site.query_sequence].pieces,
+                    each.sequences[site.key_sequence].pieces,
                 )
             at = list(recording.places).index(site.place)
             data = report(recording, choice=(at, found.head), query=1, explanation=found.as_dict())
@@ -128,13 +130,15 @@ def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
     m = seq2seq()
     m.ends = frozenset(range(1, m.config.vocab_size, 3))  # it ends soon
     said = [x for x in m.search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.ends]
-    assert list(reading(m, TEXT).sides["target"].ids) == [0, *said]
+    assert list(prepare_run(m, TEXT).sequences["target"].ids) == [0, *said]
 
 
 @pytest.mark.parametrize("attention", ["bahdanau", "luong"])
 def test_alignments_of_recurrent_decoders_are_those_of_the_taps(attention: str) -> None:
     network = wild(recurrent(20, 8, 12, attention=attention))
-    words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
+    words = PretokenizedInput(
+        network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y"))
+    )
     with torch.inference_mode(), Trace("pattern") as trace:
         network(torch.tensor([[3, 4, 5, 2]]), torch.tensor([[1, 7, 8]]))
     rows = torch.cat(trace.every("decoder.pattern"), 2)[0, 0]
@@ -150,11 +154,11 @@ def test_alignments_of_recurrent_decoders_are_those_of_the_taps(attention: str) 
 
 
 def test_a_network_without_attention_is_refused() -> None:
-    plain = Words(recurrent(20, 8, 12), ((3,), ("a",)), ((1,), ("<bos>",)), name="gru")
+    plain = PretokenizedInput(recurrent(20, 8, 12), ((3,), ("a",)), ((1,), ("<bos>",)), name="gru")
     with pytest.raises(ArgumentError, match="gru has no attention; there is nothing to explain"):
         explain(plain)
     with pytest.raises(ArgumentError, match="row has no attention"):
-        explain(Words(torch.nn.Linear(2, 2), ((3,), ("a",)), name="row"))
+        explain(PretokenizedInput(torch.nn.Linear(2, 2), ((3,), ("a",)), name="row"))
     with pytest.raises(ArgumentTypeError, match="text is NoneType; it must be str"):
         explain(model())
 
@@ -205,18 +209,18 @@ def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPat
     """4096 tokens: no block of scores is larger than some rows of them; the row equals a softmax of
     the recorded q and k.
     """
-    largest, honest = [0], Place.ingredients
+    largest, honest = [0], Place.score_inputs
 
     def counted(self: Place, step: Any, own: slice, slots: Any, heads: Any, **rest: Any) -> Any:
         largest[0] = max(largest[0], (own.stop - own.start) * len(heads))
         return honest(self, step, own, slots, heads, **rest)
 
-    monkeypatch.setattr(Place, "ingredients", counted)
+    monkeypatch.setattr(Place, "score_inputs", counted)
     m = model(max_position_embeddings=8192)
     text = "".join("ab"[(n * n) % 7 % 2] for n in range(4096))
     found = explain(m, text, layer=1, head=1, query=4000, key=17)
     assert found.sizes["T"] >= 2048
-    assert largest[0] <= ROWS
+    assert largest[0] <= QUERIES_PER_CHUNK
     assert found.pattern.size == 0
     assert found.patterns.shape[1] <= 32
     assert found.check < 1e-4
@@ -295,7 +299,7 @@ def test_a_notebook_shows_the_page_as_inert_text() -> None:
     assert shown.startswith("<pre")
     assert "<script" not in shown
     assert "&lt;script&gt;" in shown
-    assert "the same q and k elsewhere" in shown
+    assert "the same q and k under other mechanisms" in shown
 
 
 def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:

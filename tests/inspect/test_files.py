@@ -19,8 +19,8 @@ from regard import biases, masks
 from regard.caches import Quantised, Ring
 from regard.errors import ArgumentError, FileError
 from regard.inspect import Recorder, Recording, load, record, save
-from regard.inspect.record import files
-from regard.inspect.record.rules import bias_from, mask_from
+from regard.inspect.record import recording_file
+from regard.inspect.record.mask_and_bias_data import bias_from, mask_from
 from regard.nn.variants import VARIANTS
 from regard.span import Span
 from tests.nn.catalogue import example, tokens
@@ -61,14 +61,14 @@ def there_and_back(found: Recording, folder: Path) -> Recording:
 def assert_same(a: Recording, b: Recording) -> None:
     """Every number and word."""
     assert list(a.places) == list(b.places)
-    assert (a.pieces, a.about, a.source_pieces) == (b.pieces, b.about, b.source_pieces)
+    assert (a.pieces, a.metadata, a.source_pieces) == (b.pieces, b.metadata, b.source_pieces)
     for name, place in a.places.items():
         other = b[name]
-        assert (place.H, place.heads, place.N, place.held) == (
+        assert (place.H, place.heads, place.N, place.key_kind) == (
             other.H,
             other.heads,
             other.N,
-            other.held,
+            other.key_kind,
         )
         for h in place.heads:
             for batch in range(place.B):
@@ -182,19 +182,22 @@ def nested(depth: int) -> dict[str, Any]:
 HOSTILE: dict[str, tuple[Change, str]] = {
     "format": (lambda d, t: d.update(format=9), "has format 9; this version reads 1"),
     "no places": (lambda d, t: d.pop("places"), "'places'"),
-    "places no list": (lambda d, t: d.update(places=3), "do not make a recording"),
-    "two of a name": (lambda d, t: d["places"].append(d["places"][0]), "two places have one name"),
+    "places no list": (lambda d, t: d.update(places=3), "do not form a recording"),
+    "two of a name": (
+        lambda d, t: d["places"].append(d["places"][0]),
+        "two places have the same name",
+    ),
     "name of controls": (
         lambda d, t: d["places"][0].update(name="a\x1b[2J"),
-        r"'a\x1b[2J' stands where a name must",
+        r"'a\x1b[2J' is not a name",
     ),
     "name that turns": (
         lambda d, t: d["places"][0].update(name="a\u202eb"),
-        r"'a\u202eb' stands where a name must",
+        r"'a\u202eb' is not a name",
     ),
     "name without end": (
         lambda d, t: d["places"][0].update(name="x" * 1_000_000),
-        f"'{'x' * 100}'... stands where a name must",
+        f"'{'x' * 100}'... is not a name",
     ),
     "bias bounds": (
         lambda d, t: (
@@ -206,13 +209,13 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "no steps": (lambda d, t: d["places"][0].update(steps=[]), "has no steps, pools or heads"),
     "heads": (
         lambda d, t: d["places"][0].update(heads=[0, 9]),
-        "heads of  are (0, 9); they must rise, from 0 to 3",
+        "heads of  are (0, 9); they must be increasing and from 0 to 3",
     ),
-    "H": (lambda d, t: d["places"][0].update(H="4"), "'4' stands where an integer must"),
+    "H": (lambda d, t: d["places"][0].update(H="4"), "'4' is not an integer"),
     "no heads": (lambda d, t: d["places"][0].update(H=0), "has 0 heads and 9 columns"),
-    "G": (lambda d, t: pool(d).update(G=3), "has 4 heads, and keys of 3"),
-    "groups": (lambda d, t: pool(d).update(groups=[0]), "other groups than its heads read"),
-    "N": (lambda d, t: d["places"][0].update(N=10**9), "has 1000000000 columns, and fewer keys"),
+    "G": (lambda d, t: pool(d).update(G=3), "has 4 heads, which 3 key/value heads cannot serve"),
+    "groups": (lambda d, t: pool(d).update(groups=[0]), "are not those that its query heads read"),
+    "N": (lambda d, t: d["places"][0].update(N=10**9), "has 1,000,000,000 columns, but fewer keys"),
     "k": (
         lambda d, t: t.update({pool(d)["k"]: torch.zeros(2, 2, 3, 8)}),
         "k of  is torch.float32 (2, 2, 3, 8)",
@@ -226,20 +229,20 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "no tensor": (lambda d, t: step(d).update(q="999"), "'999'"),
     "columns": (
         lambda d, t: step(d).update(columns=[3, 9]),
-        "columns of step 0 of  go from 3 to 11, out of 0 to 8",
+        "columns of step 0 of  are from 3 to 11; they must be from 0 to 8",
     ),
-    "pool": (lambda d, t: step(d).update(pool=1), "has the pool 1 of 1"),
+    "pool": (lambda d, t: step(d).update(pool=1), "refers to pool 1; there are 1"),
     "first": (lambda d, t: step(d).update(first=-1), "first of step 0 of  is -1"),
-    "token": (lambda d, t: step(d).update(token=True), "True stands where an integer must"),
+    "token": (lambda d, t: step(d).update(token=True), "True is not an integer"),
     "positions": (
         lambda d, t: step(d).update(q_positions=[0, 5]),
-        "6 queries behind 0 and 9 keys, and positions of 5 and 9",
+        "6 queries after 0 others and 9 keys, but positions of 5 and 9",
     ),
     "long": (
         lambda d, t: step(d).update(q_positions=[0, 2**60]),
-        "a span of 1152921504606846976 positions",
+        "a span of 1,152,921,504,606,846,976 positions",
     ),
-    "span": (lambda d, t: step(d).update(k_positions=[0.5, 9]), "0.5 stands where an integer must"),
+    "span": (lambda d, t: step(d).update(k_positions=[0.5, 9]), "0.5 is not an integer"),
     "scale": (lambda d, t: step(d).update(scale="1e999"), "scale, softcap or dropout of step 0"),
     "softcap": (lambda d, t: step(d).update(softcap=-1), "scale, softcap or dropout of step 0"),
     "mask code": (lambda d, t: step(d).update(mask={"text": "__import__('os')"}), "unknown mask"),
@@ -290,6 +293,38 @@ def test_a_file_whose_parts_do_not_fit_is_refused(name: str, tmp_path: Path) -> 
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_recordings_of_earlier_formats_are_read(number: int, tmp_path: Path) -> None:
+    """Formats 1 and 2 have the keys about, held and keys; format 1 has no scores and patterns."""
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    with Recorder() as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
+        # one changed key, so that the step has indices into its pool
+        changed = torch.cat([k[:, :, :5], -k[:, :, 5:], k[:, :, :1]], 2)
+        regard.attend(q[:, :, :1], changed, changed, mask=masks.Causal())
+    recording = recorder.recording(pieces=("a",), note="by hand")
+    path = tmp_path / "run.safetensors"
+    save(recording, path)
+    with safe_open(path, framework="pt") as file:
+        data = json.loads(file.metadata()["regard.recording"])
+        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    assert data["format"] == 3
+    data["format"], data["about"] = number, data.pop("metadata")
+    for place in data["places"]:
+        for pool in place["pools"]:
+            pool["held"] = pool.pop("key_kind")
+        for step in place["steps"]:
+            step["keys"] = step.pop("pool_index")
+            if number == 1:
+                del step["scores"], step["pattern"]
+    assert any(step["keys"] is not None for place in data["places"] for step in place["steps"])
+    save_file(tensors, path, metadata={"regard.recording": json.dumps(data)})
+    again = load(path)
+    assert_same(recording, again)
+    assert again.metadata == {"note": "by hand"}
+    assert again[0].key_kind == "keys"
+
+
 def test_files_that_are_no_recordings(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(1)}, path)
@@ -323,7 +358,7 @@ def test_what_cannot_be_written_leaves_the_old_file(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(recording_file, "save_file", full)
     with pytest.raises(FileError, match="cannot write the recording: no space left"):
         save(call(), path)
     assert path.read_bytes() == before

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.layer import (
-    MOST_PAIRS,
-    Layer,
-    layers,
-    stages,
-    tensors_of,
-    with_block,
+from regard.inspect.explain.layer_stages import (
+    MAX_SCORES,
+    LayerStages,
+    run_block_stages,
+    run_layers,
+    run_stages,
+    summarize_layer,
 )
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.variants import cross_attention, mha
-from regard.view.explanation import page
-from regard.view.layer import sections, table, text
+from regard.view.explanation_text import page
+from regard.view.layer_text import sections, table, text
 from tests.golden import DATA, difference, tensor
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 
 RUN = DATA["run"]
 NAMES = ["q", "k", "v", "scores", "masked", "weights", "z", "out", "block"]
@@ -51,7 +51,7 @@ def noted() -> tuple[Attention, Tensor]:
 
 def test_the_notes_scores_give_the_weights_that_the_note_should_have_printed() -> None:
     module, x = noted()
-    found = Layer("mha", x, module.mask, with_block(module, x))
+    found = LayerStages("mha", x, module.mask, run_block_stages(module, x))
     assert [stage.name for stage in found.stages] == NAMES
     assert difference(found.stage("scores").values[0], tensor(RUN["raw_scores"]["printed"])) < 1e-14
     assert (
@@ -76,7 +76,7 @@ def test_the_notes_scores_give_the_weights_that_the_note_should_have_printed() -
 
 
 def test_every_stage_by_loops() -> None:
-    (found,) = layers(
+    (found,) = run_layers(
         ["gqa"], dim=8, heads=4, batch=1, tokens=3, mask=Causal(), seed=2, options={"groups": 2}
     )
     q, k, v = (found.stage(name).values.double() for name in "qkv")
@@ -101,11 +101,11 @@ def test_every_stage_by_loops() -> None:
 
 
 def test_the_numbers_of_a_stage_are_those_of_its_finite_entries() -> None:
-    (found,) = layers(["mha"], dim=8, heads=2, mask=Causal())
+    (found,) = run_layers(["mha"], dim=8, heads=2, mask=Causal())
     masked = found.stage("masked")
     kept = [x for x in masked.values.flatten().tolist() if math.isfinite(x)]
     mean = sum(kept) / len(kept)
-    told = masked.told()
+    told = masked.summary()
     assert len(kept) == 2 * 2 * 10
     assert told.mean == pytest.approx(mean, rel=1e-6)
     assert told.std == pytest.approx(
@@ -119,7 +119,7 @@ def test_the_numbers_of_a_stage_are_those_of_its_finite_entries() -> None:
 def test_mha_gpt_and_mla_stand_side_by_side() -> None:
     told = [
         one.as_dict()
-        for one in layers(["mha", "gpt", "mla"], dim=16, heads=2, tokens=3, mask=Causal())
+        for one in run_layers(["mha", "gpt", "mla"], dim=16, heads=2, tokens=3, mask=Causal())
     ]
     lines = table(told).splitlines()
     assert lines[0].split() == ["stage", "shape", "mean", "std", "ms"]
@@ -137,20 +137,20 @@ def test_mha_gpt_and_mla_stand_side_by_side() -> None:
 def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
     module = mha(8, 2, dropout=0.9).train()
     x = torch.randn(1, 5, 8)
-    weights = {stage.name: stage.values for stage in stages(module, x)}["weights"]
+    weights = {stage.name: stage.values for stage in run_stages(module, x)}["weights"]
     assert module.training
     assert difference(weights.sum(-1), torch.ones(1, 2, 5)) < 1e-6
 
 
 def test_what_has_no_such_stages_is_refused() -> None:
     with pytest.raises(
-        ArgumentTypeError, match="attention is a CrossAttention; its stages are known of"
+        ArgumentTypeError, match="attention is a CrossAttention; its stages can be shown"
     ):
-        stages(cross_attention(8, 2), torch.zeros(1, 3, 8))
+        run_stages(cross_attention(8, 2), torch.zeros(1, 3, 8))
     with pytest.raises(
-        ArgumentError, match="retention is a Recurrent, which has no pattern of one softmax"
+        ArgumentError, match="retention is a Recurrent, not a softmax self-attention"
     ):
-        layers(["retention"], dim=8, heads=2)
+        run_layers(["retention"], dim=8, heads=2)
 
 
 def test_explain_tells_the_tensors_of_the_layer_in_text() -> None:
@@ -171,10 +171,10 @@ def test_explain_tells_the_tensors_of_the_layer_in_text() -> None:
 def test_long_texts_make_no_scores_and_other_mechanisms_have_no_times() -> None:
     x = torch.zeros(3, 8)
     module = mha(8, 2)
-    few = tensors_of(module, {"x": x}, {"q": torch.zeros(2, 3, 4)}, own=True)
+    few = summarize_layer(module, {"x": x}, {"q": torch.zeros(2, 3, 4)}, own=True)
     assert [one.name for one in few] == NAMES[:-1]
-    long = tensors_of(module, {"x": x}, {"q": torch.zeros(2, 3, 4)}, own=True, most_pairs=17)
+    long = summarize_layer(module, {"x": x}, {"q": torch.zeros(2, 3, 4)}, own=True, most_pairs=17)
     assert [one.name for one in long] == ["q", "k", "v", "z", "out"]
-    other = tensors_of(module, {"x": x}, {"q": torch.ones(2, 3, 4)}, own=False)
+    other = summarize_layer(module, {"x": x}, {"q": torch.ones(2, 3, 4)}, own=False)
     assert [(one.name, one.mean, one.std, one.seconds) for one in other] == [("q", 1.0, 0.0, None)]
-    assert MOST_PAIRS == 2**22
+    assert MAX_SCORES == 2**22

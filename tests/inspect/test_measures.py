@@ -76,7 +76,7 @@ IDS = torch.cat([torch.randperm(V, generator=torch.Generator().manual_seed(0))[:
 def test_heads_built_by_hand_are_recognised() -> None:
     found = built(IDS)
     place = found[0]
-    got = measure(place, IDS, sinks=1, near=4)
+    got = measure(place, IDS, sinks=1, local_distance=4)
     by = {n: dict(zip(NAMES, got[n].tolist(), strict=True)) for n in got.values}
     assert max(by["previous_token"], key=by["previous_token"].get) == "previous"  # type: ignore[arg-type]
     assert by["previous_token"]["previous"] > 0.9
@@ -188,7 +188,7 @@ def test_streamed_numbers_are_the_definitions(size: int, sinks: Tensor | None) -
     found, ids = random_call(sinks)
     place = found[0]
     for batch in (0, 1):
-        got = measure(place, ids[batch], batch=batch, sinks=2, near=3, size=size)
+        got = measure(place, ids[batch], batch=batch, sinks=2, local_distance=3, size=size)
         at = place.column_positions[batch].tolist()
         for h in range(4):
             p, s = found.weights(0, h, batch=batch), found.scores(0, h, batch=batch)
@@ -293,7 +293,8 @@ def test_a_head_that_copies_the_needle_while_it_is_written() -> None:
     assert scores.tolist() == [1.0, 0.0]
     assert retrieval_score(place, ids, slice(8, 13))[0] == pytest.approx(3 / 5)
     with pytest.raises(
-        ArgumentError, match=re.escape("needle is slice(5, 5, None); it must hold some of the 19")
+        ArgumentError,
+        match=re.escape("needle is slice(5, 5, None); it must contain some of the 19"),
     ):
         retrieval_score(place, ids, slice(5, 5))
 
@@ -310,9 +311,12 @@ def test_what_the_tokens_do_not_allow_is_left_out() -> None:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda p: measure(p, torch.arange(3)), "ids are (3,);  has 24 columns, one for each"),
+        (
+            lambda p: measure(p, torch.arange(3)),
+            "ids are (3,);  has 24 columns, and there must be one entry for each",
+        ),
         (lambda p: measure(p, padding=torch.ones(3).bool()), "padding are (3,)"),
-        (lambda p: measure(p, batch=1), "batch is 1;  has rows 0 to 0"),
+        (lambda p: measure(p, batch=1), "batch is 1;  has batch rows 0 to 0"),
         (lambda p: keys_for(p, 0.0), "share is 0.0; it must be above 0 and at most 1"),
         (lambda p: keys_for(p, rows=0), "rows is 0; it must be at least 1"),
         (lambda p: redundancy(p, rows=0), "rows is 0; it must be at least 1"),
@@ -325,7 +329,9 @@ def test_what_cannot_be_measured_is_refused(call: Any, message: str) -> None:
 
 def test_head_scores_want_repeated_tokens() -> None:
     model = regard.load("tiny")
-    with pytest.raises(ArgumentError, match="induction: no token occurs twice, far enough apart"):
+    with pytest.raises(
+        ArgumentError, match="induction cannot be computed: in ids no token occurs twice"
+    ):
         regard.inspect.head_scores(model, torch.arange(8)[None])
     scores = regard.inspect.head_scores(model, repeated_ids(1024, 12, batch=1))
     assert {x.shape for x in scores.values()} == {torch.Size([4, 8])}

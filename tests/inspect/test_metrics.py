@@ -20,7 +20,7 @@ from regard.inspect import (
     repeated_ids,
     sink_share,
 )
-from tests.inspect.stand_in import model
+from tests.inspect.small_model import model
 
 T = 12
 IDS = torch.tensor([5, 1, 4, 2, 3, 0, 5, 1, 4, 2, 3, 0])  # six tokens, twice
@@ -149,15 +149,15 @@ def test_repeated_ids_are_seeded_and_leave_the_global_generator_alone() -> None:
     [
         (
             lambda: previous_token_score(torch.eye(1)),
-            "pattern has 1 rows; this score needs at least 2",
+            "pattern has 1 row; this score needs at least 2",
         ),
         (lambda: sink_share(torch.eye(4)), "pattern has 4 rows; this score needs at least 5"),
         (lambda: sink_share(torch.eye(4), first=0), "first is 0; it must be at least 1"),
         (
             lambda: induction_score(torch.eye(3), torch.tensor([1, 2, 3])),
             (
-                "no token occurs twice, far enough apart, in ids; "
-                "give a text that repeats itself, such as repeated_ids(...)"
+                "in ids no token occurs twice, far enough apart; "
+                "use ids with repetitions, such as repeated_ids(...)"
             ),
         ),
         (lambda: repeated_ids(0, 1), "repeated_ids(0, 1, batch=4): each number must be at least 1"),
@@ -172,10 +172,13 @@ def test_what_cannot_be_scored_is_refused(call: object, message: str) -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     """The annotations say so first under pytest; without them the functions do."""
-    from regard.inspect.metrics import patterns
+    from regard.inspect.metrics import pattern_scores
 
     with pytest.raises(ArgumentError, match=r"pattern is \(2, 3\); it must be \[..., T, T\]"):
-        patterns._check(torch.zeros(2, 3), least=1)
-    with pytest.raises(ArgumentError, match=r"ids are \(2,\); the pattern has 3 rows, one per id"):
-        patterns._check(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
+        pattern_scores._check_pattern(torch.zeros(2, 3), least=1)
+    with pytest.raises(
+        ArgumentError,
+        match=r"ids are \(2,\); the pattern has 3 rows, and there must be one id for each",
+    ):
+        pattern_scores._check_pattern(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
     assert math.isfinite(previous_token_score(torch.eye(3)).item())

@@ -35,8 +35,8 @@ from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import ProjectionShape, attention_spec
 from regard.span import Positions
 from regard.tracing import named_scope, tap
-from regard.view.explanation import page
-from tests.inspect.stand_in import TEXT, model
+from regard.view.explanation_text import page
+from tests.inspect.small_model import TEXT, model
 
 ROUNDING = 2e-5
 
@@ -149,7 +149,7 @@ def test_a_row_without_taps_is_refused() -> None:
             return tap("out", self.output(x))
 
     with pytest.raises(
-        ArgumentError, match="is a Untapped, which tells its rows itself and has no tap q, k, v, z"
+        ArgumentError, match="is a Untapped, which implements explain_row but has no tap q, k, v, z"
     ):
         explained(Untapped())
 
@@ -226,7 +226,7 @@ def test_a_new_projection_that_says_something_false_is_told_apart() -> None:
 
 def test_a_new_projection_that_says_nothing_is_shown_as_attention_got_it() -> None:
     found = explained(attention_of(Mirrored()), head=2, query=6)
-    assert [step.name for step in (*found.q, *found.k, *found.values)] == ["given"] * 3
+    assert [step.name for step in (*found.q, *found.k, *found.values)] == ["input"] * 3
     assert found.check < ROUNDING
 
 
@@ -270,7 +270,7 @@ def test_a_new_mix_of_rows_is_explained(kind: type[NearAndFar], right: bool) -> 
     assert found.calls == ("near", "far")
     assert found.mixture is not None
     assert found.mixture.row is not None
-    assert [term.here for term in found.mixture.terms] == [False, True]
+    assert [term.is_explained for term in found.mixture.terms] == [False, True]
     assert [term.name for term in found.mixture.terms] == ["near", "far"]
     off = float(np.abs(found.mixture.row @ found.v - found.z).max())
     assert (off < ROUNDING) == right

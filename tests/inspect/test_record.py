@@ -16,7 +16,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recording, record
 from regard.models import Model, Seq2Seq, TextEncoder, recurrent
 from regard.models.families import bert, t5
-from tests.inspect.stand_in import TEXT, model, tokenizer
+from tests.inspect.small_model import TEXT, model, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_text(stand_in: Model) -> None:
     assert list(found.places) == ["layers.0", "layers.1", "layers.2"]
     assert len(found) == 3
     assert found.labels(1) == (found.pieces, found.pieces)
-    assert found.about == {
+    assert found.metadata == {
         "model": "llama",
         "dtype": "float32",
         "device": "cpu",
@@ -184,20 +184,25 @@ def test_what_is_not_named_is_not_run_differently(stand_in: Model) -> None:
             ArgumentError,
             "no attention was recorded: the run of Model called no softmax",
         ),
-        ((TEXT, "x"), {}, ArgumentError, "target does not go with a Model; leave it out"),
+        ((TEXT, "x"), {}, ArgumentError, "target does not apply to a Model; leave it out"),
         (
             (TEXT,),
             {"cache": "ring"},
             ArgumentError,
-            "cache is 'ring', and no tokens are to follow; give tokens=...",
+            "cache is 'ring', but no tokens are generated; set tokens=...",
         ),
         ((TEXT,), {"chunk": 0}, ArgumentError, "chunk is 0; it must be at least 1"),
-        (([TEXT, TEXT],), {"tokens": 2}, ArgumentError, "tokens are to follow: give one text"),
+        (
+            ([TEXT, TEXT],),
+            {"tokens": 2},
+            ArgumentError,
+            "tokens can be generated after one text only",
+        ),
         (
             (TEXT,),
             {"positions": regard.Span(0, 3)},
             ArgumentError,
-            "positions go with ids; a text has its own",
+            "positions can be given only with ids, not with a text",
         ),
         (([3],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
         (([],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
@@ -215,7 +220,7 @@ def test_other_models_and_other_texts_are_refused(
 ) -> None:
     with pytest.raises(ArgumentTypeError, match="model is str; it must be a Model, a TextEncoder"):
         record("tiny", TEXT)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="tokens does not go with a TextEncoder"):
+    with pytest.raises(ArgumentError, match="tokens does not apply to a TextEncoder"):
         record(encoder, TEXT, tokens=3)
     with pytest.raises(ArgumentTypeError, match="text must be a str, or several, for a Seq2Seq"):
         record(translator, torch.tensor([[1]]))
@@ -251,7 +256,7 @@ class TestTransformers:
         place = found[0]
         assert [step.T for step in place.steps] == [9, 1, 1, 1]
         assert place.T == place.N == 12
-        assert place.plain
+        assert place.has_one_key_per_column
         assert found.sound, [str(x) for x in found.row_sums.values()]
         one = record(network, given)
         assert (
@@ -271,7 +276,7 @@ class TestTransformers:
             == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2
         )
         assert found.sound
-        assert found.about["model"] == name.lower()
+        assert found.metadata["model"] == name.lower()
 
     def test_the_weights_are_those_that_eager_attention_returns(self, families: Any) -> None:
         network, ids = families.decoder("Llama", "regard"), families.tokens(1, 9)

@@ -192,7 +192,7 @@ def test_every_mechanism_with_its_cache(name: str) -> None:
         assert found[place].T == found[place].N == T
         assert apart(found, whole, place) <= 1e-10, place
     if name == "mla":
-        assert found[0].held == "keys and latents"
+        assert found[0].key_kind == "keys and latents"
         assert [pool.G for pool in found[0].pools] == [4, 1]
 
 
@@ -230,7 +230,7 @@ def test_every_cache_under_chunks_tokens_and_left_padding(kind: str, padded: boo
     with torch.no_grad():
         assert torch.equal(seen, in_chunks(module, x, CACHES[kind](), at))
     place = found[0]
-    assert (place.T, place.N, place.plain) == (T, T, True)
+    assert (place.T, place.N, place.has_one_key_per_column) == (T, T, True)
     for batch in (0, 1):
         assert apart(found, whole, batch=batch) <= 1e-10
         assert torch.equal(place.column_positions[batch], whole[0].column_positions[batch])
@@ -271,13 +271,13 @@ def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) ->
     """40 tokens one by one: 48 keys, not 48 + 47 + ...; and memory that doubles moves them a few
     times only.
     """
-    moved, grown = [], recorder_module._grown
+    moved, grown = [], recorder_module._grow
 
     def counted(x: Tensor, used: int, size: int) -> Tensor:
         moved.append(used)
         return grown(x, used, size)
 
-    monkeypatch.setattr(recorder_module, "_grown", counted)
+    monkeypatch.setattr(recorder_module, "_grow", counted)
     q, cache = torch.randn(1, 4, 48, 8), Growing()
     with Recorder() as recorder:
         for start, stop in [(0, 8), *((i, i + 1) for i in range(8, 48))]:
@@ -297,16 +297,16 @@ def test_a_quantised_cache_says_what_its_codes_say() -> None:
     _, found = watched(lambda: in_chunks(module, x, Quantised(8, group=4, residual=4)))
     place = found[0]
     assert (
-        place.held == "keys and keys from a quantised cache"
+        place.key_kind == "keys and keys from a quantised cache"
     )  # the first call got what it gave, as it was
     assert found.sound, [str(x) for x in found.row_sums.values()]
     assert (
         place.N == T < sum(pool.k.shape[2] for pool in place.pools)
     )  # a key, and what became of it
-    assert not place.plain
+    assert not place.has_one_key_per_column
     assert 0 < apart(found, exact) < 0.1
     with pytest.raises(
-        ArgumentError, match=r"read several keys for one token .*; ask place.keys\(step\)"
+        ArgumentError, match=r"has several keys for one token .*; call place.keys\(step\)"
     ):
         _ = place.k
     last = place.steps[-1]
@@ -337,7 +337,9 @@ def test_selections_keep_what_was_asked_for() -> None:
             )
     assert found.positions(0).tolist() == [9, 10, 11]
     assert found.sound
-    with pytest.raises(ArgumentError, match=r"head 0 of  was not recorded; recorded: 1, 4, 5 of 8"):
+    with pytest.raises(
+        ArgumentError, match=r"head 0 of  was not recorded; recorded heads: 1, 4, 5 of 8"
+    ):
         found.weights(0, 0)
 
 
@@ -403,7 +405,7 @@ def test_the_lse_of_a_recording_is_the_definition() -> None:
     "select, message",
     [
         ({"rows": 0}, "rows is 0; it must be at least 1, or None for all"),
-        ({"keep": ("q",)}, "keep is ['q']; it may name v, out"),
+        ({"keep": ("q",)}, "keep is ['q']; it may contain v, out"),
     ],
 )
 def test_selections_that_mean_nothing_are_refused(select: Any, message: str) -> None:
@@ -427,7 +429,7 @@ def test_negative_control_a_key_of_another_step_is_noticed() -> None:
     module, x = example(VARIANTS["gqa"], dtype=torch.float32), tokens(T, dtype=torch.float32)
     _, found = watched(lambda: in_chunks(module, x, Quantised(2, group=4, residual=4)))
     place = found[0]
-    stale = tuple(replace(step, keys=step.columns) for step in place.steps)
+    stale = tuple(replace(step, pool_index=step.columns) for step in place.steps)
     wrong = replace(found, places={"": replace(place, steps=stale)})
     assert apart(found, wrong) > 1e-3
     assert not wrong.sound

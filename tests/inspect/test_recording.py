@@ -18,7 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recorder, Recording
 from regard.span import Span
 from regard.tracing import named_scope
-from tests.inspect.written_out import Case, plain_lses, tokens
+from tests.inspect.fp64_patterns import Case, plain_lses, tokens
 from tests.rules import assert_close_rule
 
 SLOPES = [0.5, 0.25, 0.125, 0.0625]
@@ -203,7 +203,7 @@ def test_a_row_of_nan_stays_nan_where_it_may_be_seen_only() -> None:
         (
             lambda r: r.weights(0, 4),
             ArgumentError,
-            "head 4 of  was not recorded; recorded: 0, 1, 2, 3 of 4",
+            "head 4 of  was not recorded; recorded heads: 0, 1, 2, 3 of 4",
         ),
         (lambda r: r.weights(0, 0, 12), ArgumentError, "rows is 12; there are 12: -12 to 11"),
         (
@@ -219,7 +219,7 @@ def test_a_row_of_nan_stays_nan_where_it_may_be_seen_only() -> None:
         (
             lambda r: r.weights(0, 0, batch=1),
             ArgumentError,
-            "batch is 1;  has the rows 0 to 0 of a batch",
+            "batch is 1;  has batch rows 0 to 0",
         ),
         (lambda r: r.top(0, 0, 0, 0), ArgumentError, "n is 0; it must be at least 1"),
         (

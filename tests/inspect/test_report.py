@@ -17,8 +17,8 @@ from regard import biases, masks
 from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
 from regard.inspect.report import report
-from regard.inspect.report.masks import parted
-from regard.inspect.report.page import METRICS, as_bytes, glance
+from regard.inspect.report.page_data import METRICS, as_bytes, place_overview
+from regard.inspect.report.page_rules import split_by_pool
 from regard.tracing import named_scope
 from tests.view.report.cases import CASES, Case, defined, recorded
 
@@ -59,7 +59,7 @@ def edges(length: int) -> list[int]:
 @pytest.mark.parametrize("case", [*CASES[:2], *CASES[4:], LONG], ids=lambda case: case.name)
 def test_thumbnails_are_block_sums_and_maxima(case: Case) -> None:
     """Mass: over the keys of a block, mean over its rows that see any."""
-    found = glance(recorded(case)[0]).blocks
+    found = place_overview(recorded(case)[0]).blocks
     rows, columns = (list(itertools.pairwise(edges(n))) for n in (case.T, case.S))
     assert found.mass.shape == (case.H, len(rows), len(columns))
     assert max(found.mass.shape[1:]) <= 64
@@ -217,9 +217,9 @@ def test_steps_of_other_keys_are_places_of_their_own() -> None:
             layer(torch.randn(1, 1, 64), cache=cache)
     recording = recorder.recording(pieces=tuple(f"t{i}" for i in range(11)))
     whole = recording[0]
-    parts = parted(whole)
+    parts = split_by_pool(whole)
     assert sum(part.T for part in parts) == whole.T
-    assert all(part.plain for part in parts)
+    assert all(part.has_one_key_per_column for part in parts)
     first = 0
     for part in parts:
         block = part.block(slice(0, part.T), slice(0, part.N)).weights
@@ -242,7 +242,7 @@ def test_selected_heads_keep_their_numbers() -> None:
     assert heads(data) == {(p, h) for p in range(4) for h in (1, 5)}
     assert len(data["meta"]["metrics"]["entropy"]["of"][0]) == 2
     with pytest.raises(
-        ArgumentError, match=r"head 2 of layers\.0 was not recorded; recorded: 1, 5 of 8"
+        ArgumentError, match=r"head 2 of layers\.0 was not recorded; recorded heads: 1, 5 of 8"
     ):
         report(recording, choice=(0, 2))
 
@@ -250,7 +250,7 @@ def test_selected_heads_keep_their_numbers() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"row": 1}, "row is 1; layers.0 holds a batch of 1: 0 to 0"),
+        ({"row": 1}, "row is 1; layers.0 has batch rows 0 to 0"),
         ({"choice": (2, 0)}, "layer is 2; it must be -2 to 1"),
         ({"choice": (0, 4)}, "head is 4; it must be -4 to 3"),
         ({"choice": ("x", 0)}, "'x' was not recorded; recorded: layers.0, layers.1"),
@@ -266,7 +266,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 def test_nothing_recorded() -> None:
     with pytest.raises(
-        ArgumentError, match="the recording holds no place; record a call of attention first"
+        ArgumentError, match="the recording has no place; record a call of attention first"
     ):
         report(Recording({}))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.inspect import Recorder, Recording, row_sums
-from regard.inspect.record.place import Place, Step
+from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate, make_call
 from regard.ops.softmax.dispatch import KERNELS
@@ -110,7 +110,7 @@ def test_each_kernel_makes_its_records(kernel: str) -> None:
     assert sum(not refusal(kernel, *call) for call in cells) >= LEAST[kernel]
 
 
-Fault = Callable[[Place, Step], Place]
+Fault = Callable[[Place, RecordedStep], Place]
 EVERYTHING = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
 FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "zero lse": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * 0), "the lse is 0 everywhere"),
@@ -127,17 +127,17 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "plus ln 2": (
         EVERYTHING,
         lambda p, s: changed(p, lse=s.lse + LN2),
-        "off by the constant 0.6931, which is ln 2",
+        "wrong by the constant 0.6931, which is ln 2",
     ),
     "a constant": (
         EVERYTHING,
         lambda p, s: changed(p, lse=s.lse - 0.25),
-        "off by the constant -0.25:",
+        "wrong by the constant -0.25:",
     ),
     "sink in lse": (
         EVERYTHING,
         lambda p, s: changed(p, lse=s.denominator.float()),
-        "the sink is counted in the lse",
+        "the lse includes the sink",
     ),
     "scale of 1/sqrt(D)": (
         {"mask": C},
@@ -172,12 +172,12 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "no sink": (
         {"mask": C},
         lambda p, s: changed(p, sink=torch.tensor([0.5, 1.0, 2.0, -1.0])),
-        "the sink took no part in the output",
+        "the sink was left out of the output",
     ),
     "no mask": (
         {},
         lambda p, s: changed(p, mask=C),
-        "the mask was not applied: masked keys have mass",
+        "the mask was not applied: masked keys have weight",
     ),
     "no window": (
         {"mask": C},
@@ -192,7 +192,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "wrong v": (
         EVERYTHING,
         lambda p, s: replace(p, pools=(replace(p.pools[0], v=p.pools[0].v.roll(1, 2)),)),
-        "not the weighted sum of the values recorded",
+        "not the weighted sum of the recorded values",
     ),
     "no output": (
         {"mask": C},
@@ -204,17 +204,17 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
         lambda p, s: replace(
             p, pools=(replace(p.pools[0], k=p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])),)
         ),
-        "not what the kernel used, first in row 30",
+        "not those that the kernel used, first in row 30",
     ),
     "wrong group": (
         {"mask": C},
         lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.flip(1)),)),
-        "not what the kernel used, first in row 0",
+        "not those that the kernel used, first in row 0",
     ),
     "nan": (
         {"mask": C},
         lambda p, s: changed(p, lse=s.lse.index_fill(2, torch.tensor([7]), math.nan)),
-        "the lse is NaN where nothing visible is (row 7)",
+        "the lse is NaN although nothing visible is NaN (row 7)",
     ),
 }
 
@@ -283,11 +283,14 @@ def only(kernel: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
 
 KERNEL_FAULTS: dict[str, tuple[Callable[[Call], Call], str]] = {
     "mask dropped": (lambda c: replace(c, mask=masks.Full()), "the mask was not applied"),
-    "sink forgotten": (lambda c: replace(c, sink=None), "the sink took no part in the output"),
+    "sink forgotten": (lambda c: replace(c, sink=None), "the sink was left out of the output"),
     "softcap forgotten": (lambda c: replace(c, softcap=None), "the softcap was not applied"),
     "bias forgotten": (lambda c: replace(c, bias=None), "the bias was not added"),
     "scale twice": (lambda c: replace(c, scale=c.scale**2), "the scale was applied twice"),
-    "heads in another order": (lambda c: replace(c, k=c.k.flip(1)), "not what the kernel used"),
+    "heads in another order": (
+        lambda c: replace(c, k=c.k.flip(1)),
+        "not those that the kernel used",
+    ),
 }
 
 
@@ -322,13 +325,13 @@ def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch)
             regard.attend(k[:, :, start:stop], k[:, :, :stop], k[:, :, :stop], mask=C)
     found = row_sums(recorder.recording()[0])
     assert any(
-        "not what the kernel used, first in row 6" in x or "newest keys were not seen" in x
+        "not those that the kernel used, first in row 6" in x or "newest keys were not used" in x
         for x in found.findings
     ), found.findings
     with Recorder() as recorder:
         regard.attend(k[:, :, 6:], k, k, mask=C)
     (said,) = row_sums(recorder.recording()[0]).findings
-    assert said.startswith("the newest keys were not seen: the cache is stale")
+    assert said.startswith("the newest keys were not used: the cache is stale")
 
 
 def test_long_runs_are_sampled_and_the_report_says_so() -> None:

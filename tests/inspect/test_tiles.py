@@ -16,7 +16,7 @@ from regard import biases, masks
 from regard.caches import Ring
 from regard.errors import ArgumentError
 from regard.inspect import Recorder, Recording, pooled, walk
-from regard.inspect.record.place import Place
+from regard.inspect.record.recorded_place import Place
 from regard.nn.variants import VARIANTS
 from regard.span import Span
 from tests.nn.catalogue import example, tokens
@@ -174,7 +174,7 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     with torch.no_grad(), Recorder(keep=()) as recorder:
         module(x)
     found, latent = recorder.recording(), module.project
-    assert found[0].held == {"expand": "keys", "absorb": "latents"}[form]
+    assert found[0].key_kind == {"expand": "keys", "absorb": "latents"}[form]
     assert len(found[0].pools[0].groups) == (latent.heads if form == "expand" else 1)
     head, d = 1, latent.nope_dim
     with torch.no_grad():
@@ -193,7 +193,10 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     # projections in fp32 are another q and k: the bar is for the softmax of what was recorded
     assert worst <= 1e-4
     place = found[0]
-    own = place.steps[0].q[0, head].double(), place.k[0, place.pools[0].at(head, place.H)].double()
+    own = (
+        place.steps[0].q[0, head].double(),
+        place.k[0, place.pools[0].group_index(head, place.H)].double(),
+    )
     s = (own[0] @ own[1].T * place.steps[0].scale).masked_fill(
         torch.ones(T, T).triu(1).bool(), -math.inf
     )
@@ -242,7 +245,7 @@ def test_ragged_tiles_ranges_of_rows_and_columns_out_of_order() -> None:
     [
         (lambda p: next(walk(p, 0)), "size is 0; a tile has at least 1 row and 1 column"),
         (lambda p: next(walk(p, (4, -1))), "size is (4, -1); a tile has at least 1 row"),
-        (lambda p: next(walk(p, batch=1)), "batch is 1;  has rows 0 to 0"),
+        (lambda p: next(walk(p, batch=1)), "batch is 1;  has batch rows 0 to 0"),
         (lambda p: pooled(p, (0, 4)), "size is (0, 4); a block has at least 1 row"),
         (lambda p: pooled(p, 2).coarser(0), "times is 0; it must be at least 1"),
     ],

@@ -33,8 +33,8 @@ from regard.caches.paged import PagePool
 from regard.caches.quantization import LazyDequantizedTensor
 from regard.files import atomic_write
 from regard.inspect import Recorder
-from regard.inspect.explain import capture, layer
-from regard.inspect.explain.reading import reading
+from regard.inspect.explain import captured_run, layer_stages
+from regard.inspect.explain.prepared_run import prepare_run
 from regard.models.checkpoint.store import Store
 from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary
@@ -570,7 +570,7 @@ def test_layers_and_audits_of_a_seed() -> None:
         return torch.softmax(q @ k.mT, -1) @ v
 
     def stages(seed: int) -> list[Tensor]:
-        return [s.values for s in layer.layer("mha", x, 2, None, seed).stages]
+        return [s.values for s in layer_stages.run_layer("mha", x, 2, None, seed).stages]
 
     def audited() -> tuple[str, ...]:
         return audit(attend, heads=1, head_dim=4).names
@@ -665,18 +665,18 @@ def test_a_graph_of_this_thread_is_known() -> None:
 
 def test_hooks_hear_their_own_thread_only(model: Any) -> None:
     """While a text is explained, another thread runs the same model."""
-    read = reading(model, "to be or not to be")
+    read = prepare_run(model, "to be or not to be")
     site, turns = read.sites[0], [True]
-    alone = capture.capture(read, site)
+    alone = captured_run.capture_site(read, site)
 
     def interrupt(*_: Any) -> None:
         if turns:
             turns.clear()
-            in_another(lambda: reading(model, "something else altogether").run())
+            in_another(lambda: prepare_run(model, "something else altogether").run())
 
     handle = read.last.register_forward_pre_hook(interrupt)
     try:
-        found = capture.capture(read, site)
+        found = captured_run.capture_site(read, site)
     finally:
         handle.remove()
     assert not turns
@@ -714,12 +714,12 @@ def test_a_recorder_is_asked_while_others_record() -> None:
     recorder = Recorder(places=[7, "new", "old"])
     recorder.missing = "ignore"
     record("old")
-    recorder._tracks, recorder.met = Grows(recorder._tracks), Grows(recorder.met)
+    recorder._tracks, recorder.seen_places = Grows(recorder._tracks), Grows(recorder.seen_places)
     assert "old" in recorder.recording().places
-    assert recorder.lacking().startswith("places [7")
+    assert recorder.missing_selection().startswith("there were no calls at the places [7")
     for thread in started:
         thread.join()
-    recorder._tracks, recorder.met = dict(recorder._tracks), dict(recorder.met)
+    recorder._tracks, recorder.seen_places = dict(recorder._tracks), dict(recorder.seen_places)
     assert set(recorder.recording().places) == {"old", "new.0", "new.1"}
 
 

@@ -34,7 +34,7 @@ from regard.masks.base import RefusalKey
 from regard.span import Span
 from tests.caches import contract
 from tests.caches.kinds import CAUSAL, KINDS, stored
-from tests.inspect.stand_in import TEXT, model
+from tests.inspect.small_model import TEXT, model
 from tests.masks.brute import Case, covered
 from tests.masks.test_registered import assert_mask, uncovered
 from tests.oracles.plain import plain_attention

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from regard.view.blocks import svg
+from regard.view.attention_diagram import svg
 
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "blocks.svg"
 
@@ -35,7 +35,7 @@ def test_one_head_has_every_step_in_order() -> None:
         "q",
         "k",
         "v",
-        "three maps of x",
+        "three projections of x",
     ]
     assert [name for name, _ in sorted(found, key=lambda one: one[1])] == wanted
 
@@ -47,9 +47,11 @@ def test_several_heads_are_joined(heads: int) -> None:
     found = words(text)
     for step in ("weights times v", "softmax", "mask", "/ sqrt(d)", "q · k", "q", "k", "v"):
         assert len([1 for name, *_ in found if name == step]) == heads + 1
-    (top,) = [y for name, _, y in found if name == "joined, output map"]
+    (top,) = [y for name, _, y in found if name == "concat, output projection"]
     assert all(
-        y > top for name, _, y in found if "head" not in name and name != "joined, output map"
+        y > top
+        for name, _, y in found
+        if "head" not in name and name != "concat, output projection"
     )
 
 

@@ -15,16 +15,16 @@ from regard.view.charts import (
     Accuracy,
     AlignmentMap,
     Axis,
-    Bar,
     Chart,
     HeadWeights,
     LengthBin,
     Line,
-    Mark,
     Panels,
     Picture,
+    RatioBar,
     RatioBars,
     Scatter,
+    ScatterPoint,
     accuracy_chart,
     context_charts,
     svg,
@@ -73,11 +73,11 @@ def picture(
     return Picture("work", "n", y, (Line("full", values),), log, edge, "beyond")
 
 
-def marks() -> list[Mark]:
+def marks() -> list[ScatterPoint]:
     return [
-        Mark("a", 1024.0, 0.25, (0.25, 0.25), front=True),
-        Mark("b", 4096.0, 0.5, (0.4, 0.6), front=False),
-        Mark("c", 65536.0, 1.0, (1.0, 1.0), front=True),
+        ScatterPoint("a", 1024.0, 0.25, (0.25, 0.25), on_pareto_front=True),
+        ScatterPoint("b", 4096.0, 0.5, (0.4, 0.6), on_pareto_front=False),
+        ScatterPoint("c", 65536.0, 1.0, (1.0, 1.0), on_pareto_front=True),
     ]
 
 
@@ -238,7 +238,7 @@ def test_marks_of_a_scatter_stand_where_their_numbers_say() -> None:
         line.get_markerfacecolor() for line in axes.lines if str(line.get_gid()).startswith("mark")
     ]
     assert faces == [palette.LIGHT["q"], palette.LIGHT["card"], palette.LIGHT["q"]]
-    assert chart.draw().hints["mark 0"] == ["a: 1.00 KiB, 25 %, on the front"]
+    assert chart.draw().hints["mark 0"] == ["a: 1.00 KiB, 25 %, on the Pareto front"]
     assert chart.draw().hints["mark 1"] == ["b: 4.00 KiB, 50 %"]
     assert labels_of(axes, "x") == ["1 KiB", "4 KiB", "16 KiB", "64 KiB"]
 
@@ -256,7 +256,10 @@ def test_the_span_of_seeds_is_drawn_where_there_is_one() -> None:
 
 
 def test_names_do_not_lie_on_one_another() -> None:
-    many = [Mark(f"name{i}", 1000.0 + i, 0.5, (0.5, 0.5), front=False) for i in range(5)]
+    many = [
+        ScatterPoint(f"name{i}", 1000.0 + i, 0.5, (0.5, 0.5), on_pareto_front=False)
+        for i in range(5)
+    ]
     axes = axes_of(Scatter(many, BYTES, SHARE, "t"))
     heights = sorted(text.get_window_extent().y0 for text in axes.texts)
     assert [text.get_text() for text in axes.texts] == [mark.name for mark in many]
@@ -265,7 +268,7 @@ def test_names_do_not_lie_on_one_another() -> None:
 
 def test_one_mark_and_equal_marks_can_be_drawn() -> None:
     for y in (BITS, SHARE):
-        same = [Mark("a", 8.0, 0.5, (0.5, 0.5), front=True)] * 2
+        same = [ScatterPoint("a", 8.0, 0.5, (0.5, 0.5), on_pareto_front=True)] * 2
         axes = axes_of(Scatter(same, SECONDS, y, "t"))
         low, high = axes.get_ylim()
         assert low < 0.5 < high
@@ -304,7 +307,9 @@ def test_the_weights_of_a_head_are_written_into_their_cells() -> None:
 
 
 def test_bars_begin_at_one_and_end_at_their_ratio() -> None:
-    chart = RatioBars([Bar("ours", 1.0, "1 ms"), Bar("x", 4.0, "4 ms"), Bar("y", 0.5, "")], "t")
+    chart = RatioBars(
+        [RatioBar("ours", 1.0, "1 ms"), RatioBar("x", 4.0, "4 ms"), RatioBar("y", 0.5, "")], "t"
+    )
     axes = axes_of(chart)
     ends = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]  # type: ignore[attr-defined]
     assert ends == [(1.0, 1.0), (1.0, 4.0), (1.0, 0.5)]

@@ -6,8 +6,8 @@ import base64
 import hashlib
 import re
 
-from regard.view.charts import Axis, Line, Mark, Picture, Scatter
-from regard.view.html import Figure, Section, page
+from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
+from regard.view.html_page import CaptionedChart, Section, page
 
 EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
 
@@ -18,7 +18,7 @@ def drawn(words: str = "t") -> Picture:
 
 def test_words_are_escaped_and_the_page_runs_nothing() -> None:
     scatter = Scatter(
-        [Mark(EVIL, 8.0, 0.5, (0.4, 0.6), front=True)],
+        [ScatterPoint(EVIL, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
         Axis(EVIL, "bytes"),
         Axis(EVIL, "share"),
         EVIL,
@@ -34,7 +34,7 @@ def test_words_are_escaped_and_the_page_runs_nothing() -> None:
         pictures=(drawn(EVIL),),
         more=((EVIL,), (EVIL,)),
         caption=EVIL,
-        figures=(Figure(scatter, EVIL, good=True),),
+        figures=(CaptionedChart(scatter, EVIL, good=True),),
     )
     text = page(EVIL, EVIL, {EVIL: EVIL}, EVIL, [section], [EVIL])
     assert "<script" not in text

@@ -21,9 +21,10 @@ from rich.console import Console
 from regard.errors import FileError
 from regard.files.atomic_write import check_writable
 from regard.inspect import explain
-from regard.view import explanation, html, palette
-from regard.view.text import columns, fold, number, weight
-from tests.inspect.stand_in import TEXT, model
+from regard.units import plural
+from regard.view import explanation_text, html_page, palette
+from regard.view.terminal import columns, fold, number, weight
+from tests.inspect.small_model import TEXT, model
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -66,7 +67,7 @@ def printed(data: dict[str, Any], color: str | None = None) -> str:
         color_system=color,
         no_color=color is None,
     )
-    explanation.show(data, console)
+    explanation_text.show(data, console)
     return out.getvalue()
 
 
@@ -87,7 +88,7 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
         assert f"━━ {title} ━" in text
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     assert "rows are queries, columns are keys" in text
-    assert "why: future" in text
+    assert "reason: future" in text
     assert number(data["lse"]) in text
     assert number(data["row_max"]) in text
     best = max(range(len(data["weights"])), key=lambda j: data["weights"][j])
@@ -112,7 +113,7 @@ def test_colour_adds_nothing_but_colour(data: dict[str, Any]) -> None:
 def test_no_color_is_honoured(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = StringIO()
-    explanation.show(data, Console(file=out, width=80, force_terminal=True))
+    explanation_text.show(data, Console(file=out, width=80, force_terminal=True))
     assert not re.search(r"\x1b\[[0-9;]*38;", out.getvalue())
 
 
@@ -122,7 +123,9 @@ def test_many_keys_are_counted_not_cut() -> None:
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     visible = sum(not reason for reason in long["masked"])
     order = sorted(long["weights"], reverse=True)
-    assert f"... {visible - 8} others share {weight(sum(order[8:]))}" in text
+    assert (
+        f"... {plural(visible - 8, 'other key')} with total weight {weight(sum(order[8:]))}" in text
+    )
     assert f"cells: largest weight of {long['pool']} x {long['pool']}" in text
     assert long["pool"] == math.ceil(long["sizes"]["T"] / 32)
 
@@ -146,7 +149,7 @@ def test_the_list_of_heads_marks_the_chosen_one() -> None:
         {"layer": 0, "head": h, "key": 2, "piece": HOSTILE[h], "weight": h / 4} for h in range(4)
     ]
     out = StringIO()
-    explanation.show_heads("5 x", rows, (0, 2), Console(file=out, width=80))
+    explanation_text.show_heads("5 x", rows, (0, 2), Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert [line[0] for line in lines[2:]] == [" ", " ", "▶", " "]
     assert "0.5000 ████████████             " in lines[4]
@@ -202,10 +205,10 @@ def test_numbers_are_short(value: float, shown: str) -> None:
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "page.html"
-    assert html.write(file, "é") == 2
+    assert html_page.write(file, "é") == 2
     assert file.read_text("utf-8") == "é"
     file.chmod(0o640)
-    html.write(file, "second")
+    html_page.write(file, "second")
     assert stat.S_IMODE(file.stat().st_mode) == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
@@ -214,7 +217,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(FileError) as caught:
-        html.write(file, "third")
+        html_page.write(file, "third")
     assert str(caught.value) == f"{file} cannot be written: No space left on device"
     assert file.read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
@@ -230,7 +233,7 @@ def test_targets_that_cannot_be_written_are_refused(
         == f"{tmp_path} is a folder; give the name of a file, such as {tmp_path / 'page.html'}"
     )
     with pytest.raises(FileError) as caught:
-        html.write(tmp_path / "no" / "page.html", "")
+        html_page.write(tmp_path / "no" / "page.html", "")
     assert (
         str(caught.value)
         == f"{tmp_path}/no/page.html: there is no folder '{tmp_path}/no'; make it first"
@@ -244,7 +247,7 @@ def test_targets_that_cannot_be_written_are_refused(
 
 def test_view_imports_no_torch() -> None:
     code = (
-        "import sys, regard.view.explanation, regard.view.html, regard.view.palette; "
+        "import sys, regard.view.explanation_text, regard.view.html_page, regard.view.palette; "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numba', "
         "'tokenizers')))"
     )

@@ -19,13 +19,13 @@ from regard.view import charts, palette, plotting
 from regard.view.charts import (
     AlignmentMap,
     Axis,
-    Bar,
     Chart,
     Line,
-    Mark,
     Picture,
+    RatioBar,
     RatioBars,
     Scatter,
+    ScatterPoint,
 )
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b $x_{ $a$'
@@ -38,13 +38,13 @@ def every(words: str) -> list[Chart]:
     return [
         Picture(words, words, words, (Line(words, ((1.0, 1.0), (2.0, 2.0))),), "", 1.5, words),
         Scatter(
-            [Mark(words, 8.0, 0.5, (0.4, 0.6), front=True)],
+            [ScatterPoint(words, 8.0, 0.5, (0.4, 0.6), on_pareto_front=True)],
             Axis(words, "bytes"),
             Axis(words, "share"),
             words,
         ),
         AlignmentMap(np.eye(2), [words, words], [words, words], words),
-        RatioBars([Bar(words, 2.0, words)], words),
+        RatioBars([RatioBar(words, 2.0, words)], words),
         charts.HeadWeights([[1.0]], words),
     ]
 

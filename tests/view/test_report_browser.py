@@ -98,7 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     (folder / "few.html").write_text(page(few, "zh"), "utf-8")
     pieces = tuple(HOSTILE[n % len(HOSTILE)] for n in range(len(recording.pieces)))
     hostile = report(
-        replace(recording, pieces=pieces, about={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}),
+        replace(recording, pieces=pieces, metadata={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}),
         model=model,
         title=HOSTILE[0],
     )
@@ -331,9 +331,9 @@ def test_the_steps_go_by_keys_and_the_blocks_end_in_the_kernels_lse(tab: Tab, ma
     assert tab.js(count) == 1
     assert text(tab, "#cell-at") == "step 5 of 10"
     tab.click(".online summary")
-    mine, kernel = re.findall(r"in ([\d.−]+); the kernel's own: ([\d.−]+)\.", text(tab, ".online"))[
-        0
-    ]
+    mine, kernel = re.findall(
+        r"Final value: ([\d.−]+); the kernel's value: ([\d.−]+)\.", text(tab, ".online")
+    )[0]
     assert abs(float(mine) - float(kernel)) < 1e-5
     tab.key("p")
     assert text(tab, "#cell-at") == "step 4 of 10"
@@ -375,7 +375,7 @@ def test_softcap_bias_and_sink_each_have_their_link(tab: Tab, made: Made) -> Non
     assert close(chain[-1], block.scores[0, 0, 0, 8].item())
     assert step.sink is not None
     share = math.exp(step.sink[1].item() - step.denominator[0, 1, 10].item())
-    assert f"takes {share:.4}" in text(tab, "#cell-step-5 .cards")
+    assert f"weight {share:.4}" in text(tab, "#cell-step-5 .cards")
     tab.click(".online summary")
     assert "the sink" in text(tab, ".online tbody tr:last-child")
     tab.js("R.set({ j: 2 })")
@@ -407,7 +407,7 @@ def test_two_texts_have_two_panes(tab: Tab, made: Made) -> None:
         "[...document.querySelectorAll('.lens')].map(x => x.querySelectorAll('.word').length)"
     ) == [12, 17]
     tab.click('#text-k [data-token="15"]')
-    tab.wait("document.querySelector('#text-says').textContent.startsWith('Who')")
+    tab.wait("document.querySelector('#text-says').textContent.startsWith('Queries')")
     column = made.others["raw"].weights(0, 1)[:, 15]
     assert math.isclose(
         float(text(tab, "#view-text .listrow .num")), column.max().item(), rel_tol=1e-3
@@ -432,7 +432,7 @@ def test_the_row_adds_up(tab: Tab, made: Made) -> None:
             strict=True,
         )
     )
-    assert facts["sees"] == "21 of 28 keys"
+    assert facts["visible"] == "21 of 28 keys"
     assert math.isclose(float(facts["entropy, nats"]), entropy, rel_tol=1e-3)
     assert math.isclose(float(facts["effective keys"]), math.exp(entropy), rel_tol=1e-3)
     share = 100 * weights[:4].sum().item()
@@ -467,7 +467,7 @@ def test_a_span_of_text_shows_where_it_looks_and_who_looks_at_it(tab: Tab, made:
     assert [n for n, _ in found] == out.topk(8).indices.tolist()
     assert all(math.isclose(x, out[n].item(), rel_tol=1e-3) for n, x in found)
     tab.click("#text-side-k")
-    tab.wait("document.querySelector('#text-says').textContent.startsWith('Who')")
+    tab.wait("document.querySelector('#text-says').textContent.startsWith('Queries')")
     found = listed()
     assert [n for n, _ in found] == into.topk(8).indices.tolist()
     assert all(math.isclose(x, into[n].item(), rel_tol=1e-3) for n, x in found)
@@ -491,11 +491,11 @@ def test_the_lens_follows_the_keyboard_and_the_search(tab: Tab, made: Made) -> N
     )
     tab.key("Enter")
     settled(tab)
-    assert text(tab, "#text-found") == f"{len(marked)} found, at 1"
+    assert text(tab, "#text-found") == f"{len(marked)} found, showing 1"
     tab.js("document.getElementById('text-search').value = ''")
     tab.type("/(/")
     settled(tab)
-    assert text(tab, "#text-found") == "not a pattern"
+    assert text(tab, "#text-found") == "invalid regular expression"
 
 
 def test_the_lens_holds_only_the_lines_in_sight(tab: Tab, made: Made) -> None:
@@ -534,20 +534,25 @@ def test_diagnostics_name_the_worst_row(tab: Tab, made: Made) -> None:
     assert math.isclose(float(facts["largest |Δ out|"]), apart, rel_tol=1e-2)
     assert [
         facts[name]
-        for name in ("rows with NaN or ∞", "weights above 1", "mass on empty slots", "mass ahead")
+        for name in (
+            "rows with NaN or ∞",
+            "weights above 1",
+            "weight on empty slots",
+            "weight on future keys",
+        )
     ] == ["0", "0", "0", "0 %"]
     assert "28 rows" in text(tab, "#diagnostics-body .badge")
 
 
 def test_an_audit_that_found_something_is_not_hidden(tab: Tab, made: Made) -> None:
     ready(tab, made.at("diagnostics"))
-    assert text(tab, ".audit .good").startswith("Audit: sound")
+    assert text(tab, ".audit .good").startswith("Audit: no errors found")
     tab.js(
         "(() => { Object.assign(R.meta.places[1].audit, { sound: false, residual: 0.7, findings: "
         "['<b>lse</b> is in base 2'] }); R.set({ head: 3 }); })()"
     )
     settled(tab)
-    assert text(tab, ".audit .bad") == "Audit: NOT sound."
+    assert text(tab, ".audit .bad") == "Audit: errors found."
     assert text(tab, ".audit .finding") == "<b>lse</b> is in base 2"
     assert tab.js("document.querySelectorAll('.audit td .bad').length") == 1
 

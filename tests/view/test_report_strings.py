@@ -10,7 +10,13 @@ from importlib import resources
 import pytest
 
 from regard.errors import ArgumentError
-from regard.view.report.lang import LANGUAGES, PLACEHOLDER, catalogue, check_language, of_locale
+from regard.view.report.lang import (
+    LANGUAGES,
+    PLACEHOLDER,
+    catalogue,
+    check_language,
+    language_of_locale,
+)
 
 SCRIPTS = {
     file.name: file.read_text("utf-8")
@@ -64,19 +70,19 @@ def test_no_sentence_is_forgotten_in_the_catalogue() -> None:
 
 
 def test_the_language_of_a_locale() -> None:
-    assert of_locale({}) == "en"
-    assert of_locale({"LANG": "zh_CN.UTF-8"}) == "zh"
-    assert of_locale({"LANG": "zh-Hans"}) == "zh"
-    assert of_locale({"LANG": "de_DE.UTF-8"}) == "en"
-    assert of_locale({"LC_ALL": "en_GB.UTF-8", "LANG": "zh_CN"}) == "en"
-    assert of_locale({"LC_ALL": "", "LC_MESSAGES": "zh_TW", "LANG": "en_GB"}) == "zh"
+    assert language_of_locale({}) == "en"
+    assert language_of_locale({"LANG": "zh_CN.UTF-8"}) == "zh"
+    assert language_of_locale({"LANG": "zh-Hans"}) == "zh"
+    assert language_of_locale({"LANG": "de_DE.UTF-8"}) == "en"
+    assert language_of_locale({"LC_ALL": "en_GB.UTF-8", "LANG": "zh_CN"}) == "en"
+    assert language_of_locale({"LC_ALL": "", "LC_MESSAGES": "zh_TW", "LANG": "en_GB"}) == "zh"
 
 
 def test_the_locale_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LC_ALL", "LC_MESSAGES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LANG", "zh_CN.UTF-8")
-    assert of_locale() == "zh"
+    assert language_of_locale() == "zh"
 
 
 def test_a_language_that_there_is_not() -> None:

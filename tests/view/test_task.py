@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from regard.view.charts import Accuracy, LengthBin
-from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines
+from regard.view.task_page import (
+    AlignedExample,
+    TaskPage,
+    WrongAnswer,
+    accuracy_lines,
+    alignment_lines,
+)
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b'
 
@@ -32,11 +38,11 @@ def test_the_terminal_shows_the_weights() -> None:
 def test_bars_are_as_long_as_the_share() -> None:
     lines = [line.plain for line in accuracy_lines(accuracy(), 16, 10)]
     assert [line.count("█") for line in lines] == [0, 10, 5, 0, 0]
-    assert "longer than trained" in lines[3]
+    assert "longer than in training" in lines[3]
 
 
 def test_words_are_only_ever_text() -> None:
-    one = Aligned((HOSTILE,), (HOSTILE,), ("x",), np.full((1, 1), 1.0), HOSTILE)
+    one = AlignedExample((HOSTILE,), (HOSTILE,), ("x",), np.full((1, 1), 1.0), HOSTILE)
     text = TaskPage(
         HOSTILE,
         HOSTILE,
@@ -44,7 +50,7 @@ def test_words_are_only_ever_text() -> None:
         [accuracy(HOSTILE)],
         16,
         [one],
-        [Told(HOSTILE, "", HOSTILE)],
+        [WrongAnswer(HOSTILE, "", HOSTILE)],
     ).html()
     assert "<script" not in text
     assert "\u202e" not in text
@@ -52,7 +58,7 @@ def test_words_are_only_ever_text() -> None:
     assert "(nothing)" in text
     assert not one.right
     assert "<span class='bad'>wrong</span>; " in text
-    assert "it should have been x" in text
+    assert "correct: x" in text
     assert text.count("<svg") == 2
 
 

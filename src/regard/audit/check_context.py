@@ -22,7 +22,7 @@ from regard.audit.adapters.base import (
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.mask_formats import MaskBehavior
 from regard.audit.influence import influence
-from regard.error_rule import allowed_error
+from regard.tolerance import allowed_error
 
 MAX_PARAMETERS = 500_000_000
 """The largest number of parameters of which a second copy in float64 is made."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
-from regard.arguments import check_names
+from regard.argument_checks import check_keyword_names
 from regard.audit import rotary_audit
 from regard.audit.adapters.base import CheckNotApplicable, CheckNotPossible
 from regard.audit.adapters.resolve_target import DtypeOverflow, resolve_target
@@ -21,7 +21,7 @@ from regard.audit.claims import AuditClaims
 from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
 from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
-from regard.process import quiet
+from regard.process_state import ignore_warnings
 
 DEFAULT_LENGTH, LONGEST_SHRUNK = 8, 24
 """Shorter examples are tried below the length of a finding (8 if it has none), and below 24."""
@@ -222,12 +222,12 @@ def audit(
     unknown = sorted(set(accept) - set(FAULTS))
     if unknown:
         raise ArgumentError(f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}")
-    check_names("audit", claims, ClaimOptions.__annotations__)
+    check_keyword_names("audit", claims, ClaimOptions.__annotations__)
     checked_claims = AuditClaims(**claims)
     reported_claims: dict[str, Any] = {
         name: value for name, value in claims.items() if value is not None
     }
-    with quiet():  # warnings of the audited code are not part of the audit
+    with ignore_warnings():  # warnings of the audited code are not part of the audit
         if adapter == "rotary":
             report = rotary_audit.audit_rotary(
                 target, checked_claims, dtype=dtype, seed=seed, reported_claims=reported_claims

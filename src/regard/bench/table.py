@@ -11,7 +11,7 @@ from regard.bench.machine import Ceilings
 from regard.bench.result import Measured, Row
 from regard.errors import RegardError
 from regard.text_table import format_table as table_of
-from regard.view.charts import Bar, RatioBars
+from regard.view.charts import RatioBar, RatioBars
 
 HEADS = (
     *("", "median", "quartiles", "x ours", "GB/s", "read", "GFLOP/s", "gemm"),
@@ -111,7 +111,7 @@ def chart(found: Sequence[Measured], title: str) -> RatioBars:
         for i, (row, ratio, seconds) in enumerate(rows):
             case = f"{one.case}, {one.dtype_name}: " if i == 0 else ""
             words = f"{ratio:.2f}x, {units.seconds(seconds)}"
-            bars.append(Bar(f"{case}{row.peer}", ratio, words))
+            bars.append(RatioBar(f"{case}{row.peer}", ratio, words))
     if not bars:
         raise RegardError("--plot has nothing to draw: nothing was timed")
     return RatioBars(bars, title)

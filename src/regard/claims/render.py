@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Check, Claim, Outcome
 from regard.text_table import format_table
-from regard.view.html import Section
+from regard.view.html_page import Section
 
 COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
 

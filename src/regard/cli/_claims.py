@@ -114,8 +114,8 @@ def _write(
     interrupted: bool,
 ) -> None:
     from regard.claims.render import as_csv, section, summary
-    from regard.view.html import page as page_of
-    from regard.view.html import write
+    from regard.view.html_page import page as page_of
+    from regard.view.html_page import write
 
     setting = {"budget": options["budget"], "seed": options["seed"]}
     if options["json"]:

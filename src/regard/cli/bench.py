@@ -189,7 +189,7 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
     if json == "-":
         typer.echo(text)
     elif json is not None:
-        from regard.view.html import write
+        from regard.view.html_page import write
 
         write(Path(json), text + "\n")
 

@@ -241,7 +241,7 @@ def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupte
     """Print and write what there is."""
     from regard.compare.comparison import as_csv, as_json
     from regard.compare.output import page, table
-    from regard.view.html import write
+    from regard.view.html_page import write
 
     plan, done = comparison.plan, comparison.session.done
     told = as_json(

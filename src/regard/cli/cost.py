@@ -17,7 +17,7 @@ from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
-from regard.view import cost as text
+from regard.view import cost_text as text
 
 if TYPE_CHECKING:
     import torch
@@ -338,7 +338,7 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
     elif len(reports) == 1:
         typer.echo(text.page(reports[0], machine))
     else:
-        typer.echo(text.side_by_side(reports[0], reports[1], machine))
+        typer.echo(text.comparison(reports[0], reports[1], machine))
 
 
 def _range(
@@ -371,4 +371,4 @@ def _range(
     if json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(text.swept(name, found) for name, found in rows.items()))
+        typer.echo("\n\n".join(text.sweep_table(name, found) for name, found in rows.items()))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Explanation
-    from regard.inspect.explain.reading import Reading
+    from regard.inspect.explain.prepared_run import PreparedRun
 
 EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
@@ -242,7 +242,7 @@ def _check_lang(lang: str | None) -> None:
 
 def _give(
     found: Explanation,
-    reads: tuple[Reading, Reading | None],
+    reads: tuple[PreparedRun, PreparedRun | None],
     html: Path | None,
     figure: Path | None,
     lang: str | None,
@@ -252,7 +252,7 @@ def _give(
     """Write the page and the figure where they were asked for; print JSON, or the terminal page."""
     data = found.as_dict()
     if html is not None:
-        from regard.view.html import write
+        from regard.view.html_page import write
 
         size = write(html, page(found, reads[0], data, lang, reads[1]))
         typer.echo(
@@ -261,13 +261,13 @@ def _give(
             err=json,
         )
     if figure is not None:
-        from regard.view.figure import draw
+        from regard.view.explanation_figure import draw
 
         typer.echo(f"{escape_controls(str(figure))}: {units.size(draw(data, figure))}", err=json)
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
-        from regard.view.explanation import show
+        from regard.view.explanation_text import show
 
         show(data, _console(color))
 
@@ -285,24 +285,26 @@ def _console(color: bool | None) -> Console:
     return Console(width=80, force_terminal=False, no_color=True, color_system=None)
 
 
-def read(text: str, source: str, how: How | None = None, *, target: str | None = None) -> Reading:
+def read(
+    text: str, source: str, how: How | None = None, *, target: str | None = None
+) -> PreparedRun:
     """A reading of the text by the model of a folder or a name, or by the model of a trained
     task.
     """
     from dataclasses import replace
 
-    from regard.inspect.explain.reading import reading
+    from regard.inspect.explain.prepared_run import prepare_run
 
     if (Path(source) / "task.json").exists():
         return _task(text, source, target)
-    found = reading(load(source, How() if how is None else how), text, target)
+    found = prepare_run(load(source, How() if how is None else how), text, target)
     _check_length(found)
     return replace(found, name=Path(source).name or source)
 
 
 def mechanism(
     name: str, text: str, settings: Sequence[str] | None, seed: int, target: str | None
-) -> Reading:
+) -> PreparedRun:
     """A reading of the text by a mechanism of the catalogue, with random weights."""
     from regard.inspect.explain.random_model import random_model
     from regard.nn.variants.registry import find, parse
@@ -313,13 +315,13 @@ def mechanism(
     return found
 
 
-def _check_length(found: Reading) -> None:
+def _check_length(found: PreparedRun) -> None:
     """Refuse a text whose every pair of tokens nobody would wait for, before the network runs.
 
     Raises:
         ArgumentError: it has more than `LONGEST` tokens.
     """
-    longest = max(len(side.ids) for side in found.sides.values())
+    longest = max(len(side.ids) for side in found.sequences.values())
     if longest > LONGEST:
         raise ArgumentError(
             f"the text has {longest:,} tokens, and every pair of them is looked at; at most "
@@ -352,11 +354,11 @@ def check(attention: str | None, source: str, only: dict[str, Any], how: How) ->
         )
 
 
-def _task(text: str, folder: str, target: str | None) -> Reading:
+def _task(text: str, folder: str, target: str | None) -> PreparedRun:
     """What a model of a task says to a text, and where it looks meanwhile."""
     import torch
 
-    from regard.inspect.explain.reading import Words, reading
+    from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
     from regard.train.tasks.base import BOS, EOS, SPECIAL
     from regard.train.tasks.evaluate import Reader, say
     from regard.train.tasks.run import load as load_task
@@ -373,7 +375,7 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
             raise typer.BadParameter(
                 "the task continues one row; leave it out", param_hint="--target"
             )
-        return reading(Words(network, (words, named(words)), None, name, named))
+        return prepare_run(PretokenizedInput(network, (words, named(words)), None, name, named))
     assert isinstance(network, Reader), "tasks of pairs are given to nothing else"
     source = [*words, EOS]
     if target is None:
@@ -381,7 +383,9 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
     else:
         said = task.vocabulary.encode(target.split() if task.writes else tuple(target))
     spoken = [BOS, *said]
-    return reading(Words(network, (source, named(source)), (spoken, named(spoken)), name, named))
+    return prepare_run(
+        PretokenizedInput(network, (source, named(source)), (spoken, named(spoken)), name, named)
+    )
 
 
 class Look:
@@ -389,7 +393,7 @@ class Look:
 
     def __init__(
         self,
-        read: Reading,
+        read: PreparedRun,
         query: str,
         key: str | None,
         layer: int | None,
@@ -397,21 +401,23 @@ class Look:
         place: str | None,
     ) -> None:
         from regard.inspect import Choice, check_index
-        from regard.inspect.explain.choose import find_token, strongest
+        from regard.inspect.explain.head_choice import choose_head, find_token
 
         self.read, self.place, self.key = read, place, None
         if place is not None and layer is not None:
             raise typer.BadParameter("names the layer too; leave --layer out", param_hint="--place")
-        site = read.site(place=place) if place else read.main[0]
-        self.i = find_token(read.sides[site.rows], _index_or_word(query))
+        site = read.site(place=place) if place else read.main_sites[0]
+        self.i = find_token(read.sequences[site.query_sequence], _index_or_word(query))
         if key is not None:
-            self.key = find_token(read.sides[site.columns], _index_or_word(key), "key")
+            self.key = find_token(read.sequences[site.key_sequence], _index_or_word(key), "key")
         if layer is not None:
-            layer = check_index("layer", layer, len(read.main), "layer", "layers")
+            layer = check_index("layer", layer, len(read.main_sites), "layer", "layers")
         if head is not None and (layer is not None or place is not None):
             self.choice = Choice(layer if layer is not None else site.layer, head, "")
         else:
-            self.choice = strongest(read, self.i, layer=layer, head=head, place=place, key=self.key)
+            self.choice = choose_head(
+                read, self.i, layer=layer, head=head, place=place, key=self.key
+            )
 
     def explained(self, call: str | None) -> Explanation:
         """The explanation, with the rule that chose."""
@@ -434,22 +440,22 @@ class Look:
 
 def page(
     found: Explanation,
-    read: Reading,
+    read: PreparedRun,
     data: dict[str, Any],
     lang: str | None,
-    beside: Reading | None,
+    beside: PreparedRun | None,
 ) -> str:
     """The page over a recording of the whole run, open at what is explained; and another run to
     compare it with.
     """
     from types import SimpleNamespace
 
-    from regard.inspect.explain.capture import recorded
+    from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
     from regard.view.report import page as page_of
-    from regard.view.report.lang import of_locale
+    from regard.view.report.lang import language_of_locale
 
-    recording = recorded(read)
+    recording = record_run(read)
     names = [n for n in recording.places if n == found.place or n.startswith(f"{found.place}.")]
     if not names:
         raise typer.BadParameter(
@@ -460,7 +466,7 @@ def page(
     plain = len(found.calls) == 1  # then keys of the call are columns of the place
     made = report(
         recording,
-        b=None if beside is None else recorded(beside),
+        b=None if beside is None else record_run(beside),
         model=SimpleNamespace(decoder=read.network),
         choice=(names[min(found.call, len(names) - 1)], found.head),
         query=found.query,
@@ -470,18 +476,21 @@ def page(
     )
     # what was asked for; the atlas is a click away
     made["meta"]["start"]["view"] = "cell" if beside is None else "compare"
-    return page_of(made, lang or of_locale())
+    return page_of(made, lang or language_of_locale())
 
 
 def print_heads(look: Look, json: bool, console: Console) -> None:
     """What every head looks at from the query."""
-    from regard.inspect.explain.choose import looks
-    from regard.view.explanation import show_heads
+    from regard.inspect.explain.head_choice import strongest_keys_of_run
+    from regard.view.explanation_text import show_heads
 
     read = look.read
-    site = read.site(place=look.place) if look.place else read.main[0]
-    weights, keys = (found.tolist() for found in looks(read, look.i, look.place))
-    pieces, named = read.sides[site.columns].pieces, read.sides[site.rows].pieces[look.i]
+    site = read.site(place=look.place) if look.place else read.main_sites[0]
+    weights, keys = (found.tolist() for found in strongest_keys_of_run(read, look.i, look.place))
+    pieces, named = (
+        read.sequences[site.key_sequence].pieces,
+        read.sequences[site.query_sequence].pieces[look.i],
+    )
     rows: list[dict[str, Any]] = [
         {"layer": n, "head": h, "key": key, "piece": pieces[key], "weight": weight}
         for n, layer in enumerate(zip(weights, keys, strict=True))

@@ -129,7 +129,7 @@ def _write(found: Extended, o: dict[str, Any]) -> None:
     """Print, and write what was asked for."""
     from regard.compare.extension import page, pictures, table
     from regard.view import charts
-    from regard.view.html import write
+    from regard.view.html_page import write
 
     command = shlex.join(["regard", *sys.argv[1:]])
     typer.echo(

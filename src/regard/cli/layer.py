@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
-    from regard.inspect.explain.layer import Layer
+    from regard.inspect.explain.layer_stages import LayerStages
 
 EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 
@@ -93,9 +93,9 @@ def _found(
     mask: str,
     seed: int,
     settings: list[str] | None,
-) -> list[Layer]:
+) -> list[LayerStages]:
     from regard import masks
-    from regard.inspect.explain.layer import layers, options_of
+    from regard.inspect.explain.layer_stages import default_options, run_layers
     from regard.nn.variants.registry import find, parse
 
     if settings and len(names) > 1:
@@ -104,8 +104,8 @@ def _found(
         )
     options = None
     if settings:
-        options = {**options_of(names[0], dim, heads), **parse(settings, find(names[0]))}
-    return layers(
+        options = {**default_options(names[0], dim, heads), **parse(settings, find(names[0]))}
+    return run_layers(
         names,
         dim=dim,
         heads=heads,
@@ -118,7 +118,7 @@ def _found(
 
 
 def _print(told: list[dict[str, object]]) -> None:
-    from regard.view.layer import table, text
+    from regard.view.layer_text import table, text
 
     if len(told) == 1:
         typer.echo(text(told[0]) + "\n")
@@ -126,7 +126,7 @@ def _print(told: list[dict[str, object]]) -> None:
     typer.echo("In evaluation mode; a time is the fastest of five runs of that stage alone.")
 
 
-def _draw(found: Layer, head: int, path: Path) -> None:
+def _draw(found: LayerStages, head: int, path: Path) -> None:
     from regard.view import charts
 
     weights = found.stage("weights").values
@@ -137,11 +137,11 @@ def _draw(found: Layer, head: int, path: Path) -> None:
 
 
 def _write(told: list[dict[str, object]], path: Path) -> None:
-    from regard.view import html
-    from regard.view.layer import sections
+    from regard.view import html_page
+    from regard.view.layer_text import sections
 
     command = shlex.join(["regard", *sys.argv[1:]])
     named = ", ".join(str(one["name"]) for one in told)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
-    page = html.page("One layer of attention", named, facts, command, sections(told))
-    typer.echo(f"{escape_controls(str(path))}: {units.size(html.write(path, page))}", err=True)
+    page = html_page.page("One layer of attention", named, facts, command, sections(told))
+    typer.echo(f"{escape_controls(str(path))}: {units.size(html_page.write(path, page))}", err=True)

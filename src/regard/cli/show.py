@@ -152,11 +152,11 @@ def _lines(
     import numpy as np
     from rich.text import Text
 
-    from regard.view import grid
+    from regard.view import mask_grid
 
     yield Text(found["mask"], "bold")
     yield Text()
-    cell = grid.pool(q.length, k.length)
+    cell = mask_grid.pool(q.length, k.length)
     B, H = found["batch_rows"], found["heads"]
     states = mask.tiles(q, k, cell).expand(B, H, -1, -1).numpy()
     counts = np.array(found["keys_per_query"]["counts"])
@@ -172,12 +172,13 @@ def _lines(
                 if H > 1
                 else f"  batch row {b}"
             )
-        yield from grid.draw(
-            grid.Grid(states[b, h], counts[b, h], q.start, k.start, cell), ascii_only=ascii_only
+        yield from mask_grid.draw(
+            mask_grid.Grid(states[b, h], counts[b, h], q.start, k.start, cell),
+            ascii_only=ascii_only,
         )
         yield Text()
         if tiles is not None:
-            yield from grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only)
+            yield from mask_grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only)
             yield Text()
     if len(places) > DRAWN:
         yield Text(f"  ... and {len(places) - DRAWN} more batch rows and heads, counted below")

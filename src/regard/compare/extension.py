@@ -27,7 +27,7 @@ from regard.nn.dynamic_rotary import PreRope, Recomputed, ReRotate
 from regard.nn.projections import Separate
 from regard.positions import Rotary, critical_dimension, rope_frequencies
 from regard.text_table import format_table as aligned
-from regard.view import html
+from regard.view import html_page
 from regard.view.charts import Line, Picture
 
 UNSCALED = "unscaled"
@@ -603,14 +603,14 @@ def page(found: Extended, command: str) -> str:
         "machine": f"{m['processor']}, {m['threads']} threads, torch {m['torch']}",
     }
     sections = [
-        html.Section(
+        html_page.Section(
             "Every method",
             heads=heads(found),
             rows=rows(found),
             pictures=drawn[:1],
             texts={"text": str(s["text"])},
         ),
-        html.Section(
+        html_page.Section(
             "A passage found again",
             pictures=drawn[1:3],
             heads=["", *(f"{n}, depth {d:g}" for n in s["lengths"][-1:] for d in s["depths"])],
@@ -625,18 +625,18 @@ def page(found: Extended, command: str) -> str:
                 for name, numbers in found.methods.items()
             ],
         ),
-        html.Section("The rotations", pictures=drawn[3:]),
+        html_page.Section("The rotations", pictures=drawn[3:]),
     ]
     for name, numbers in found.methods.items():
         if len(numbers["cache"]) > 1:
             sections.append(
-                html.Section(
+                html_page.Section(
                     f"{name}: cached decoding",
                     heads=["policy", "difference", "same token", "read again"],
                     rows=cache_rows(numbers),
                 )
             )
-    return html.page(
+    return html_page.page(
         "Context extensions",
         "One checkpoint, its rotary positions scaled in every way, no weight changed.",
         facts,

@@ -8,8 +8,8 @@ from typing import Any
 from regard import units
 from regard.compare.comparison import COSTS, FEWEST, cost_of, front
 from regard.text_table import format_table as table_of
-from regard.view import html
-from regard.view.charts import Axis, Line, Mark, Picture, Scatter
+from regard.view import html_page
+from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
 
 def table(told: Mapping[str, Any]) -> str:
@@ -257,17 +257,17 @@ def page(told: Mapping[str, Any]) -> str:
     sections = [
         _drawn("Quality against cost", f"{front} Bars through marks span the seeds.", charts(told)),
         _drawn("Costs against one another", front, costs(told)),
-        html.Section(
+        html_page.Section(
             "Costs over the context",
             caption="Both axes are logarithmic; marks are medians.",
-            figures=[html.Figure(one) for one in curves(told)],
+            figures=[html_page.CaptionedChart(one) for one in curves(told)],
         ),
         _tabled("Memory", about, memory_rows(told)),
         _tabled("Time", times, time_rows(told)),
     ]
     if told["training"]["lessons"]:
         sections.append(_tabled("Quality", quality_sentence(told), quality_rows(told)))
-    return html.page(
+    return html_page.page(
         "Attention mechanisms, side by side",
         f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in "
         "turns.",
@@ -298,7 +298,7 @@ def charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
                 if x is not None and "mean" in quality:
                     span = (quality["low"], quality["high"])
                     marks.append(
-                        Mark(entry["name"], x, quality["mean"], span, entry["name"] in best)
+                        ScatterPoint(entry["name"], x, quality["mean"], span, entry["name"] in best)
                     )
             steps = {
                 e["quality"][name].get("steps") for e in told["mechanisms"] if name in e["quality"]
@@ -342,7 +342,7 @@ def costs(told: Mapping[str, Any]) -> list[Scatter]:
                 y = row["seconds"]
                 points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
         best = front([(x, y) for _, x, y, _ in points])
-        marks = [Mark(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
+        marks = [ScatterPoint(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
         caption = (
             f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the "
             "token's time."
@@ -389,11 +389,11 @@ def notes(told: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html.Section:
+def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html_page.Section:
     """A section of scatters; those without a mark are left out."""
-    figures = [html.Figure(one, one.caption) for one in scatters if one.marks]
-    return html.Section(title, caption=caption, figures=figures)
+    figures = [html_page.CaptionedChart(one, one.caption) for one in scatters if one.marks]
+    return html_page.Section(title, caption=caption, figures=figures)
 
 
-def _tabled(title: str, caption: str, rows: list[list[str]]) -> html.Section:
-    return html.Section(title, caption=caption, heads=rows[0], rows=rows[1:], numbers=True)
+def _tabled(title: str, caption: str, rows: list[list[str]]) -> html_page.Section:
+    return html_page.Section(title, caption=caption, heads=rows[0], rows=rows[1:], numbers=True)

@@ -1,18 +1,14 @@
-"""Looking inside a model: explain one query token, choose a head, score what heads do."""
+"""Look inside a model: record attention, explain one query token, choose a head, measure heads."""
 
 import sys
 
 from regard.audit import Audit, Finding, audit
-from regard.inspect.explain.choose import (
-    Choice,
-    find_query,
-    strongest_head,
-    strongest_keys,
-)
-from regard.inspect.explain.explain import MOST_TOKENS, explain
-from regard.inspect.explain.explanation import Explanation, Step
+from regard.deprecation import renamed
+from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain
+from regard.inspect.explain.explanation import ComputationStep, Explanation
+from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
+from regard.inspect.explain.prepared_run import PretokenizedInput, check_index
 from regard.inspect.explain.random_model import random_model
-from regard.inspect.explain.reading import Words, check_index
 from regard.inspect.metrics import (
     Measures,
     Sampled,
@@ -28,36 +24,36 @@ from regard.inspect.metrics import (
     retrieval_score,
     sink_share,
 )
-from regard.inspect.record.files import load, save
-from regard.inspect.record.models import record
-from regard.inspect.record.place import Place
-from regard.inspect.record.recorder import Recorder, Selection
-from regard.inspect.record.recording import Recording, Top
+from regard.inspect.record.record_model import record
+from regard.inspect.record.recorded_place import Place
+from regard.inspect.record.recorder import Recorder, RecordingOptions
+from regard.inspect.record.recording import Recording, TopKeys
+from regard.inspect.record.recording_file import load, save
 from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
-from regard.inspect.report.page import report
+from regard.inspect.report.page_data import report
 
-# the package of this name moved to regard.audit; imports of it by the former name still work
+# the package regard.inspect.audit moved to regard.audit; imports by the former name still work
 sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
 
 __all__ = [
-    "MOST_TOKENS",
+    "MAX_PATTERN_TOKENS",
     "Audit",
     "Choice",
+    "ComputationStep",
     "Explanation",
     "Finding",
     "Measures",
     "Place",
     "Pooled",
+    "PretokenizedInput",
     "Recorder",
     "Recording",
+    "RecordingOptions",
     "RowSums",
     "Sampled",
-    "Selection",
-    "Step",
     "Tile",
-    "Top",
-    "Words",
+    "TopKeys",
     "audit",
     "check_index",
     "duplicate_score",
@@ -84,3 +80,14 @@ __all__ = [
     "strongest_keys",
     "walk",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "MOST_TOKENS": "MAX_PATTERN_TOKENS",
+        "Selection": "RecordingOptions",
+        "Step": "ComputationStep",
+        "Top": "TopKeys",
+        "Words": "PretokenizedInput",
+    },
+)

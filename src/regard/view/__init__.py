@@ -1,5 +1,6 @@
-"""Pages: arrays in, markup out. Nothing here imports torch.
+"""Pages, charts and terminal output: arrays in, text and markup out. Nothing here imports torch.
 
-`ansi` is the terminal page, `html` the self-contained one, `palette` their colours, `glyphs`
-numbers as characters.
+`terminal` has the parts of terminal pages, `explanation_text` the page of an explanation,
+`html_page` static HTML pages, `charts` and `plotting` the figures, `palette` the colours, and
+`report` the interactive page of a recording.
 """

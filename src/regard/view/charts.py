@@ -1,9 +1,9 @@
-"""Every chart of regard, drawn by matplotlib: lines, costs against quality, alignments, bars.
+"""Every chart of regard, drawn by matplotlib: lines, scatter plots, alignments, heatmaps and bars.
 
-A chart is a record of plain numbers and words. Its `draw` gives the figure of matplotlib with the
-hints of its marks, `svg` makes it text for a page, and `write` makes it a file. All of them have
-one look: a title at the left, the words of the vertical axis above it, colours of
-`regard.view.palette`, and marks that differ by shape as well as by colour.
+A chart is a dataclass of plain numbers and texts. Its `draw` returns the matplotlib figure with
+tooltips for its marks; `svg` converts it to text for a page, and `write` to a file. All charts look
+alike: the title at the left, the name of the vertical axis above it, the colours of
+`regard.view.palette`, and marks that differ in shape as well as in colour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.cells import cell_len
 
 from regard import units
 from regard.untrusted_text import escape_controls
-from regard.view import palette, plotting, text
+from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
 
 if TYPE_CHECKING:
@@ -31,29 +31,30 @@ if TYPE_CHECKING:
 
 ROLES = ("q", "k", "v", "s", "z")
 MARKS = ("o", "s", "D", "^", "v")
-"""Lines differ by colour and by mark; from the sixth on they are dashed, with empty marks."""
-MARKED = 24
-"""Marks of a line, at most: more would hide it."""
-LETTER = 7.9
-"""About how many pixels a letter of a name takes."""
+"""Lines differ in colour and in mark; from the sixth line on they are dashed, with empty marks."""
+MAX_MARKS = 24
+"""The largest number of marks of a line; more would hide it."""
+LETTER_WIDTH = 7.9
+"""Approximate width of a letter of a name, in pixels."""
 
 Point = tuple[float, float]
 
 
 class Chart(Protocol):
-    """What can be drawn."""
+    """Anything with a title and a `draw` method."""
 
     @property
     def title(self) -> str:
-        """The words above it."""
+        """Return the text above the chart."""
 
     @abstractmethod
     def draw(self) -> Drawing:
-        """The figure, and what its marks say."""
+        """Return the figure, and the tooltips of its marks."""
 
 
 def svg(chart: Chart, *, alone: bool = True) -> str:
-    """A chart as SVG text: for a file of its own, or for a page, which has `plotting.css()` once.
+    """Return a chart as SVG text: for a file of its own, or for a page that includes
+    `plotting.css()` once.
 
     >>> one = Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy")
     >>> svg(one).count("full: 2, 4.00 s")
@@ -63,10 +64,17 @@ def svg(chart: Chart, *, alone: bool = True) -> str:
 
 
 def write(chart: Chart, path: Path) -> int:
-    """Write a chart to a .svg, .png or .pdf; returns the bytes written.
+    """Write a chart to a .svg, .png or .pdf file.
+
+    Args:
+        chart: the chart.
+        path: the file.
+
+    Returns:
+        The number of bytes written.
 
     Raises:
-        FileError: the ending is another one, or the file cannot be written.
+        FileError: the file has another ending, or cannot be written.
     """
     plotting.check_format(path)
     return plotting.write(chart.draw(), path, chart.title)
@@ -74,14 +82,14 @@ def write(chart: Chart, path: Path) -> int:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one series, in the order of x.
+    """The points of one series, in the order of x.
 
-    Attributes:
-        name: in the key.
-        points: (x, y) each.
-        spans: for each point the interval (low, high) of its y, drawn as a bar; () is none.
-        hints: for each point what it says when it is pointed at; () is its numbers.
-        hollow: the x of the marks that are drawn empty.
+    Args:
+        name: name in the legend.
+        points: (x, y) of each point.
+        spans: interval (low, high) of y for each point, drawn as a bar; () for none.
+        hints: tooltip of each point; () shows its numbers.
+        hollow: x of the marks that are drawn empty.
 
     >>> Line("full", ((1.0, 2.0), (2.0, 8.0))).name
     'full'
@@ -96,15 +104,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart of lines.
+    """A line chart.
 
-    Attributes:
-        title, x, y: words above, below and beside. The axis of "seconds", "bytes" or "share" has
-            its numbers in these units, one that speaks of tokens has 1k for 1024.
-        lines: what is drawn; the points that a logarithmic axis has no place for are left out.
-        log: "", "x", "y" or "xy": the axes that are logarithmic.
-        edge: an x from which on the ground is shaded, such as the trained length; None is none.
-        beyond: what the shaded ground is called.
+    Args:
+        title: text above the chart.
+        x: name of the horizontal axis.
+        y: name of the vertical axis. Axes named after "seconds", "bytes" or "share" are labelled in
+            these units; on axes of tokens, 1k is 1024.
+        lines: the lines; points that a logarithmic axis cannot show are left out.
+        log: the axes that are logarithmic: "", "x", "y" or "xy".
+        edge: x from which the background is shaded, such as the trained length; None for no
+            shading.
+        beyond: label of the shaded part.
 
     >>> Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy").drawable
     True
@@ -120,15 +131,15 @@ class Picture:
 
     @property
     def drawable(self) -> bool:
-        """Whether there is a point to draw."""
+        """Return whether there is a point to draw."""
         return any(self.shown(line) for line in self.lines)
 
     def shown(self, line: Line) -> list[Point]:
-        """The points of a line that the axes have a place for."""
+        """Return the points of a line that the axes can show."""
         return [line.points[i] for i in self._places(line)]
 
     def as_dict(self) -> dict[str, Any]:
-        """The chart as plain values: its words, and every point."""
+        """Return the chart as plain values: its texts, and every point."""
         lines = [
             {"name": line.name, "points": [list(p) for p in line.points]} for line in self.lines
         ]
@@ -142,11 +153,13 @@ class Picture:
         }
 
     def draw(self) -> Drawing:
-        """The figure: lines with their key above them; without any point it is an empty frame."""
+        """Return the figure, with a legend above the lines; without any point it is an empty
+        frame.
+        """
         return Panels(self.title, (self,)).draw()
 
     def fill(self, axes: Axes) -> dict[str, list[str]]:
-        """Draw the lines into axes; returns the hints of their marks."""
+        """Draw the lines into axes, and return the tooltips of their marks."""
         hints: dict[str, list[str]] = {}
         for i, line in enumerate(self.lines):
             hints |= self._fill_line(axes, line, i)
@@ -162,7 +175,7 @@ class Picture:
         return hints
 
     def _places(self, line: Line) -> list[int]:
-        """Which points of a line the axes have a place for."""
+        """Return the indices of the points of a line that the axes can show."""
         return [
             i
             for i, p in enumerate(line.points)
@@ -174,7 +187,7 @@ class Picture:
         colour, gid = palette.LIGHT[ROLES[i % len(ROLES)]], f"line {axes.get_label()} {i}"
         places = self._places(line)
         xs, ys = [line.points[j][0] for j in places], [line.points[j][1] for j in places]
-        every = max(1, -(-len(places) // MARKED))
+        every = max(1, -(-len(places) // MAX_MARKS))
         (drawn,) = axes.plot(
             xs,
             ys,
@@ -208,7 +221,7 @@ class Picture:
         if line.hints:
             return line.hints[i]
         x, y = line.points[i]
-        return f"{line.name}: {_words(_unit(self.x))(x)}, {_words(_unit(self.y))(y)}"
+        return f"{line.name}: {_value_text(_unit(self.x))(x)}, {_value_text(_unit(self.y))(y)}"
 
     def _shade(self, axes: Axes, edge: float) -> None:
         low, high = axes.get_xlim()
@@ -236,7 +249,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Panels:
-    """Charts of lines side by side under one title; a key above them names the lines of the first.
+    """Line charts side by side under one title, with one legend for the lines of the first.
 
     >>> half = Picture("", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),))
     >>> len(Panels("work", (half, half)).draw().figure.axes)
@@ -247,11 +260,11 @@ class Panels:
     pictures: tuple[Picture, ...]
 
     def draw(self) -> Drawing:
-        """The figure, and the hints of all marks."""
+        """Return the figure, and the tooltips of all marks."""
         lines = self.pictures[0].lines
         widest = max((cell_len(escape_controls(line.name)) for line in lines), default=0)
         each = 720 if len(self.pictures) == 1 else 520
-        wide, apart = each * len(self.pictures), LETTER * widest + 54
+        wide, apart = each * len(self.pictures), LETTER_WIDTH * widest + 54
         abreast = max(1, min(len(lines), int((wide - 40) // apart), 6))
         top = 70 + 20 * -(-len(lines) // abreast)
         figure = plotting.new_figure(wide, top + 324)
@@ -284,13 +297,14 @@ class Panels:
 
 @dataclass(frozen=True)
 class LengthBin:
-    """The share answered right among sources of `low` to `high` tokens.
+    """The share of correct answers for sources of `low` to `high` tokens.
 
-    Attributes:
-        low, high: the shortest and the longest source.
-        share: how many of them were answered right.
-        interval: in which the true share lies.
-        examples: how many sources there were.
+    Args:
+        low: tokens of the shortest source.
+        high: tokens of the longest source.
+        share: share of correct answers.
+        interval: confidence interval of the share.
+        examples: number of sources.
 
     >>> LengthBin(1, 4, 0.5, (0.4, 0.6), 100).middle
     2.5
@@ -304,13 +318,13 @@ class LengthBin:
 
     @property
     def middle(self) -> float:
-        """The length at which it is drawn."""
+        """Return the length at which the bin is drawn."""
         return (self.low + self.high) / 2
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One model's shares answered right, in the order of length.
+    """The share of correct answers of one model, in the order of length.
 
     >>> Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),)).name
     'lstm'
@@ -321,16 +335,17 @@ class Accuracy:
 
 
 def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Picture:
-    """Shares right against the length of the source, a line for each model.
+    """Return a chart of correct answers against the length of the source, with a line for each
+    model.
 
     Args:
-        models: what is drawn; bars through the marks are the intervals.
-        trained: tokens of the longest source in training; the ground behind is shaded.
-        title: above the chart.
+        models: the accuracies; bars through the marks are the intervals.
+        trained: tokens of the longest source in training; the background beyond it is shaded.
+        title: text above the chart.
 
     >>> one = Accuracy("lstm", (LengthBin(1, 4, 1.0, (0.9, 1.0), 100),))
     >>> accuracy_chart([one], 4, "translate").lines[0].hints
-    ('lstm, 1 to 4 tokens: 100.0 % of 100',)
+    ('lstm, length 1 to 4: 100.0 % of 100',)
     """
     lines = tuple(
         Line(
@@ -338,7 +353,7 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
             tuple((one.middle, one.share) for one in model.bins),
             tuple(one.interval for one in model.bins),
             tuple(
-                f"{model.name}, {one.low} to {one.high} tokens: {100 * one.share:.1f} % of "
+                f"{model.name}, length {one.low} to {one.high}: {100 * one.share:.1f} % of "
                 f"{one.examples}"
                 for one in model.bins
             ),
@@ -348,21 +363,22 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
     longest = max((one.high for model in models for one in model.bins), default=0)
     edge = trained + 0.5 if longest > trained else None
     return Picture(
-        title, "tokens of the source", "share right", lines, "", edge, "longer than trained"
+        title, "tokens of the source", "share correct", lines, "", edge, "longer than in training"
     )
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A mechanism in a scatter: where it stands, and how sure that is.
+class ScatterPoint:
+    """A mechanism in a scatter plot: its cost, its quality, and the spread of the quality.
 
-    Attributes:
-        name: beside the mark.
-        x, y: the cost, above 0, and the quality.
-        span: the range of y over seeds.
-        front: whether no other mechanism beats it in both.
+    Args:
+        name: text beside the mark.
+        x: the cost, above 0.
+        y: the quality.
+        span: range of y over random seeds.
+        on_pareto_front: whether no other mechanism is better in both.
 
-    >>> Mark("mqa", 1024.0, 2.5, (2.4, 2.6), front=True).name
+    >>> ScatterPoint("mqa", 1024.0, 2.5, (2.4, 2.6), on_pareto_front=True).name
     'mqa'
     """
 
@@ -370,14 +386,16 @@ class Mark:
     x: float
     y: float
     span: tuple[float, float]
-    front: bool
+    on_pareto_front: bool
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The words of an axis, and its unit.
+    """The name of an axis, and its unit.
 
-    unit: "bytes" or "seconds", which are logarithmic, "bits" or "share", which are linear.
+    Args:
+        title: name of the axis.
+        unit: "bytes" or "seconds" (logarithmic), "bits" or "share" (linear).
 
     >>> Axis("cache", "bytes").logarithmic
     True
@@ -388,34 +406,36 @@ class Axis:
 
     @property
     def logarithmic(self) -> bool:
-        """Costs are; quality is not."""
+        """Return whether the axis is logarithmic, as axes of costs are."""
         return self.unit in ("bytes", "seconds")
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """Costs against quality: a named mark for each mechanism, and the line of those on the front.
+    """A scatter plot of quality against cost: a named mark for each mechanism, and a line along the
+    Pareto front.
 
-    Attributes:
+    Args:
         marks: the mechanisms; at least one.
-        x, y: the axes; less cost stands on the left.
-        title: above it.
-        caption: the sentence that a page writes below it.
+        x: the axis of the cost.
+        y: the axis of the quality.
+        title: text above the chart.
+        caption: a sentence that a page writes below it.
 
-    >>> one = Mark("mqa", 1024.0, 2.5, (2.5, 2.5), front=True)
+    >>> one = ScatterPoint("mqa", 1024.0, 2.5, (2.5, 2.5), on_pareto_front=True)
     >>> chart = Scatter((one,), Axis("cache", "bytes"), Axis("loss", "bits"), "text")
     >>> list(chart.draw().hints.values())
-    [['mqa: 1.00 KiB, 2.5, on the front']]
+    [['mqa: 1.00 KiB, 2.5, on the Pareto front']]
     """
 
-    marks: Sequence[Mark]
+    marks: Sequence[ScatterPoint]
     x: Axis
     y: Axis
     title: str
     caption: str = ""
 
     def draw(self) -> Drawing:
-        """The figure: full marks are on the front, which a dashed line joins."""
+        """Return the figure: filled marks are on the Pareto front, which a dashed line connects."""
         figure = plotting.new_figure(560, 400)
         axes = plotting.new_axes(figure, 80, 96, 66, 54)
         axes.grid(axis="both", color=palette.LIGHT["line"], linewidth=1)
@@ -429,7 +449,7 @@ class Scatter:
         _scale(axes, "y", values, self.y.unit, log=self.y.logarithmic, room=0.08)
         xs = [mark.x for mark in self.marks]
         _scale(axes, "x", xs, self.x.unit, log=self.x.logarithmic, room=0.08, most=6)
-        best = sorted((mark.x, mark.y) for mark in self.marks if mark.front)
+        best = sorted((mark.x, mark.y) for mark in self.marks if mark.on_pareto_front)
         if len(best) > 1:
             axes.plot(
                 *zip(*best, strict=True),
@@ -442,7 +462,7 @@ class Scatter:
             )
         hints = {}
         for i, mark in enumerate(self.marks):
-            colour = palette.LIGHT["q" if mark.front else "soft"]
+            colour = palette.LIGHT["q" if mark.on_pareto_front else "soft"]
             if mark.span[0] < mark.span[1]:
                 axes.vlines(mark.x, *mark.span, color=colour, linewidth=1.5, alpha=0.6)
             axes.plot(
@@ -451,26 +471,28 @@ class Scatter:
                 "o",
                 color=colour,
                 markersize=9,
-                markerfacecolor=colour if mark.front else palette.LIGHT["card"],
+                markerfacecolor=colour if mark.on_pareto_front else palette.LIGHT["card"],
                 gid=f"mark {i}",
                 zorder=3,
             )
-            said = f"{mark.name}: {_words(self.x.unit)(mark.x)}, {_words(self.y.unit)(mark.y)}"
-            hints[f"mark {i}"] = [said + (", on the front" if mark.front else "")]
+            x, y = _value_text(self.x.unit)(mark.x), _value_text(self.y.unit)(mark.y)
+            hints[f"mark {i}"] = [
+                f"{mark.name}: {x}, {y}" + (", on the Pareto front" if mark.on_pareto_front else "")
+            ]
         self._name(axes)
         return Drawing(figure, hints)
 
     def _name(self, axes: Axes) -> None:
-        """Names on the right of the marks, each below a name that it would lie on."""
+        """Write the names to the right of the marks, each below a name that it would overlap."""
         line, placed = 15.0, list[tuple[float, float, float]]()
         places = [axes.transData.transform((mark.x, mark.y)) for mark in self.marks]
         for i in sorted(range(len(places)), key=lambda i: -places[i][1]):
             name = escape_controls(self.marks[i].name)
-            left, middle, wide = places[i][0] + 10, places[i][1], LETTER * cell_len(name)
-            for other, other_wide, at in placed:
+            left, middle, wide = places[i][0] + 10, places[i][1], LETTER_WIDTH * cell_len(name)
+            for other, other_wide, placed_y in placed:
                 apart = left > other + other_wide or other > left + wide
-                if not apart and abs(at - middle) < line:
-                    middle = at - line
+                if not apart and abs(placed_y - middle) < line:
+                    middle = placed_y - line
             placed.append((left, wide, middle))
             axes.annotate(
                 name,
@@ -487,13 +509,14 @@ class Scatter:
 
 @dataclass(frozen=True)
 class AlignmentMap:
-    """Which words of the source each word that was said looked at: rows said, columns the source.
+    """A heatmap of the attention of each word of the answer (rows) over the words of the source
+    (columns).
 
-    Attributes:
-        weights: [T,S], each row a distribution.
-        said: a word per row.
-        source: a word per column.
-        title: read out to who cannot see it.
+    Args:
+        weights: `[T, S]`; each row is a distribution.
+        predicted: word of each row.
+        source: word of each column.
+        title: description for screen readers.
 
     >>> chart = AlignmentMap(np.eye(2), ["一", "二"], ["one", "two"])
     >>> chart.draw().hints["cells"][0]
@@ -501,21 +524,23 @@ class AlignmentMap:
     """
 
     weights: Float[np.ndarray, "T S"]
-    said: Sequence[str]
+    predicted: Sequence[str]
     source: Sequence[str]
-    title: str = "alignment: rows were said, columns are the source"
+    title: str = "alignment: rows are the answer, columns are the source"
 
     def draw(self) -> Drawing:
-        """The figure: the darker a cell, the more its row's word looked at its column's."""
+        """Return the figure: the darker a cell, the larger the weight of its row on its column."""
         rows, columns = self.weights.shape
-        said, source = (
-            [escape_controls(word) for word in words] for words in (self.said, self.source)
+        predicted, source = (
+            [escape_controls(word) for word in words] for words in (self.predicted, self.source)
         )
         side, turn = 22, math.radians(55)
-        longest = [max(map(cell_len, words), default=0) * LETTER for words in (said, source)]
+        longest = [
+            max(map(cell_len, words), default=0) * LETTER_WIDTH for words in (predicted, source)
+        ]
         left, top = 18 + longest[0], 22 + longest[1] * math.sin(turn)
-        # the last word above the columns leans out to the right
-        right = 14 + (cell_len(source[-1]) * LETTER * math.cos(turn) if source else 0)
+        # the last column label extends to the right
+        right = 14 + (cell_len(source[-1]) * LETTER_WIDTH * math.cos(turn) if source else 0)
         wide = max(left + columns * side + right, left + 300)
         high = top + rows * side + 48
         figure = plotting.new_figure(wide, high)
@@ -541,12 +566,12 @@ class AlignmentMap:
             color=palette.LIGHT["k"],
             fontsize=13,
         )
-        axes.set_yticks(np.arange(rows) + 0.5, said, color=palette.LIGHT["q"], fontsize=13)
+        axes.set_yticks(np.arange(rows) + 0.5, predicted, color=palette.LIGHT["q"], fontsize=13)
         axes.tick_params(pad=5)
         self._scale(figure, left)
         hints = [
-            f"{word} ← {other}: {text.weight(float(weight))}"
-            for word, row in zip(said, self.weights, strict=True)
+            f"{word} ← {other}: {terminal.weight(float(weight))}"
+            for word, row in zip(predicted, self.weights, strict=True)
             for other, weight in zip(source, row, strict=True)
         ]
         assert cells.get_array() is not None
@@ -554,11 +579,11 @@ class AlignmentMap:
 
     @staticmethod
     def _scale(figure: Figure, left: float) -> None:
-        """What the shades mean, at the foot."""
+        """Draw the colour scale below the chart."""
         wide, high = (72 * x for x in figure.get_size_inches())
         plotting.write_at(figure, left, high - 14, "weight 0", size=12)
         bar = figure.add_axes(((left + 62) / wide, 12 / high, 160 / wide, 14 / high))
-        shades = np.linspace(0, 1, plotting.STEPS)[None]
+        shades = np.linspace(0, 1, plotting.NUM_SHADES)[None]
         bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
         bar.set_axis_off()
         plotting.write_at(figure, left + 230, high - 14, "1", size=12)
@@ -566,11 +591,11 @@ class AlignmentMap:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights of one head with their numbers, rows queries and columns keys.
+    """A heatmap of the weights of one head with their numbers; rows are queries, columns are keys.
 
-    Attributes:
-        weights: [T][S], each from 0 to 1.
-        title: what they are.
+    Args:
+        weights: `[T][S]`, each between 0 and 1.
+        title: text above the chart.
 
     >>> len(HeadWeights([[1.0, 0.0], [0.5, 0.5]], "head 0").draw().hints["cells"])
     4
@@ -580,11 +605,11 @@ class HeadWeights:
     title: str
 
     def draw(self) -> Drawing:
-        """The figure; up to 16 rows each cell has its number."""
+        """Return the figure; up to 16 rows, each cell has its number."""
         cells = np.array(self.weights, float)
         rows, columns = cells.shape
         side = max(8, min(44, 640 // max(rows, columns)))
-        wide = max(96 + columns * side, 40 + LETTER * cell_len(escape_controls(self.title)))
+        wide = max(96 + columns * side, 40 + LETTER_WIDTH * cell_len(escape_controls(self.title)))
         figure = plotting.new_figure(wide, 112 + rows * side)
         axes = plotting.new_axes(figure, 60, wide - 60 - columns * side, 56, 56)
         axes.grid(visible=False)
@@ -608,22 +633,22 @@ class HeadWeights:
                 color=palette.LIGHT["card" if cells[i, j] > 0.45 else "ink"],
             )
         hints = [
-            f"query {i}, key {j}: {text.weight(float(cells[i, j]))}"
+            f"query {i}, key {j}: {terminal.weight(float(cells[i, j]))}"
             for i, j in np.ndindex(rows, columns)
         ]
         return Drawing(figure, {"cells": hints})
 
 
 @dataclass(frozen=True)
-class Bar:
-    """A peer's time divided by ours.
+class RatioBar:
+    """The time of another implementation divided by the time of regard.
 
-    Attributes:
-        label: whose time; the first bar of a group names the group, too.
-        ratio: above 1 is slower than ours.
-        words: behind the bar.
+    Args:
+        label: name of the implementation; the first bar of a group also names the group.
+        ratio: above 1 is slower than regard.
+        words: text behind the bar.
 
-    >>> Bar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
+    >>> RatioBar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
     1.5
     """
 
@@ -634,27 +659,28 @@ class Bar:
 
 @dataclass(frozen=True)
 class RatioBars:
-    """Times of peers divided by ours: a bar from 1 to each, on a logarithmic axis.
+    """Times of other implementations divided by the time of regard: bars that start at 1, on a
+    logarithmic axis.
 
-    >>> RatioBars([Bar("torch SDPA", 1.5, "1.50x")], "bench").draw().hints
+    >>> RatioBars([RatioBar("torch SDPA", 1.5, "1.50x")], "bench").draw().hints
     {}
     """
 
-    bars: Sequence[Bar]
+    bars: Sequence[RatioBar]
     title: str
 
     def draw(self) -> Drawing:
-        """The figure, a row for each bar."""
+        """Return the figure, with a row for each bar."""
         ratios = [bar.ratio for bar in self.bars]
         labels = [escape_controls(bar.label) for bar in self.bars]
-        left = 24 + LETTER * max(map(cell_len, labels))
+        left = 24 + LETTER_WIDTH * max(map(cell_len, labels))
         figure = plotting.new_figure(left + 560, 110 + 22 * len(ratios))
         axes = plotting.new_axes(figure, left, 130, 44, 60)
         axes.grid(axis="x", color=palette.LIGHT["line"], linewidth=1)
         axes.grid(visible=False, axis="y")
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
         places = range(len(ratios))
-        # a logarithmic axis has no other place to begin than 1, which is ours
+        # bars start at 1, the time of regard, because a logarithmic axis has no 0
         axes.barh(places, [x - 1 for x in ratios], left=1, color=palette.LIGHT["soft"], height=0.66)
         for place, bar in enumerate(self.bars):
             axes.annotate(
@@ -672,7 +698,7 @@ class RatioBars:
         axes.set_ylim(len(ratios) - 0.4, -0.6)
         _scale(axes, "x", [0.8, 1.25, *ratios], "ratio", log=True)
         axes.set_xlabel(
-            "time divided by ours; further right is slower",
+            "time divided by the time of regard; larger is slower",
             fontsize=13,
             color=palette.LIGHT["soft"],
             labelpad=8,
@@ -681,28 +707,29 @@ class RatioBars:
 
 
 def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Panels:
-    """What caches hold, and what one decoded token takes, over the contexts of each model.
+    """Return charts of the cache size, and of the cost of one decoded token, over the context
+    length.
 
-    The token is in seconds where all rows have them, else in FLOPs. Empty marks are contexts at
-    which weights and cache do not fit the machine.
+    The token is in seconds if all rows have them, else in FLOPs. Empty marks are contexts at which
+    weights and cache do not fit the machine.
 
     Args:
-        rows: model -> its rows of `regard.cost.sweep.sweep`.
-        title: above the charts.
+        rows: model to its rows of `regard.cost.sweep.sweep`.
+        title: text above the charts.
 
     >>> row = {"context": 1024, "kv_bytes": 4096, "decode_flops": 1e6}
     >>> [one.y for one in context_charts({"m": [row]}, "batch 1").pictures]
     ['cache, bytes', 'one token, FLOPs']
     """
-    timed = all("decode_seconds" in row for found in rows.values() for row in found)
+    timed = all("decode_seconds" in row for model_rows in rows.values() for row in model_rows)
     token = ("decode_seconds", "one token, seconds at best")
     wanted = (
         ("kv_bytes", "cache, bytes"),
         token if timed else ("decode_flops", "one token, FLOPs"),
     )
     misfits = {
-        model: frozenset(float(row["context"]) for row in found if row.get("fits") is False)
-        for model, found in rows.items()
+        model: frozenset(float(row["context"]) for row in model_rows if row.get("fits") is False)
+        for model, model_rows in rows.items()
     }
     if any(misfits.values()):
         title += "; empty marks: weights and cache do not fit"
@@ -716,10 +743,10 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
                 tuple(
                     Line(
                         model,
-                        tuple((float(row["context"]), float(row[name])) for row in found),
+                        tuple((float(row["context"]), float(row[name])) for row in model_rows),
                         hollow=misfits[model],
                     )
-                    for model, found in rows.items()
+                    for model, model_rows in rows.items()
                 ),
                 "xy",
             )
@@ -729,18 +756,17 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
 
 
 def _unit(words: str) -> str:
-    """The unit that the words of an axis name, of those whose numbers are written in a way of
-    their own.
+    """Return the unit that the name of an axis contains, or "" for none.
 
-    >>> [_unit(words) for words in ("cache, bytes", "share right", "milliseconds", "nats per byte")]
+    >>> [_unit(words) for words in ("cache, bytes", "share correct", "milliseconds", "nats")]
     ['bytes', 'share', '', '']
     """
-    found = re.search(r"^share|\b(seconds|bytes|FLOPs)\b", words)
-    return found[0] if found else ""
+    match = re.search(r"^share|\b(seconds|bytes|FLOPs)\b", words)
+    return match[0] if match else ""
 
 
-def _words(unit: str) -> Callable[[float], str]:
-    """How a value of a unit is written where a mark says it."""
+def _value_text(unit: str) -> Callable[[float], str]:
+    """Return the function that formats a value of a unit in a tooltip."""
     known: dict[str, Callable[[float], str]] = {
         "bytes": units.size,
         "seconds": units.seconds,
@@ -751,7 +777,7 @@ def _words(unit: str) -> Callable[[float], str]:
 
 
 def _number(x: float) -> str:
-    """A number of no unit, short.
+    """Format a number without a unit in few characters.
 
     >>> _number(0.25), _number(4096), _number(12345678.0)
     ('0.25', '4096', '1.2e7')
@@ -761,8 +787,8 @@ def _number(x: float) -> str:
     return f"{x:.2g}".replace("e+0", "e").replace("e+", "e")
 
 
-def _tick_words(unit: str, *, tokens: bool) -> Callable[[float], str]:
-    """How a round value of a unit is written beside an axis."""
+def _tick_text(unit: str, *, tokens: bool) -> Callable[[float], str]:
+    """Return the function that formats a round value of a unit beside an axis."""
 
     def words(x: float) -> str:
         if unit == "share":
@@ -799,7 +825,7 @@ def _scale(
     tokens: bool = False,
     most: int = 9,
 ) -> None:
-    """Give an axis its limits, with some room around the values, and round numbers."""
+    """Set the limits of an axis, with a margin around the values, and round tick values."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
@@ -812,7 +838,7 @@ def _scale(
         low, high = low - wide, high + wide
     (axes.set_xlim if name == "x" else axes.set_ylim)(low, high)
     axis = axes.xaxis if name == "x" else axes.yaxis
-    words = _tick_words(unit, tokens=tokens)
+    words = _tick_text(unit, tokens=tokens)
     axis.set_major_locator(FixedLocator(_ticks(low, high, values, unit, log=log, most=most)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
     axis.set_minor_locator(NullLocator())
@@ -821,7 +847,9 @@ def _scale(
 def _ticks(
     low: float, high: float, values: Sequence[float], unit: str, *, log: bool, most: int
 ) -> list[float]:
-    """Round values within the limits, at most `most` of powers: matplotlib proposes them."""
+    """Return round tick values within the limits, at most `most` on logarithmic axes, as
+    proposed by matplotlib.
+    """
     from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 
     whole = all(v == int(v) for v in values)
@@ -831,10 +859,12 @@ def _ticks(
         locators = [LogLocator(2, numticks=most)]
     elif log:
         locators = [LogLocator(10, subs, numticks=most) for subs in ((1.0,), (1.0, 2.0, 5.0))]
-    found = [
+    candidates = [
         [float(t) for t in locator.tick_values(low, high) if low <= t <= high]
         for locator in (*locators, plain)
     ]
-    # powers before plain steps, unless they are too few to read values between them
+    # prefer powers to linear steps, unless there are too few of them
     few = min(3, len({*values}))
-    return max((t for t in found[:-1] if few <= len(t) <= most), key=len, default=found[-1])
+    return max(
+        (t for t in candidates[:-1] if few <= len(t) <= most), key=len, default=candidates[-1]
+    )

@@ -1,8 +1,8 @@
-"""Colours: one per role, the same on every page; told apart with any colour vision, and never the
-only carrier of a number.
+"""Colours: one per role, the same on every page, and distinguishable with colour-vision
+deficiencies. Colour never carries a number alone.
 
-Roles: q queries, k keys, v values, s scores and weights, z what heads give. Hues after Okabe and
-    Ito 2008; ramps change their lightness all the way, so that they read in grey as well.
+Roles: q queries, k keys, v values, s scores and weights, z outputs of heads. The hues follow Okabe
+and Ito 2008. Ramps change in lightness throughout, so that they can be read in grey as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 Rgb = tuple[int, int, int]
 
 TERMINAL = {"q": "#3a8fdc", "k": "#dd6b20", "v": "#1b9e77", "s": "#a96bd8", "z": "#b08a1e"}
-"""Of middle lightness: readable on a dark and on a light terminal."""
+"""Colours of middle lightness, readable on dark and on light terminals."""
 
 LIGHT = {
     "page": "#fbfbf9",
@@ -50,17 +50,18 @@ WEIGHTS: dict[str, tuple[Rgb, ...]] = {
     "light": ((247, 245, 250), (205, 184, 226), (140, 90, 184), (74, 25, 120), (35, 6, 66)),
     "dark": ((30, 29, 38), (74, 52, 108), (132, 88, 184), (196, 158, 238), (250, 240, 255)),
 }
-"""From no weight to all of it."""
+"""Colours from weight 0 to weight 1."""
 
 SIGNED: dict[str, tuple[Rgb, ...]] = {
     "light": ((127, 59, 8), (224, 130, 20), (247, 247, 245), (67, 147, 195), (5, 48, 97)),
     "dark": ((255, 190, 130), (190, 100, 30), (32, 34, 42), (50, 120, 190), (165, 215, 255)),
 }
-"""From the most negative value (orange) over zero to the most positive (blue)."""
+"""Colours from the most negative value (orange) through zero to the most positive (blue)."""
 
 
 def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
-    """The colour at t in 0..1 along evenly spaced stops, linear between them; t outside is clipped.
+    """Return the colour at t in 0..1 along evenly spaced stops, linear between them; t outside is
+    clipped.
 
     >>> ramp(((0, 0, 0), (100, 200, 50)), 0.5)
     (50, 100, 25)
@@ -73,11 +74,11 @@ def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
 
 
 def css(*, switch: bool = False) -> str:
-    """The page's colours as CSS variables, light, and dark where the reader prefers it.
+    """Return the page's colours as CSS variables, for light and dark pages.
 
     Args:
-        switch: the page says which by `data-theme` on its root; until it does, the reader's
-            preference counts.
+        switch: whether `data-theme` on the root element selects the theme; without it the reader's
+            preference applies.
 
     >>> "--q:#0063a8" in css()
     True

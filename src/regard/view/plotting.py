@@ -1,8 +1,8 @@
-"""Figures of matplotlib: their look, and how they become SVG text for a page, or a file.
+"""matplotlib figures: their style, and their conversion to SVG text for a page, or to a file.
 
-An SVG of matplotlib is made fit for a page: its colours are attributes that the style of `css`
-replaces in the dark, no `style` attribute remains that a content policy would refuse, text stays
-text, and what a reader points at says its numbers. The same data give the same bytes.
+An SVG of matplotlib is adapted to a page: colours become attributes that the style of `css`
+replaces on dark pages; `style` attributes, which a content security policy would refuse, are
+removed; text stays text; and marks get tooltips. Equal data give equal bytes.
 
 matplotlib is imported by the functions that draw, never by `import regard.view.plotting`.
 """
@@ -36,14 +36,14 @@ _drawing = Lock()
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 FORMATS = (".svg", ".png", ".pdf")
 SVG = "http://www.w3.org/2000/svg"
-STEPS = 16
-"""Shades of a weight: each has a colour in the light, and another one in the dark."""
+NUM_SHADES = 16
+"""Number of shades of a weight; each has a colour for light pages and one for dark pages."""
 
 FONTS = (
     "system-ui,'Noto Sans','Noto Sans CJK SC','Noto Sans SC','PingFang SC','Microsoft YaHei',"
     "sans-serif"
 )
-"""Fonts in which a browser writes the text of an SVG, Chinese included."""
+"""Fonts with which a browser shows the text of an SVG, including Chinese."""
 
 CHINESE = (
     "notosanscjk-regular",
@@ -55,16 +55,16 @@ CHINESE = (
     "simhei",
     "wqy-microhei",
 )
-"""Files of fonts with Chinese characters, in which a PNG or PDF is written where one is there."""
+"""Files of fonts with Chinese characters, used for PNG and PDF if one of them is installed."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, and what its marks say when a reader points at them.
+    """A figure, and the tooltips of its marks.
 
-    Attributes:
-        figure: of matplotlib.
-        hints: the gid of an artist -> a text for each of its marks, in their order.
+    Args:
+        figure: the matplotlib figure.
+        hints: gid of an artist, to a text for each of its marks, in their order.
     """
 
     figure: Figure
@@ -72,10 +72,10 @@ class Drawing:
 
 
 def check_format(path: Path) -> None:
-    """Refuse a file that is none of the formats of `FORMATS`.
+    """Refuse a file whose ending is not in `FORMATS`.
 
     Raises:
-        FileError: says which formats there are.
+        FileError: the ending is another one; the error names the allowed ones.
 
     >>> check_format(Path("pattern.jpg"))
     Traceback (most recent call last):
@@ -86,14 +86,14 @@ def check_format(path: Path) -> None:
 
 
 def new_figure(wide: float, high: float) -> Figure:
-    """An empty figure of so many pixels, in the colours of a light page."""
+    """Return an empty figure of a size in pixels, in the colours of a light page."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(wide / 72, high / 72), dpi=72, facecolor=palette.LIGHT["card"])
 
 
 def new_axes(figure: Figure, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Axes with margins in pixels, styled: a light grid, no frame, soft numbers."""
+    """Return axes with margins in pixels: a light grid, no frame, grey numbers."""
     wide, high = (72 * x for x in figure.get_size_inches())
     axes = figure.add_axes(
         (left / wide, bottom / high, (wide - left - right) / wide, (high - top - bottom) / high)
@@ -110,7 +110,7 @@ def new_axes(figure: Figure, left: float, right: float, top: float, bottom: floa
 def write_at(
     figure: Figure, x: float, y: float, text: str, *, role: str = "soft", size: int = 13
 ) -> None:
-    """A text whose line begins x pixels from the left and y pixels below the top of the figure."""
+    """Write a text that begins x pixels from the left and y pixels below the top of the figure."""
     wide, high = (72 * side for side in figure.get_size_inches())
     figure.text(
         x / wide,
@@ -123,14 +123,14 @@ def write_at(
 
 
 def weight_colours() -> ListedColormap:
-    """The shades of a weight from 0 to 1."""
+    """Return the colour map of weights from 0 to 1."""
     from matplotlib.colors import ListedColormap
 
     return ListedColormap(_shades("light"), name="weights")
 
 
 def css() -> str:
-    """The style with which charts of a page follow a reader who prefers dark pages.
+    """Return the style that adapts the charts of a page to dark pages.
 
     >>> '.chart [fill="#0063a8"]{fill:#74b9f5}' in css()
     True
@@ -146,12 +146,13 @@ def css() -> str:
 
 
 def svg(drawing: Drawing, title: str, *, alone: bool = True) -> str:
-    """A figure as SVG text.
+    """Return a figure as SVG text.
 
     Args:
-        drawing: the figure and its hints.
-        title: read out to who cannot see the chart.
-        alone: whether it is a file of its own, with its paper and style; a page has `css()` once.
+        drawing: the figure and its tooltips.
+        title: description for screen readers.
+        alone: whether it is a file of its own, with background and style; a page includes `css()`
+            once.
     """
     drawing.figure.patch.set_visible(alone)
     text = io.StringIO()
@@ -181,10 +182,18 @@ def svg(drawing: Drawing, title: str, *, alone: bool = True) -> str:
 
 
 def write(drawing: Drawing, path: Path, title: str) -> int:
-    """Write a figure to a file whose ending says the format; returns the bytes written.
+    """Write a figure to a file; its ending determines the format.
+
+    Args:
+        drawing: the figure and its tooltips.
+        path: the file.
+        title: description for screen readers.
+
+    Returns:
+        The number of bytes written.
 
     Raises:
-        FileError: the ending is none of `FORMATS`, or the file cannot be written.
+        FileError: the ending is not in `FORMATS`, or the file cannot be written.
     """
     check_format(path)
     kind = path.suffix.lower()
@@ -201,11 +210,11 @@ def write(drawing: Drawing, path: Path, title: str) -> int:
 
 @contextmanager
 def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator[None]:
-    """The settings of matplotlib under which the same figure gives the same file.
+    """Set matplotlib's parameters so that equal figures give equal files.
 
-    The identifiers in an SVG follow from the title, so that two charts of one page share none; no
-    text is read as mathematics, whatever dollars it has. The settings are the process's: threads
-    that draw with regard do it one after another.
+    The identifiers in an SVG follow from the title, so that charts of one page have different ones.
+    No text is read as mathematics, even if it has dollar signs. The parameters belong to the
+    process, so that threads that draw with regard wait for each other.
     """
     from matplotlib import rc_context
 
@@ -213,7 +222,7 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
         wide = display_width(text.get_text()) > len(text.get_text())
         text.set_parse_math(False)
         text.set_fontfamily(["DejaVu Sans", *(fonts if wide else ())])
-        if wide and fonts:  # the file that was found has one weight
+        if wide and fonts:  # the font file has only the normal weight
             text.set_fontweight("normal")
     settings = rc_context(
         {
@@ -229,9 +238,9 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
 
 
 def _unwarned(figure: Figure) -> AbstractContextManager[None]:
-    """Leave out matplotlib's warnings about letters that its own font lacks.
+    """Suppress matplotlib's warnings about characters that its own font lacks.
 
-    An SVG is written in the fonts of its reader, and a PNG that has no letter shows a box.
+    An SVG is shown in the fonts of its reader; in a PNG a missing character is a box.
     """
     from matplotlib.font_manager import findfont, get_font
 
@@ -239,27 +248,26 @@ def _unwarned(figure: Figure) -> AbstractContextManager[None]:
     letters = {letter for text in _texts(figure) for letter in text.get_text()}
     if all(own.get_char_index(ord(letter)) for letter in letters if letter.isprintable()):
         return nullcontext()
-    # it imports torch, which texts of other scripts come from, and which no other chart waits for
     from regard.process_state import ignore_warnings
 
     return ignore_warnings()
 
 
 def _texts(figure: Figure) -> list[Text]:
-    """Every text of a figure."""
+    """Return every text of a figure."""
     from matplotlib.text import Text
 
     return [one for one in figure.findobj(Text) if isinstance(one, Text)]
 
 
 def _is_wide(figure: Figure) -> bool:
-    """Whether a text of a figure has Chinese or other wide characters."""
+    """Return whether a text of a figure has Chinese or other wide characters."""
     return any(display_width(text.get_text()) > len(text.get_text()) for text in _texts(figure))
 
 
 @cache
 def _chinese_fonts() -> tuple[str, ...]:
-    """The first font with Chinese characters that this machine has, if any."""
+    """Return the first installed font with Chinese characters, if there is one."""
     from matplotlib.font_manager import findSystemFonts, fontManager, get_font
 
     there = {Path(path).stem.lower(): path for path in findSystemFonts()}
@@ -272,48 +280,48 @@ def _chinese_fonts() -> tuple[str, ...]:
 
 def _shades(theme: str) -> list[str]:
     stops = palette.WEIGHTS[theme]
-    colours = (palette.ramp(stops, i / (STEPS - 1)) for i in range(STEPS))
+    colours = (palette.ramp(stops, i / (NUM_SHADES - 1)) for i in range(NUM_SHADES))
     return ["#{:02x}{:02x}{:02x}".format(*rgb) for rgb in colours]
 
 
 def _plain(element: ET.Element) -> ET.Element:
-    """An element without namespaces and `style` attributes.
+    """Return an element without namespaces and `style` attributes.
 
-    Metadata and styles are left out, and so are clips: no mark stands outside its axes. A shape
-    that is used several times takes the colours of each use.
+    Metadata, styles and clip paths are left out; no mark lies outside its axes. A shape that is
+    used several times takes the colours of each use.
     """
-    made = ET.Element(element.tag.partition("}")[2])
-    made.text, made.tail = element.text, element.tail
+    result = ET.Element(element.tag.partition("}")[2])
+    result.text, result.tail = element.text, element.tail
     for name, value in element.attrib.items():
         if name == "style":
-            made.attrib |= _attributes(value)
+            result.attrib |= _attributes(value)
         elif name != "clip-path" and not value.startswith("rotate(-0 "):
-            made.set(name.rpartition("}")[2], _short(value))
+            result.set(name.rpartition("}")[2], _short(value))
     for child in map(_plain, element):
         if child.tag not in ("metadata", "style", "clipPath"):
-            made.append(child)
-        if made.tag == "defs":
+            result.append(child)
+        if result.tag == "defs":
             child.attrib = {k: v for k, v in child.attrib.items() if k not in ("fill", "stroke")}
-    return made
+    return result
 
 
 def _short(value: str) -> str:
-    """An attribute in one line, its coordinates to a hundredth of a pixel."""
+    """Return an attribute in one line, with coordinates rounded to a hundredth of a pixel."""
     text = " ".join(value.split())
-    return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text)
+    return _LONG.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), text)
 
 
 def _attributes(style: str) -> dict[str, str]:
-    """The declarations of a style as attributes, which SVG has by the same names."""
+    """Return the declarations of a style as attributes, which have the same names in SVG."""
     pairs = (one.partition(":") for one in style.split(";") if one.strip())
-    found = {name.strip(): value.strip() for name, _, value in pairs}
-    # the whole drawing says it once
-    found.pop("font-family", None)
-    return found
+    attributes = {name.strip(): value.strip() for name, _, value in pairs}
+    # the root element sets it once
+    attributes.pop("font-family", None)
+    return attributes
 
 
 def _hint(root: ET.Element, hints: Mapping[str, Sequence[str]]) -> None:
-    """Give every mark its text: marks are uses of a shape, or shapes of their own."""
+    """Add a tooltip to every mark; marks are uses of a shape, or shapes of their own."""
     for group in list(root.iter("g")):
         texts = hints.get(group.get("id", ""))
         if texts is None:
@@ -325,7 +333,7 @@ def _hint(root: ET.Element, hints: Mapping[str, Sequence[str]]) -> None:
 
 
 def _drop_ids(root: ET.Element) -> None:
-    """Keep the identifiers that are referred to, and no others: two charts may share a page."""
+    """Remove the identifiers that are not referred to, because two charts may share a page."""
     values = [value for element in root.iter() for value in element.attrib.values()]
     used = {value[1:] for value in values if value.startswith("#")}
     used |= {value[5:-1] for value in values if value.startswith("url(#")}

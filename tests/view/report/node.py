@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import regard
-from regard.view.report import pack, shown
+from regard.view.report import pack, to_page_value
 
 NODE = shutil.which("node")
 WHY_NOT = "no node on the PATH: math.js runs in a browser only"
@@ -25,7 +25,7 @@ def ask(data: dict[str, Any], questions: Sequence[Sequence[Any]]) -> list[Any]:
     """
     packed = pack(data["arrays"])
     said = {
-        "meta": shown(data["meta"]),
+        "meta": to_page_value(data["meta"]),
         "table": packed.table,
         "arrays": packed.text,
         "ask": questions,

@@ -170,7 +170,7 @@ def test_decode_steps_show_each_row_with_the_keys_that_it_had() -> None:
         assert_same(weights, recording.weights(0, 2, i)[0].tolist())
     first = place.steps[0].T
     assert ask(data, [("why", 0, 2, 0, place.N - 1)])[0][0]["key"] == "why.absent"
-    assert ask(data, [("held", 0, first, 0)]) == [True]
+    assert ask(data, [("present", 0, first, 0)]) == [True]
 
 
 def test_a_wrong_number_would_be_found() -> None:

@@ -17,7 +17,7 @@ import pytest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.report import report
 from regard.view import palette
-from regard.view.html import content_hash
+from regard.view.html_page import content_hash
 from regard.view.report import SCRIPTS, STYLES, pack, page
 from tests.inspect.test_report import run
 from tests.view.report.cases import CASES, recorded

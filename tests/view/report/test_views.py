@@ -349,7 +349,7 @@ def test_compare_one_head_with_itself_under_a_window(
         for j in range(T):
             value, total = found[i * T + j], sum(seen.values())
             assert value == -2 if j not in seen else abs(value - seen[j] / total) < BAR
-    assert "what-if" in tab.js("document.getElementById('compare-note').textContent")
+    assert "hypothetical" in tab.js("document.getElementById('compare-note').textContent")
 
 
 def test_compare_two_recordings_on_what_both_have(
@@ -384,7 +384,7 @@ def test_a_figure_carries_its_recipe(tab: Tab, folder: Path, kind: str) -> None:
     text = tab.js("R.saved.blob.text()")
     recipe = json.loads(re.sub("&quot;", '"', re.search(r"<desc>(.*?)</desc>", text)[1]))  # type: ignore[index]
     assert (recipe["place"], recipe["head"], recipe["mask"]) == ("layers.1", 1, "causal")
-    assert recipe["reduction"] == "none: every cell"
+    assert recipe["reduction"] == "none: every cell is shown"
     assert recipe["scale"] == "log"
     assert "head 1" in re.sub("<desc>.*</desc>", "", text)
 

@@ -17,7 +17,7 @@ from regard.audit.adapters.call_arguments import CallKeywords, MaskFormat, Outpu
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.modules import ModuleAdapter
 from regard.audit.influence import influence
-from regard.process import quiet
+from regard.process_state import ignore_warnings
 
 T = 5
 TEST_MASK = torch.tensor(
@@ -184,7 +184,7 @@ def _try_mask(adapter: ModuleAdapter | FunctionAdapter, mask_format: MaskFormat)
         return masked_adapter.call(x, CallInputs(keep=TEST_MASK[None])).out
 
     try:
-        with quiet():
+        with ignore_warnings():
             visible = influence(run, x, _changed).visible
             changes_output = not torch.equal(run(x), masked_adapter.call(x).out)
     except Exception as error:  # the code refuses this format
@@ -247,7 +247,7 @@ def _try_padding(keywords: CallKeywords, adapter: ModuleAdapter | FunctionAdapte
         return padded_adapter.call(x, CallInputs(tokens=tokens)).out[b : b + 1]
 
     try:
-        with quiet():
+        with ignore_warnings():
             visible = [influence(partial(run_row, b), x, _changed).visible for b in (0, 1)]
     except Exception:
         return False

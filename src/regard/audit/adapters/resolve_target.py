@@ -32,7 +32,7 @@ from regard.audit.claims import AuditClaims
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
-from regard.process import seeded
+from regard.process_state import seeded
 
 FLAGS = {
     "dim": "--dim",

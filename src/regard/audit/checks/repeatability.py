@@ -12,7 +12,7 @@ from regard.audit.adapters.base import TargetAdapter
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import influence
-from regard.process import seeded
+from regard.process_state import seeded
 from regard.units import plural
 
 CALLS = 6

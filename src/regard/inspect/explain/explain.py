@@ -1,4 +1,4 @@
-"""Explain one query and one key of one head, in the numbers that the kernel computed."""
+"""Explain one query and one key of one head, with the numbers that the kernel computed."""
 
 from __future__ import annotations
 
@@ -12,94 +12,109 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.inspect.explain.capture import (
-    Capture,
+from regard.inspect.explain.attention_row import (
+    Checks,
+    KernelRow,
+    effective_row_scores,
+    kernel_row,
+    layer_run,
+    max_difference,
+    mix_of_rows,
+    recurrent_state,
+    score_and_compare,
+    to_array,
+)
+from regard.inspect.explain.captured_run import (
+    CapturedRun,
     QueryCall,
-    calls_at,
-    capture,
-    counting,
+    calls_for_query,
+    capture_site,
+    effective_calls,
     main_call,
 )
-from regard.inspect.explain.choose import KEY_RULE, find_token
 from regard.inspect.explain.counterfactuals import counterfactuals, row_cost
 from regard.inspect.explain.explanation import (
     Array,
-    Elsewhere,
+    Counterfactual,
     Explanation,
     HeadPatterns,
     Location,
+    RecurrentState,
     RowTokens,
     ScoreChain,
     SoftmaxRow,
-    State,
 )
-from regard.inspect.explain.layer import tensors_of
+from regard.inspect.explain.head_choice import KEY_RULE, find_token
+from regard.inspect.explain.inputs_and_outputs import (
+    head_output,
+    head_patterns,
+    hidden_states,
+    input_chain,
+)
+from regard.inspect.explain.layer_stages import summarize_layer
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
-from regard.inspect.explain.row import (
-    Checks,
-    KernelRow,
-    apart,
-    array,
-    layer_run,
-    mixture,
-    own_scores,
-    row_of,
-    scored,
-    state_of,
+from regard.inspect.explain.prepared_run import (
+    AttentionSite,
+    ModelInput,
+    PreparedRun,
+    TokenSequence,
+    check_index,
+    prepare_run,
 )
-from regard.inspect.explain.steps import hidden_states, mixed, patterns, projected
 from regard.nn.explain import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
-from regard.untrusted_text import parse_integer, short_repr
+from regard.units import plural
+from regard.untrusted_text import parse_integer, short_repr, shown
 
-PREDICTIONS = 5
+NUM_PREDICTIONS = 5
 
 
-MOST_TOKENS = 512
-"""The longest text whose whole pattern is kept; of longer ones the row is, and a small picture."""
+MAX_PATTERN_TOKENS = 512
+"""The longest text whose parse_integer pattern is kept; for longer ones the row and a pooled pattern are
+kept.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Where to look: an attention of what is read, and the index of the query."""
+    """What is explained: an attention of a prepared run, and the index of the query."""
 
-    read: Reading
-    site: Site
+    read: PreparedRun
+    site: AttentionSite
     i: int
 
     @property
-    def columns(self) -> Tokens:
-        """The keys' sequence."""
-        return self.read.sides[self.site.columns]
+    def columns(self) -> TokenSequence:
+        """Return the token sequence of the keys."""
+        return self.read.sequences[self.site.key_sequence]
 
     @property
-    def rows(self) -> Tokens:
-        """The queries' sequence."""
-        return self.read.sides[self.site.rows]
+    def rows(self) -> TokenSequence:
+        """Return the token sequence of the queries."""
+        return self.read.sequences[self.site.query_sequence]
 
     @property
     def own(self) -> bool:
-        """Queries and keys are of one sequence."""
-        return self.site.rows == self.site.columns
+        """Return whether queries and keys come from the same sequence."""
+        return self.site.query_sequence == self.site.key_sequence
 
 
 def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
-    """What each call is called: the branch that it is at, else its number."""
+    """Return the name of each call: the name of its branch, or its number."""
     return tuple(
         call.branch if call.branch and not call.branch.startswith("part") else f"call {n}"
         for n, call in enumerate(calls)
     )
 
 
-def which_call(call: int | str, names: Sequence[str]) -> int:
-    """The number of a call, by number or name.
+def call_index(call: int | str, names: Sequence[str]) -> int:
+    """Return the index of a call that is given by number or name.
 
     Raises:
-        ArgumentError: there is none such.
+        ArgumentError: there is no such call.
 
-    >>> which_call("window", ["compressed", "selected", "window"])
+    >>> call_index("window", ["compressed", "selected", "window"])
     2
     """
     number = parse_integer(call) if isinstance(call, str) else call
@@ -112,13 +127,14 @@ def which_call(call: int | str, names: Sequence[str]) -> int:
     )
 
 
-def tokens_of(
-    at: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
+def row_tokens(
+    target: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
 ) -> RowTokens:
-    """The tokens of keys by where they stand, and those of the queries; a block of keys is called
-    by its last token.
+    """Return the tokens of the keys by their positions, and those of the queries.
+
+    A key that stands for a block of tokens is named after the last one.
     """
-    tokens, ids, pieces = at.columns, [], []
+    tokens, ids, pieces = target.columns, [], []
     for n, p in enumerate(positions):
         real = 0 <= p < len(tokens.ids)
         ids.append(tokens.ids[p] if real else -1)
@@ -128,58 +144,64 @@ def tokens_of(
         np.array(ids),
         tuple(pieces),
         np.array(positions),
-        at.rows.pieces[at.i],
-        at.i,
+        target.rows.pieces[target.i],
+        target.i,
         tuple(rows),
     )
 
 
 def find_key(
-    at: Target,
+    target: Target,
     key: int | str | None,
     weights: Array,
     positions: Sequence[int],
     visible: NDArray[Any],
 ) -> tuple[int, str]:
-    """The index of the key among those of the call, and the rule that chose it, or ""."""
+    """Return the index of the key among those of the call, and the rule that chose it ("" if it
+    was given).
+    """
     if key is not None:
-        token = find_token(at.columns, key, "key")
+        token = find_token(target.columns, key, "key")
         if token not in positions:
             raise ArgumentError(
-                f"key is token {token}, which this call does not hold; it holds {len(positions)} "
-                "keys, at positions "
+                f"key is token {token}, which this call does not contain; it has "
+                f"{plural(len(positions), 'key')}, at positions "
                 f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}"
             )
         return list(positions).index(token), ""
-    looks = np.where(visible, np.abs(weights), -1.0)
-    others = looks.copy()
-    if at.own:
-        others[[p in (0, at.i) for p in positions]] = -1
-    best = others if others.max(initial=-1) > 0 else looks
-    rule = KEY_RULE if best is others and at.own else "the strongest key"
+    absolute_weights = np.where(visible, np.abs(weights), -1.0)
+    others = absolute_weights.copy()
+    if target.own:
+        others[[p in (0, target.i) for p in positions]] = -1
+    best = others if others.max(initial=-1) > 0 else absolute_weights
+    rule = KEY_RULE if best is others and target.own else "the key with the largest weight"
     return int(best.argmax()), rule
 
 
-def row_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
-    """The pieces of all queries of the call."""
-    at_rows = as_tensor(call.step.q_positions)[0].tolist()
-    known = at.rows.pieces
-    return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in at_rows)
+def query_pieces(target: Target, call: QueryCall) -> tuple[str, ...]:
+    """Return the text of each query of the call."""
+    positions = as_tensor(call.step.q_positions)[0].tolist()
+    known = target.rows.pieces
+    return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in positions)
 
 
-def predictions(at: Target, found: Capture) -> tuple[tuple[str, int, float], ...]:
-    """The likeliest tokens for the query, where the network says any."""
-    read = at.read
-    if read.predict is None or at.site.rows != read.predicts or "last" not in found.hidden:
+def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float], ...]:
+    """Return the most likely next tokens after the query, if the network predicts any."""
+    prepared = target.read
+    if (
+        prepared.predict is None
+        or target.site.query_sequence != prepared.predicted_sequence
+        or "last" not in run.hidden
+    ):
         return ()
-    logits = read.predict(found.hidden["last"][None, at.i : at.i + 1])[0, 0]
-    likely = logits.double().softmax(-1).topk(min(PREDICTIONS, logits.shape[-1]))
+    logits = prepared.predict(run.hidden["last"][None, target.i : target.i + 1])[0, 0]
+    likely = logits.double().softmax(-1).topk(min(NUM_PREDICTIONS, logits.shape[-1]))
     ids = likely.indices.tolist()
-    return tuple(zip(read.names(ids), ids, likely.values.tolist(), strict=True))
+    return tuple(zip(prepared.names(ids), ids, likely.values.tolist(), strict=True))
 
 
 def explain(
-    model: Source | Reading,
+    model: ModelInput | PreparedRun,
     text: str | None = None,
     *,
     layer: int | None = None,
@@ -190,32 +212,37 @@ def explain(
     call: int | str | None = None,
     target: str | None = None,
 ) -> Explanation:
-    """Run a text through a model and keep every number of one query and one key in one head.
+    """Run a text through a model, and return every number of one query and one key in one head.
 
-    embedding -> norm -> q, k, v -> q_i . k_j -> scaled -> masked -> softmax -> sum_j p_ij v_j
-    -> heads joined -> W_O -> + h
+    embedding -> norm -> q, k, v -> q_i . k_j -> scaled -> masked -> softmax -> sum_j p_ij v_j ->
+    heads joined -> W_O -> + h
 
-    The model runs on the kernels that it uses anyway, observed: queries, keys, values and the lse
-    are those that the kernel got and gave. What is in between is computed again from them, in
-    float64, by the definition; what is in front (a query before its rotation, say) by the model's
-    own modules. Each recomputed step is compared with what the model went on with:
+    The model runs on its usual kernels, which are observed: queries, keys, values and the lse are
+    the inputs and results of the kernel. The steps between them are computed again in float64 from
+    their definition. The steps before them (a query before its rotation, for example) are computed
+    by the model's own modules. Each recomputed step is compared with what the model used: see
     `Explanation.checks`. The model runs once more without an observer, and the outputs are
     compared.
 
     Args:
-        model: from `regard.load`: a decoder, a text encoder or an encoder-decoder; a
-            `regard.inspect.explain.reading.Words`; or a reading of one of these, such as
-            `regard.inspect.explain.random_model.random_model`, a mechanism with random weights.
-        text: at least one token; None for what has its own.
-        layer, head: where to look; negative counts from the end. Layers of an encoder-decoder are
-            those that read the source.
-        query, key: the index of a token (negative counts from the end), or a word of the text: its
-            last token. The key that is not given is the strongest one that is neither the query nor
-            the first token.
-        place: the attention by its name instead of `layer`: "decoder.layers.0.attention", say.
-        call: of several calls at a place, which: a number or its name; None is the one with the
-            largest weight.
-        target: what an encoder-decoder is to have said; None is its own answer.
+        model: a decoder, text encoder or encoder-decoder from `regard.load`; a `PretokenizedInput`;
+            or a prepared run, such as that of `random_model`, a mechanism with random weights.
+        text: the text, at least one token; None for a model that contains its text.
+        layer: index of the layer; negative counts from the end. In an encoder-decoder this is the
+            cross-attention of the layer.
+        head: query head; negative counts from the end.
+        query: index of the query token (negative counts from the end), or a word of the text, which
+            stands for its last token.
+        key: the key, given in the same way; None chooses the strongest key that is neither the
+            query nor the first token.
+        place: dotted name of the attention, such as "decoder.layers.0.attention", instead of
+            `layer`.
+        call: number or name of the call, where a place is called several times; None chooses the
+            one with the largest weight.
+        target: output text that an encoder-decoder is forced to produce; None is its own answer.
+
+    Returns:
+        The explanation.
 
     Raises:
         ArgumentError: the text is empty, or the layer, place, head, call, query or key does not
@@ -229,23 +256,23 @@ def explain(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
-    read = model if isinstance(model, Reading) else reading(model, text, target)
-    site = read.site(layer, place)
-    read = _noted(read, site)
-    at = Target(read, site, find_token(read.sides[site.rows], query))
+    prepared = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
+    site = prepared.site(layer, place)
+    prepared = _note_edits(prepared, site)
+    location = Target(prepared, site, find_token(prepared.sequences[site.query_sequence], query))
     mechanism = explainable(site.attention)
     with torch.inference_mode():
-        found = capture(read, site)
+        run = capture_site(prepared, site)
         if mechanism.has_own_row:
-            walk = _own_row(at, mechanism, found, head, key)
+            row = _mechanism_row(location, mechanism, run, head, key)
         else:
-            walk = _recorded_row(at, found, head, key, call)
-        return _explanation(at, mechanism, found, walk)
+            row = _recorded_row(location, run, head, key, call)
+        return _assemble(location, mechanism, run, row)
 
 
 @dataclass(frozen=True, eq=False)
-class _Walk:
-    """A row that is explained, whether a kernel's call or the mechanism itself gave it."""
+class _ExplainedRow:
+    """A row to be explained, from a recorded call or from the mechanism itself."""
 
     head: int
     group: int
@@ -265,164 +292,173 @@ class _Walk:
     checks: Checks
     kind: str = "softmax"
     kernel: str = "the module's own"
-    keys_are: str = "keys"
+    key_kind: str = "keys"
     call: int = 0
     calls: tuple[str, ...] = ("",)
     recorded: tuple[KernelRow, tuple[QueryCall, ...]] | None = None
-    state: State | None = None
+    state: RecurrentState | None = None
 
 
-def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk) -> Explanation:
-    """What stands in front of the row and behind it, and the whole."""
-    site, head, row = at.site, walk.head, walk.softmax
-    given = (walk.q, walk.k, walk.v)
-    told = mechanism.explain_inputs(walk.query)
-    inputs, checks = projected(told, walk.query, head, walk.group, given, walk.columns)
-    tokens = tokens_of(at, walk.positions, walk.row_pieces, blocks=told.keys_are_blocks)
-    seen_values = np.where(walk.visible[:, None], walk.v, 0.0)
-    output, output_checks = mixed(mechanism, row.weights, seen_values, found, head, at.i)
-    hidden, hidden_checks = hidden_states(found, site, at.i)
-    elsewhere: tuple[Elsewhere, ...] = ()
+def _assemble(
+    target: Target, mechanism: Explainable, run: CapturedRun, explained: _ExplainedRow
+) -> Explanation:
+    """Add to a row what precedes and follows it, and return the parse_integer explanation."""
+    site, head, row = target.site, explained.head, explained.softmax
+    recorded_inputs = (explained.q, explained.k, explained.v)
+    input_steps = mechanism.explain_inputs(explained.query)
+    inputs, checks = input_chain(
+        input_steps, explained.query, head, explained.group, recorded_inputs, explained.columns
+    )
+    tokens = row_tokens(
+        target, explained.positions, explained.row_pieces, blocks=input_steps.keys_are_blocks
+    )
+    seen_values = np.where(explained.visible[:, None], explained.v, 0.0)
+    output, output_checks = head_output(mechanism, row.weights, seen_values, run, head, target.i)
+    hidden, hidden_checks = hidden_states(run, site, target.i)
+    others: tuple[Counterfactual, ...] = ()
     heads, mix = HeadPatterns(), None
-    if walk.recorded is not None:
-        one, calls = walk.recorded
+    if explained.recorded is not None:
+        one, calls = explained.recorded
         H, G = one.call.place.H, one.call.groups
-        elsewhere = counterfactuals(one, row.weights, output.mixed, walk.key)
-        heads = patterns(one.call, head, MOST_TOKENS)
-        mix = mixture(mechanism, found, calls, one.call, head, at.i, len(at.columns.ids))
+        others = counterfactuals(one, row.weights, output.mixed, explained.key)
+        heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
+        mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
-        H, G = (len(found.taps[name]) for name in "qk")
+        H, G = (len(run.taps[name]) for name in "qk")
     sizes = {
-        "layers": len(at.read.main),
+        "layers": len(target.read.main_sites),
         "H": H,
         "G": G,
-        "T": len(at.rows.ids),
-        "S": len(walk.k),
-        "D": walk.k.shape[1],
-        "E": walk.v.shape[1],
-        "M": found.taps["out"].shape[1],
+        "T": len(target.rows.ids),
+        "S": len(explained.k),
+        "D": explained.k.shape[1],
+        "E": explained.v.shape[1],
+        "M": run.taps["out"].shape[1],
     }
     where = Location(
-        model=at.read.name,
-        text=at.read.text,
+        model=target.read.name,
+        text=target.read.text,
         place=site.place,
         mechanism=type(site.attention).__name__,
         layer=site.layer,
         head=head,
-        group=walk.group,
-        query=at.i,
-        key=walk.key,
+        group=explained.group,
+        query=target.i,
+        key=explained.key,
         sizes=sizes,
-        kind=walk.kind,
-        kernel=walk.kernel,
-        dtype=str(walk.dtype)[6:],
-        keys_are=walk.keys_are,
-        call=walk.call,
-        calls=walk.calls,
-        key_chosen_by=walk.key_chosen_by,
-        notes=_notes(at),
+        kind=explained.kind,
+        kernel=explained.kernel,
+        dtype=str(explained.dtype)[6:],
+        key_kind=explained.key_kind,
+        call=explained.call,
+        calls=explained.calls,
+        key_chosen_by=explained.key_chosen_by,
+        notes=_all_notes(target),
     )
-    checks = {**checks, **walk.checks, **output_checks, **hidden_checks}
-    checks["the network without an observer"] = found.apart
+    checks = {**checks, **explained.checks, **output_checks, **hidden_checks}
+    checks["the network without an observer"] = run.observer_difference
     return Explanation(
         where=where,
         tokens=tokens,
         hidden=hidden,
         inputs=inputs,
-        score=walk.score,
+        score=explained.score,
         softmax=row,
         output=output,
         heads=heads,
         checks=checks,
-        cost=row_cost(site.attention, sizes, int(walk.visible.sum()), walk.dtype.itemsize),
+        cost=row_cost(
+            site.attention, sizes, int(explained.visible.sum()), explained.dtype.itemsize
+        ),
         mixture=mix,
-        state=walk.state,
-        elsewhere=elsewhere,
-        predictions=predictions(at, found),
-        tensors=tensors_of(site.attention, found.hidden, found.taps, own=at.own),
+        state=explained.state,
+        counterfactuals=others,
+        predictions=predictions(target, run),
+        tensors=summarize_layer(site.attention, run.hidden, run.taps, own=target.own),
     )
 
 
-def _notes(at: Target) -> tuple[str, ...]:
-    """What a reader should know of the run."""
-    T, trained = len(at.rows.ids), at.read.trained
+def _all_notes(target: Target) -> tuple[str, ...]:
+    """Return the remarks about the run."""
+    T, trained = len(target.rows.ids), target.read.max_trained_tokens
     if trained is None or trained >= T:
-        return at.read.notes
+        return target.read.notes
     return (
-        *at.read.notes,
-        f"the text has {T} tokens; the model was trained on at most {trained}",
+        *target.read.notes,
+        f"the text has {plural(T, 'token')}; the model was trained on at most {trained}",
     )
 
 
-def _noted(read: Reading, site: Site) -> Reading:
-    """A reading that says what open traces edit at the site: steps that are computed again in front
-    of an edit differ.
+def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
+    """Add a remark to a run whose inputs at the site are edited by an open trace.
+
+    Steps that are computed again before an edit differ from what the kernel received.
 
     Raises:
-        ArgumentError: scores or patterns are edited, which the chain from q and k to the weights
-            cannot show.
+        ArgumentError: scores or patterns are edited; the steps from q and k to the weights cannot
+            show that.
     """
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
     if inner:
         raise ArgumentError(_cannot_show(inner, site))
     if not changed:
-        return read
+        return prepared
     note = (
-        f"an open trace edits {', '.join(changed)} at {site.place}: what the kernel was given is "
-        "edited, what is computed again "
-        "in front of it is not"
+        f"an open trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
+        "are edited, but the recomputed steps before them are not"
     )
-    return replace(read, notes=(*read.notes, note))
+    return replace(prepared, notes=(*prepared.notes, note))
 
 
-def _cannot_show(edited_names: Collection[str], site: Site) -> str:
-    """Why scores or patterns that were edited are not explained, and what to do."""
+def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
+    """Return the error message for edited scores or patterns, with what to do instead."""
     return (
         f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
-        "computes both from q and k, and would "
-        "show others; explain another place, edit q, k, v, z or out, or record(...) the run, "
+        "computes both from q and k, and would show "
+        "the unedited ones; explain another place, edit q, k, v, z or out, or record(...) the run, "
         "which keeps what was edited"
     )
 
 
 def _recorded_row(
-    at: Target, found: Capture, head: int, key: int | str | None, call: int | str | None
-) -> _Walk:
-    """The row of a call that a softmax kernel answered."""
-    calls = calls_at(found, at.site, at.i)
+    target: Target, run: CapturedRun, head: int, key: int | str | None, call: int | str | None
+) -> _ExplainedRow:
+    """Return the row of a recorded call of a softmax kernel."""
+    calls = calls_for_query(run, target.site, target.i)
     if not calls:
         raise ArgumentError(
-            f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for "
-            f"query {at.i}; "
-            "choose another layer or place, or let the mechanism say its rows "
+            f"{target.site.place} is a {type(target.site.attention).__name__}, which ran no "
+            "softmax "
+            f"for query {target.i}; "
+            "choose another layer or place, or implement explain_row in the mechanism "
             "(regard.nn.explain.Explainable.explain_row)"
         )
-    # a branch of the place has a name of its own, under which it may be edited
+    # a branch of the place has its own name, and edits may use that name
     if inner := sorted({name for each in calls for name in each.step.edited}):
-        raise ArgumentError(_cannot_show(inner, at.site))
+        raise ArgumentError(_cannot_show(inner, target.site))
     names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
-    counted = counting(at.site, calls)
-    chosen = main_call(counted, head) if call is None else calls[which_call(call, names)]
-    number, row, step = calls.index(chosen), row_of(chosen, head), chosen.step
-    steps, softmax, checks = scored(row)
+    counted = effective_calls(target.site, calls)
+    chosen = main_call(counted, head) if call is None else calls[call_index(call, names)]
+    number, row, step = calls.index(chosen), kernel_row(chosen, head), chosen.step
+    steps, softmax, checks = score_and_compare(row)
     chain = row.chain
     positions = chosen.keys.tolist()
-    j, rule = find_key(at, key, softmax.weights, positions, chain.visible)
+    j, rule = find_key(target, key, softmax.weights, positions, chain.visible)
     reasons = why_masked(
         step.mask, step.q_positions, chosen.row, chain.visible, head, step.k_positions
     )
-    query, columns = _query(
-        at, found, step.q_positions, step.k_positions, chosen.branch, number, len(chain.q)
+    query, columns = _projection_query(
+        target, run, step.q_positions, step.k_positions, chosen.branch, number, len(chain.q)
     )
-    return _Walk(
+    return _ExplainedRow(
         head,
         row.group,
         j,
         rule,
         positions,
-        row_pieces(at, chosen),
+        query_pieces(target, chosen),
         chain.q,
         chain.k,
         row.v,
@@ -434,78 +470,81 @@ def _recorded_row(
         step.q.dtype,
         checks,
         kernel=step.kernel,
-        keys_are=chosen.place.held,
+        key_kind=chosen.place.key_kind,
         call=number,
         calls=names,
         recorded=(row, tuple(calls)),
     )
 
 
-def _own_row(
-    at: Target, mechanism: Explainable, found: Capture, head: int, key: int | str | None
-) -> _Walk:
-    """The row that a mechanism tells itself, because no softmax kernel ran: keys in the order of
-    their tokens.
+def _mechanism_row(
+    target: Target, mechanism: Explainable, captured: CapturedRun, head: int, key: int | str | None
+) -> _ExplainedRow:
+    """Return the row that a mechanism describes itself because no softmax kernel ran; its keys
+    are in the order of their tokens.
     """
-    run = layer_run(found)
+    run = layer_run(captured)
     if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
         raise ArgumentError(
-            f"{at.site.place} is a {type(at.site.attention).__name__}, which tells its rows itself "
-            f"and has no tap {', '.join(missing)}; pass q, k, v and z through regard.tracing.tap"
+            f"{target.site.place} is a {type(target.site.attention).__name__}, which implements "
+            f"explain_row but has no tap {', '.join(missing)}; pass q, k, v and z through "
+            "regard.tap.tap"
         )
     head = check_index("head", head, run.q.shape[1], "head", "heads")
-    told = mechanism.explain_row(run, head, at.i)
-    assert told is not None, "has_own_row"
+    effective = mechanism.explain_row(run, head, target.i)
+    assert effective is not None, "has_own_row is True"
     group, S = run.group(head), run.k.shape[2]
-    q, k, v = (array(x) for x in (run.q[0, head, at.i], run.k[0, group], run.v[0, group]))
-    steps, softmax = own_scores(told)
+    q, k, v = (to_array(x) for x in (run.q[0, head, target.i], run.k[0, group], run.v[0, group]))
+    steps, softmax = effective_row_scores(effective)
     visible = ~np.isneginf(steps[-1].values)
-    j, rule = find_key(at, key, softmax.weights, range(S), visible)
-    products = q * k[j] if told.products is None else array(told.products[j])
-    reasons = tuple("" if seen else "future" for seen in visible)
-    T = len(at.rows.ids)
-    query, columns = _query(at, found, Span(0, T), Span(0, S), "", 0, k.shape[1])
+    j, rule = find_key(target, key, softmax.weights, range(S), visible)
+    products = q * k[j] if effective.products is None else to_array(effective.products[j])
+    reasons = tuple("" if is_visible else "future" for is_visible in visible)
+    T = len(target.rows.ids)
+    query, columns = _projection_query(target, captured, Span(0, T), Span(0, S), "", 0, k.shape[1])
     read = softmax.weights @ np.where(visible[:, None], v, 0.0)
-    return _Walk(
+    return _ExplainedRow(
         head,
         group,
         j,
         rule,
         range(S),
-        at.rows.pieces,
+        target.rows.pieces,
         q,
         k,
         v,
-        ScoreChain(told.scale, steps, products, reasons),
+        ScoreChain(effective.scale, steps, products, reasons),
         softmax,
         visible,
         query,
         columns,
         run.q.dtype,
-        {"output of the mechanism": apart(read, told.read), **told.checks},
-        kind=told.kind,
-        state=None if told.state is None else state_of(*told.state),
+        {"output of the mechanism": max_difference(read, effective.read), **effective.checks},
+        kind=effective.kind,
+        state=None if effective.state is None else recurrent_state(*effective.state),
     )
 
 
-def _query(
-    at: Target,
-    found: Capture,
+def _projection_query(
+    target: Target,
+    run: CapturedRun,
     q: Positions,
     k: Positions,
     branch: str,
     number: int,
     head_dim: int,
 ) -> tuple[ProjectionQuery, Tensor]:
-    """What the mechanism is asked about the inputs of a call, and which rows of its memory the
-    call's keys are.
+    """Return the question to the mechanism about the inputs of a call, and the row of its memory
+    for each key.
     """
-    x = found.hidden["x"]
-    memory = x if at.own else found.hidden.get("memory")
-    if memory is None:  # a cache gave it: states of an encoder, which are the values
-        memory = found.taps["v"].transpose(0, 1).flatten(1)
-    # a call of some rows only was made of all
-    positions = Span(0, x.shape[0]) if at.own else q
-    where = Span(0, memory.shape[0])
-    query = ProjectionQuery(x[None], positions, memory[None], where, at.i, branch, number, head_dim)
+    x = run.hidden["x"]
+    memory = x if target.own else run.hidden.get("memory")
+    if memory is None:  # the memory came from a cache: encoder states, which are the values
+        memory = run.taps["v"].transpose(0, 1).flatten(1)
+    # a call of only some rows was computed from all of them
+    positions = Span(0, x.shape[0]) if target.own else q
+    memory_positions = Span(0, memory.shape[0])
+    query = ProjectionQuery(
+        x[None], positions, memory[None], memory_positions, target.i, branch, number, head_dim
+    )
     return query, as_tensor(k)[0]

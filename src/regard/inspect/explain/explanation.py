@@ -1,4 +1,4 @@
-"""The records of an explanation: plain arrays and strings that need no torch, and their JSON."""
+"""The data classes of an explanation: arrays and strings without torch, and their JSON form."""
 
 from __future__ import annotations
 
@@ -11,44 +11,59 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.deprecation import renamed_attribute
+
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
-    "hidden": "x_i = norm(h_i),  h_i = embedding + what the layers before have added",
+    "hidden": "x_i = norm(h_i),  h_i = embedding + outputs of the earlier layers",
     "project": "q_i = W_Q x_i,  k_j = W_K x_j,  v_j = W_V x_j",
     "rotate": "(a, b) → (a cos φ - b sin φ, b cos φ + a sin φ),  φ = position × θ",
     "dot": "q_i · k_j = Σ q_i[d] k_j[d]  over dims d",
-    "scaled": "s_ij = scale × q_i · k_j,  scale = 1/√D unless the model says otherwise",
+    "scaled": "s_ij = scale × q_i · k_j,  scale = 1/√D unless the model sets another",
     "capped": "s_ij ← c tanh(s_ij / c)",
     "biased": "s_ij ← s_ij + b_ij",
-    "masked": "s_ij ← -∞ where the mask says no",
+    "masked": "s_ij ← -∞ where the mask forbids it",
     "additive": "s_ij = w · tanh(q_i + k_j) = Σ w[d] tanh(q_i[d] + k_j[d])  over dims d",
-    "effective": "z_i = Σ a_ij v_j,  a_ij: what the recurrence has left of v_j when q_i reads it",
+    "effective": "z_i = Σ a_ij v_j,  a_ij: factor of v_j in the state that q_i reads",
     "softmax": "p_ij = exp(s_ij - m_i) / Σ exp(s_ij - m_i) = exp(s_ij - lse_i),  m_i = max s_ij",
     "online": "m' = max(m, s), r = e^(m-m'), l' = r l + Σ e^(s-m'), o' = r o + Σ e^(s-m') v",
     "mix": "z_i = Σ p_ij v_j  over keys j",
     "output": "out_i = W_O [z¹ … zᴴ] = Σ W_Oʰ zʰ over heads h,  h_i ← h_i + out_i",
     "pattern": "row i = query, column j = key, cell = p_ij; a row sums to 1",
     "predict": "softmax(W_vocabulary norm(h_i)) after the last layer",
-    "cost": "one query: 2 n D + 2 n E FLOPs over n keys; a cache keeps S tokens",
-    "elsewhere": "p'_ij, z'_i from the same q_i, k_j, v_j under another rule",
+    "cost": "one query: 2 n D + 2 n E FLOPs over n keys; a cache stores S tokens",
+    "counterfactuals": "p'_ij, z'_i from the same q_i, k_j, v_j under another rule",
 }
 
 
 Array = NDArray[np.floating[Any]]
-DIGITS = 9  # significant digits that carry a float32 exactly
+DIGITS = 9  # significant digits that represent a float32 exactly
 
 
-class Step(NamedTuple):
-    """One link of a chain: what was done, its equation, and what came out."""
+class ComputationStep(NamedTuple):
+    """One step of a computation.
+
+    Args:
+        name: what was done.
+        equation: its equation.
+        values: the result.
+    """
 
     name: str
     equation: str
     values: Array
 
 
-class Tensors(NamedTuple):
-    """A tensor in numbers: what it is, its shape, mean and deviation, and the seconds that it took,
-    None where nobody knows.
+class TensorSummary(NamedTuple):
+    """A tensor of a layer, summarized.
+
+    Args:
+        name: name of the stage.
+        equation: its equation.
+        shape: shape of the tensor.
+        mean: mean of the finite entries.
+        std: standard deviation of the finite entries.
+        seconds: time of the stage, or None if it was not measured.
     """
 
     name: str
@@ -59,26 +74,41 @@ class Tensors(NamedTuple):
     seconds: float | None
 
 
-class Block(NamedTuple):
-    """The online softmax behind keys start to stop: the maximum m, what the older sums were
-    multiplied by, l and o.
+class SoftmaxBlock(NamedTuple):
+    """The state of the online softmax after the keys `start` to `stop`.
+
+    Args:
+        start: first key of the block.
+        stop: first key after the block.
+        running_max: maximum m of all scores so far.
+        rescale: factor on the earlier sums.
+        running_sum: sum l of exp(s - m).
+        running_output: sum o of exp(s - m) v, `[E]`.
     """
 
     start: int
     stop: int
-    top: float
-    kept: float
-    total: float
-    output: Array
+    running_max: float
+    rescale: float
+    running_sum: float
+    running_output: Array
 
 
-class State(NamedTuple):
-    """What a recurrence keeps of one head: the matrix S behind the query, and its norm in front of
-    and behind it.
+class RecurrentState(NamedTuple):
+    """The recurrent state of one head after the query: the matrix S and its size.
+
+    Args:
+        shape: shape of S.
+        num_values: number of values in the state.
+        bytes: size of the state.
+        norm: norm of S after the query.
+        norm_before: norm of S before the query.
+        rank: effective rank of S, exp of the entropy of its singular values.
+        matrix: S.
     """
 
     shape: tuple[int, ...]
-    numbers: int
+    num_values: int
     bytes: int
     norm: float
     norm_before: float
@@ -86,61 +116,90 @@ class State(NamedTuple):
     matrix: Array
 
 
-class Term(NamedTuple):
-    """One pattern of a mix: its factor, the sum of its row, and whether it is the one that is
-    explained.
+class MixtureTerm(NamedTuple):
+    """One pattern of a mixture.
+
+    Args:
+        name: name of the pattern.
+        factor: its factor.
+        row_sum: sum of its row.
+        is_explained: whether it is the pattern that is explained.
     """
 
     name: str
     factor: float
     row_sum: float
-    here: bool
+    is_explained: bool
 
 
 class Mixture(NamedTuple):
-    """Several patterns that make one head: in words, in terms, and the row [S] that comes out, if
-    there is one.
+    """Several patterns that are combined in one head.
+
+    Args:
+        text: how they are combined, in words.
+        terms: the patterns and their factors.
+        row: the combined row, `[S]`, or None if there is none.
     """
 
     text: str
-    terms: tuple[Term, ...]
+    terms: tuple[MixtureTerm, ...]
     row: Array | None
 
 
-class Elsewhere(NamedTuple):
-    """The same q, k and v under another mechanism.
+class Counterfactual(NamedTuple):
+    """The row under another rule, with the same q, k and v.
 
-    p: of the key. top, p_top: the strongest key and its weight. effective: exp(entropy), how many
-        keys it amounts to. moved: half the sum of |p' - p|, the share of the weight that moves.
-        apart: |z' - z| / |z|. row: all weights [n].
+    Args:
+        name: name of the rule.
+        equation: its equation.
+        weight: weight of the explained key.
+        top_key: the key with the largest weight.
+        top_weight: its weight.
+        effective_keys: exp(entropy) of the weights.
+        total_variation: total variation distance from the actual weights, sum |p' - p| / 2.
+        relative_change: |z' - z| / |z|.
+        weights: all weights, `[n]`.
     """
 
     name: str
     equation: str
-    p: float
-    top: int
-    p_top: float
-    effective: float
-    moved: float
-    apart: float
-    row: Array
+    weight: float
+    top_key: int
+    top_weight: float
+    effective_keys: float
+    total_variation: float
+    relative_change: float
+    weights: Array
 
 
-class Held(NamedTuple):
-    """What a cache would keep for this layer: numbers for a token, tokens, and bytes; `here` is
-    what it does keep.
+class CacheCost(NamedTuple):
+    """The size of a cache for this layer.
+
+    Args:
+        name: kind of cache.
+        values_per_token: numbers stored per token.
+        tokens: tokens stored.
+        bytes: size.
+        is_this_layer: whether it is the cache that this layer uses.
     """
 
     name: str
-    numbers: int
+    values_per_token: int
     tokens: int
     bytes: int
-    here: bool
+    is_this_layer: bool
 
 
-class Cost(NamedTuple):
-    """What the row costs: FLOPs of scores and mix of this head, of the layer for one token, bytes
-    read, and caches.
+class RowCost(NamedTuple):
+    """The cost of the row.
+
+    Args:
+        keys: number of visible keys.
+        flops: FLOPs of scores and weighted sum in this head.
+        layer_flops: FLOPs of the layer for one decoded token, or 0 if unknown.
+        formula: the formula of `layer_flops`.
+        bytes: bytes read and written.
+        caches: sizes of caches.
     """
 
     keys: int
@@ -148,31 +207,31 @@ class Cost(NamedTuple):
     layer_flops: int
     formula: str
     bytes: int
-    kept: tuple[Held, ...]
+    caches: tuple[CacheCost, ...]
 
 
-def plain(x: Any) -> Any:
-    """A JSON-ready copy of a value.
+def to_json_value(x: Any) -> Any:
+    """Return a copy of a value that JSON can represent; numbers that are not finite become None.
 
-    >>> plain((np.array([1.0, np.inf]), Term("a", 0.1, 1.0, True)))
-    [[1.0, None], {'name': 'a', 'factor': 0.1, 'row_sum': 1.0, 'here': True}]
+    >>> to_json_value((np.array([1.0, np.inf]), MixtureTerm("a", 0.1, 1.0, True)))
+    [[1.0, None], {'name': 'a', 'factor': 0.1, 'row_sum': 1.0, 'is_explained': True}]
     """
     if isinstance(x, np.ndarray):
-        return plain(x.astype(float).tolist() if x.dtype == np.float32 else x.tolist())
+        return to_json_value(x.astype(float).tolist() if x.dtype == np.float32 else x.tolist())
     if hasattr(x, "_asdict"):
-        return {name: plain(value) for name, value in x._asdict().items()}
+        return {name: to_json_value(value) for name, value in x._asdict().items()}
     if is_dataclass(x) and not isinstance(x, type):
-        return {each.name: plain(getattr(x, each.name)) for each in fields(x)}
+        return {each.name: to_json_value(getattr(x, each.name)) for each in fields(x)}
     if isinstance(x, dict):
-        return {key: plain(value) for key, value in x.items()}
+        return {key: to_json_value(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return [plain(value) for value in x]
+        return [to_json_value(value) for value in x]
     if isinstance(x, (float, np.floating)):
         return float(f"{float(x):.{DIGITS}g}") if math.isfinite(x) else None
     return bool(x) if isinstance(x, np.bool_) else int(x) if isinstance(x, np.integer) else x
 
 
-SCHEMA = 2
+SCHEMA_VERSION = 3
 
 
 def _nothing() -> Array:
@@ -183,17 +242,27 @@ def _nothing() -> Array:
 class Location:
     """What was run, and which query, key and head are explained.
 
-    Attributes:
-        model, text: what was run. notes: what a reader should know.
-        place, mechanism, kernel, dtype, keys_are: at which attention, by what module, on which
-            kernel, and what its keys are.
-        kind: "softmax", "additive" (another score), or "linear" (no softmax: the weights are what
-            the mechanism applies to the values).
-        layer, head, group: head h reads key/value head `group` = h // (H/G).
-        query, key: `query` is a token of the row side, `key` an index of the call's keys.
-        call, calls: which of the calls (branches, passes) for this query, and their names.
+    Args:
+        model: name of the model.
+        text: the text.
+        place: dotted name of the attention.
+        mechanism: class of the attention module.
+        layer: index of the layer.
+        head: query head.
+        group: the key/value head that it reads, h // (H/G).
+        query: index of the query in its token sequence.
+        key: index of the key among the keys of the call.
         sizes: {"layers", "H", "G", "T", "S", "D", "E", "M"}.
-        chosen_by, key_chosen_by: the rules that chose the head and the key, where rules did.
+        kind: "softmax", "additive" (the scores are not q . k), or "linear" (no softmax; the weights
+            are those that the mechanism applies to the values).
+        kernel: name of the kernel.
+        dtype: dtype of the run.
+        key_kind: what the keys are, such as "keys" or "latents".
+        call: index of the call, where there are several for this query.
+        calls: names of the calls (branches, passes) for this query.
+        chosen_by: the rule that chose the head; "" if it was given.
+        key_chosen_by: the rule that chose the key; "" if it was given.
+        notes: remarks about the run.
     """
 
     model: str
@@ -209,7 +278,7 @@ class Location:
     kind: str = "softmax"
     kernel: str = ""
     dtype: str = "float32"
-    keys_are: str = "keys"
+    key_kind: str = "keys"
     call: int = 0
     calls: tuple[str, ...] = ("",)
     chosen_by: str = ""
@@ -219,8 +288,15 @@ class Location:
 
 @dataclass(frozen=True, eq=False)
 class RowTokens:
-    """The tokens of the row: ids, pieces and positions of its n keys, the piece and the position of
-    the query, and the pieces of all queries.
+    """The tokens of the row.
+
+    Args:
+        ids: token ids of the keys, `[n]`.
+        pieces: text of each key.
+        positions: positions of the keys, `[n]`.
+        query_piece: text of the query.
+        query_position: position of the query.
+        row_pieces: text of every query of the call.
     """
 
     ids: NDArray[np.integer[Any]]
@@ -233,12 +309,13 @@ class RowTokens:
 
 @dataclass(frozen=True, eq=False)
 class RotaryAngles:
-    """Pairs of the rotary embedding and their angles in radians: of the keys [n, pairs], and of the
-    query [pairs].
+    """The angles of the rotary embedding, in radians.
 
-    Attributes:
-        layout: "half" or "interleaved"; "" where nothing is turned.
-        pairs: for each dim the pair that it belongs to, -1 where it is not turned.
+    Args:
+        layout: "half" or "interleaved"; "" without rotary embedding.
+        angles: angles of the keys, `[n, pairs]`.
+        angle: angles of the query, `[pairs]`.
+        pairs: the pair that each dim belongs to; -1 for a dim that is not rotated.
     """
 
     layout: str
@@ -249,17 +326,19 @@ class RotaryAngles:
 
 @dataclass(frozen=True, eq=False)
 class InputChain:
-    """How the query, the keys and the values came about.
+    """How the query, the keys and the values were computed.
 
-    Attributes:
-        q: the steps of the query [D]. k: the steps of all keys [n, D].
-        values: the steps of the values. v: the values [n, E].
-        rotary: the angles of queries and keys.
+    Args:
+        q: the steps of the query, each `[D]`.
+        k: the steps of the keys, each `[n, D]`.
+        values: the steps of the values.
+        v: the values, `[n, E]`.
+        rotary: the rotary angles of queries and keys.
     """
 
-    q: tuple[Step, ...]
-    k: tuple[Step, ...]
-    values: tuple[Step, ...]
+    q: tuple[ComputationStep, ...]
+    k: tuple[ComputationStep, ...]
+    values: tuple[ComputationStep, ...]
     v: Array
     rotary: RotaryAngles
 
@@ -268,27 +347,32 @@ class InputChain:
 class ScoreChain:
     """The scores of the row.
 
-    Attributes:
-        scale: the factor on q . k.
-        steps: from q . k to the masked score, each [n], -inf where masked.
-        products: the terms [D] of q . k of the key.
+    Args:
+        scale: factor on q . k.
+        steps: from q . k to the masked score, each `[n]`; -inf where masked.
+        products: the D terms of q . k for the explained key.
         masked: for each key, why the query may not see it; "" where it may.
     """
 
     scale: float
-    steps: tuple[Step, ...]
+    steps: tuple[ComputationStep, ...]
     products: Array
     masked: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxRow:
-    """The softmax of the row: m, exp(s - m) [n], their sum, ln sum exp(s), and the weights p [n].
+    """The softmax of the row.
 
-    Attributes:
-        sink: the head's sink logit, one more term of the weights' denominator, or None; it is not
-            in the sum, nor in the lse.
-        online: the same, block by block.
+    Args:
+        row_max: the maximum m of the scores.
+        exps: exp(s - m), `[n]`.
+        total: their sum.
+        lse: ln sum exp(s).
+        weights: the weights p, `[n]`.
+        sink: sink logit of the head, one more term of the denominator of the weights, or None; it
+            is not part of `total`, nor of `lse`.
+        online: the same computation block by block.
     """
 
     row_max: float
@@ -297,21 +381,22 @@ class SoftmaxRow:
     lse: float
     weights: Array
     sink: float | None = None
-    online: tuple[Block, ...] = ()
+    online: tuple[SoftmaxBlock, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
     """What follows the weights.
 
-    Attributes:
-        contributions, mixed, z: p_j v_j [n, E], their sum [E], and the head behind what finishes
-            it [E'].
-        joined: z of all heads.
-        head_out: what this head writes [M].
-        shares: each head's share of `out`, (out_h . out) / (out . out): together 1, less the share
-            of a bias.
-        out: what attention writes [M].
+    Args:
+        contributions: p_j v_j, `[n, E]`.
+        mixed: their sum, `[E]`.
+        z: output of the head after a gate, norm or map, `[E']`.
+        joined: z of all heads, concatenated.
+        head_out: what this head adds to `out`, `[M]`.
+        shares: each head's share of `out`, (out_h . out) / (out . out); they sum to 1, less the
+            share of a bias.
+        out: output of the attention, `[M]`.
     """
 
     contributions: Array
@@ -325,8 +410,14 @@ class HeadOutput:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """The hidden state of the query token on its way, [M] each, empty where nothing was recorded:
-    embedded, entering the layer, as attention was given it, and behind the residual path.
+    """The hidden state of the query token at four points, `[M]` each; empty where it was not
+    recorded.
+
+    Args:
+        embedding: the token embedding.
+        entering: the input of the layer.
+        normed: the input of the attention.
+        residual: the hidden state after the residual connection.
     """
 
     embedding: Array = field(default_factory=_nothing)
@@ -337,12 +428,13 @@ class HiddenStates:
 
 @dataclass(frozen=True, eq=False)
 class HeadPatterns:
-    """Weights of whole heads.
+    """The weights of whole heads.
 
-    Attributes:
-        whole: of the head that is explained [T, n], NaN where masked; [0, 0] for long texts.
-        pool, small: every head of the layer [H, t, s], each cell the largest weight of pool x pool,
-            NaN where masked.
+    Args:
+        whole: pattern of the explained head, `[T, n]`, NaN where masked; `[0, 0]` for long texts.
+        pool: side of a pooled cell.
+        small: patterns of every head of the layer, `[H, t, s]`; each cell is the largest weight of
+            pool x pool, NaN where masked.
     """
 
     whole: Array = field(default_factory=lambda: np.zeros((0, 0)))
@@ -354,19 +446,19 @@ T = TypeVar("T")
 
 
 class Shortcut(Generic[T]):
-    """A number of an explanation by its short name: `found.weights` is `found.softmax.weights`."""
+    """A number of an explanation under a short name: `found.weights` is `found.softmax.weights`."""
 
     def __init__(self, read: Callable[[Explanation], T]) -> None:
         self._read = read
 
     @overload
-    def __get__(self, found: None, owner: type[Explanation]) -> Shortcut[T]: ...
+    def __get__(self, instance: None, owner: type[Explanation]) -> Shortcut[T]: ...
 
     @overload
-    def __get__(self, found: Explanation, owner: type[Explanation]) -> T: ...
+    def __get__(self, instance: Explanation, owner: type[Explanation]) -> T: ...
 
-    def __get__(self, found: Explanation | None, owner: type[Explanation]) -> T | Shortcut[T]:
-        return self if found is None else self._read(found)
+    def __get__(self, instance: Explanation | None, owner: type[Explanation]) -> T | Shortcut[T]:
+        return self if instance is None else self._read(instance)
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,27 +466,28 @@ class Explanation:
     """One query and one key, in one head of one layer: every number from the embedding to the
     prediction.
 
-    Letters as everywhere: T queries, n keys of the call, M model dim, H query heads, G key/value
-    heads, D and E dims of one head. Recorded arrays have the model's own values; recomputed ones
-    are float64, and `checks` says how far they are apart. Every number of the parts is also an
-    attribute of the explanation itself, under its own name: `found.weights`, `found.q`.
+    The letters are those of the package: T queries, n keys of the call, M model dim, H query heads,
+    G key/value heads, D and E dims of one head. Recorded arrays have the model's own values;
+    recomputed ones are float64, and `checks` gives their differences. Every number of the parts is
+    also an attribute of the explanation itself, under its own name: `found.weights`, `found.q`.
 
-    Attributes:
+    Args:
         where: what was run, and which query, key and head are explained.
         tokens: the tokens of the row.
         hidden: the hidden state of the query token.
-        inputs: how the query, the keys and the values came about.
+        inputs: how the query, the keys and the values were computed.
         score: the scores of the row; `scores` are its steps.
         softmax: the softmax of the row.
-        output: values mixed, heads joined, and what attention writes.
-        heads: weights of whole heads; `pattern` and `patterns` are its arrays.
-        mixture, state, cost, elsewhere: of mixed heads; of recurrences; what the row costs; the
-            same row under other mechanisms.
-        predictions: the likeliest tokens: (piece, id, probability).
-        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None
-            where nobody timed it.
-        checks: what was compared -> largest absolute difference.
-        equations: step -> equation.
+        output: the weighted values, the joined heads, and the output of the attention.
+        heads: the weights of whole heads; `pattern` and `patterns` are its arrays.
+        checks: what was compared, to the largest absolute difference.
+        cost: the cost of the row.
+        mixture: how several patterns are combined in the head, if they are.
+        state: the recurrent state, if there is one.
+        counterfactuals: the same row under other mechanisms.
+        predictions: the most likely next tokens: (piece, id, probability).
+        tensors: the tensors of the whole layer, stage by stage.
+        equations: step to equation.
     """
 
     where: Location
@@ -406,112 +499,120 @@ class Explanation:
     output: HeadOutput
     heads: HeadPatterns
     checks: dict[str, float]
-    cost: Cost | None = None
+    cost: RowCost | None = None
     mixture: Mixture | None = None
-    state: State | None = None
-    elsewhere: tuple[Elsewhere, ...] = ()
+    state: RecurrentState | None = None
+    counterfactuals: tuple[Counterfactual, ...] = ()
     predictions: tuple[tuple[str, int, float], ...] = ()
-    tensors: tuple[Tensors, ...] = ()
+    tensors: tuple[TensorSummary, ...] = ()
     equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
 
-    model = Shortcut(lambda found: found.where.model)
-    text = Shortcut(lambda found: found.where.text)
-    place = Shortcut(lambda found: found.where.place)
-    mechanism = Shortcut(lambda found: found.where.mechanism)
-    layer = Shortcut(lambda found: found.where.layer)
-    head = Shortcut(lambda found: found.where.head)
-    group = Shortcut(lambda found: found.where.group)
-    query = Shortcut(lambda found: found.where.query)
-    key = Shortcut(lambda found: found.where.key)
-    sizes = Shortcut(lambda found: found.where.sizes)
-    kind = Shortcut(lambda found: found.where.kind)
-    kernel = Shortcut(lambda found: found.where.kernel)
-    dtype = Shortcut(lambda found: found.where.dtype)
-    keys_are = Shortcut(lambda found: found.where.keys_are)
-    call = Shortcut(lambda found: found.where.call)
-    calls = Shortcut(lambda found: found.where.calls)
-    chosen_by = Shortcut(lambda found: found.where.chosen_by)
-    key_chosen_by = Shortcut(lambda found: found.where.key_chosen_by)
-    notes = Shortcut(lambda found: found.where.notes)
-    ids = Shortcut(lambda found: found.tokens.ids)
-    pieces = Shortcut(lambda found: found.tokens.pieces)
-    positions = Shortcut(lambda found: found.tokens.positions)
-    query_piece = Shortcut(lambda found: found.tokens.query_piece)
-    query_position = Shortcut(lambda found: found.tokens.query_position)
-    row_pieces = Shortcut(lambda found: found.tokens.row_pieces)
-    embedding = Shortcut(lambda found: found.hidden.embedding)
-    entering = Shortcut(lambda found: found.hidden.entering)
-    normed = Shortcut(lambda found: found.hidden.normed)
-    residual = Shortcut(lambda found: found.hidden.residual)
-    q = Shortcut(lambda found: found.inputs.q)
-    k = Shortcut(lambda found: found.inputs.k)
-    values = Shortcut(lambda found: found.inputs.values)
-    v = Shortcut(lambda found: found.inputs.v)
-    layout = Shortcut(lambda found: found.inputs.rotary.layout)
-    angles = Shortcut(lambda found: found.inputs.rotary.angles)
-    angle = Shortcut(lambda found: found.inputs.rotary.angle)
-    pairs = Shortcut(lambda found: found.inputs.rotary.pairs)
-    scale = Shortcut(lambda found: found.score.scale)
-    scores = Shortcut(lambda found: found.score.steps)
-    products = Shortcut(lambda found: found.score.products)
-    masked = Shortcut(lambda found: found.score.masked)
-    row_max = Shortcut(lambda found: found.softmax.row_max)
-    exps = Shortcut(lambda found: found.softmax.exps)
-    total = Shortcut(lambda found: found.softmax.total)
-    lse = Shortcut(lambda found: found.softmax.lse)
-    weights = Shortcut(lambda found: found.softmax.weights)
-    sink = Shortcut(lambda found: found.softmax.sink)
-    online = Shortcut(lambda found: found.softmax.online)
-    contributions = Shortcut(lambda found: found.output.contributions)
-    mixed = Shortcut(lambda found: found.output.mixed)
-    z = Shortcut(lambda found: found.output.z)
-    joined = Shortcut(lambda found: found.output.joined)
-    head_out = Shortcut(lambda found: found.output.head_out)
-    shares = Shortcut(lambda found: found.output.shares)
-    out = Shortcut(lambda found: found.output.out)
-    pattern = Shortcut(lambda found: found.heads.whole)
-    pool = Shortcut(lambda found: found.heads.pool)
-    patterns = Shortcut(lambda found: found.heads.small)
+    elsewhere = renamed_attribute("counterfactuals")
+    keys_are = renamed_attribute("key_kind")
+
+    model = Shortcut(lambda explanation: explanation.where.model)
+    text = Shortcut(lambda explanation: explanation.where.text)
+    place = Shortcut(lambda explanation: explanation.where.place)
+    mechanism = Shortcut(lambda explanation: explanation.where.mechanism)
+    layer = Shortcut(lambda explanation: explanation.where.layer)
+    head = Shortcut(lambda explanation: explanation.where.head)
+    group = Shortcut(lambda explanation: explanation.where.group)
+    query = Shortcut(lambda explanation: explanation.where.query)
+    key = Shortcut(lambda explanation: explanation.where.key)
+    sizes = Shortcut(lambda explanation: explanation.where.sizes)
+    kind = Shortcut(lambda explanation: explanation.where.kind)
+    kernel = Shortcut(lambda explanation: explanation.where.kernel)
+    dtype = Shortcut(lambda explanation: explanation.where.dtype)
+    key_kind = Shortcut(lambda explanation: explanation.where.key_kind)
+    call = Shortcut(lambda explanation: explanation.where.call)
+    calls = Shortcut(lambda explanation: explanation.where.calls)
+    chosen_by = Shortcut(lambda explanation: explanation.where.chosen_by)
+    key_chosen_by = Shortcut(lambda explanation: explanation.where.key_chosen_by)
+    notes = Shortcut(lambda explanation: explanation.where.notes)
+    ids = Shortcut(lambda explanation: explanation.tokens.ids)
+    pieces = Shortcut(lambda explanation: explanation.tokens.pieces)
+    positions = Shortcut(lambda explanation: explanation.tokens.positions)
+    query_piece = Shortcut(lambda explanation: explanation.tokens.query_piece)
+    query_position = Shortcut(lambda explanation: explanation.tokens.query_position)
+    row_pieces = Shortcut(lambda explanation: explanation.tokens.row_pieces)
+    embedding = Shortcut(lambda explanation: explanation.hidden.embedding)
+    entering = Shortcut(lambda explanation: explanation.hidden.entering)
+    normed = Shortcut(lambda explanation: explanation.hidden.normed)
+    residual = Shortcut(lambda explanation: explanation.hidden.residual)
+    q = Shortcut(lambda explanation: explanation.inputs.q)
+    k = Shortcut(lambda explanation: explanation.inputs.k)
+    values = Shortcut(lambda explanation: explanation.inputs.values)
+    v = Shortcut(lambda explanation: explanation.inputs.v)
+    layout = Shortcut(lambda explanation: explanation.inputs.rotary.layout)
+    angles = Shortcut(lambda explanation: explanation.inputs.rotary.angles)
+    angle = Shortcut(lambda explanation: explanation.inputs.rotary.angle)
+    pairs = Shortcut(lambda explanation: explanation.inputs.rotary.pairs)
+    scale = Shortcut(lambda explanation: explanation.score.scale)
+    scores = Shortcut(lambda explanation: explanation.score.steps)
+    products = Shortcut(lambda explanation: explanation.score.products)
+    masked = Shortcut(lambda explanation: explanation.score.masked)
+    row_max = Shortcut(lambda explanation: explanation.softmax.row_max)
+    exps = Shortcut(lambda explanation: explanation.softmax.exps)
+    total = Shortcut(lambda explanation: explanation.softmax.total)
+    lse = Shortcut(lambda explanation: explanation.softmax.lse)
+    weights = Shortcut(lambda explanation: explanation.softmax.weights)
+    sink = Shortcut(lambda explanation: explanation.softmax.sink)
+    online = Shortcut(lambda explanation: explanation.softmax.online)
+    contributions = Shortcut(lambda explanation: explanation.output.contributions)
+    mixed = Shortcut(lambda explanation: explanation.output.mixed)
+    z = Shortcut(lambda explanation: explanation.output.z)
+    joined = Shortcut(lambda explanation: explanation.output.joined)
+    head_out = Shortcut(lambda explanation: explanation.output.head_out)
+    shares = Shortcut(lambda explanation: explanation.output.shares)
+    out = Shortcut(lambda explanation: explanation.output.out)
+    pattern = Shortcut(lambda explanation: explanation.heads.whole)
+    pool = Shortcut(lambda explanation: explanation.heads.pool)
+    patterns = Shortcut(lambda explanation: explanation.heads.small)
 
     @property
     def check(self) -> float:
-        """The largest difference between what was recomputed and what the model computed."""
+        """Return the largest difference between a recomputed number and that of the model."""
         return max(self.checks.values())
 
     @property
     def equation(self) -> str:
-        """The whole walk on one line."""
+        """Return the whole computation in one line."""
         return "out = W_O [z_1 .. z_H],  z_i = sum_j p_ij v_j,  p_i = softmax(q_i k_j scale + mask)"
 
     @property
     def chain(self) -> tuple[tuple[str, str, float], ...]:
-        """The score of the key, link by link: (name, equation, value)."""
+        """Return the score of the explained key, step by step: (name, equation, value)."""
         return tuple(
             (step.name, step.equation, float(step.values[self.key])) for step in self.scores
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values, flat: arrays as lists, numbers to 9 digits, null where
-        masked or not finite.
+        """Return all of it as flat JSON values.
+
+        Returns:
+            A dict in which arrays are lists, numbers have 9 significant digits, and masked or
+            non-finite numbers are None.
         """
-        found: dict[str, Any] = {"schema": SCHEMA, "check": plain(self.check)}
+        result: dict[str, Any] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
         short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
-        for name in (*short, *WHOLE):
-            found[name] = plain(getattr(self, name))
-        found["chain"] = [{"name": n, "equation": e, "value": plain(x)} for n, e, x in self.chain]
-        found["predictions"] = [
-            {"piece": piece, "id": index, "probability": plain(p)}
+        for name in (*short, *NESTED_FIELDS):
+            result[name] = to_json_value(getattr(self, name))
+        result["chain"] = [
+            {"name": n, "equation": e, "value": to_json_value(x)} for n, e, x in self.chain
+        ]
+        result["predictions"] = [
+            {"piece": piece, "id": index, "probability": to_json_value(p)}
             for piece, index, p in self.predictions
         ]
-        return found
+        return result
 
     def _repr_html_(self) -> str:
-        """The terminal page as inert text, for a notebook."""
-        from regard.view.explanation import page
+        """Return the terminal page as static text, for a notebook."""
+        from regard.view.explanation_text import page
 
         text = "\n".join(line.plain for line in page(self.as_dict()))
         return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'
 
 
-WHOLE = ("checks", "cost", "mixture", "state", "elsewhere", "tensors", "equations")
-"""The parts that `as_dict` gives as they are; of the others it gives every number by its name."""
+NESTED_FIELDS = ("checks", "cost", "mixture", "state", "counterfactuals", "tensors", "equations")
+"""Fields that `as_dict` keeps nested; the numbers of the other parts are flattened."""

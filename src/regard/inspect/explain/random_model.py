@@ -1,4 +1,4 @@
-"""Any mechanism of the catalogue in a small network with random weights, to be looked at."""
+"""Any attention mechanism of the catalogue, in a small network with random weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from regard.inspect.explain.reading import Reading, Words, reading
+from regard.inspect.explain.prepared_run import PreparedRun, PretokenizedInput, prepare_run
 from regard.models.assembly.mechanism import decoders
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer
@@ -27,11 +27,11 @@ from regard.nn.variants.registry import Variant, checked, find, names
 from regard.process_state import seeded
 
 DIM, HEADS, LAYERS = 32, 4, 2
-"""Sizes of the network: those of the catalogue's examples."""
+"""Sizes of the network, equal to those of the catalogue's examples."""
 
-SHARP = 1.5
-"""Times 1/sqrt(inputs): the deviation of the mechanism's weights, so that its patterns are not
-uniform.
+WEIGHT_STD = 1.5
+"""Standard deviation of the mechanism's weights, times 1/sqrt(inputs): large enough that
+patterns are not uniform.
 """
 
 
@@ -42,19 +42,21 @@ def random_model(
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     target: str | None = None,
-) -> Reading:
-    """A reading of a text by a network of this mechanism: a decoder where it can be one, else an
-    encoder or a pair.
+) -> PreparedRun:
+    """Prepare a small network with random weights that uses one mechanism of the catalogue.
 
-    The tokens are those of "tiny". The weights are random, drawn from the seed; the global random
-    state stays as it is.
+    The network is a decoder if the mechanism can be causal, else an encoder or an encoder-decoder.
+    Its tokens are those of the model "tiny". The global random state is unchanged.
 
     Args:
-        name: of a mechanism in the catalogue.
-        text: at least one token. target: of mechanisms that read a second sequence: what is said;
-            None is the text again.
-        options: its constructor's; those of its small example where they are not given.
-        seed: of the weights.
+        name: name of the mechanism in the catalogue.
+        text: the text; at least one token.
+        options: options of the mechanism's constructor; by default those of its small example.
+        seed: random seed of the weights.
+        target: output text, for mechanisms with a second sequence; None is the text itself.
+
+    Returns:
+        A prepared run, which `explain` accepts.
 
     Raises:
         ArgumentError: no mechanism has this name, or an option does not fit.
@@ -63,19 +65,25 @@ def random_model(
     ['layers.0', 'layers.1']
     """
     entry = find(name)
-    chosen = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
+    all_options = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
     with seeded(seed):
-        made = _made(entry, chosen, text, target)
-        _sharpen(made)
-    read = reading(made) if isinstance(made, Words) else reading(made, text, target)
-    note = (
-        f"the weights are random, from seed {seed}: the arithmetic is real, what it looks at "
-        "means nothing"
+        model = _build(entry, all_options, text, target)
+        _sharpen(model)
+    prepared = (
+        prepare_run(model)
+        if isinstance(model, PretokenizedInput)
+        else prepare_run(model, text, target)
     )
-    return replace(read, name=f"{name} (random)", notes=(*read.notes, note), trained=None)
+    note = (
+        f"the weights are random, from seed {seed}: the computation is exact, but the attention "
+        "pattern has no meaning"
+    )
+    return replace(
+        prepared, name=f"{name} (random)", notes=(*prepared.notes, note), max_trained_tokens=None
+    )
 
 
-def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
+def _build(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
     tokenizer = _tokenizer()
     V = tokenizer.vocab_size
     if entry.name in decoders():
@@ -87,10 +95,10 @@ def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None
         network = transformer(V, DIM, HEADS, LAYERS, residual=PreNorm)
         for layer in network.layers:
             layer.cross = entry.build(DIM, HEADS, **checked(entry, options))
-        made = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
-        return made if target is not None else _again(made, text)
+        seq2seq = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
+        return seq2seq if target is not None else _copy_task(seq2seq, text)
     if entry.family == "additive":
-        return _recurrent(
+        return _recurrent_pair(
             entry, options, tokenizer.encode(text), tokenizer.encode(target or text), tokenizer
         )
     mixers = [entry.build(DIM, HEADS, **checked(entry, options)) for _ in range(LAYERS)]
@@ -105,44 +113,46 @@ def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None
 
 @cache
 def _tokenizer() -> Tokenizer:
-    """That of the model which comes with the package."""
+    """Load the tokenizer of the model "tiny", which is part of the package."""
     file = resources.files("regard") / "assets" / "tiny" / "tokenizer.json"
     return Tokenizer.load(Path(str(file)))
 
 
-def _recurrent(
+def _recurrent_pair(
     entry: Variant, options: dict[str, Any], source: list[int], target: list[int], tokenizer: Any
-) -> Words:
-    """An encoder and a decoder of one layer, with this attention between them."""
+) -> PretokenizedInput:
+    """Build a recurrent encoder and decoder of one layer, with this attention between them."""
     network = recurrent(tokenizer.vocab_size, DIM, DIM, attention=entry.name)
     states = 2 * DIM if entry.name == "bahdanau" else DIM
     decoder: Any = network.decoder
     decoder.attention = entry.build(DIM, 1, **{"memory_dim": states, **checked(entry, options)})
-    said = [0, *target]
-    return Words(
+    target_ids = [0, *target]
+    return PretokenizedInput(
         _frozen(network),
         (source, tokenizer.pieces(source)),
-        (said, tokenizer.pieces(said)),
+        (target_ids, tokenizer.pieces(target_ids)),
         names=tokenizer.pieces,
     )
 
 
-def _again(model: Seq2Seq, text: str) -> Words:
-    """The text as source and as target: what random weights would say by themselves is noise."""
+def _copy_task(model: Seq2Seq, text: str) -> PretokenizedInput:
+    """Use the text as source and as target, since the answer of random weights would be noise."""
     source = model.encode(text)[0][0].tolist()
-    said = [model.start, *model.tokenizer.encode(text)]
+    target_ids = [model.start, *model.tokenizer.encode(text)]
     pieces = model.tokenizer.pieces
-    return Words(model.network, (source, pieces(source)), (said, pieces(said)), names=pieces)
+    return PretokenizedInput(
+        model.network, (source, pieces(source)), (target_ids, pieces(target_ids)), names=pieces
+    )
 
 
-def _sharpen(made: Any) -> None:
-    """Larger weights in the maps of the mechanisms."""
-    network = getattr(made, "decoder", None) or made.network
+def _sharpen(model: Any) -> None:
+    """Draw larger weights for the linear maps of the attention modules."""
+    network = getattr(model, "decoder", None) or model.network
     for module in network.modules():
         inner = getattr(module, "cross", None) or getattr(module, "attention", None)
         for linear in inner.modules() if isinstance(inner, nn.Module) else ():
             if isinstance(linear, nn.Linear):
-                linear.weight.data.normal_(std=SHARP * linear.in_features**-0.5)
+                linear.weight.data.normal_(std=WEIGHT_STD * linear.in_features**-0.5)
 
 
 def _frozen(network: Any) -> Any:

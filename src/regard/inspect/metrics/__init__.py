@@ -1,5 +1,6 @@
-"""Metrics of heads: of dense patterns, and streamed over recordings of any length."""
+"""Metrics of attention heads: from dense patterns, and streamed over recordings of any length."""
 
+from regard.deprecation import renamed
 from regard.inspect.metrics.measure import (
     Measures,
     Sampled,
@@ -9,8 +10,8 @@ from regard.inspect.metrics.measure import (
     redundancy,
     retrieval_score,
 )
-from regard.inspect.metrics.patterns import (
-    SINKS,
+from regard.inspect.metrics.pattern_scores import (
+    NUM_SINKS,
     duplicate_score,
     entropy,
     induction_score,
@@ -20,7 +21,7 @@ from regard.inspect.metrics.patterns import (
 )
 
 __all__ = [
-    "SINKS",
+    "NUM_SINKS",
     "Measures",
     "Sampled",
     "duplicate_score",
@@ -35,3 +36,5 @@ __all__ = [
     "retrieval_score",
     "sink_share",
 ]
+
+__getattr__ = renamed(__name__, {"SINKS": "NUM_SINKS"})

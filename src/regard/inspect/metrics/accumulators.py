@@ -1,4 +1,4 @@
-"""What heads look at, gathered from one stream of tiles: nothing of size T x N is held."""
+"""Metrics of heads that are accumulated over the tiles of a pattern, in less than T x N memory."""
 
 from __future__ import annotations
 
@@ -11,47 +11,53 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from regard.inspect.metrics.patterns import after_copies, copies
-from regard.inspect.record.place import Place
+from regard.inspect.metrics.pattern_scores import after_copies, copies
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.tiles import Tile
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
-    """A place that is measured. ids: [N] of its columns, or None; batch: which row of the batch.
+class MeasuredPlace:
+    """A place whose heads are measured, with the parameters of the metrics.
 
-    sinks: how many first positions count as sinks; near: a distance below it is local.
+    Args:
+        place: the place.
+        ids: token ids of its columns, `[N]`, or None.
+        batch: row of the batch.
+        sinks: number of first positions that count as sinks.
+        local_distance: a key at a smaller distance is local.
+        padding: which columns are padding, bool `[N]`, or None.
     """
 
     place: Place
     ids: Tensor | None
     batch: int = 0
     sinks: int = 4
-    near: int = 32
+    local_distance: int = 32
     padding: Tensor | None = None
 
     @property
     def h(self) -> int:
-        """Heads."""
+        """Return the number of recorded heads."""
         return len(self.place.heads)
 
     @cached_property
     def rows(self) -> Tensor:
-        """Positions [T] of the rows."""
+        """Return the positions of the rows, `[T]`."""
         return self.place.row_positions[self.batch]
 
     @cached_property
     def columns(self) -> Tensor:
-        """Positions [N] of the columns."""
+        """Return the positions of the columns, `[N]`."""
         return self.place.column_positions[self.batch]
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The numbers [T] of the rows among the queries of the run."""
+        """Return the index of each row among the queries of the run, `[T]`."""
         return torch.tensor([i for step in self.place.steps for i in step.tokens()])
 
     def share_of_sink(self) -> Tensor:
-        """P_sink = exp(sink - ln denominator) [h,T]; 0 without a sink."""
+        """Compute P_sink = exp(sink - ln denominator), `[h, T]`; 0 without a sink."""
         parts = [
             torch.zeros(self.h, step.T, dtype=torch.float64)
             if step.sink is None
@@ -61,7 +67,7 @@ class Scene:
         return torch.cat(parts, 1)
 
     def sinks_at(self) -> Tensor:
-        """The sink of each row [h,T]; -inf without one."""
+        """Return the sink logit of each row, `[h, T]`; -inf without a sink."""
         parts = [
             torch.full((self.h, step.T), -math.inf, dtype=torch.float64)
             if step.sink is None
@@ -71,68 +77,78 @@ class Scene:
         return torch.cat(parts, 1)
 
     def denominators(self) -> Tensor:
-        """ln of the softmax's denominators [h,T]."""
+        """Return the natural log of the softmax denominators, `[h, T]`."""
         return torch.cat([step.denominator[self.batch] for step in self.place.steps], 1)
 
     def mean(self, x: Tensor, over: Tensor) -> Tensor:
-        """The mean [h] of x [h,T] over some rows, bool [T] or [h,T]; NaN where there are none."""
+        """Return the mean of x `[h, T]` over some rows.
+
+        Args:
+            x: a number for each head and row.
+            over: which rows, bool `[T]` or `[h, T]`.
+
+        Returns:
+            The means, `[h]`; NaN where no row is selected.
+        """
         over = over.expand(x.shape)
         return torch.where(over, x, 0).sum(1) / over.sum(1)
 
 
 class Accumulator(Protocol):
-    """Tiles in, numbers of heads out."""
+    """Accumulates metrics of heads, one tile at a time."""
 
     def add(self, tile: Tile) -> None:
-        """One tile more."""
+        """Add the weights of one tile."""
 
     def result(self) -> Mapping[str, Tensor]:
-        """Name -> [h], or [h,n] for curves."""
+        """Return each metric by name: `[h]`, or `[h, n]` for a curve."""
 
 
-class Sharpness:
-    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), over ln n_i; effective keys exp(H_i); the
-    largest score.
+class EntropyAccumulator:
+    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), divided by ln n_i; effective keys
+    exp(H_i); the largest score.
 
-    That is -sum_j p_ij ln p_ij; a sink is one key more. The lse's rounding is not left in it, as in
-    lse - sum_j p_ij s_ij.
+    H_i is -sum_j p_ij ln p_ij, where a sink counts as one more key. This form avoids the rounding
+    error of the lse that lse - sum_j p_ij s_ij would keep.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
         shape = (scene.h, scene.place.T)
         self._entropy = torch.zeros(shape, dtype=torch.float64)
-        self._whole = scene.denominators()
-        self._seen = torch.zeros(shape, dtype=torch.int64)
-        self._most = torch.full((scene.h,), -math.inf, dtype=torch.float64)
+        self._denominator = scene.denominators()
+        self._visible = torch.zeros(shape, dtype=torch.int64)
+        self._max_score = torch.full((scene.h,), -math.inf, dtype=torch.float64)
 
     def add(self, tile: Tile) -> None:
-        """Sums of -p ln p, visible keys, the largest score."""
+        """Add the entropy terms, the visible keys and the largest score of a tile."""
         hidden = tile.scores.isneginf()
-        less = (self._whole[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
+        less = (self._denominator[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
         self._entropy[:, tile.rows] += (tile.weights * less).sum(2)
-        self._seen[:, tile.rows] += (~hidden).sum(2)
-        self._most = torch.maximum(self._most, tile.scores.amax((1, 2)))
+        self._visible[:, tile.rows] += (~hidden).sum(2)
+        self._max_score = torch.maximum(self._max_score, tile.scores.amax((1, 2)))
 
     def result(self) -> Mapping[str, Tensor]:
-        """entropy (0 to 1, over rows that see more than one key), effective_keys, max_logit."""
+        """Return entropy (0 to 1, over rows that see more than one key), effective_keys and
+        max_logit.
+        """
         scene = self._scene
         share, sink = scene.share_of_sink(), scene.sinks_at()
-        h = self._entropy + torch.where(share > 0, share * (self._whole - sink), 0)
-        n, h = self._seen + (~sink.isneginf()), h.clamp(min=0)
+        h = self._entropy + torch.where(share > 0, share * (self._denominator - sink), 0)
+        n, h = self._visible + (~sink.isneginf()), h.clamp(min=0)
         return {
             "entropy": scene.mean(h / n.clamp(min=2).log(), n > 1),
-            "effective_keys": scene.mean(h.exp(), self._seen > 0),
-            "max_logit": self._most,
+            "effective_keys": scene.mean(h.exp(), self._visible > 0),
+            "max_logit": self._max_score,
         }
 
 
-class Distances:
+class DistanceAccumulator:
     """The offset profile D(d) = mean_i p_{i,i-d}, the mean distance sum_j p_ij (p_i - p_j), and
-    what is near.
+    the local weight.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
         longest = (
             int(scene.rows.max() - torch.where(scene.columns >= 0, scene.columns, 1 << 40).min())
@@ -140,92 +156,103 @@ class Distances:
         )
         self._sums = torch.zeros(
             scene.h, max(1, longest) + 1, dtype=torch.float64
-        )  # the last: ahead, or not real
-        self._far, self._near = (
+        )  # the last bin: later keys, and empty slots
+        self._distance, self._local = (
             torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn"
         )
 
     def add(self, tile: Tile) -> None:
-        """Weights by distance."""
+        """Add the weights of a tile by their distance."""
         q, k = self._scene.rows[tile.rows], self._scene.columns[tile.columns]
-        d = q[:, None] - k
-        real = (q >= 0)[:, None] & (k >= 0)
+        distance = q[:, None] - k
+        is_pair = (q >= 0)[:, None] & (k >= 0)
         last = self._sums.shape[1] - 1
-        bins = torch.where(real & (d >= 0), d, last).clamp(max=last)
+        bins = torch.where(is_pair & (distance >= 0), distance, last).clamp(max=last)
         self._sums.index_add_(1, bins.flatten(), tile.weights.flatten(1))
-        self._far[:, tile.rows] += (tile.weights * d).masked_fill(~real, 0).sum(2)
-        local = real & (d.abs() < self._scene.near)
-        self._near[:, tile.rows] += (tile.weights * local).sum(2)
+        self._distance[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
+        local = is_pair & (distance.abs() < self._scene.local_distance)
+        self._local[:, tile.rows] += (tile.weights * local).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
-        """distance, local, and the curve offsets [h,longest distance + 1]."""
+        """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""
         scene = self._scene
-        real = scene.rows >= 0
-        have = torch.bincount(scene.rows[real], minlength=self._sums.shape[1] - 1)
-        held = torch.zeros(int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64)
-        held[scene.columns[scene.columns >= 0]] = 1
+        is_token = scene.rows >= 0
+        row_counts = torch.bincount(scene.rows[is_token], minlength=self._sums.shape[1] - 1)
+        has_key = torch.zeros(
+            int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64
+        )
+        has_key[scene.columns[scene.columns >= 0]] = 1
         pairs = torch.stack(
-            [(have[d:] * held[: len(have) - d]).sum() for d in range(self._sums.shape[1] - 1)]
+            [
+                (row_counts[d:] * has_key[: len(row_counts) - d]).sum()
+                for d in range(self._sums.shape[1] - 1)
+            ]
         )
         return {
-            "distance": scene.mean(self._far, real),
-            "local": scene.mean(self._near, real),
+            "distance": scene.mean(self._distance, is_token),
+            "local": scene.mean(self._local, is_token),
             "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
         }
 
 
-class Targets:
-    """Mean weights on listed pairs: the previous token, earlier copies of a row's token, and what
-    followed them.
+class PairAccumulator:
+    """Mean weights on listed pairs: the previous token, earlier copies of the row's token, and
+    the tokens that followed these copies.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
-        self._lists = {name: pairs for name, pairs in _lists(scene).items() if len(pairs)}
+        self._lists = {name: pairs for name, pairs in _pairs_by_metric(scene).items() if len(pairs)}
         self._sums = {name: torch.zeros(scene.h, dtype=torch.float64) for name in self._lists}
 
     def add(self, tile: Tile) -> None:
-        """Weights of the pairs that lie in the tile."""
+        """Add the weights of the listed pairs that lie in a tile."""
         for name, pairs in self._lists.items():
-            ends = torch.tensor([tile.rows.start, tile.rows.stop])
-            start, stop = torch.searchsorted(pairs[:, 0].contiguous(), ends).tolist()
-            some = pairs[start:stop]
-            inside = (some[:, 1] >= tile.columns.start) & (some[:, 1] < tile.columns.stop)
-            i, j = (some[inside] - torch.tensor([tile.rows.start, tile.columns.start])).T
+            limits = torch.tensor([tile.rows.start, tile.rows.stop])
+            start, stop = torch.searchsorted(pairs[:, 0].contiguous(), limits).tolist()
+            in_rows = pairs[start:stop]
+            inside = (in_rows[:, 1] >= tile.columns.start) & (in_rows[:, 1] < tile.columns.stop)
+            i, j = (in_rows[inside] - torch.tensor([tile.rows.start, tile.columns.start])).T
             self._sums[name] += tile.weights[:, i, j].sum(1)
 
     def result(self) -> Mapping[str, Tensor]:
-        """previous_token, duplicate, induction: those that the tokens allow."""
+        """Return previous_token, duplicate and induction, as far as the tokens allow them."""
         return {
             name: total / len(torch.unique(self._lists[name][:, 0]))
             for name, total in self._sums.items()
         }
 
 
-def _lists(scene: Scene) -> dict[str, Tensor]:
-    """Pairs (row, column) of the place, by the row."""
-    where = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
-    before = [(r, where[p - 1]) for r, p in enumerate(scene.rows.tolist()) if p - 1 in where]
-    found = {"previous_token": torch.tensor(before, dtype=torch.int64).reshape(-1, 2)}
+def _pairs_by_metric(scene: MeasuredPlace) -> dict[str, Tensor]:
+    """Return the (row, column) pairs of each metric, sorted by row."""
+    column_at_position = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
+    previous = [
+        (r, column_at_position[p - 1])
+        for r, p in enumerate(scene.rows.tolist())
+        if p - 1 in column_at_position
+    ]
+    pairs_by_metric = {"previous_token": torch.tensor(previous, dtype=torch.int64).reshape(-1, 2)}
     if scene.ids is None:
-        return found
-    real = (scene.columns >= 0).nonzero()[:, 0]
+        return pairs_by_metric
+    token_columns = (scene.columns >= 0).nonzero()[:, 0]
     row_of = torch.full((max(scene.place.N, int(scene.tokens.max()) + 1),), -1)
     row_of[scene.tokens] = torch.arange(len(scene.tokens))
     for name, make in (("duplicate", copies), ("induction", after_copies)):
-        pairs = real[make(scene.ids[real])]
+        pairs = token_columns[make(scene.ids[token_columns])]
         rows = row_of[pairs[:, 0]]
         pairs = torch.stack([rows, pairs[:, 1]], 1)[rows >= 0]
-        found[name] = pairs[pairs[:, 0].argsort(stable=True)]
-    return found
+        pairs_by_metric[name] = pairs[pairs[:, 0].argsort(stable=True)]
+    return pairs_by_metric
 
 
-class Received:
-    """Where the mass goes: to the first keys, to each column, and to where none may go."""
+class MassAccumulator:
+    """How much weight the first keys and each column receive, and how much goes to forbidden
+    cells.
+    """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: MeasuredPlace) -> None:
         self._scene = scene
-        self._first, self._sum = (
+        self._on_sinks, self._row_sum = (
             torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs"
         )
         self._columns = torch.zeros(scene.h, scene.place.N, dtype=torch.float64)
@@ -235,12 +262,12 @@ class Received:
         }
 
     def add(self, tile: Tile) -> None:
-        """Sums over rows and columns."""
+        """Add the weights of a tile to the sums of its rows and columns."""
         scene, w = self._scene, tile.weights
         q, k = scene.rows[tile.rows], scene.columns[tile.columns]
-        self._sum[:, tile.rows] += w.sum(2)
+        self._row_sum[:, tile.rows] += w.sum(2)
         self._columns[:, tile.columns] += w.sum(1)
-        self._first[:, tile.rows] += (w * ((k >= 0) & (k < scene.sinks))).sum(2)
+        self._on_sinks[:, tile.rows] += (w * ((k >= 0) & (k < scene.sinks))).sum(2)
         wrong = {"future": k > q[:, None], "empty": (k < 0).expand(len(q), -1)}
         if scene.padding is not None:
             wrong["padding"] = scene.padding[tile.columns].expand(len(q), -1)
@@ -248,17 +275,19 @@ class Received:
             self._leaks[name] += (w * cells).sum((1, 2))
 
     def result(self) -> Mapping[str, Tensor]:
-        """sink, learned_sink, missing, future, empty, padding, and the curve received [h,N]."""
+        """Return sink, learned_sink, missing, future, empty, padding, and the curve received,
+        `[h, N]`.
+        """
         scene = self._scene
         share = scene.share_of_sink()
-        sees = self._sum > 0
+        sees = self._row_sum > 0
         return {
-            "sink": scene.mean(self._first, scene.rows >= scene.sinks),
+            "sink": scene.mean(self._on_sinks, scene.rows >= scene.sinks),
             "learned_sink": scene.mean(share, sees),
-            "missing": torch.where(sees, 1 - self._sum - share, 0).abs().amax(1),
+            "missing": torch.where(sees, 1 - self._row_sum - share, 0).abs().amax(1),
             **self._leaks,
             "received": self._columns,
         }
 
 
-EVERY = (Sharpness, Distances, Targets, Received)
+ACCUMULATORS = (EntropyAccumulator, DistanceAccumulator, PairAccumulator, MassAccumulator)

@@ -1,6 +1,9 @@
-"""Record what attention computed in a run, read it back in parts, and check it."""
+"""Record what attention computed in a run, read any block of it back, and audit it."""
 
-from regard.inspect.record.models import record
-from regard.inspect.record.recorder import Recorder, Selection
+from regard.deprecation import renamed
+from regard.inspect.record.record_model import record
+from regard.inspect.record.recorder import Recorder, RecordingOptions
 
-__all__ = ["Recorder", "Selection", "record"]
+__all__ = ["Recorder", "RecordingOptions", "record"]
+
+__getattr__ = renamed(__name__, {"Selection": "RecordingOptions"})

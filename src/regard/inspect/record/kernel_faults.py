@@ -1,9 +1,9 @@
 """Known faults of attention kernels: which of them would give exactly the numbers that were
 recorded.
 
-An `AuditSample` holds some rows of a call as they were recorded, in float64, and as plain
-arithmetic of the recorded dtype gives them. Each `FaultHypothesis` computes such rows as a faulty
-kernel would, and the first that gives the recorded numbers names the fault.
+An `AuditSample` holds some rows of a call as they were recorded, their exact values in fp64, and
+their values by plain arithmetic in the recorded dtype. Each `FaultHypothesis` computes such rows as
+a faulty kernel would. The first one that reproduces the recorded numbers names the fault.
 """
 
 from __future__ import annotations
@@ -17,44 +17,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.inspect.record.place import Ingredients, Place, Step
+from regard.inspect.record.recorded_place import Place, RecordedStep, ScoreInputs
 from regard.masks import All, Mask
 from regard.span import as_tensor
 
-PLAINS = 4
-"""In so many orders the same sums are added in plain math: one alone may be right by luck."""
+PLAIN_ORDERS = 4
+"""Number of orders in which plain arithmetic sums; a single order may be accurate by chance."""
 
 
 @dataclass(frozen=True, eq=False)
 class AuditSample:
-    """Some rows of a step. first: the number of their first row in the place; own: which of the
-    step's they are.
+    """Some rows of a step, as they were recorded.
 
-    made: what the scores are made of, fp64. values: [B,h,s,E] or None.
+    Args:
+        place: the place.
+        step: the step.
+        first: row of the place at which the sample begins.
+        own: range of rows of the step.
+        score_inputs: the terms of the scores, in fp64.
+        values: values of the recorded heads, `[B, h, s, E]`, or None.
     """
 
     place: Place
-    step: Step
+    step: RecordedStep
     first: int
     own: slice
-    made: Ingredients
+    score_inputs: ScoreInputs
     values: Tensor | None
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Return the number of rows."""
         result: int = self.own.stop - self.own.start
         return result
 
     @property
     def lse(self) -> Tensor:
-        """As recorded [B,h,t]."""
+        """Return the recorded lse, `[B, h, t]`."""
         return self.step.lse[:, :, self.own]
 
     @property
     def out(self) -> Tensor | None:
-        """As recorded [B,h,t,E]; None if it was not kept, or cannot be told from the weights,
-        because of dropout.
+        """Return the recorded output, `[B, h, t, E]`.
+
+        It is None if the output was not kept, or if dropout makes it independent of the weights.
         """
         if self.step.out is None or self.values is None or self.step.dropout:
             return None
@@ -62,61 +68,74 @@ class AuditSample:
 
     @cached_property
     def true_lse(self) -> Tensor:
-        """ln sum_j exp(s_ij), fp64; where an edit replaced the scores, of what it put there."""
+        """Compute ln sum_j exp(s_ij) in fp64; where an edit replaced the scores, from the
+        replacements.
+        """
         if self.step.scores is not None:
             return lse_of(self.step.scores[:, :, self.own].double())
-        return lse_of(self.made.scores(self.step.scale, self.step.softcap))
+        return lse_of(self.score_inputs.scores(self.step.scale, self.step.softcap))
 
     @cached_property
     def true_out(self) -> Tensor | None:
-        """sum_j p_ij v_j, fp64; NaN where a visible value is not finite: nothing is asked of such a
-        row.
+        """Compute sum_j p_ij v_j in fp64; NaN where a visible value is not finite, so that such
+        rows are skipped.
         """
         if self.step.edited:
-            return _mixed(self, torch.float64)
-        return self.output(self.made.scores(self.step.scale, self.step.softcap), self.step.sink)
+            return _edited_output(self, torch.float64)
+        return self.output(
+            self.score_inputs.scores(self.step.scale, self.step.softcap), self.step.sink
+        )
 
     def output(self, s: Tensor, sink: Tensor | None) -> Tensor | None:
-        """The output of scores, with or without a sink; 0 for a row that sees nothing."""
+        """Compute the output from scores, with or without a sink; 0 for a row that sees no key."""
         if self.values is None:
             return None
         v = self.values.double()
-        odd = ~v.isfinite().all(-1)  # [B,h,s]
-        seen = (~s.isneginf() & odd[:, :, None]).any(-1)
-        whole = lse_of(s)
+        non_finite = ~v.isfinite().all(-1)  # [B,h,s]
+        sees_non_finite = (~s.isneginf() & non_finite[:, :, None]).any(-1)
+        denominator = lse_of(s)
         if sink is not None:
-            whole = torch.logaddexp(whole, sink.double()[:, None])
-        p = torch.exp(s - whole.masked_fill(whole.isneginf(), math.inf)[..., None])
-        out = p.masked_fill(s.isneginf(), 0) @ v.masked_fill(odd[..., None], 0)
-        return out.masked_fill(seen[..., None], math.nan)
+            denominator = torch.logaddexp(denominator, sink.double()[:, None])
+        p = torch.exp(s - denominator.masked_fill(denominator.isneginf(), math.inf)[..., None])
+        out = p.masked_fill(s.isneginf(), 0) @ v.masked_fill(non_finite[..., None], 0)
+        return out.masked_fill(sees_non_finite[..., None], math.nan)
 
     def row(self, wrong: Tensor) -> int:
-        """The first row of the place where a bool [B,h,t] is True."""
+        """Return the first row of the place at which a bool tensor `[B, h, t]` is True."""
         return self.first + int(wrong.any(0).any(0).nonzero()[0])
 
     @cached_property
     def _plain(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [_plain(self, order) for order in range(PLAINS)]
+        """Compute (lse, out) by plain arithmetic, in several orders of summation."""
+        return [_plain(self, order) for order in range(PLAIN_ORDERS)]
 
     @cached_property
     def rounding(self) -> float:
-        """Two roundings, in the precision of a score, at the size of the terms that scores add up,
-        or of the lse.
+        """Return two roundings in the precision of a score, at the size of its terms or of the
+        lse.
         """
-        pool, kind = self.place.pools[self.step.pool], self.lse.dtype
-        k = self.place.keys(self.step)[:, [pool.at(h, self.place.H) for h in self.place.heads]]
+        pool, lse_dtype = self.place.pools[self.step.pool], self.lse.dtype
+        k = self.place.keys(self.step)[
+            :, [pool.group_index(h, self.place.H) for h in self.place.heads]
+        ]
         q = self.step.q[:, :, self.own]
-        size = abs(self.step.scale) * (q.to(kind).abs() @ k.to(kind).abs().mT)
-        size = size if self.made.bias is None else size + self.made.bias.abs()
-        size = size if self.step.scores is None else self.step.scores[:, :, self.own].to(kind).abs()
-        seen = size.masked_fill(~self.made.visible | ~size.isfinite(), 0)
+        size = abs(self.step.scale) * (q.to(lse_dtype).abs() @ k.to(lse_dtype).abs().mT)
+        size = size if self.score_inputs.bias is None else size + self.score_inputs.bias.abs()
+        size = (
+            size
+            if self.step.scores is None
+            else self.step.scores[:, :, self.own].to(lse_dtype).abs()
+        )
+        visible_sizes = size.masked_fill(~self.score_inputs.visible | ~size.isfinite(), 0)
         lse = self.true_lse.abs()
-        largest = _largest(seen) + _largest(lse.masked_fill(~lse.isfinite(), 0))
-        return 2 * torch.finfo(kind).eps * largest
+        largest = _largest(visible_sizes) + _largest(lse.masked_fill(~lse.isfinite(), 0))
+        return 2 * torch.finfo(lse_dtype).eps * largest
 
     @cached_property
     def rounding_of_output(self) -> float:
-        """What these roundings of scores do to an output: as much of the mean |v|."""
+        """Return the effect of these roundings on an output: the same multiple of the largest
+        |v|.
+        """
         if self.values is None:
             return 0.0
         v = self.values.double().abs()
@@ -124,58 +143,64 @@ class AuditSample:
 
     @property
     def plain_lse(self) -> list[Tensor]:
-        """In plain math, in several orders."""
+        """Return the lse by plain arithmetic, in several orders."""
         return [lse for lse, _ in self._plain]
 
     @property
     def plain_out(self) -> list[Tensor]:
-        """In plain math, in several orders."""
+        """Return the output by plain arithmetic, in several orders."""
         return [out for _, out in self._plain if out is not None]
 
 
-def gather(place: Place, number: int, own: slice) -> AuditSample:
-    """The evidence of some rows of a step."""
+def audit_sample(place: Place, number: int, own: slice) -> AuditSample:
+    """Collect what the audit needs about some rows of a step."""
     step, heads = place.steps[number], place.heads
-    made = place.ingredients(step, own, slice(0, len(step.columns)), heads)
-    made = made._replace(visible=made.visible.expand(made.dot.shape))
+    inputs = place.score_inputs(step, own, slice(0, len(step.columns)), heads)
+    inputs = inputs._replace(visible=inputs.visible.expand(inputs.dot.shape))
     v = place.values(step)
     if v is not None:
         pool = place.pools[step.pool]
-        v = v[:, [pool.at(head, place.H) for head in heads]]
-    return AuditSample(place, step, place.start(number) + own.start, own, made, v)
+        v = v[:, [pool.group_index(head, place.H) for head in heads]]
+    return AuditSample(place, step, place.first_row(number) + own.start, own, inputs, v)
 
 
 def _largest(x: Tensor) -> float:
+    """Return the largest entry, or 0 for an empty tensor."""
     return float(x.max()) if x.numel() else 0.0
 
 
 def lse_of(s: Tensor) -> Tensor:
-    """ln sum_j exp(s_ij) [..., t]; -inf for a row that sees nothing."""
+    """Compute ln sum_j exp(s_ij), `[..., t]`; -inf for a row that sees no key."""
     return torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
 
 
-def _mixed(e: AuditSample, dtype: torch.dtype) -> Tensor | None:
-    """sum_j p_ij v_j with the weights that an edit left, in a dtype; NaN where a value that has
-    weight is not finite.
+def _edited_output(e: AuditSample, dtype: torch.dtype) -> Tensor | None:
+    """Compute sum_j p_ij v_j with the weights after an edit; NaN where a value with weight is
+    not finite.
     """
     if e.values is None:
         return None
-    p = e.place.part(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(dtype)
+    p = e.place.step_block(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(
+        dtype
+    )
     odd = ~e.values.isfinite()
     out = p @ e.values.to(dtype).masked_fill(odd, 0)
     return out.masked_fill((p @ odd.any(-1, keepdim=True).to(dtype)) > 0, math.nan)
 
 
 def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
-    """(lse, out) by matmul and exp in the dtype of q, over keys and dimensions in another order
-    each time.
+    """Compute (lse, out) by matmul and exp in the dtype of q, with another order of keys and
+    dims for each `order`.
     """
     step, place = e.step, e.place
     if step.edited:
         lse = e.true_lse.to(step.lse.dtype)
-        return lse, None if e.out is None else _mixed(e, e.out.dtype)
+        return lse, None if e.out is None else _edited_output(e, e.out.dtype)
     pool = place.pools[step.pool]
-    q, k = step.q[:, :, e.own], place.keys(step)[:, [pool.at(h, place.H) for h in place.heads]]
+    q, k = (
+        step.q[:, :, e.own],
+        place.keys(step)[:, [pool.group_index(h, place.H) for h in place.heads]],
+    )
     draw = torch.Generator().manual_seed(order)
     keys, dims = (
         torch.randperm(n, generator=draw) if order else torch.arange(n)
@@ -184,9 +209,9 @@ def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
     s = (q[..., dims] * step.scale) @ k[:, :, keys][..., dims].mT
     if step.softcap is not None:
         s = step.softcap * torch.tanh(s / step.softcap)
-    if e.made.bias is not None:
-        s = s + e.made.bias[..., keys].to(s.dtype)
-    s = s.masked_fill(~e.made.visible[..., keys], -math.inf)
+    if e.score_inputs.bias is not None:
+        s = s + e.score_inputs.bias[..., keys].to(s.dtype)
+    s = s.masked_fill(~e.score_inputs.visible[..., keys], -math.inf)
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros((*s.shape[:-1], 1))
     top = top.masked_fill(top.isneginf(), 0)
     p = torch.exp(s - top)
@@ -206,55 +231,64 @@ def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
 
 
 class FaultHypothesis(NamedTuple):
-    """A mistake in words, and the scores that it would have made; a sink takes part in outputs as
-    it should.
+    """A fault in words, and the scores that a kernel with this fault would have computed.
+
+    The sink is assumed to enter the outputs correctly.
     """
 
     words: str
     scores: Callable[[AuditSample], Tensor]
 
 
-def explain_lse(every: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
-    """The mistake that explains every recorded lse, and its words."""
-    words = _of_the_number(every, allowed)
+def explain_lse(samples: list[AuditSample], allowed: float) -> tuple[FaultHypothesis | None, str]:
+    """Return the fault that explains every recorded lse (None if there is none), and its
+    description.
+    """
+    words = _fault_of_lse_value(samples, allowed)
     if words is not None:
         return None, words
-    for suspect in hypotheses(every):
-        if all(_close(lse_of(suspect.scores(e)), e.lse, allowed) for e in every):
-            return suspect, suspect.words
-    return None, _first_wrong(every, allowed)
+    for hypothesis in hypotheses(samples):
+        if all(_is_close(lse_of(hypothesis.scores(e)), e.lse, allowed) for e in samples):
+            return hypothesis, hypothesis.words
+    return None, _unexplained(samples, allowed)
 
 
 def explain_output(
-    every: list[AuditSample], allowed: float, wrong: FaultHypothesis | None
+    samples: list[AuditSample], allowed: float, wrong: FaultHypothesis | None
 ) -> tuple[bool, str]:
-    """Whether the mistake of the lse explains the outputs as well; else, in words, one that
-    does.
+    """Return whether the fault of the lse explains the outputs as well; if not, describe one
+    that does.
     """
-    kept = [e for e in every if e.out is not None]
+    kept_samples = [e for e in samples if e.out is not None]
 
-    def fits(suspect: FaultHypothesis) -> bool:
-        return all(_gives(e, suspect.scores(e), e.step.sink, allowed) for e in kept)
+    def fits(hypothesis: FaultHypothesis) -> bool:
+        return all(
+            _gives_output(e, hypothesis.scores(e), e.step.sink, allowed) for e in kept_samples
+        )
 
     if wrong is not None and fits(wrong):
         return True, ""
-    if all(bool((e.out == 0).all()) for e in kept if e.out is not None):
+    if all(bool((e.out == 0).all()) for e in kept_samples if e.out is not None):
         return False, "the output is zero everywhere: it was not written"
-    if any(e.step.sink is not None for e in kept) and all(
-        _gives(e, _right(e), None, allowed) for e in kept
+    if any(e.step.sink is not None for e in kept_samples) and all(
+        _gives_output(e, _true_scores(e), None, allowed) for e in kept_samples
     ):
-        return False, "the sink took no part in the output (the mass that is missing is P_sink)"
-    for suspect in hypotheses(kept):
-        if fits(suspect):
-            return False, f"{suspect.words} in the output, though not in the lse"
+        return False, "the sink was left out of the output (the missing weight is P_sink)"
+    for hypothesis in hypotheses(kept_samples):
+        if fits(hypothesis):
+            return False, f"{hypothesis.words} in the output, though not in the lse"
     return (
         False,
-        "the output is not the weighted sum of the values recorded: other values, or other weights",
+        (
+            "the output is not the weighted sum of the recorded values: the kernel used other "
+            "values "
+            "or other weights"
+        ),
     )
 
 
 def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
-    """Mistakes that these calls could show."""
+    """Generate the faults that these calls could show."""
     step = every[0].step
     D = step.q.shape[-1]
     scales = {
@@ -266,118 +300,128 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
     for words, scale in scales.items():
         if scale != step.scale:
             yield FaultHypothesis(
-                f"the scale was {words} ({scale:.4g}, not {step.scale:.4g})", _scaled(scale)
+                f"the scale was {words} ({scale:.4g}, not {step.scale:.4g})",
+                _scores_at_scale(scale),
             )
     if step.softcap is not None:
         yield FaultHypothesis(
-            "the softcap was not applied", lambda e: e.made.scores(e.step.scale, None)
+            "the softcap was not applied", lambda e: e.score_inputs.scores(e.step.scale, None)
         )
     if step.bias is not None:
-        yield FaultHypothesis("the bias was not added", lambda e: _with(e, bias=None))
+        yield FaultHypothesis("the bias was not added", lambda e: _changed_scores(e, bias=None))
     if step.sink is not None:
-        yield FaultHypothesis("the sink is counted in the lse, which is without it", _with_sink)
+        yield FaultHypothesis("the lse includes the sink, although it must not", _with_sink)
     yield FaultHypothesis(
-        "the mask was not applied: masked keys have mass",
-        lambda e: _with(e, visible=torch.ones_like(e.made.visible)),
+        "the mask was not applied: masked keys have weight",
+        lambda e: _changed_scores(e, visible=torch.ones_like(e.score_inputs.visible)),
     )
-    yield from _masks(step.mask)
-    yield FaultHypothesis("the newest keys were not seen: the cache is stale", _older)
+    yield from _mask_faults(step.mask)
+    yield FaultHypothesis("the newest keys were not used: the cache is stale", _without_newest_keys)
     fitted = _fitted_scale(every)
     if fitted is not None:
-        yield FaultHypothesis(f"the scale was {fitted:.4g}, not {step.scale:.4g}", _scaled(fitted))
+        yield FaultHypothesis(
+            f"the scale was {fitted:.4g}, not {step.scale:.4g}", _scores_at_scale(fitted)
+        )
 
 
-def _of_the_number(every: list[AuditSample], allowed: float) -> str | None:
-    """A mistake of the number itself: zero, another base, off by a constant."""
-    got = torch.cat([e.lse.double().flatten() for e in every])
+def _fault_of_lse_value(every: list[AuditSample], allowed: float) -> str | None:
+    """Return a fault of the stored number itself: zero, another base of the logarithm, a
+    constant offset.
+    """
+    recorded = torch.cat([e.lse.double().flatten() for e in every])
     true = torch.cat([e.true_lse.flatten() for e in every])
-    seen = true.isfinite()
-    got, true = got[seen], true[seen]
-    if bool((got == 0).all()):
+    finite = true.isfinite()
+    recorded, true = recorded[finite], true[finite]
+    if bool((recorded == 0).all()):
         return "the lse is 0 everywhere: it was not written"
     for words, c in (("a log of base 2", 1 / math.log(2)), ("multiplied by ln 2", math.log(2))):
-        if float((got - c * true).abs().max()) <= 2 * allowed:
+        if float((recorded - c * true).abs().max()) <= 2 * allowed:
             return f"the lse is {c:.4g} times the natural one: {words}"
-    apart = got - true
-    d = float(apart.mean())
-    if len(apart) > 1 and float((apart - d).abs().max()) <= 2 * allowed:
+    differences = recorded - true
+    d = float(differences.mean())
+    if len(differences) > 1 and float((differences - d).abs().max()) <= 2 * allowed:
         ln2 = ", which is ln 2" * (abs(abs(d) - math.log(2)) <= 2 * allowed)
-        return f"the lse is off by the constant {d:.4g}{ln2}"
+        return f"the lse is wrong by the constant {d:.4g}{ln2}"
     return None
 
 
-def _masks(mask: Mask) -> Iterator[FaultHypothesis]:
-    """A term of the mask that was not applied, or a window that was one off."""
+def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
+    """Generate faults of the mask: a term that was not applied, or a window that is off by one."""
     terms = mask.terms()
     for i, term in enumerate(terms):
         others = [x for n, x in enumerate(terms) if n != i]
         if others:
             rest = others[0] if len(others) == 1 else All(tuple(others))
-            yield FaultHypothesis(f"the mask {term} was not applied", _masked(rest))
+            yield FaultHypothesis(f"the mask {term} was not applied", _scores_under_mask(rest))
         for other in term.near_misses():
             both = reduce(lambda a, b: a & b, [*terms[:i], other, *terms[i + 1 :]])
-            yield FaultHypothesis(f"{term} was taken as {other}", _masked(both))
+            yield FaultHypothesis(f"{term} was taken as {other}", _scores_under_mask(both))
 
 
-def _right(e: AuditSample) -> Tensor:
-    return e.made.scores(e.step.scale, e.step.softcap)
+def _true_scores(e: AuditSample) -> Tensor:
+    """Return the scores without any fault."""
+    return e.score_inputs.scores(e.step.scale, e.step.softcap)
 
 
-def _with(e: AuditSample, **change: Tensor | None) -> Tensor:
-    return e.made._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
+def _changed_scores(e: AuditSample, **change: Tensor | None) -> Tensor:
+    """Return the scores after a change of their terms."""
+    return e.score_inputs._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
 
 
-def _scaled(scale: float) -> Callable[[AuditSample], Tensor]:
-    return lambda e: e.made.scores(scale, e.step.softcap)
+def _scores_at_scale(scale: float) -> Callable[[AuditSample], Tensor]:
+    """Return a function that computes scores with another scale."""
+    return lambda e: e.score_inputs.scores(scale, e.step.softcap)
 
 
 def _with_sink(e: AuditSample) -> Tensor:
-    """The scores, and the sink's as one key more, which an output would not have: it is for the
-    lse.
-    """
-    s = _right(e)
+    """Return the scores with the sink as an additional key; this applies to the lse only."""
+    s = _true_scores(e)
     sink = e.step.sink
-    assert sink is not None, "asked where there is one"
+    assert sink is not None, "this fault is tried only where there is a sink"
     return torch.cat([s, sink.double()[:, None, None].expand(*s.shape[:-1], 1)], -1)
 
 
-def _masked(mask: Mask) -> Callable[[AuditSample], Tensor]:
+def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
+    """Return a function that computes scores under another mask."""
+
     def scores(e: AuditSample) -> Tensor:
         step = e.step
         rows = slice(e.own.start + step.first, e.own.stop + step.first)
-        seen = mask.block(step.q_positions, step.k_positions, rows)
-        seen = seen[:, list(e.place.heads)] if seen.shape[1] > 1 else seen
-        return _with(e, visible=seen.expand(e.made.dot.shape))
+        visible = mask.block(step.q_positions, step.k_positions, rows)
+        visible = visible[:, list(e.place.heads)] if visible.shape[1] > 1 else visible
+        return _changed_scores(e, visible=visible.expand(e.score_inputs.dot.shape))
 
     return scores
 
 
-def _older(e: AuditSample) -> Tensor:
-    """Without the keys at the positions of the call's own queries, or behind."""
+def _without_newest_keys(e: AuditSample) -> Tensor:
+    """Return the scores without the keys at or after the positions of the call's own queries."""
     asked = as_tensor(e.step.q_positions)
     first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
     old = as_tensor(e.step.k_positions) < first[:, None]  # [b,s]
-    return _with(e, visible=e.made.visible & old[:, None, None])
+    return _changed_scores(e, visible=e.score_inputs.visible & old[:, None, None])
 
 
-def _fitted_scale(every: list[AuditSample]) -> float | None:
-    """The scale that makes the lse of the row with the most to say right, by bisection; None where
-    there is none.
+def _fitted_scale(samples: list[AuditSample]) -> float | None:
+    """Find, by bisection, the scale that gives the recorded lse of the row with the largest
+    error; None if there is none.
     """
-    e = every[-1]  # of several steps the one with the most keys
-    apart = (e.true_lse - e.lse.double()).abs()
-    at = apart.masked_fill(~apart.isfinite(), -1).argmax()
-    row = torch.unravel_index(at, apart.shape)
+    e = samples[-1]  # the step with the most keys
+    errors = (e.true_lse - e.lse.double()).abs()
+    worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
+    row = torch.unravel_index(worst, errors.shape)
     target = float(e.lse[row])
-    made = e.made._replace(
-        dot=e.made.dot[row],
-        visible=e.made.visible[row],
-        bias=None if e.made.bias is None else e.made.bias.expand(e.made.dot.shape)[row],
+    inputs = e.score_inputs._replace(
+        dot=e.score_inputs.dot[row],
+        visible=e.score_inputs.visible[row],
+        bias=None
+        if e.score_inputs.bias is None
+        else e.score_inputs.bias.expand(e.score_inputs.dot.shape)[row],
     )
     low, high = 0.0, 64 * abs(e.step.scale)
 
     def miss(c: float) -> float:
-        return float(lse_of(made.scores(c, e.step.softcap))) - target
+        return float(lse_of(inputs.scores(c, e.step.softcap))) - target
 
     if not miss(low) * miss(high) < 0:
         return None
@@ -391,34 +435,40 @@ def _fitted_scale(every: list[AuditSample]) -> float | None:
     )
 
 
-def _close(suspected: Tensor, got: Tensor, allowed: float) -> bool:
-    """Scores of another size have other roundings: the bound grows with them."""
-    got = got.double()
-    seen = suspected.isfinite()
-    if not torch.equal(seen, got.isfinite()):
+def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
+    """Compare with a bound that grows with the size of the scores, since larger scores round
+    more.
+    """
+    recorded = recorded.double()
+    finite = suspected.isfinite()
+    if not torch.equal(finite, recorded.isfinite()):
         return False
-    room = 2 * allowed * max(1.0, float(suspected[seen].abs().max()) if bool(seen.any()) else 1.0)
-    return not bool(seen.any()) or float((suspected - got)[seen].abs().max()) <= room
+    bound = (
+        2 * allowed * max(1.0, float(suspected[finite].abs().max()) if bool(finite.any()) else 1.0)
+    )
+    return not bool(finite.any()) or float((suspected - recorded)[finite].abs().max()) <= bound
 
 
-def _gives(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
-    if s.shape[-1] != e.made.dot.shape[-1]:
+def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
+    """Return whether scores give the recorded output."""
+    if s.shape[-1] != e.score_inputs.dot.shape[-1]:
         return False
     out = e.output(s, sink)
-    assert out is not None, "asked where it was kept"
-    assert e.out is not None, "asked where it was kept"
-    seen = out.isfinite()
-    return not bool(seen.any()) or float((out - e.out.double())[seen].abs().max()) <= 2 * allowed
+    assert out is not None, "only samples with outputs are compared"
+    assert e.out is not None, "only samples with outputs are compared"
+    finite = out.isfinite()
+    return (
+        not bool(finite.any()) or float((out - e.out.double())[finite].abs().max()) <= 2 * allowed
+    )
 
 
-def _first_wrong(every: list[AuditSample], allowed: float) -> str:
-    """What is known where no mistake explains all."""
+def _unexplained(every: list[AuditSample], allowed: float) -> str:
+    """Describe the first wrong row where no known fault explains all of them."""
     for e in every:
         wrong = (e.true_lse - e.lse.double()).abs() > allowed
         if bool(wrong.any()):
             return (
-                "q, k and the rule recorded are not what the kernel used, first in row "
-                f"{e.row(wrong)}: "
-                "stale or other keys, or another rule"
+                "the recorded q, k, mask and bias are not those that the kernel used, first in row "
+                f"{e.row(wrong)}: the kernel used stale or other keys, or another mask or bias"
             )
-    return "the lse is not that of the scores"
+    return "the lse does not belong to the scores"

@@ -1,7 +1,7 @@
-"""Record anything that runs on regard's kernels, and keep what its attention computed.
+"""`Recorder`: record the attention of any code that calls regard's kernels.
 
-A `Recorder` watches the calls of attention. Each place has a `Track`, which finds out for every
-call which of its keys are already there, and a `Store`, which keeps each key and value once.
+A `Recorder` observes the calls of attention. For each place a `PlaceBuilder` determines which keys
+of a call are already stored, and a `KeyValueStore` stores each key and value once.
 """
 
 from __future__ import annotations
@@ -17,103 +17,117 @@ from torch import Tensor
 from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
 from regard.caches.quantization import LazyDequantizedTensor
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
-from regard.inspect.record.place import Place, Pool, Step
+from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots, to_dense_rules
+from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
-from regard.inspect.record.rules import copied, speaks_of_slots, written_out
 from regard.masks import Mask
 from regard.ops.softmax.call import Call, KernelResult
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import ActiveTrace, Trace
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype whose element size equals that of a floating-point dtype."""
 
 
-KEEP = ("v", "out")
-"""What is kept beside q, k, lse and the rule, if asked for."""
+OPTIONAL_PARTS = ("v", "out")
+"""What is kept in addition to q, k, the lse, the mask and the bias, if requested."""
 
 
-class Store:
-    """Keys of one form, in memory that doubles when it is full. A column's newest key is known,
-    older ones stay.
+class KeyValueStore:
+    """Keys and values of one layout, in buffers that double when they are full.
+
+    Each column has a newest key; older keys of the same column remain stored.
 
     Args:
-        like: a pair (k [B,g,s,D], v [B,g,s,E] or None) of the form that is kept.
-        groups: which key/value heads these are.
-        G: of so many.
-        held: what the keys are, in words.
+        like: a pair (k `[B, g, s, D]`, v `[B, g, s, E]` or None) with the layout that is stored.
+        groups: indices of the key/value heads that are stored.
+        G: number of key/value heads of the model.
+        key_kind: what the keys are, in words.
     """
 
     def __init__(
-        self, like: tuple[Tensor, Tensor | None], groups: tuple[int, ...], G: int, held: str
+        self, like: tuple[Tensor, Tensor | None], groups: tuple[int, ...], G: int, key_kind: str
     ) -> None:
-        self.groups, self.G, self.held = groups, G, held
+        self.groups, self.G, self.key_kind = groups, G, key_kind
         self._parts = [None if x is None else x[:, :, :0] for x in like]
         self._columns = torch.zeros(0, dtype=torch.int64)
-        self._newest = torch.zeros(0, dtype=torch.int64)  # column -> number of its newest key
+        self._newest = torch.zeros(0, dtype=torch.int64)  # column -> index of its newest key
         self.length = 0
 
-    def numbers(
-        self, columns: Tensor, given: tuple[Tensor, Tensor | None], there: Tensor | None = None
+    def indices(
+        self,
+        columns: Tensor,
+        keys_and_values: tuple[Tensor, Tensor | None],
+        present: Tensor | None = None,
     ) -> Tensor:
-        """The numbers [s] of keys at these columns; one that is not bit for bit the newest of its
-        column is kept anew.
+        """Return the index `[s]` of each key in the store, and append the keys that are not in it
+        yet.
 
-        there: [B,s], which rows of the batch hold the key at all; None: all.
+        A key is in the store already if it is equal, bit for bit, to the newest key of its column.
+
+        Args:
+            columns: column of each key, `[s]`.
+            keys_and_values: the keys and values of the call.
+            present: which rows of the batch have the key, `[B, s]`; None means all.
         """
-        missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
-        if missing > 0:
-            self._newest = torch.cat([self._newest, torch.full((missing,), -1)])
-        found = self._newest[columns]
-        known = (found >= 0).nonzero()[:, 0]
+        num_missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
+        if num_missing > 0:
+            self._newest = torch.cat([self._newest, torch.full((num_missing,), -1)])
+        indices = self._newest[columns]
+        known = (indices >= 0).nonzero()[:, 0]
         if len(known):
-            same = self._same(found, known, given, there)
-            found[known[~same]] = -1
-        new = (found < 0).nonzero()[:, 0]
+            is_equal = self._same(indices, known, keys_and_values, present)
+            indices[known[~is_equal]] = -1
+        new = (indices < 0).nonzero()[:, 0]
         if len(new):
-            found[new] = self._append(columns[new], given, new)
-        return found
+            indices[new] = self._append(columns[new], keys_and_values, new)
+        return indices
 
-    def pool(self) -> Pool:
-        """What is kept, on the CPU."""
+    def pool(self) -> KeyValuePool:
+        """Return the stored keys and values, on the CPU."""
         k, v = (None if x is None else x[:, :, : self.length].cpu() for x in self._parts)
         assert k is not None, "keys are always kept"
-        return Pool(k, v, self._columns[: self.length].clone(), self.groups, self.G, self.held)
+        return KeyValuePool(
+            k, v, self._columns[: self.length].clone(), self.groups, self.G, self.key_kind
+        )
 
     def _same(
         self,
-        found: Tensor,
+        indices: Tensor,
         known: Tensor,
-        given: tuple[Tensor, Tensor | None],
-        there: Tensor | None,
+        keys_and_values: tuple[Tensor, Tensor | None],
+        present: Tensor | None,
     ) -> Tensor:
-        """Which of the known keys are the newest of their columns, bit for bit, in every row that
-        holds them.
+        """Return which known keys equal the newest keys of their columns, bit for bit, in every
+        row of the batch that has them.
         """
         same = torch.ones(len(known), dtype=torch.bool)
-        old, new = _run(found[known]), _run(known)
-        for held, x in zip(self._parts, given, strict=True):
-            if held is None or x is None:
+        old, new = _as_slice(indices[known]), _as_slice(known)
+        for stored, x in zip(self._parts, keys_and_values, strict=True):
+            if stored is None or x is None:
                 continue
-            a, b = _bits(held[:, :, : self.length])[:, :, old], _bits(x)[:, :, new]
+            a, b = _bits(stored[:, :, : self.length])[:, :, old], _bits(x)[:, :, new]
             equal = (a == b).all(3).all(1).cpu()  # [B,n]
-            equal = equal if there is None else equal | ~there[:, known]
+            equal = equal if present is None else equal | ~present[:, known]
             same &= equal.all(0)
         return same
 
     def _append(
-        self, columns: Tensor, given: tuple[Tensor, Tensor | None], which: Tensor
+        self, columns: Tensor, keys_and_values: tuple[Tensor, Tensor | None], which: Tensor
     ) -> Tensor:
+        """Append keys and values, and return their indices."""
         n, start = len(columns), self.length
         if start + n > len(self._columns):
             size = max(2 * len(self._columns), start + n)
-            self._parts = [None if x is None else _grown(x, start, size) for x in self._parts]
+            self._parts = [None if x is None else _grow(x, start, size) for x in self._parts]
             self._columns = torch.cat(
                 [self._columns, torch.zeros(size - len(self._columns), dtype=torch.int64)]
             )
-        for held, x in zip(self._parts, given, strict=True):
-            if held is not None and x is not None:
-                held[:, :, start : start + n] = x[:, :, _run(which)]
+        for stored, x in zip(self._parts, keys_and_values, strict=True):
+            if stored is not None and x is not None:
+                stored[:, :, start : start + n] = x[:, :, _as_slice(which)]
         numbers = torch.arange(start, start + n)
         self._columns[start : start + n] = columns
         self._newest[columns] = numbers
@@ -121,27 +135,33 @@ class Store:
         return numbers
 
 
-def _run(which: Tensor) -> slice | Tensor:
-    """Numbers as a slice if they are a run: indexing by it copies nothing."""
+def _as_slice(which: Tensor) -> slice | Tensor:
+    """Return indices as a slice if they are consecutive, because indexing with a slice copies
+    nothing.
+    """
     n, start = len(which), int(which[0])
     return slice(start, start + n) if torch.equal(which, torch.arange(start, start + n)) else which
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of numbers as integers: NaN equals itself, and 0 is not -0."""
+    """Return the bits of numbers as integers, so that NaN equals itself and 0 differs from -0."""
     return x.view(_BITS[x.element_size()])
 
 
-def _grown(x: Tensor, used: int, size: int) -> Tensor:
-    """A copy with room for `size` keys."""
-    made = x.new_zeros((*x.shape[:2], size, x.shape[3]))
-    made[:, :, :used] = x[:, :, :used]
-    return made
+def _grow(x: Tensor, used: int, size: int) -> Tensor:
+    """Return a copy with capacity for `size` keys."""
+    grown = x.new_zeros((*x.shape[:2], size, x.shape[3]))
+    grown[:, :, :used] = x[:, :, :used]
+    return grown
 
 
-class Kept(NamedTuple):
-    """What is kept of a call: "v" and "out" or not; these heads, or all; the last so many rows of a
-    call, or all.
+class KeptParts(NamedTuple):
+    """Which parts of a call are kept.
+
+    Args:
+        names: "v" and "out", or a subset.
+        heads: query heads; None means all.
+        rows: number of last queries of a call; None means all.
     """
 
     names: Collection[str]
@@ -149,9 +169,18 @@ class Kept(NamedTuple):
     rows: int | None = None
 
 
-class Slots(NamedTuple):
-    """Keys of a call in the order of the columns that they are: which slots, whose positions, under
-    which rule.
+class CallKeys(NamedTuple):
+    """The keys of a call in the order of the columns of the pattern.
+
+    Args:
+        columns: column of each key, `[s]`.
+        k: keys.
+        v: values.
+        positions: positions of the keys.
+        mask: the mask, for these keys.
+        bias: the bias, for these keys, or None.
+        present: which rows of the batch have the key, `[B, s]`; None means all.
+        call_slots: which slots of the call these keys are, `[b or 1, s]`; None means all, in order.
     """
 
     columns: Tensor
@@ -160,83 +189,99 @@ class Slots(NamedTuple):
     positions: Positions
     mask: Mask
     bias: Bias | None
-    there: Tensor | None
-    picked: Tensor | None = (
+    present: Tensor | None
+    call_slots: Tensor | None = (
         None  # [b or 1,n], which slots of the call these are; None: all, in order
     )
 
 
-class Track:
-    """The steps of one place so far."""
+class PlaceBuilder:
+    """Collects the steps of one place during a run."""
 
-    def __init__(self, kept: Kept, originals: dict[int, tuple[object, object]]) -> None:
-        self._kept, self._originals = kept, originals
-        self._steps: list[Step] = []
-        self._stores: dict[tuple[Any, ...], Store] = {}
-        self._at = torch.zeros(1, 0, dtype=torch.int64)  # [b,N] positions of the columns
-        self._last: Tensor | None = None  # [b] the last position that asked
+    def __init__(self, kept_parts: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
+        self._kept_parts, self._originals = kept_parts, originals
+        self._steps: list[RecordedStep] = []
+        self._stores: dict[tuple[Any, ...], KeyValueStore] = {}
+        self._column_positions = torch.zeros(
+            1, 0, dtype=torch.int64
+        )  # [b,N] positions of the columns
+        self._last_position: Tensor | None = None  # [b] the last position of a query
         self._batch, self._H, self._queries = 0, 0, 0
         self.heads: tuple[int, ...] = ()
 
-    def goes_on(self, call: Call) -> bool:
-        """Whether the call's queries stand behind all those before, in every row of the batch."""
-        if self._last is None:
+    def follows(self, call: Call) -> bool:
+        """Return whether the queries of a call stand after all earlier ones, in every row of the
+        batch.
+        """
+        if self._last_position is None:
             return True
-        asked = as_tensor(call.q_positions).cpu()
-        first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
+        q_positions = as_tensor(call.q_positions).cpu()
+        first = torch.where(q_positions >= 0, q_positions, 1 << 62).amin(1)
         same = (self._batch, self._H) == (call.B, call.H)
-        return same and bool((first > self._last).all())
+        return same and bool((first > self._last_position).all())
 
     def add(self, call: Call, result: KernelResult, kernel: str) -> None:
-        """A call and its result; tensors are copied, since caches write over their own."""
-        if self._last is None:
+        """Add a call and its result. Tensors are copied, because caches overwrite their own."""
+        if self._last_position is None:
             self._batch, self._H = call.B, call.H
-            wanted = range(call.H) if self._kept.heads is None else self._kept.heads
+            wanted = range(call.H) if self._kept_parts.heads is None else self._kept_parts.heads
             self.heads = tuple(h for h in range(call.H) if h in wanted)
-        asked = as_tensor(call.q_positions).cpu()
-        last = asked.amax(1) if asked.shape[1] else asked.new_full((asked.shape[0],), -1)
-        self._last = last if self._last is None else torch.maximum(self._last, last)
+        q_positions = as_tensor(call.q_positions).cpu()
+        last = (
+            q_positions.amax(1)
+            if q_positions.shape[1]
+            else q_positions.new_full((q_positions.shape[0],), -1)
+        )
+        self._last_position = (
+            last if self._last_position is None else torch.maximum(self._last_position, last)
+        )
         if self.heads:
             self._steps.append(self._step(call, result, kernel))
         self._queries += call.T
 
     def place(self, name: str) -> Place:
-        """What was kept, as one place."""
+        """Return what was recorded as a `Place`."""
         pools = tuple(store.pool() for store in self._stores.values())
-        return Place(name, tuple(self._steps), pools, self._H, self.heads, self._at.shape[1])
+        return Place(
+            name, tuple(self._steps), pools, self._H, self.heads, self._column_positions.shape[1]
+        )
 
     @property
     def empty(self) -> bool:
-        """Nothing was kept."""
+        """Return whether no step was recorded."""
         return not self._steps
 
-    def _step(self, call: Call, result: KernelResult, kernel: str) -> Step:
+    def _step(self, call: Call, result: KernelResult, kernel: str) -> RecordedStep:
+        """Return a call and its result as a recorded step."""
         assert result.lse is not None, "an observed call asks for its lse"
         heads, n = list(self.heads), call.H // call.G
-        first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)
+        first = 0 if self._kept_parts.rows is None else max(0, call.T - self._kept_parts.rows)
 
-        def own(x: Tensor) -> Tensor:
+        def recorded_part(x: Tensor) -> Tensor:
             return x.detach()[:, heads, first:].to("cpu", copy=True)
 
         groups = sorted({h // n for h in heads})
         slots = self._slots(call)
 
         def replaced(x: Tensor | None) -> Tensor | None:
-            if x is None or slots.picked is None:
-                return None if x is None else own(x)
-            which = slots.picked[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
-            return own(x.gather(3, which.to(x.device)))
+            if x is None or slots.call_slots is None:
+                return None if x is None else recorded_part(x)
+            which = slots.call_slots[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
+            return recorded_part(x.gather(3, which.to(x.device)))
 
         pool, store = self._store(call, tuple(groups))
-        given = slots.k[:, groups], (slots.v[:, groups] if "v" in self._kept.names else None)
-        keys = store.numbers(slots.columns, given, slots.there)
-        return Step(
-            own(call.q),
-            own(result.lse),
-            own(result.out) if "out" in self._kept.names else None,
+        keys_and_values = (
+            slots.k[:, groups],
+            (slots.v[:, groups] if "v" in self._kept_parts.names else None),
+        )
+        keys = store.indices(slots.columns, keys_and_values, slots.present)
+        return RecordedStep(
+            recorded_part(call.q),
+            recorded_part(result.lse),
+            recorded_part(result.out) if "out" in self._kept_parts.names else None,
             slots.columns,
-            _kept(call.q_positions),
-            _kept(slots.positions),
+            _copy_positions(call.q_positions),
+            _copy_positions(slots.positions),
             slots.mask,
             slots.bias,
             call.scale,
@@ -252,55 +297,65 @@ class Track:
             replaced(result.pattern),
         )
 
-    def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, Store]:
-        """The store of keys of this form: a projection may answer a prompt in one, and a token in
-        another.
+    def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, KeyValueStore]:
+        """Return the store for keys of this layout, and its index.
+
+        A projection may use one layout for a prompt and another one for a decoded token.
         """
         coded = isinstance(call.k, LazyDequantizedTensor)
-        form = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
-        if form not in self._stores:
+        layout = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
+        if layout not in self._stores:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()
-            held = "latents" if latents else "keys"
-            held += " from a quantised cache" if coded else ""
-            v = call.v.detach()[:, list(groups)] if "v" in self._kept.names else None
+            key_kind = "latents" if latents else "keys"
+            key_kind += " from a quantised cache" if coded else ""
+            v = call.v.detach()[:, list(groups)] if "v" in self._kept_parts.names else None
             like = call.k.detach()[:, list(groups)], v
-            self._stores[form] = Store(like, groups, call.G, held)
-        return list(self._stores).index(form), self._stores[form]
+            self._stores[layout] = KeyValueStore(like, groups, call.G, key_kind)
+        return list(self._stores).index(layout), self._stores[layout]
 
-    def _slots(self, call: Call) -> Slots:
-        """The call's keys by column."""
+    def _slots(self, call: Call) -> CallKeys:
+        """Return the keys of a call in the order of the columns."""
         k, v = call.k.detach(), call.v.detach()
-        at = as_tensor(call.k_positions).cpu().long()
+        positions = as_tensor(call.k_positions).cpu().long()
         mask, bias = self._original(call.mask), self._original(call.bias)
-        N = self._at.shape[1]
-        same = at.shape[1] >= N and bool((at[:, :N] == self._at).all())
-        if same and (N or not _moved(at, as_tensor(call.q_positions).cpu())):
-            # the same slots as before, and new ones behind them
-            rows = max(at.shape[0], self._at.shape[0])
-            self._at = torch.cat([self._at.expand(rows, -1), at[:, N:].expand(rows, -1)], 1)
-            return Slots(torch.arange(at.shape[1]), k, v, call.k_positions, mask, bias, None)
-        return self._by_position(call, at, mask, bias)
+        N = self._column_positions.shape[1]
+        same = positions.shape[1] >= N and bool((positions[:, :N] == self._column_positions).all())
+        if same and (N or not _in_other_slots(positions, as_tensor(call.q_positions).cpu())):
+            # the same slots as before, followed by new ones
+            rows = max(positions.shape[0], self._column_positions.shape[0])
+            self._column_positions = torch.cat(
+                [self._column_positions.expand(rows, -1), positions[:, N:].expand(rows, -1)], 1
+            )
+            return CallKeys(
+                torch.arange(positions.shape[1]), k, v, call.k_positions, mask, bias, None
+            )
+        return self._by_position(call, positions, mask, bias)
 
-    def _by_position(self, call: Call, at: Tensor, mask: Mask, bias: Bias | None) -> Slots:
-        """Slots in any order, as of a ring: a key is the column that had its position; empty slots
-        are left out.
+    def _by_position(
+        self, call: Call, positions: Tensor, mask: Mask, bias: Bias | None
+    ) -> CallKeys:
+        """Return the keys of a call whose slots are in any order, as in a ring cache.
+
+        A key belongs to the column that had its position; empty slots are left out.
         """
         asked = as_tensor(call.q_positions).cpu()
-        column = self._columns_of(at, asked)  # [b,s], -1 = empty
+        column = self._columns_of(positions, asked)  # [b,s], -1 = empty
         k, v = call.k.detach(), call.v.detach()
-        by_slot = speaks_of_slots(mask, bias)
+        by_slot = depends_on_slots(mask, bias)
         used = (column >= 0).any(0)
-        if bool(((column == column[:1]) | ~used).all()):  # one order for all rows
+        if bool(
+            ((column == column[:1]) | ~used).all()
+        ):  # all rows of the batch have the same order
             which = used.nonzero()[:, 0]
             if by_slot:
-                mask, bias = written_out(call, mask, bias, which[None, None, None])
+                mask, bias = to_dense_rules(call, mask, bias, which[None, None, None])
             here = which.to(k.device)
-            positions = at[:, which]
-            return Slots(
+            key_positions = positions[:, which]
+            return CallKeys(
                 column[0, which],
                 k[:, :, here],
                 v[:, :, here],
-                positions,
+                key_positions,
                 mask,
                 bias,
                 None,
@@ -308,86 +363,97 @@ class Track:
             )
         columns = column[column >= 0].unique()
         match = column[:, :, None] == columns  # [b,s,n]
-        there, slot = match.any(1), match.to(torch.uint8).argmax(1)
-        positions = at.gather(1, slot).masked_fill(~there, -1)
+        present, slot = match.any(1), match.to(torch.uint8).argmax(1)
+        key_positions = positions.gather(1, slot).masked_fill(~present, -1)
         if by_slot:
-            mask, bias = written_out(call, mask, bias, slot[:, None, None])
+            mask, bias = to_dense_rules(call, mask, bias, slot[:, None, None])
         k, v = (
             x.gather(2, slot.to(x.device)[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
             for x in (k, v)
         )
-        return Slots(columns, k, v, positions, mask, bias, there, slot)
+        return CallKeys(columns, k, v, key_positions, mask, bias, present, slot)
 
-    def _columns_of(self, at: Tensor, asked: Tensor) -> Tensor:
-        """The columns [b,s] of keys at positions [b,s], -1 for -1; new positions get new columns at
-        the end.
+    def _columns_of(self, positions: Tensor, q_positions: Tensor) -> Tensor:
+        """Return the column of each key `[b, s]`, -1 for an empty slot; new positions get new
+        columns at the end.
 
-        Where the new keys are those of the queries, their columns stand as the queries do; else
-        they end together.
+        If the new keys belong to the tokens of the queries, their columns are in the order of the
+        queries; otherwise the rows of the batch are aligned at the end.
         """
-        rows = max(at.shape[0], self._at.shape[0], asked.shape[0])
-        known, at, asked = (x.expand(rows, -1) for x in (self._at, at, asked))
-        column, N = torch.full(at.shape, -1), known.shape[1]
+        rows = max(positions.shape[0], self._column_positions.shape[0], q_positions.shape[0])
+        known, positions, q_positions = (
+            x.expand(rows, -1) for x in (self._column_positions, positions, q_positions)
+        )
+        column, N = torch.full(positions.shape, -1), known.shape[1]
         for b in range(rows if N else 0):
             own, order = known[b].sort()
-            place = torch.searchsorted(own, at[b]).clamp(max=N - 1)
-            column[b] = torch.where((own[place] == at[b]) & (at[b] >= 0), order[place], -1)
-        new = (column < 0) & (at >= 0)
-        slots = [_slots_of(at[b, new[b]], asked[b]) for b in range(rows)]
+            index = torch.searchsorted(own, positions[b]).clamp(max=N - 1)
+            column[b] = torch.where(
+                (own[index] == positions[b]) & (positions[b] >= 0), order[index], -1
+            )
+        new = (column < 0) & (positions >= 0)
+        slots = [_query_slots(positions[b, new[b]], q_positions[b]) for b in range(rows)]
         if any(x is None for x in slots):
             most = int(new.sum(1).max())
-            slots = [most - n + at[b, new[b]].argsort().argsort() for b, n in enumerate(new.sum(1))]
-        found = [x for x in slots if x is not None]
-        used = torch.cat(found).unique()
+            slots = [
+                most - n + positions[b, new[b]].argsort().argsort()
+                for b, n in enumerate(new.sum(1))
+            ]
+        query_slots = [x for x in slots if x is not None]
+        used = torch.cat(query_slots).unique()
         added = torch.full((rows, len(used)), -1)
-        for b, x in enumerate(found):
+        for b, x in enumerate(query_slots):
             where = torch.searchsorted(used, x)
-            added[b, where], column[b, new[b]] = at[b, new[b]], N + where
-        self._at = torch.cat([known, added], 1)
+            added[b, where], column[b, new[b]] = positions[b, new[b]], N + where
+        self._column_positions = torch.cat([known, added], 1)
         return column
 
     def _original(self, rule: Any) -> Any:
-        """A mask or bias of which the tensors are copies, made once however many calls share it."""
+        """Return a copy of a mask or bias with copies of its tensors; calls that share one share
+        the copy.
+        """
         if rule is None:
             return None
         if id(rule) not in self._originals:
-            self._originals[id(rule)] = (rule, copied(rule))
+            self._originals[id(rule)] = (rule, copy_rule(rule))
         return self._originals[id(rule)][1]
 
 
-def _slots_of(positions: Tensor, asked: Tensor) -> Tensor | None:
-    """Which queries stand at these positions; None if one has no query."""
+def _query_slots(positions: Tensor, asked: Tensor) -> Tensor | None:
+    """Return which query stands at each of these positions; None if a position has no query."""
     match = positions[:, None] == asked
     return match.to(torch.uint8).argmax(1) if bool(match.any(1).all()) else None
 
 
-def _moved(at: Tensor, asked: Tensor) -> bool:
-    """Whether the keys of a first call are its queries' tokens, but in other slots: a cache that
-    leaves padding out.
+def _in_other_slots(k_positions: Tensor, q_positions: Tensor) -> bool:
+    """Return whether the keys of a first call are the tokens of its queries, but in other slots,
+    as with a cache that leaves padding out.
     """
-    rows = max(at.shape[0], asked.shape[0])
-    at, asked = at.expand(rows, -1), asked.expand(rows, -1)
-    if torch.equal(at, asked):
+    rows = max(k_positions.shape[0], q_positions.shape[0])
+    k_positions, q_positions = k_positions.expand(rows, -1), q_positions.expand(rows, -1)
+    if torch.equal(k_positions, q_positions):
         return False
     same = (
         torch.equal(a[a >= 0].sort().values, b[b >= 0].sort().values)
-        for a, b in zip(at, asked, strict=True)
+        for a, b in zip(k_positions, q_positions, strict=True)
     )
     return all(same)
 
 
-def _kept(positions: Positions) -> Positions:
+def _copy_positions(positions: Positions) -> Positions:
+    """Return positions that later changes of the caller's tensor do not affect."""
     return positions if isinstance(positions, Span) else positions.detach().to("cpu", copy=True)
 
 
-class Selection(TypedDict, total=False):
-    """What of a run is recorded; all of it by default.
+class RecordingOptions(TypedDict, total=False):
+    """Which parts of a run are recorded; everything by default.
 
-    places: names ("layers.3"), or numbers of layers; None: all.
-    heads: numbers of query heads, for every place, or by place or layer; None: all. Keys are kept
-        for their groups only.
-    rows: the last so many queries of each call; None: all. Keys are kept all the same.
-    keep: of "v" and "out".
+    Args:
+        places: names ("layers.3") or indices of layers; None means all.
+        heads: query heads, for every place or in a mapping by place or layer; None means all. Keys
+            are kept only for the key/value heads that these read.
+        rows: number of last queries of each call to keep; None means all. All keys are kept.
+        keep: "v" (values), "out" (outputs), or both.
     """
 
     places: Collection[str | int] | None
@@ -397,21 +463,21 @@ class Selection(TypedDict, total=False):
 
 
 class Recorder(Trace):
-    """Records every softmax attention call of this thread while the `with` block runs; the kernel's
-    choice stays its own.
+    """Record every softmax attention call of this thread while the `with` block runs.
 
-    Several calls at one place are steps of it, as long as each one's queries stand behind those
-    before. A call that asks again (a second part of one layer's attention, a second run, another
-    batch) is recorded as `<place>.part2`, and so on. Edits of other open traces are part of the
-    run: what is recorded is what the edited network computed. Where scores or patterns are edited,
-    they are kept themselves, since they no longer follow from q and k.
+    Recording does not change which kernel is chosen. Several calls at one place are its steps, as
+    long as the queries of each call stand after the earlier ones. A call that asks again (a second
+    part of the attention of a layer, a second run, another batch) is recorded as `<place>.part2`,
+    and so on. Edits of other open traces are part of the run: recorded is what the edited network
+    computed. Edited scores or patterns are stored themselves, because they no longer follow from q
+    and k.
 
     Args:
-        **select: see `Selection`.
+        **select: what is kept; see `RecordingOptions`.
 
     Raises:
-        ArgumentError: rows is less than 1, or keep names something else.
-        ArgumentTypeError: `Selection` has no such name.
+        ArgumentError: `rows` is less than 1, or `keep` has an unknown name.
+        ArgumentTypeError: `RecordingOptions` has no such name.
 
     >>> import torch, regard
     >>> q = k = v = torch.eye(3)[None, None]
@@ -421,96 +487,116 @@ class Recorder(Trace):
     [1.0, 1.0, 1.0]
     """
 
-    observes_calls: ClassVar[bool] = True
+    watches: ClassVar[bool] = True
+    met = renamed_attribute("seen_places")
+    lacking = renamed_attribute("missing_selection")
 
-    def __init__(self, **select: Unpack[Selection]) -> None:
+    def __init__(self, **select: Unpack[RecordingOptions]) -> None:
         super().__init__()
-        check_keyword_names(type(self).__name__, select, Selection.__annotations__)
-        self._at, self._heads = select.get("places"), select.get("heads")
-        self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", KEEP))
+        check_keyword_names(type(self).__name__, select, RecordingOptions.__annotations__)
+        self._places, self._heads = select.get("places"), select.get("heads")
+        self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", OPTIONAL_PARTS))
         if self._rows is not None and self._rows < 1:
             raise ArgumentError(f"rows is {self._rows}; it must be at least 1, or None for all")
-        if not self._keep <= set(KEEP):
-            raise ArgumentError(f"keep is {sorted(self._keep)}; it may name {', '.join(KEEP)}")
-        self.met: dict[str, None] = {}
-        self._tracks: dict[str, Track] = {}
+        if not self._keep <= set(OPTIONAL_PARTS):
+            raise ArgumentError(
+                f"keep is {sorted(self._keep)}; it may contain {', '.join(OPTIONAL_PARTS)}"
+            )
+        self.seen_places: dict[str, None] = {}
+        self._tracks: dict[str, PlaceBuilder] = {}
         self._originals: dict[int, tuple[object, object]] = {}
-        self._one_at_a_time = threading.RLock()  # threads may share a recorder
+        self._lock = threading.RLock()  # threads may share a recorder
 
     def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
-        """One call more at the current place."""
-        here = self.where
-        with torch.no_grad(), self._one_at_a_time:
-            self.met[here] = None
-            if self._at is not None and not names(here, self._at):
+        """Record one call of attention at the current place."""
+        place = self.where
+        with torch.no_grad(), self._lock:
+            self.seen_places[place] = None
+            if self._places is not None and not matches_place(place, self._places):
                 return
-            self._track(here, call).add(call, result, kernel)
+            self._track(place, call).add(call, result, kernel)
 
     def recording(
-        self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **about: str
+        self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **metadata: str
     ) -> Recording:
-        """What was recorded so far."""
-        with self._one_at_a_time:
-            places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
-        return Recording(places, ids, pieces, about)
+        """Return what was recorded so far.
 
-    def lacking(self) -> str:
-        """What was selected and does not exist, in words; empty if everything was recorded."""
-        with self._one_at_a_time:
+        Args:
+            ids: token ids of the run, `[B, T]`, or None.
+            pieces: text of each token, or ().
+            **metadata: facts about the run, as text.
+
+        Returns:
+            The recording.
+        """
+        with self._lock:
+            places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
+        return Recording(places, ids, pieces, metadata)
+
+    def missing_selection(self) -> str:
+        """Describe what was selected but does not exist.
+
+        Returns:
+            A sentence, or an empty string if everything was recorded.
+        """
+        with self._lock:
             recorded = {head for track in self._tracks.values() for head in track.heads}
-            places = list(self.met)
+            places = list(self.seen_places)
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
         flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
-        asked = dict.fromkeys([*(self._at or ()), *by_place])
-        unknown = [x for x in asked if not any(names(here, (x,)) for here in places)]
+        asked = dict.fromkeys([*(self._places or ()), *by_place])
+        unknown = [x for x in asked if not any(matches_place(here, (x,)) for here in places)]
         if unknown:
             met = ", ".join(here or "(no name)" for here in places) or "none"
             return (
-                f"places {unknown} were not met; the places that called regard's softmax "
-                f"attention: {met}"
+                f"there were no calls at the places {unknown}; the places that called regard's "
+                "softmax "
+                f"attention are: {met}"
             )
         wanted = {head for heads in (flat, *by_place.values()) for head in heads}
         gone = sorted(wanted - recorded)
         return f"heads {gone} were not recorded: no selected place has them" if gone else ""
 
     def _settle(self, opening: ActiveTrace) -> None:
-        """Say what was asked for and not recorded."""
+        """Warn of what was requested but not recorded."""
         super()._settle(opening)
         if self.missing == "ignore":
             return
-        if not self.met:
+        if not self.seen_places:
             warnings.warn(
-                "nothing was recorded: regard's softmax attention was never called; other code "
-                "must call regard.attend, and a "
+                "nothing was recorded: regard's softmax attention was never called; the code must "
+                "call regard.attend, and a "
                 'transformers model must have attn_implementation="regard"',
                 stacklevel=3,
             )
-        elif lacking := self.lacking():
-            warnings.warn(lacking, stacklevel=3)
+        elif missing := self.missing_selection():
+            warnings.warn(missing, stacklevel=3)
 
-    def _track(self, here: str, call: Any) -> Track:
-        """The calls that this one goes on from, or new ones."""
-        name, part = here, 1
-        while name in self._tracks and not self._tracks[name].goes_on(call):
+    def _track(self, place: str, call: Any) -> PlaceBuilder:
+        """Return the builder of the calls that this call continues, or a new one."""
+        name, part = place, 1
+        while name in self._tracks and not self._tracks[name].follows(call):
             part += 1
-            name = f"{here}.part{part}".lstrip(".")
+            name = f"{place}.part{part}".lstrip(".")
         if name not in self._tracks:
-            kept = Kept(self._keep, self._heads_at(here), self._rows)
-            self._tracks[name] = Track(kept, self._originals)
+            kept_parts = KeptParts(self._keep, self._heads_at(place), self._rows)
+            self._tracks[name] = PlaceBuilder(kept_parts, self._originals)
         return self._tracks[name]
 
     def _heads_at(self, here: str) -> Collection[int] | None:
         if not isinstance(self._heads, Mapping):
             return self._heads
-        return next((heads for key, heads in self._heads.items() if names(here, (key,))), ())
+        return next(
+            (heads for key, heads in self._heads.items() if matches_place(here, (key,))), ()
+        )
 
 
-def names(place: str, wanted: Collection[str | int]) -> bool:
-    """Whether a place is one of those, by its name or by the number of its layer.
+def matches_place(place: str, wanted: Collection[str | int]) -> bool:
+    """Return whether a place is among the requested ones, by its name or by the index of its layer.
 
-    >>> names("layers.3", [3]), names("layers.3", [1])
+    >>> matches_place("layers.3", [3]), matches_place("layers.3", [1])
     (True, False)
-    >>> names("decoder.layers.3.cross", ["decoder.layers.3"])
+    >>> matches_place("decoder.layers.3.cross", ["decoder.layers.3"])
     True
     """
     number = next((int(word) for word in place.split(".") if word.isdecimal()), None)

@@ -1,14 +1,9 @@
-"""What attention computed, kept so that any block of any pattern can be computed again: p_ij =
-exp(s_ij - lse_i).
+"""A recording: what attention computed in a run, at every place, in a form from which any block of
+any pattern can be computed again, p_ij = exp(s_ij - lse_i).
 
-A place (a layer, or the cross-attention of one) is called once for a prompt and once more for every
-decoded token. Each call is a `Step`; keys that a step shares with the one before are kept once, in
-a pool of the place. Columns are tokens, in the order in which they came; rows are the queries that
-were kept, of all steps, in order.
-
-Scores are computed in fp64; the lse is the kernel's own, in fp32 mostly. A weight is as exact as
-that: of an lse around 10 about 1e-6 of itself, of one around 1000 about 1e-4. The audit
-(`row_sums`) says how far it was.
+Scores are computed in fp64 from the recorded q and k. The lse is the kernel's own, usually in fp32,
+and limits the accuracy of the weights: for an lse around 10 the relative error is about 1e-6, for
+one around 1000 about 1e-4. The audit (`row_sums`) reports the actual error.
 """
 
 from __future__ import annotations
@@ -23,8 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.record.place import Block, Place
+from regard.inspect.record.recorded_place import PatternBlock, Place
 
 if TYPE_CHECKING:
     from regard.inspect.record.row_sums import RowSums
@@ -34,9 +30,14 @@ if TYPE_CHECKING:
 _ROWS = 256
 
 
-class Top(NamedTuple):
-    """The keys that a query attends to most, and what is left: columns [n], weights [n], the
-    others' sum and number.
+class TopKeys(NamedTuple):
+    """The keys that a query attends to most, and the remainder.
+
+    Args:
+        columns: columns of these keys, `[n]`, the largest weight first.
+        weights: their weights, `[n]`.
+        rest: sum of the weights of the other visible keys.
+        others: number of the other visible keys.
     """
 
     columns: Tensor
@@ -47,14 +48,19 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What was recorded: places by name, and what the run was.
+    """What was recorded: places by name, and facts about the run.
 
-    ids: [B,T] tokens of the run, or None; pieces: their texts, or (). source_ids, source_pieces:
-        those that an encoder read, where there are two texts. about: model, dtype, ... in words.
+    In the methods, `layer` is the name of a place, or its index in the order of the run (negative
+    counts from the end); `head` is a query head of the model; `batch` is a row of the batch. All
+    results are fp64, computed from the recorded q, k and lse.
 
-    `layer` below is a place's number in the order of the run (negative counts from the end), or its
-    name; `head` the model's number of a query head; `batch` a row of the batch. All numbers are
-    fp64, from the recorded q, k and lse.
+    Args:
+        places: name to `Place`, in the order of the run.
+        ids: token ids of the run, `[B, T]`, or None.
+        pieces: text of each token of the first row, or ().
+        metadata: model, dtype, device and other facts, as text.
+        source_ids: token ids that the encoder read, where there are two texts.
+        source_pieces: their texts.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -69,12 +75,14 @@ class Recording:
     places: Mapping[str, Place]
     ids: Tensor | None = None
     pieces: tuple[str, ...] = ()
-    about: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     source_ids: Tensor | None = None
     source_pieces: tuple[str, ...] = ()
 
+    about = renamed_attribute("metadata")
+
     def __getitem__(self, layer: int | str) -> Place:
-        """A place by its number, in the order of the run, or by its name."""
+        """Return a place by its index in the order of the run, or by its name."""
         if isinstance(layer, str) and layer in self.places:
             return self.places[layer]
         names = list(self.places)
@@ -96,12 +104,23 @@ class Recording:
         *,
         batch: int = 0,
     ) -> Float[Tensor, "t s"]:
-        """Any block of the exact pattern of one head: p_ij = exp(s_ij - lse_i), 0 where masked.
+        """Compute any block of the exact pattern of one head: p_ij = exp(s_ij - lse_i), 0 where
+        masked.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            rows: a range of rows, one row, or None for all.
+            columns: a range of columns, one column, or None for all.
+            batch: row of the batch.
+
+        Returns:
+            Weights, `[rows, columns]`.
 
         Raises:
             ArgumentError: the place, head or batch row was not recorded, or a row or column does
                 not exist.
-            ArgumentTypeError: rows or columns is no slice of step 1, index or None.
+            ArgumentTypeError: `rows` or `columns` is not a slice of step 1, an index, or None.
         """
         return self._block(layer, head, rows, columns, batch).weights[batch, 0]
 
@@ -114,26 +133,75 @@ class Recording:
         *,
         batch: int = 0,
     ) -> Float[Tensor, "t s"]:
-        """Any block of the scores: s_ij = softcap(scale q_i . k_j) + bias_ij, -inf where masked or
-        not held; raises as `weights`.
+        """Compute any block of the scores of one head: s_ij = softcap(scale q_i . k_j) + bias_ij.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            rows: a range of rows, one row, or None for all.
+            columns: a range of columns, one column, or None for all.
+            batch: row of the batch.
+
+        Returns:
+            Scores, `[rows, columns]`; -inf where masked, or where the step did not have the key.
+
+        Raises:
+            ArgumentError: as for `weights`.
+            ArgumentTypeError: as for `weights`.
         """
         return self._block(layer, head, rows, columns, batch).scores[batch, 0]
 
     def row(
         self, layer: int | str, head: int, query: int, *, batch: int = 0
     ) -> Float[Tensor, " N"]:
-        """The weights of one query over all keys; raises as `weights`."""
+        """Compute the weights of one query over all keys.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            query: row.
+            batch: row of the batch.
+
+        Returns:
+            Weights, `[N]`.
+
+        Raises:
+            ArgumentError: as for `weights`.
+        """
         return self.weights(layer, head, query, batch=batch)[0]
 
     def column(
         self, layer: int | str, head: int, key: int, *, batch: int = 0
     ) -> Float[Tensor, " T"]:
-        """The weights that all queries give one key; raises as `weights`."""
+        """Compute the weights that all queries give to one key.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            key: column.
+            batch: row of the batch.
+
+        Returns:
+            Weights, `[T]`.
+
+        Raises:
+            ArgumentError: as for `weights`.
+        """
         return self.weights(layer, head, None, key, batch=batch)[:, 0]
 
     def sums(self, layer: int | str, head: int, *, batch: int = 0) -> Float[Tensor, " T"]:
-        """The sum of each row: 1, less the share of a sink, 0 for a row that sees nothing; a block
-        of rows at a time.
+        """Compute the sum of each row: 1 without a sink, less with one, 0 for a row that sees no
+        key.
+
+        The rows are computed in blocks, so that memory stays bounded.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            batch: row of the batch.
+
+        Returns:
+            Row sums, `[T]`.
         """
         place = self[layer]
         return torch.cat(
@@ -143,56 +211,98 @@ class Recording:
             ]
         )
 
-    def top(self, layer: int | str, head: int, query: int, n: int = 5, *, batch: int = 0) -> Top:
-        """The n largest weights of a query, and the sum and number of the other keys that it sees.
+    def top(
+        self, layer: int | str, head: int, query: int, n: int = 5, *, batch: int = 0
+    ) -> TopKeys:
+        """Return the n largest weights of a query, and how much weight the other visible keys have.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            query: row.
+            n: number of keys.
+            batch: row of the batch.
+
+        Returns:
+            Columns and weights of these keys, and the sum and the number of the others.
 
         Raises:
-            ArgumentError: n is less than 1; or as `weights`.
+            ArgumentError: n is less than 1, or as for `weights`.
         """
         if n < 1:
             raise ArgumentError(f"n is {n}; it must be at least 1")
         block = self._block(layer, head, query, None, batch)
-        p, seen = block.weights[batch, 0, 0], ~block.scores[batch, 0, 0].isneginf()
-        seen_n = int(seen.sum())
-        best = p.masked_fill(~seen, -1).topk(min(n, seen_n))
+        p, visible = block.weights[batch, 0, 0], ~block.scores[batch, 0, 0].isneginf()
+        seen_n = int(visible.sum())
+        best = p.masked_fill(~visible, -1).topk(min(n, seen_n))
         rest = p.index_fill(0, best.indices, 0).sum().item()
-        return Top(best.indices, best.values, rest, seen_n - len(best.indices))
+        return TopKeys(best.indices, best.values, rest, seen_n - len(best.indices))
 
     def pooled(
         self, layer: int | str, head: int, size: int | tuple[int, int], *, batch: int = 0
     ) -> Pooled:
-        """Mass and max of each block of `size` rows and columns: see `regard.inspect.record.tiles`;
-        raises as `weights`.
+        """Pool the pattern of one head over blocks of rows and columns; see
+        `regard.inspect.pooled`.
+
+        Args:
+            layer: name or index of a place.
+            head: query head.
+            size: rows and columns of a block.
+            batch: row of the batch.
+
+        Returns:
+            Mass and maximum of each block.
+
+        Raises:
+            ArgumentError: as for `weights`, or a size is less than 1.
         """
         from regard.inspect.record.tiles import pooled
 
         place = self[layer]
-        place.at(head)
+        place.head_index(head)
         _check_batch(place, batch)
         return pooled(place, size, heads=slice(head, head + 1), batch=batch).head(0)
 
     def positions(self, layer: int | str, *, batch: int = 0) -> Int[Tensor, " T"]:
-        """The positions of the rows of a place, -1 for padding."""
+        """Return the positions of the rows of a place; -1 for padding.
+
+        Args:
+            layer: name or index of a place.
+            batch: row of the batch.
+
+        Returns:
+            Positions, `[T]`.
+        """
         place = self[layer]
         _check_batch(place, batch)
         return torch.cat([step.row_positions(batch) for step in place.steps])
 
     def labels(self, layer: int | str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The texts of a place's rows and columns, if the run's are known and are as many; else
-        ().
+        """Return the texts of the rows and of the columns of a place.
+
+        Args:
+            layer: name or index of a place.
+
+        Returns:
+            One text per row and one per column; () where the texts are unknown or too few.
         """
         place = self[layer]
         crosses, encodes = ".cross" in place.name, place.name.startswith("encoder.")
         rows = self.source_pieces if encodes else self.pieces
         columns = self.source_pieces if encodes or crosses else self.pieces
-        at = [i for step in place.steps for i in step.tokens()]
-        named = tuple(rows[i] for i in at) if at and max(at) < len(rows) else ()
+        token_indices = [i for step in place.steps for i in step.tokens()]
+        named = (
+            tuple(rows[i] for i in token_indices)
+            if token_indices and max(token_indices) < len(rows)
+            else ()
+        )
         return named, columns[: place.N] if len(columns) >= place.N else ()
 
     @cached_property
     def row_sums(self) -> Mapping[str, RowSums]:
-        """The audit of each place: row sums against 1, outputs against the kernel's; see
-        `regard.inspect.record.row_sums`.
+        """Return the audit of each place: row sums against 1, outputs against those of the kernel.
+
+        See `regard.inspect.row_sums`.
         """
         from regard.inspect.record.row_sums import row_sums
 
@@ -200,11 +310,13 @@ class Recording:
 
     @property
     def sound(self) -> bool:
-        """No audit found anything."""
-        return all(found.sound for found in self.row_sums.values())
+        """Return whether no audit of a place found anything wrong."""
+        return all(audit.sound for audit in self.row_sums.values())
 
     def _repr_html_(self) -> str:
-        """Places, their sizes and audits, as an inert table for a notebook."""
+        """Return a table of the places, their sizes and their audits, as static HTML for a
+        notebook.
+        """
         lines = [("place", "kernel", "heads", "queries x keys", "audit")]
         for name, place in self.places.items():
             kernels = ", ".join(dict.fromkeys(step.kernel for step in place.steps))
@@ -221,22 +333,28 @@ class Recording:
         rows: slice | int | None,
         columns: slice | int | None,
         batch: int,
-    ) -> Block:
+    ) -> PatternBlock:
+        """Compute a block of one head, after checking the batch row, the head, the rows and the
+        columns.
+        """
         place = self[layer]
-        place.at(head)
+        place.head_index(head)
         _check_batch(place, batch)
-        parts = _part("rows", rows, place.T), _part("columns", columns, place.N)
+        parts = _as_slice("rows", rows, place.T), _as_slice("columns", columns, place.N)
         return place.block(*parts, slice(head, head + 1))
 
 
+Recording.__init__ = renamed_parameters(about="metadata")(Recording.__init__)  # type: ignore[method-assign]
+
+
 def _check_batch(place: Place, batch: int) -> None:
+    """Refuse a batch row that the place does not have."""
     if not 0 <= batch < place.B:
-        raise ArgumentError(
-            f"batch is {batch}; {place.name} has the rows 0 to {place.B - 1} of a batch"
-        )
+        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
 
 
-def _part(name: str, which: slice | int | None, length: int) -> slice:
+def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
+    """Return an index, a slice or None as a slice within a length."""
     if which is None:
         return slice(0, length)
     if isinstance(which, slice) and which.step in (None, 1):

@@ -1,13 +1,14 @@
-"""The audit of a recording: do the recorded q, k, lse and rule belong together, and do they give
-the kernel's output?
+"""The audit of a recording: are the recorded q, k, lse, mask and bias consistent, and do they give
+the output of the kernel?
 
     sum_j exp(s_ij - lse_i) = 1        sum_j p_ij v_j = out_i
-    of a row that sees nothing: lse = -inf, out = 0
+    for a row that sees no key: lse = -inf, out = 0
 
-s in fp64, from the recorded q, k and rule. The error rule of CONTRIBUTING.md judges: the kernel may
-err twice as much as plain math in its dtype (several orders of the same sums), and two roundings;
-and two more at the size of the terms that a score sums, since of a few rows plain math may be right
-by luck. What is wrong is named where a known mistake explains every row.
+The scores s are computed in fp64 from the recorded q, k, mask and bias. The bound on the error is
+the error rule of CONTRIBUTING.md: twice the error of plain arithmetic in the dtype of the kernel
+(over several orders of summation), plus two roundings, plus two roundings at the size of the terms
+that a score sums, because plain arithmetic may be accurate by chance on a few rows. Where a known
+fault of kernels explains all wrong rows, the finding names it.
 """
 
 from __future__ import annotations
@@ -21,31 +22,36 @@ from torch import Tensor
 
 from regard.inspect.record.kernel_faults import (
     AuditSample,
+    audit_sample,
     explain_lse,
     explain_output,
-    gather,
 )
-from regard.inspect.record.place import Place
+from regard.inspect.record.recorded_place import Place
 from regard.tolerance import two_roundings
+from regard.units import plural
 
-CELLS = 2**18
-"""Scores that are looked at in a place; of a longer run, rows are sampled, evenly."""
+MAX_CHECKED_SCORES = 2**18
+"""Number of scores of a place that are checked; for longer runs, evenly spaced rows are sampled."""
 
-PIECES = 64
-"""Runs of rows that are looked at, at most."""
+MAX_ROW_RANGES = 64
+"""The largest number of row ranges that are sampled."""
 
 
 @dataclass(frozen=True)
 class RowSums:
-    """What the audit of one place found.
+    """Result of the audit of one place.
 
-    rows, of: rows that were looked at (in every recorded head and batch row), and how many there
-        are.
-    residual, allowed: the largest |ln sum_j exp(s_ij - lse_i)|, which is |row sum - 1| where it is
-        small; and its bound.
-    output, output_allowed: the largest |sum_j p_ij v_j - out_i|, and its bound; None if v or out
-        was not kept, or dropped.
-    findings: what is wrong, in words; empty if nothing is.
+    Args:
+        place: name of the place.
+        rows: number of rows that were checked, in every recorded head and batch row.
+        of: number of rows of the place.
+        residual: the largest |ln sum_j exp(s_ij - lse_i)|, which is about |row sum - 1| where it is
+            small.
+        allowed: the bound on `residual`.
+        output: the largest |sum_j p_ij v_j - out_i|; None if v or out was not kept, or with
+            dropout.
+        output_allowed: the bound on `output`, or None.
+        findings: what is wrong, in words; empty if nothing is.
     """
 
     place: str
@@ -59,7 +65,7 @@ class RowSums:
 
     @property
     def sound(self) -> bool:
-        """Nothing is wrong."""
+        """Return whether the audit found nothing wrong."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -68,33 +74,36 @@ class RowSums:
             if self.output is None
             else f", outputs within {self.output:.2g} of {self.output_allowed:.2g}"
         )
-        said = "; ".join(self.findings) or "sound"
-        rows = f"{self.rows} of {self.of} rows"
+        verdict = "; ".join(self.findings) or "sound"
+        rows = f"{self.rows} of {plural(self.of, 'row')}"
         return (
             f"{self.place}: row sums within {self.residual:.2g} of {self.allowed:.2g} "
-            f"allowed{out} ({rows}): {said}"
+            f"allowed{out} ({rows}): {verdict}"
         )
 
 
-class Judged(NamedTuple):
-    """Largest error and its bound."""
+class ErrorBound(NamedTuple):
+    """The largest error and the bound on it."""
 
     error: float
     allowed: float
 
     @property
     def fits(self) -> bool:
-        """NaN does not."""
+        """Return whether the error is within the bound; NaN is not."""
         return self.error <= self.allowed
 
 
-def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
+def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     """Audit what was recorded at a place.
 
     Args:
-        place: from a recording.
-        cells: about so many scores are looked at; of more, evenly spread rows, the first and the
-            last among them.
+        place: a place of a recording.
+        cells: approximate number of scores to check; for longer runs, evenly spaced rows are
+            sampled, among them the first and the last.
+
+    Returns:
+        The largest errors, their bounds, and what is wrong.
 
     >>> import regard
     >>> from regard.inspect import Recorder
@@ -105,82 +114,90 @@ def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
     >>> found.rows, found.of, found.sound
     (8, 8, True)
     """
-    every = [gather(place, number, own) for number, own in _sample(place, cells)]
-    rows = sum(e.rows for e in every)
-    found = [*_odd_rows(every)]
-    more = max((e.rounding for e in every), default=0.0)
-    lse = _judged([(e.lse, e.plain_lse, e.true_lse) for e in every], more)
-    wrong = None
+    samples = [audit_sample(place, number, own) for number, own in _sample(place, cells)]
+    rows = sum(e.rows for e in samples)
+    findings = [*_special_row_findings(samples)]
+    extra_rounding = max((e.rounding for e in samples), default=0.0)
+    lse = _error_bound([(e.lse, e.plain_lse, e.true_lse) for e in samples], extra_rounding)
+    fault = None
     if not lse.fits:
-        wrong, words = explain_lse(every, lse.allowed)
-        found.append(
-            f"{words}: row sums are off by up to a factor e^{lse.error:.2g}, e^{lse.allowed:.2g} "
-            "allowed"
+        fault, description = explain_lse(samples, lse.allowed)
+        findings.append(
+            f"{description}: row sums are wrong by up to a factor e^{lse.error:.2g}; "
+            f"e^{lse.allowed:.2g} is allowed"
         )
-    out = _output(every)
+    out = _output_error(samples)
     if out is not None and not out.fits:
-        same, words = explain_output(every, out.allowed, wrong)
+        same, description = explain_output(samples, out.allowed, fault)
         if not same:
-            found.append(
-                f"{words}: outputs are off by up to {out.error:.2g}, {out.allowed:.2g} allowed"
+            findings.append(
+                f"{description}: outputs are wrong by up to {out.error:.2g}; {out.allowed:.2g} is "
+                "allowed"
             )
     error, bound = (None, None) if out is None else out
-    return RowSums(place.name, rows, place.T, lse.error, lse.allowed, error, bound, tuple(found))
+    return RowSums(place.name, rows, place.T, lse.error, lse.allowed, error, bound, tuple(findings))
 
 
 def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
-    """Runs of rows of steps: all, or evenly spread ones."""
+    """Return ranges of rows of steps: all of them, or evenly spaced ones."""
     each = max(1, place.B * len(place.heads) * place.N)
     wanted, length = max(1, cells // each), 1
-    if wanted >= place.T and len(place.steps) <= PIECES:
+    if wanted >= place.T and len(place.steps) <= MAX_ROW_RANGES:
         yield from ((n, slice(0, step.T)) for n, step in enumerate(place.steps) if step.T)
         return
-    length = max(1, wanted // PIECES)
+    length = max(1, wanted // MAX_ROW_RANGES)
     runs = [
         (n, slice(i, min(i + length, step.T)))
         for n, step in enumerate(place.steps)
         for i in range(0, step.T, length)
     ]
-    n = max(1, min(PIECES, wanted // length, len(runs)))
+    n = max(1, min(MAX_ROW_RANGES, wanted // length, len(runs)))
     chosen = {round(i * (len(runs) - 1) / max(1, n - 1)) for i in range(n)} | {len(runs) - 1}
     yield from (runs[i] for i in sorted(chosen))
 
 
-def _judged(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> Judged:
-    """The error rule, and `more`, over all pieces together: (x, plains, ref64) of each, where ref64
-    is finite.
+def _error_bound(
+    triples: list[tuple[Tensor, list[Tensor], Tensor]], extra_rounding: float
+) -> ErrorBound:
+    """Apply the error rule, plus `extra_rounding`, to all samples together.
+
+    Args:
+        triples: for each sample (x, results of plain arithmetic, reference in fp64); only finite
+            reference values count.
+        extra_rounding: added to the bound.
     """
     error = plain = rounding = 0.0
-    for x, plains, ref in found:
-        seen = ref.isfinite()
-        if not bool(seen.any()):
+    for x, plains, ref in triples:
+        finite = ref.isfinite()
+        if not bool(finite.any()):
             continue
-        error = max(error, _most((x.double() - ref)[seen]))
-        plain = max([plain, *(_most((y.double() - ref)[seen]) for y in plains)])
+        error = max(error, _max_abs((x.double() - ref)[finite]))
+        plain = max([plain, *(_max_abs((y.double() - ref)[finite]) for y in plains)])
         rounding = max(rounding, two_roundings(ref, x.dtype))
-    return Judged(error, 2 * plain + rounding + more)
+    return ErrorBound(error, 2 * plain + rounding + extra_rounding)
 
 
-def _most(x: Tensor) -> float:
-    """The largest |x|; NaN counts as infinite."""
+def _max_abs(x: Tensor) -> float:
+    """Return the largest |x|; NaN counts as infinite."""
     return float(torch.where(x.isnan(), torch.inf, x.abs()).max()) if x.numel() else 0.0
 
 
-def _output(every: list[AuditSample]) -> Judged | None:
-    kept = [
-        # a row that sees nothing is judged apart
+def _output_error(samples: list[AuditSample]) -> ErrorBound | None:
+    """Return the error of the outputs, or None if no sample has any."""
+    triples = [
+        # rows that see no key are checked separately
         (e.out, e.plain_out, e.true_out.masked_fill(e.true_lse.isneginf()[..., None], torch.nan))
-        for e in every
+        for e in samples
         if e.out is not None and e.true_out is not None
     ]
-    return _judged(kept, max(e.rounding_of_output for e in every)) if kept else None
+    return _error_bound(triples, max(e.rounding_of_output for e in samples)) if triples else None
 
 
-def _odd_rows(every: list[AuditSample]) -> Iterator[str]:
-    """Rows that see nothing, and NaN that nothing visible explains."""
-    for e in every:
-        blind = e.true_lse.isneginf()
-        wrong = blind & ~e.lse.isneginf()
+def _special_row_findings(samples: list[AuditSample]) -> Iterator[str]:
+    """Return findings about rows that see no key, and about NaN that no visible number explains."""
+    for e in samples:
+        sees_nothing = e.true_lse.isneginf()
+        wrong = sees_nothing & ~e.lse.isneginf()
         if bool(wrong.any()):
             value = float(e.lse[wrong][0])
             yield (
@@ -188,13 +205,13 @@ def _odd_rows(every: list[AuditSample]) -> Iterator[str]:
                 "be -inf"
             )
             break
-    for e in every:
-        blind = e.true_lse.isneginf()
-        if e.out is not None and bool((e.out != 0).any(-1)[blind].any()):
+    for e in samples:
+        sees_nothing = e.true_lse.isneginf()
+        if e.out is not None and bool((e.out != 0).any(-1)[sees_nothing].any()):
             yield "a row that sees nothing has an output other than 0"
             break
-    for e in every:
+    for e in samples:
         wrong = e.lse.isnan() & e.true_lse.isfinite()
         if bool(wrong.any()):
-            yield f"the lse is NaN where nothing visible is (row {e.row(wrong)})"
+            yield f"the lse is NaN although nothing visible is NaN (row {e.row(wrong)})"
             break

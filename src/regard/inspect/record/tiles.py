@@ -1,4 +1,4 @@
-"""Walk over a whole pattern in tiles, without ever holding it, and pool its blocks exactly."""
+"""Iterate over a whole pattern in tiles without storing it, and pool its blocks exactly."""
 
 from __future__ import annotations
 
@@ -13,27 +13,42 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.inspect.record.place import ALL, Place
+from regard.inspect.record.recorded_place import ALL, Place
 
-SIZE = 256
+TILE_SIZE = 256
 """Rows and columns of a tile."""
 
-FEW = 4
-"""Steps in a block of rows, up to which their masks are asked what is empty; of decoded tokens all
-is computed.
+MAX_CHECKED_STEPS = 4
+"""Number of steps in a block of rows up to which their masks are asked for empty tiles.
+
+With more steps, as for decoded tokens, every tile is computed.
 """
 
 
 class Tile(NamedTuple):
-    """Scores (-inf where masked) and weights of a block, [h,t,n] of one row of the batch."""
+    """Scores and weights of a block of rows and columns of one row of the batch.
+
+    Args:
+        rows: the range of rows.
+        columns: the range of columns.
+        scores: `[h, t, n]`, -inf where masked.
+        weights: `[h, t, n]`, 0 where masked.
+    """
 
     rows: slice
     columns: slice
     scores: Tensor
     weights: Tensor
 
-    def only(self, rows: Tensor) -> Tile:
-        """The tile in which only some rows of the place, bool [T], see anything."""
+    def keep_rows(self, rows: Tensor) -> Tile:
+        """Return the tile with all rows masked except some.
+
+        Args:
+            rows: which rows of the place to keep, bool `[T]`.
+
+        Returns:
+            The tile; the other rows have scores -inf and weights 0.
+        """
         out = ~rows[self.rows, None]
         if not bool(out.any()):
             return self
@@ -43,25 +58,30 @@ class Tile(NamedTuple):
 
 def walk(
     place: Place,
-    size: int | tuple[int, int] = SIZE,
+    size: int | tuple[int, int] = TILE_SIZE,
     *,
     heads: slice = ALL,
     batch: int = 0,
     rows: slice = ALL,
     dtype: torch.dtype = torch.float64,
 ) -> Iterator[Tile]:
-    """The tiles of a pattern, row block by row block, those left out in which no query of the heads
-    sees a key.
+    """Iterate over the tiles of a pattern, row block by row block.
+
+    Tiles in which no query of the heads sees a key are skipped.
 
     Args:
-        place: from a recording.
+        place: a place of a recording.
         size: rows and columns of a tile.
-        heads: as the model numbers them; all that were recorded by default.
-        batch: which row of the batch.
-        rows: a range of rows only.
+        heads: a range of query heads of the model; by default all recorded heads.
+        batch: row of the batch.
+        rows: a range of rows.
+        dtype: dtype in which scores are computed.
+
+    Returns:
+        An iterator of tiles.
 
     Raises:
-        ArgumentError: a size is less than 1, or the place has no such row of a batch.
+        ArgumentError: a size is less than 1, or there is no such row of the batch.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -72,28 +92,30 @@ def walk(
     if min(tall, wide) < 1:
         raise ArgumentError(f"size is {size}; a tile has at least 1 row and 1 column")
     if not 0 <= batch < place.B:
-        raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
+        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
     first, last, _ = rows.indices(place.T)
     row = slice(batch, batch + 1)
     for i in range(first, last, tall):
         block = slice(i, min(i + tall, last))
-        for c, used in enumerate(_used(place, block, wide, heads, batch)):
+        for c, used in enumerate(_nonempty_blocks(place, block, wide, heads, batch)):
             if not used:
                 continue
             columns = slice(c * wide, min((c + 1) * wide, place.N))
-            found = place.block(block, columns, heads, batch=row, dtype=dtype)
-            yield Tile(block, columns, found.scores[0], found.weights[0])
+            pattern = place.block(block, columns, heads, batch=row, dtype=dtype)
+            yield Tile(block, columns, pattern.scores[0], pattern.weights[0])
 
 
-def _used(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
-    """Which blocks of columns some query of a block of rows may see."""
+def _nonempty_blocks(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
+    """Return, for each block of columns, whether some query of a block of rows may see one of
+    its keys.
+    """
     n = -(-place.N // wide)
-    parts = list(place.parts(rows))
-    if len(parts) > FEW:
+    parts = list(place.split_rows(rows))
+    if len(parts) > MAX_CHECKED_STEPS:
         return [True] * n
     used = torch.zeros(n, dtype=torch.bool)
     for step, own, _ in parts:
-        if step.run != 0:  # its keys are no blocks of columns
+        if step.first_column != 0:  # its keys do not start at column 0
             used[torch.div(step.columns, wide, rounding_mode="floor").unique()] = True
             continue
         asked = slice(own.start + step.first, own.stop + step.first)
@@ -106,12 +128,15 @@ def _used(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> lis
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """Blocks of `size` rows and columns; the last ones may be smaller.
+    """Blocks of `size` rows and columns of a pattern; the last ones may be smaller.
 
-    mass, max: [..., R, C], of h heads or of one. seeing: [..., R], how many rows of a block see any
-        key.
-    visible: [..., R, C], how many pairs of a block the mask lets through; of the `pairs` [R, C]
-        that there are.
+    Args:
+        size: rows and columns of a block.
+        shape: rows and columns of the pattern.
+        mass: sum over the keys of a block, mean over its rows that see any key, `[..., R, C]`.
+        max: largest weight of a block, `[..., R, C]`.
+        seeing: number of rows of a block that see any key, `[..., R]`.
+        visible: number of query-key pairs of a block that the mask allows, `[..., R, C]`.
     """
 
     size: tuple[int, int]
@@ -123,25 +148,40 @@ class Pooled:
 
     @property
     def pairs(self) -> Int[Tensor, "R C"]:
-        """How many query-key pairs each block has."""
-        rows, columns = (_lengths(n, size) for n, size in zip(self.shape, self.size, strict=True))
+        """Return the number of query-key pairs of each block."""
+        rows, columns = (
+            _block_lengths(n, size) for n, size in zip(self.shape, self.size, strict=True)
+        )
         return rows[:, None] * columns
 
     @property
     def density(self) -> Float[Tensor, "*h R C"]:
-        """The mean weight of the pairs that the mask lets through; 0 where it lets none."""
+        """Return the mean weight of the allowed pairs of each block; 0 where none is allowed."""
         return self.mass * self.seeing[..., None] / self.visible.clamp(min=1)
 
     def head(self, i: int) -> Pooled:
-        """One of the heads."""
+        """Return the blocks of one head.
+
+        Args:
+            i: index of the head.
+
+        Returns:
+            Blocks without the head dimension.
+        """
         parts = (x[i] for x in (self.mass, self.max, self.seeing, self.visible))
         return Pooled(self.size, self.shape, *parts)
 
     def coarser(self, times: int | tuple[int, int] = 2) -> Pooled:
-        """Blocks of so many blocks: what pooling the pattern itself at that size gives.
+        """Merge blocks; the result equals pooling the pattern itself at the larger size.
+
+        Args:
+            times: number of blocks to merge, down and across.
+
+        Returns:
+            The larger blocks.
 
         Raises:
-            ArgumentError: times is less than 1.
+            ArgumentError: `times` is less than 1.
 
         >>> import regard
         >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be").pooled(0, 0, 2)
@@ -151,15 +191,15 @@ class Pooled:
         down, across = times if isinstance(times, tuple) else (times, times)
         if min(down, across) < 1:
             raise ArgumentError(f"times is {times}; it must be at least 1")
-        total = _sums(self.mass * self.seeing[..., None], down, across)
-        seeing = _sums(self.seeing[..., None], down, 1)[..., 0]
+        total = _block_sums(self.mass * self.seeing[..., None], down, across)
+        seeing = _block_sums(self.seeing[..., None], down, 1)[..., 0]
         return Pooled(
             (self.size[0] * down, self.size[1] * across),
             self.shape,
             total / seeing.clamp(min=1)[..., None],
-            _highest(self.max, down, across),
+            _block_max(self.max, down, across),
             seeing,
-            _sums(self.visible, down, across),
+            _block_sums(self.visible, down, across),
         )
 
 
@@ -170,13 +210,16 @@ def pooled(
     heads: slice = ALL,
     batch: int = 0,
 ) -> Pooled:
-    """Mass and max of the blocks of a pattern, [h,R,C], streamed tile by tile.
+    """Compute mass and maximum of the blocks of a pattern, tile by tile.
 
     Args:
-        place: from a recording.
+        place: a place of a recording.
         size: rows and columns of a block, at least 1.
-        heads: as the model numbers them; all that were recorded by default.
-        batch: which row of the batch.
+        heads: a range of query heads of the model; by default all recorded heads.
+        batch: row of the batch.
+
+    Returns:
+        Blocks of every head, `[h, R, C]`.
 
     Raises:
         ArgumentError: a size is less than 1, or there is no such row of the batch.
@@ -191,48 +234,50 @@ def pooled(
         raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
     h = len(place.heads if heads == ALL else range(place.H)[heads])
     R, C = -(-place.T // tall), -(-place.N // wide)
-    mass, most = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
+    mass, largest = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
     visible = torch.zeros(h, R, C, dtype=torch.int64)
-    sees = torch.zeros(h, place.T, dtype=torch.bool)
-    step = tall * max(1, SIZE // tall), wide * max(1, SIZE // wide)
+    sees_any_key = torch.zeros(h, place.T, dtype=torch.bool)
+    step = tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
     tokens = place.row_positions[batch] >= 0
     for tile in walk(place, step, heads=heads, batch=batch):
-        tile = tile.only(tokens)
-        at = (
+        tile = tile.keep_rows(tokens)
+        cells = (
             slice(None),
             slice(tile.rows.start // tall, -(-tile.rows.stop // tall)),
             slice(tile.columns.start // wide, -(-tile.columns.stop // wide)),
         )
-        seen = ~tile.scores.isneginf()
-        mass[at] += _sums(tile.weights, tall, wide)
-        most[at] = torch.maximum(most[at], _highest(tile.weights, tall, wide))
-        visible[at] += _sums(seen.long(), tall, wide)
-        sees[:, tile.rows] |= seen.any(2)
-    seeing = _sums(sees.long()[..., None], tall, 1)[..., 0]
+        visible_cells = ~tile.scores.isneginf()
+        mass[cells] += _block_sums(tile.weights, tall, wide)
+        largest[cells] = torch.maximum(largest[cells], _block_max(tile.weights, tall, wide))
+        visible[cells] += _block_sums(visible_cells.long(), tall, wide)
+        sees_any_key[:, tile.rows] |= visible_cells.any(2)
+    seeing = _block_sums(sees_any_key.long()[..., None], tall, 1)[..., 0]
     return Pooled(
         (tall, wide),
         (place.T, place.N),
         mass / seeing.clamp(min=1)[..., None],
-        most,
+        largest,
         seeing,
         visible,
     )
 
 
 def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
-    """[..., t, n] -> [..., R, tall, C, wide], zeros behind the end."""
+    """Split `[..., t, n]` into blocks `[..., R, tall, C, wide]`, padded with zeros."""
     x = F.pad(x, (0, -x.shape[-1] % wide, 0, -x.shape[-2] % tall))
     return torch.unflatten(torch.unflatten(x, -1, (-1, wide)), -3, (-1, tall))
 
 
-def _sums(x: Tensor, tall: int, wide: int) -> Tensor:
+def _block_sums(x: Tensor, tall: int, wide: int) -> Tensor:
+    """Return the sum of each block."""
     return _blocks(x, tall, wide).sum((-3, -1))
 
 
-def _highest(x: Tensor, tall: int, wide: int) -> Tensor:
+def _block_max(x: Tensor, tall: int, wide: int) -> Tensor:
+    """Return the largest entry of each block."""
     return _blocks(x, tall, wide).amax((-3, -1))
 
 
-def _lengths(n: int, size: int) -> Tensor:
-    """How long each of the blocks of n is."""
+def _block_lengths(n: int, size: int) -> Tensor:
+    """Return the length of each block of `size` entries out of n; the last one may be shorter."""
     return (n - torch.arange(0, n, size)).clamp(max=size)

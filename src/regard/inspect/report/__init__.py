@@ -1,5 +1,5 @@
-"""A recording as the plain data of a page."""
+"""Convert a recording to the data of the interactive page."""
 
-from regard.inspect.report.page import report
+from regard.inspect.report.page_data import report
 
 __all__ = ["report"]

@@ -20,7 +20,7 @@ from regard import masks
 from regard.integrations.transformers.mask_tensor import EMPTY_WINDOW, MaskRule
 from regard.integrations.transformers.supported_models import accepts_bool_masks
 from regard.masks import Causal, Chunk, Document, Full, Mask, Padding, Window
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Span
 
 MaskFunction = Callable[..., Any]

@@ -19,8 +19,14 @@ from regard.train.tasks.base import Task
 from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
 from regard.untrusted_text import error_text, escape_controls
 from regard.view import charts
-from regard.view.html import write
-from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines
+from regard.view.html_page import write
+from regard.view.task_page import (
+    AlignedExample,
+    TaskPage,
+    WrongAnswer,
+    accuracy_lines,
+    alignment_lines,
+)
 
 COLUMNS = ("split", "shortest", "longest", "examples", "right", "share", "low", "high")
 MOST_WRONG = 12
@@ -184,13 +190,13 @@ def _wrong(found: Sequence[Outcome]) -> list[Outcome]:
     return sorted((o for o in found if not o.right), key=lambda o: o.example.length)[:MOST_WRONG]
 
 
-def _aligned(a: Alignment) -> Aligned:
+def _aligned(a: Alignment) -> AlignedExample:
     end = a.said[len(a.outcome.said) :]
-    return Aligned(a.source, a.said, (*a.outcome.wanted, *end), a.weights.numpy(), a.place)
+    return AlignedExample(a.source, a.said, (*a.outcome.wanted, *end), a.weights.numpy(), a.place)
 
 
-def _told(task: Task, outcome: Outcome) -> Told:
-    return Told(
+def _told(task: Task, outcome: Outcome) -> WrongAnswer:
+    return WrongAnswer(
         task.reads.join(outcome.example.source),
         task.writes.join(outcome.said),
         task.writes.join(outcome.wanted),

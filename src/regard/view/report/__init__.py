@@ -1,5 +1,5 @@
-"""The page over a recording: one file that carries its data, style and script, and asks nothing of
-any network.
+"""The interactive page of a recording: one HTML file with its data, style and script, which
+makes no network requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from regard.errors import ArgumentTypeError
 from regard.untrusted_text import escape_controls
 from regard.view import palette
-from regard.view.html import content_hash
+from regard.view.html_page import content_hash
 from regard.view.report.lang import LANGUAGES, catalogue, check_language
 
 SCRIPTS = (
@@ -43,27 +43,31 @@ SCRIPTS = (
     "diagnostics.js",
     "start.js",
 )
-"""In this order they make the one script of the page."""
+"""The parts of the page's script, in order."""
 STYLES = ("report.css", "panels.css")
 TYPES = {"float32": "f32", "float64": "f64", "uint8": "u8", "int32": "i32", "uint16": "bf16"}
-"""numpy's name -> the page's; 16 bits are the upper half of a float32."""
+"""numpy's dtype names, to those of the page; 16-bit values are the upper half of a float32."""
 
 
 def page(data: Mapping[str, Any], lang: str = "en") -> str:
-    """The HTML of `regard.inspect.report`'s data.
+    """Return the HTML of the data that `regard.inspect.report` made.
 
-    Tokens are untrusted: they travel as JSON whose markup characters are escaped, reach the page as
-    text only, and a content policy lets no other script run than the page's own, known by its hash.
+    Tokens are untrusted: they are embedded as JSON with markup characters escaped, and inserted
+    into the page as text only. A content security policy allows no other script than the page's
+    own, identified by its hash.
 
     Args:
         data: {"meta": plain data, "arrays": {name: numpy array}}.
-        lang: the language in which the page opens; it carries them all.
+        lang: language in which the page opens; it contains all languages.
+
+    Returns:
+        The page as HTML.
 
     Raises:
-        ArgumentError: the language is not one of those that the page speaks.
+        ArgumentError: the page has no such language.
     """
     check_language(lang)
-    meta, arrays = shown(data["meta"]), pack(data["arrays"])
+    meta, arrays = to_page_value(data["meta"]), pack(data["arrays"])
     script = "\n".join(['(() => {\n"use strict";', *map(_asset, SCRIPTS), "})();"])
     style = palette.css(switch=True) + "".join(map(_asset, STYLES))
     content = {
@@ -89,18 +93,21 @@ def _asset(name: str) -> str:
     return resources.files("regard.view.report").joinpath(name).read_text("utf-8")
 
 
-class Packed(NamedTuple):
-    """Arrays as base64 of gzip of their bytes, little-endian, and where each one is."""
+class PackedArrays(NamedTuple):
+    """Arrays as base64 of their gzipped little-endian bytes, and a table of their offsets."""
 
     table: list[dict[str, Any]]
     text: str
 
 
-def pack(arrays: Mapping[str, NDArray[Any]]) -> Packed:
-    """One block of all arrays, each at a multiple of 8 bytes.
+def pack(arrays: Mapping[str, NDArray[Any]]) -> PackedArrays:
+    """Pack all arrays into one block, each at a multiple of 8 bytes.
+
+    Args:
+        arrays: name to array.
 
     Raises:
-        ArgumentTypeError: an array of a type that the page does not read.
+        ArgumentTypeError: an array has a dtype that the page cannot read.
 
     >>> pack({"x": np.zeros(3, np.float32)}).table
     [{'name': 'x', 'type': 'f32', 'offset': 0, 'count': 3}]
@@ -117,24 +124,22 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> Packed:
         blocks.append(block)
         offset += len(block)
     packed = gzip.compress(b"".join(blocks), 6, mtime=0)
-    return Packed(table, base64.b64encode(packed).decode())
+    return PackedArrays(table, base64.b64encode(packed).decode())
 
 
 def as_json(content: Any) -> str:
-    """JSON that no HTML parser and no script engine reads as anything else: ASCII, without <, > and
-    &.
-    """
+    """Return JSON that HTML parsers cannot misread: ASCII, with <, > and & escaped."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
 
 
-def shown(value: Any) -> Any:
-    """Plain data, its texts with everything that a page would obey or hide shown by number; numbers
-    that are not finite are null.
+def to_page_value(value: Any) -> Any:
+    """Return plain data with control and hidden characters shown by number, and non-finite numbers
+    as None.
 
-    >>> shown({"a": ["x\\u202ey", 1, float("nan")]})
+    >>> to_page_value({"a": ["x\\u202ey", 1, float("nan")]})
     {'a': ['x‹202E›y', 1, None]}
     """
     if isinstance(value, float) and not math.isfinite(value):
@@ -142,7 +147,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, str):
         return escape_controls(value)
     if isinstance(value, Mapping):
-        return {escape_controls(str(name)): shown(x) for name, x in value.items()}
+        return {escape_controls(str(name)): to_page_value(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [shown(x) for x in value]
+        return [to_page_value(x) for x in value]
     return value

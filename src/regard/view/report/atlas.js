@@ -1,4 +1,4 @@
-// The atlas: every head of every layer, small; sorted and coloured by any metric; a click opens the map.
+// The atlas: a thumbnail of every head of every layer, sorted and coloured by a metric; a click opens the map.
 {
   const { el, t } = R;
   let grid, many, told, painted = "", shownTop = Infinity, dull = true, scatter;
@@ -65,7 +65,7 @@
       if (here) node.setAttribute("aria-current", "true"); else node.removeAttribute("aria-current");
     }
   };
-  const walk = e => { // arrows go by where things stand on the page
+  const walk = e => { // the arrow keys move by position on the page
     const all = [...grid.querySelectorAll(".thumb")], at = all.indexOf(document.activeElement);
     if (at < 0 || !/^(Arrow|Home|End)/.test(e.key)) return;
     const here = all[at].getBoundingClientRect(), middle = here.left + here.width / 2;

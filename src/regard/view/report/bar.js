@@ -1,4 +1,4 @@
-// What the panels share: the bar that chooses head, query and key; strips, bars and curves; rows of keys.
+// Elements that the panels share: the bar that selects head, query and key; strips, bars and curves; rows of keys.
 
 R.ui = (() => {
   const { el, t, num, exact } = R;
@@ -16,7 +16,7 @@ R.ui = (() => {
     return node;
   };
 
-  // ---- the bar: which head, query and key; only heads that are embedded can be chosen here
+  // ---- the bar: selects head, query and key; only embedded heads can be selected here
   const bar = (view, withKey = true) => {
     const heads = el("select", { id: `${view}-head`, ariaLabel: t("panel.head"), onchange: e => {
       const [place, head] = e.target.value.split(".").map(Number);
@@ -48,7 +48,7 @@ R.ui = (() => {
     return { node, update };
   };
 
-  // ---- a vector as a strip of cells, its scale below it, its numbers on demand
+  // ---- a vector as a strip of cells, its scale below it, its numbers in a closed list
   const strip = (label, kind, values, name = d => t("panel.dim", { d })) => {
     const n = values.length, { min, max, norm } = panels.summary(values), top = Math.max(Math.abs(min), Math.abs(max)) || 1;
     const cells = svg("svg", { viewBox: `0 0 ${n} 1`, preserveAspectRatio: "none", class: "strip", role: "img", "aria-label": label });
@@ -67,7 +67,7 @@ R.ui = (() => {
     box.addEventListener("toggle", () => { if (box.open && box.childElementCount === 1) box.append(el("pre", { class: "num", tabIndex: 0 }, `[${Array.from(values, v => String(v)).join(", ")}]`)); });
     return box;
   };
-  // the pointer, or the arrow keys, name one of n equal columns
+  // returns the column, of n equal ones, under the pointer or selected by the arrow keys
   const hover = (node, n, text, pick) => {
     let d = 0;
     const at = e => { const box = node.getBoundingClientRect(); return Math.min(n - 1, Math.max(0, Math.floor((e.clientX - box.left) / box.width * n))); };
@@ -88,7 +88,7 @@ R.ui = (() => {
     return node;
   };
 
-  // ---- signed bars around a middle line, with a line (a running sum, say) over them
+  // ---- signed bars around a middle line, with an optional line over them, such as a running sum
   const bars = (values, { label, kind = "s", line = null, text, low = "", high = "", lit = -1 }) => {
     const n = values.length, size = x => x.reduce((top, v) => Number.isFinite(v) ? Math.max(top, Math.abs(v)) : top, 0) || 1, top = size(values);
     const chart = svg("svg", { viewBox: `0 0 ${n} 100`, preserveAspectRatio: "none", class: `bars ${kind}`, role: "img", "aria-label": label });
@@ -104,7 +104,7 @@ R.ui = (() => {
     return el("figure", { class: "vector" }, el("figcaption", {}, el("b", { class: kind }, label), " ", mono(`±${num(top)}`, "soft")), hover(chart, n, text),
       el("div", { class: "ends num soft" }, el("span", {}, low), el("span", {}, high)));
   };
-  // a rising or falling curve in [0, top], its columns named on hover
+  // a monotonic curve in [0, top], with a tooltip for each column
   const curve = (values, { label, kind = "s", top = null, text, low = "", high = "", names = null, steps = false, pick }) => {
     const n = values.length, reach = top ?? (values.reduce((a, v) => Number.isFinite(v) ? Math.max(a, v) : a, 0) || 1);
     const chart = svg("svg", { viewBox: `0 0 ${Math.max(n, 1)} 100`, preserveAspectRatio: "none", class: `curve ${kind}`, role: "img", "aria-label": label });
@@ -115,7 +115,7 @@ R.ui = (() => {
       names ? el("div", { class: "names num soft" }, ...names.map(x => el("span", {}, x))) : el("div", { class: "ends num soft" }, el("span", {}, low), el("span", {}, high)));
   };
 
-  // ---- a line of a list: a name, a number, a bar; a click or Enter does something
+  // ---- a line of a list: a name, a number, a bar; a click or Enter calls a function
   const line = (name, value, share, { kind = "s", tip = null, here = false, pick = null, more = null } = {}) => {
     const mark = el("span", { class: `mark ${kind}${share < 0 ? " negative" : ""}` });
     mark.style.width = `${100 * Math.min(1, Math.abs(share) || 0)}%`;
@@ -127,7 +127,7 @@ R.ui = (() => {
   const table = (head, rows, label) => el("div", { class: "scroll", tabIndex: 0, role: "region", ariaLabel: label }, el("table", {},
     el("thead", {}, el("tr", {}, ...head.map(x => el("th", { scope: "col" }, x)))), el("tbody", {}, ...rows)));
   const tr = (cells, properties = {}) => el("tr", properties, ...cells.map(x => el("td", { class: typeof x !== "string" ? "" : panels.wide(x) > 34 ? "num wrap" : "num" }, x)));
-  // long work in slices, so that the page stays alive; starting other work of the same name ends it
+  // runs long work in slices, so that the page stays responsive; starting other work of the same name cancels it
   const running = {};
   const run = (name, count, work, done) => {
     const mine = running[name] = {};
@@ -143,7 +143,7 @@ R.ui = (() => {
   return { soft, mono, card, cards, svg, bar, strip, hover, bars, curve, line, others, table, tr, run };
 })();
 
-// Letters of the panels: q Q the query after and before, k K the key; they leave fields alone
+// Keyboard of the panels: q and Q for the next and previous query, k and K for the key; ignored in input fields
 addEventListener("keydown", e => {
   if (!["cell", "row", "text", "diagnostics"].includes(R.state.view) || e.altKey || e.ctrlKey || e.metaKey) return;
   if (/^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName)) return;

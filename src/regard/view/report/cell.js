@@ -1,9 +1,9 @@
-// Explain one cell: one query, one key, ten steps; each number comes from the recording or is computed from it here.
+// Explain one cell: one query, one key, ten steps; each number comes from the recording, or is computed from it on this page.
 
 {
   const { el, t, num, exact } = R, { soft, mono, card, cards, strip, bars, line, others, table, tr } = R.ui;
   const STEPS = 10;
-  let bar = null, body = null, steps = null, shown = 0, before = false, block = 4; // shown: 0 is all of them
+  let bar = null, body = null, steps = null, shown = 0, before = false, block = 4; // shown: 0 means all steps
 
   const here = () => ({ p: R.state.place, h: R.state.head, i: R.state.i, j: R.state.j, place: R.place() });
   const formula = (text, lit) => el("p", { class: "formula num" }, ...text.split(/(\S+)/).map(part => part === lit ? el("b", { class: "s" }, part) : part));
@@ -18,7 +18,7 @@
       return [el("p", {}, t("cell.where", { query: R.rowName(p, i), key: R.keyName(p, j) })),
         el("ul", { class: "facts" }, fact("cell.place", place.name || place.label), fact("cell.head", t("cell.of", { n: h, last: place.H - 1 })),
           fact("cell.group", t("cell.of", { n: R.math.group(p, h), last: G - 1 })), fact("cell.q_position", R.math.qPosition(p, i)),
-          fact("cell.k_position", R.math.kPosition(p, j)), fact("cell.kernel", rule.kernel ?? place.kernel), fact("cell.dtype", place.dtype), place.keys === "keys" ? null : fact("cell.keys_are", place.keys),
+          fact("cell.k_position", R.math.kPosition(p, j)), fact("cell.kernel", rule.kernel ?? place.kernel), fact("cell.dtype", place.dtype), place.key_kind === "keys" ? null : fact("cell.keys_are", place.key_kind),
           fact("cell.mask", rule.mask.text ?? rule.text ?? "")),
         place.H > G ? soft(t("cell.shared", { group: R.math.group(p, h), heads: place.H / G })) : null,
         cell.visible ? null : el("p", { class: "bad" }, t("cell.is_masked", { why: whyNot(cell) })), soft(t("cell.axes"))];
@@ -28,7 +28,7 @@
       const q = R.math.q(p, h, i), k = R.math.k(p, h, j), v = R.math.v(p, h, j), turn = place.rotary;
       const [a, b] = [R.math.qPosition(p, i), R.math.kPosition(p, j)], old = before && turn;
       const toggle = turn ? el("div", { class: "controls" }, el("button", { type: "button", id: "cell-rotary", ariaPressed: String(before), onclick: () => { before = !before; draw(); } }, t("cell.before_rotary")),
-        el("span", { class: "soft" }, t(before ? "cell.unrotated" : "cell.rotated"))) : soft(t(/latents/.test(place.keys) ? "cell.latents" : "cell.no_rotary"));
+        el("span", { class: "soft" }, t(before ? "cell.unrotated" : "cell.rotated"))) : soft(t(/latents/.test(place.key_kind) ? "cell.latents" : "cell.no_rotary"));
       const table = turn ? el("details", {}, el("summary", {}, t("cell.angles", { n: turn.inv_freq.length, layout: t(`cell.layout_${turn.layout}`) })),
         el("pre", { class: "num", tabIndex: 0 }, panels.pairs(turn).map(([c, d, f], n) => t("cell.angle", { n, dims: `${c}, ${d}`, q: num(a * f), k: num(b * f), apart: num((a - b) * f) })).join("\n"))) : null;
       return [toggle, strip(t("cell.q_of", { token: R.rowName(p, i) }), "q", old ? panels.unrotated(q, a, turn) : q),
@@ -47,7 +47,7 @@
         waves ? bars(waves.map(w => w.sum), { label: t("cell.by_frequency"), low: t("cell.fast"), high: t("cell.slow"),
           text: n => `${t("cell.pair", { n, dims: waves[n].dims.join(", ") })}\n${t("cell.turns", { f: num(waves[n].inv_freq) })}\n${exact(waves[n].sum)}` }) : null];
     },
-    // 4 the chain of the score
+    // 4 the score, step by step
     ({ p, i }, cell) => {
       const rule = R.math.rule(p, i), link = (name, how, v) => tr([el("b", {}, t(name)), how, mono(exact(v), "s")]);
       return [formula("s = softcap( scale · q·k ) + bias, then mask", "scale"),
@@ -73,7 +73,7 @@
           { here: n === j, tip: `${R.keyName(p, n)}\ns ${exact(row.scores[n])}\np ${exact(row.weights[n])}`, pick: () => R.set({ j: n }) })),
         row.n > list.length ? others(row.n - list.length, Math.max(0, row.sum - shown)) : null, online(p, h, i, row, b)];
     },
-    // 6 the values, mixed
+    // 6 the weighted sum of the values
     ({ p, h, i, j, place }) => {
       const row = R.math.row(p, h, i);
       if (!R.math.v(p, h, 0)) return [el("p", {}, t("cell.no_v"))];
@@ -88,7 +88,7 @@
         n > 0 ? others(n, rest) : null, strip(t("cell.gives", { token: R.keyName(p, j) }), "v", given), strip(t("cell.z"), "z", z),
         out ? el("p", {}, t("cell.against_out"), " ", mono(num(panels.furthest(z, out)))) : soft(t("cell.no_out"))];
     },
-    // 7 after the head
+    // 7 output projection and residual stream
     ({ p, h, i }) => R.ui.after(p, h, i),
     // 8 cost, 9 check, 10 what if
     ({ p, h, i }) => R.ui.cost(p, h, i),
@@ -96,7 +96,7 @@
     ({ p, h, i, j }) => R.ui.whatIf(p, h, i, j),
   ];
 
-  // how the model made this q, step by step, where the explanation of it travels with the page
+  // how the model computed this q, step by step, if the page contains its explanation
   const own = (p, h, i) => {
     const x = R.ui.explained(p, i);
     return x && x.head === h && x.q?.length > 1 ? el("details", {}, el("summary", {}, t("cell.made_by", { n: x.q.length })),
@@ -114,7 +114,7 @@
       el("p", {}, t("cell.ends_in", { mine: num(end.lse, 9), kernel: num(row.denominator, 9) })));
   };
 
-  // ---- the frame: all steps, or one at a time
+  // ---- the view: all steps, or one at a time
   const go = n => { shown = Math.min(STEPS, Math.max(0, n)); reveal(); };
   const reveal = () => {
     [...body.children].forEach((node, n) => { node.hidden = shown > 0 && n + 1 !== shown; });

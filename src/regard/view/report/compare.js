@@ -17,7 +17,7 @@
   const plainScale = () => R.state.scale === "lift" ? "log" : R.state.scale;
   const thirdScale = () => how === "ratio" ? "ratio" : R.state.scale === "linear" ? "signed" : "signedlog";
   const third = () => fields.pair(fieldA(), fieldB(), how);
-  // A and B show the part that both have: the zoom is locked
+  // A and B show the part that both have, at the same zoom
   const cut = field => { const { T, N } = same(); return { ...field, T, N }; };
 
   const value = (p, h, s, i, j) => {
@@ -33,7 +33,7 @@
     return [`${t("map.query")} ${rows}`, `${t("map.key")} ${keys}`, `A ${R.exact(u)}`, `B ${R.exact(v)}`, `A − B ${R.num(u - v)}`, `log₂ A / B ${u === v ? 0 : R.num(Math.log2(u / v))}`].join("\n");
   };
 
-  // ---- Jensen-Shannon divergence of each row, in bits: 0 the same, 1 nothing in common
+  // ---- Jensen-Shannon divergence of each row, in bits: 0 means equal, 1 means no overlap
   const divergence = (x, y) => {
     let d = 0, s = 0, u = 0;
     for (let j = 0; j < x.length; j++) { s += Math.max(x[j], 0); u += Math.max(y[j], 0); }
@@ -95,7 +95,7 @@
   const paint = () => plots.forEach(plot => plot.paint());
   const nameB = () => `${R.headName(B().place, B().head)}${spec() ? ` · ${t(`mechanism.${R.state.m.split(":")[0]}`)} ${R.state.m.split(":")[1] || ""}` : ""}`;
 
-  const defaults = () => { // another head of the same place, embedded if there is one; the other recording where there are two
+  const defaults = () => { // another head of the same place, if possible an embedded one; the other recording if there are two
     const { place, head } = R.state, source = R.meta.places[place].source, twin = R.meta.places.findIndex(x => x.source !== source && x.name === R.meta.places[place].name);
     if (twin >= 0) return { place: twin, head };
     const found = R.exactHeads().find(([p, h]) => p !== place || h !== head) || [place, head];

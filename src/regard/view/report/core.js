@@ -1,8 +1,8 @@
-// The page's frame: its data, its state in the address, its words, and the views that others register.
+// The core of the page: its data, its state in the URL, its texts, and the registry of views.
 
 const R = { meta: JSON.parse(document.getElementById("data").textContent), arrays: {}, views: [], plots: {}, math: null };
 
-// ---- elements; text reaches the page as text only
+// ---- elements; text is inserted as text, never as markup
 R.el = (tag, properties = {}, ...children) => {
   const node = document.createElement(tag);
   for (const [property, value] of Object.entries(properties)) {
@@ -16,7 +16,7 @@ R.el = (tag, properties = {}, ...children) => {
   return node;
 };
 
-// ---- words: every sentence of the page comes from the catalogue of its language
+// ---- texts: every visible sentence comes from the catalogue of the language
 R.t = (key, values = {}) => R.tIn(R.state.lang, key, values);
 R.tIn = (lang, key, values = {}) => {
   const text = R.meta.strings[lang]?.[key] ?? R.meta.strings.en[key];
@@ -53,12 +53,12 @@ R.heads = () => R.meta.places.flatMap((x, p) => x.heads.map(h => [p, h]));
 R.exactHeads = () => R.heads().filter(([p, h]) => R.math.has(p, h));
 R.metric = (name, p, h) => R.meta.metrics[name].of[p][R.meta.places[p].heads.indexOf(h)];
 R.notExact = (p, h) => R.el("p", { class: "card" }, R.t("core.not_exact", { head: R.headName(p, h) }), " ", R.el("code", {}, R.command(p, h)));
-R.command = (p, h) => { // a part of a place, such as "layers.3 · latents", is looked at by its place
+R.command = (p, h) => { // a part of a place, such as "layers.3 · latents", is selected by its place
   const { name, label } = R.meta.places[p], where = /^\d+$/.test(label) ? `--layer ${label}` : `--place ${name.split(" · ")[0]}`;
   return `regard explain TEXT ${where} --head ${h} --html FILE`;
 };
 
-// ---- state: what is looked at; the address keeps it
+// ---- state: the selected head, query and key; it is stored in the URL
 const clip = (x, count) => Math.min(Math.max(x, 0), count - 1);
 R.state = { view: "atlas", place: 0, head: 0, i: 0, j: 0, stat: "mass", scale: "log", sinks: true, theme: "auto", lang: "en", b: null, m: "", sort: "layers",
   metric: Object.keys(R.meta.metrics)[0], ...R.meta.start };
@@ -90,7 +90,7 @@ const bounded = () => {
     if (!R.meta.places[s.b.place].heads.includes(s.b.head)) s.b.head = R.meta.places[s.b.place].heads[0];
   }
 };
-// #L15H22&i=812&j=31: L is the number of the place on the page, H the head
+// #L15H22&i=812&j=31: L is the index of the place on the page, H the head
 const hash = () => {
   const s = R.state, parts = [`L${s.place}H${s.head}`];
   for (const [name, short] of Object.entries(NAMES)) if (s[name] !== R.defaults[name]) parts.push(`${short}=${s[name]}`);
@@ -115,7 +115,7 @@ const readHash = () => {
   return found;
 };
 
-// ---- colours: light and dark, by the reader's system or by the switch
+// ---- colours: light and dark, by the system setting or by the switch
 const system = matchMedia("(prefers-color-scheme: dark)");
 R.calm = matchMedia("(prefers-reduced-motion: reduce)");
 R.theme = () => R.state.theme === "auto" ? (system.matches ? "dark" : "light") : R.state.theme;
@@ -125,10 +125,10 @@ const look = () => {
   document.documentElement.lang = R.state.lang === "zh" ? "zh-Hans" : R.state.lang;
 };
 
-// ---- views: R.view({name, title: a key, mount(el), update(changed)}); only the one that is open is drawn
+// ---- views: R.view({name, title: a key, mount(el), update(changed)}); only the open view is drawn
 R.view = view => { R.views.push({ ...view, node: null }); };
 let waiting = null;
-R.draw = changed => { // together, in the next frame
+R.draw = changed => { // all changes are drawn together, in the next frame
   if (waiting) { changed.forEach(x => waiting.add(x)); return; }
   waiting = new Set(changed);
   requestAnimationFrame(() => {

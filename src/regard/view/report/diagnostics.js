@@ -1,4 +1,4 @@
-// Diagnostics: do the rows add up, did anything leak, and what kind of head is this; all rows, or so many of them, and it says.
+// Diagnostics: row sums, weight on forbidden keys, and what the head attends to; over all rows, or over a stated sample.
 
 {
   const { el, t, num, exact } = R, { soft, card, cards, curve, bars, line, run, table, tr } = R.ui, MOST = 1024, OFFSETS = 64;
@@ -44,7 +44,7 @@
           el("h3", {}, t("diagnostics.heavy")), ...heavy.map(j => line(R.keyName(p, j), R.percent(x.columns[j] / (n - x.empty)), x.columns[j] / x.columns[heavy[0]], { kind: "k", pick: () => R.set({ j, view: "cell" }) }))))];
   };
 
-  // ---- every metric: this head's value, and where it stands among all heads
+  // ---- every metric: this head's value, and its rank among all heads
   const standing = () => {
     const { place: p, head: h } = R.state, rows = Object.entries(R.meta.metrics).flatMap(([name, { of, unit }]) => {
       const value = of[p]?.[h], all = of.flat().filter(v => Number.isFinite(v)).sort((a, b) => b - a);

@@ -1,7 +1,7 @@
-// Figures: what is on a canvas with its recipe below it, as PNG or SVG; made here, saved by the browser.
+// Figures: the canvases of a view with a caption that describes them, saved as PNG or SVG.
 
 const figures = (() => {
-  // what was drawn, in full: a figure whose reduction nobody knows is worth nothing. extra(say) adds what a view knows;
+  // a full description of what was drawn and how it was reduced, so that it can be reproduced; extra(say) adds the facts of a view;
   // say(key, values) is a sentence, in the page's language for the caption, in English for the JSON of an SVG
   const recipe = (extra, say = R.t) => {
     const s = R.state, place = R.place(), rule = R.math.rule(s.place, s.i);
@@ -11,7 +11,7 @@ const figures = (() => {
   const english = (key, values) => R.tIn("en", key, values);
   const words = extra => Object.entries(recipe(extra)).filter(([, v]) => v !== "" && v !== null && v !== undefined).map(([name, v]) => `${R.t(`recipe.${name}`)} ${v}`).join(" · ");
   const EM = 7.3; // pixels of a letter of the caption, 12 pixels high
-  const wrapped = (text, width) => { // lines of a width in pixels, cut at the dots where that goes
+  const wrapped = (text, width) => { // lines of a width in pixels, broken at the dots if possible
     const most = Math.max(20, Math.floor(width / EM)), lines = [""];
     for (const part of text.split(" · ")) {
       const last = lines[lines.length - 1], joined = last ? `${last} · ${part}` : part;

@@ -1,11 +1,11 @@
-// A heatmap on a canvas: rulers with tokens, marginals, zoom, pan, crosshair, keyboard. The map has one, compare three in step.
+// A heatmap on a canvas: rulers with tokens, marginals, zoom, pan, crosshair, keyboard. The map has one; compare has three that move together.
 
 // options: field() -> a field; scale() -> a name of R.SCALES; view: {i0, i1, j0, j1}, shared by those that move together;
-// mark() -> {i, j}; pick(i, j); open(); label(i, j) -> text; alt() -> words; names: {row(i), col(j)}; side: the widest; marginals; moved()
+// mark() -> {i, j}; pick(i, j); open(); label(i, j) -> text; alt() -> words; names: {row(i), col(j)}; side: the largest width; marginals; moved()
 const heat = options => {
   const { el } = R, canvas = el("canvas", { tabIndex: 0, role: "application", class: "heat" }), pen = canvas.getContext("2d"), view = options.view;
   let shape = null, base = null, hover = null, turn = 0, progress = 1;
-  const LABELLED = 10; // pixels that a token needs to be named
+  const LABELLED = 10; // pixels that a token label needs
   const MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace';
 
   const layout = () => {
@@ -21,16 +21,16 @@ const heat = options => {
   };
   const x = j => (j - view.j0) / (view.j1 - view.j0) * shape.width, y = i => (i - view.i0) / (view.i1 - view.i0) * shape.height;
 
-  // as many blocks as pixels at most, by powers of two
+  // at most one block per pixel; block sizes are powers of two
   const blocking = (cells, pixels) => { let n = 1; while (cells / n > pixels) n *= 2; return n; };
-  const pooled = () => { // from the rows that are there
+  const pooled = () => { // from the rows that are computed so far
     const field = options.field(), { width, height, dpr } = shape;
     const a = blocking(view.i1 - view.i0, height * dpr), b = blocking(view.j1 - view.j0, width * dpr), found = field.blocks(view, a, b, fields.look());
     progress = field.sampled(view);
     base = { found, picture: fields.image(found, options.scale()), a, b, field };
     if (options.drawn) options.drawn({ a, b, progress, field });
   };
-  // a slice of the rows in each frame; the picture is made anew more and more seldom, since that takes time as well
+  // computes a slice of the rows in each frame; the picture is redrawn less and less often, because that takes time as well
   const compute = () => {
     let done = options.field().work(view, 14), wait = 60, last = performance.now();
     pooled();
@@ -76,7 +76,7 @@ const heat = options => {
       pen.restore();
     }
   };
-  // above: mean weight that a key gets from the rows shown; right: how spread each row is
+  // below: mean weight that a key receives from the visible rows; right: entropy of each row
   const marginals = () => {
     const { left, top, bar, width, height, dpr } = shape, { found, field } = base;
     const columns = new Float64Array(found.cols), seen = new Float64Array(found.cols);
@@ -88,7 +88,7 @@ const heat = options => {
     base.means = means;
     const most = means.reduce((m, v) => Math.max(m, v), 0) || 1;
     pen.fillStyle = R.css("--k");
-    means.forEach((m, J) => { // below the picture
+    means.forEach((m, J) => { // drawn below the picture
       const h = bar * m / most * dpr, from = x(view.j0 + J * base.b), to = x(Math.min(view.j0 + (J + 1) * base.b, view.j1));
       pen.fillRect((left + from) * dpr, (top + height + 2) * dpr, Math.max(1, (to - from) * dpr - (to - from > 5 ? 1 : 0)), h);
     });
@@ -153,7 +153,7 @@ const heat = options => {
     draw();
   };
 
-  // ---- moving about
+  // ---- pan and zoom
   const zoomed = () => { const f = options.field(); return view.i1 - view.i0 < f.T || view.j1 - view.j0 < f.N; };
   const show = (i0, j0, rows, cols) => {
     const f = options.field();
@@ -170,7 +170,7 @@ const heat = options => {
     show(i - (i - view.i0) * by, j - (j - view.j0) * by, rows, cols);
   };
   const whole = () => { const f = options.field(); show(0, 0, f.T, f.N); };
-  const reveal = (i, j) => { // move just as far as needed
+  const reveal = (i, j) => { // moves only as far as needed
     const rows = view.i1 - view.i0, cols = view.j1 - view.j0;
     const i0 = i < view.i0 ? i : i >= view.i1 ? i - rows + 1 : view.i0, j0 = j < view.j0 ? j : j >= view.j1 ? j - cols + 1 : view.j0;
     if (i0 !== view.i0 || j0 !== view.j0) show(i0, j0, rows, cols);
@@ -181,7 +181,7 @@ const heat = options => {
     if (u < 0 || v < 0 || u >= 1 || v >= 1) return null;
     return [Math.floor(view.i0 + v * (view.i1 - view.i0)), Math.floor(view.j0 + u * (view.j1 - view.j0))];
   };
-  // beside the picture: what the bar of a row or a column says
+  // the tooltip of the marginal of a row or a column
   const beside = e => {
     if (!shape || !shape.bar || !base) return "";
     const box = canvas.getBoundingClientRect(), u = (e.clientX - box.left - shape.left) / shape.width, v = (e.clientY - box.top - shape.top) / shape.height;
@@ -212,7 +212,7 @@ const heat = options => {
       if (words) R.showTip(words, e.clientX, e.clientY);
       return;
     }
-    if (fingers.size === 2) { // pinch: the cell between the fingers stays
+    if (fingers.size === 2) { // pinch: the cell between the fingers keeps its place
       const [a, b] = [...fingers.values()], was = Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
       fingers.set(e.pointerId, e);
       const [c, d] = [...fingers.values()], now = Math.hypot(c.clientX - d.clientX, c.clientY - d.clientY);

@@ -1,8 +1,8 @@
-"""The languages of the page: one catalogue of sentences each, and which of them a reader gets.
+"""The languages of the page: one catalogue of sentences each, and the choice of a language.
 
-A catalogue is `strings/<language>.json`: {key: sentence}. A sentence may hold placeholders,
-`{name}`, that the page fills in; every language has the same keys with the same placeholders.
-Nothing that a reader reads stands anywhere else.
+A catalogue is `strings/<language>.json`: {key: sentence}. A sentence may have placeholders,
+`{name}`, which the page fills in. Every language has the same keys with the same placeholders. All
+visible text of the page is in these catalogues.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from importlib import resources
 from regard.errors import ArgumentError
 
 LANGUAGES = {"en": "English", "zh": "简体中文"}
-"""Code -> what its readers call it."""
+"""Language code, to the name of the language in itself."""
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def catalogue(lang: str) -> dict[str, str]:
-    """The sentences of a language, by key.
+    """Return the sentences of a language, by key.
 
     Args:
         lang: one of `LANGUAGES`.
@@ -33,13 +33,13 @@ def catalogue(lang: str) -> dict[str, str]:
     >>> catalogue("en")["cell.title"]
     'Explain one cell'
     """
-    found = resources.files("regard.view.report") / "strings" / f"{check_language(lang)}.json"
-    sentences: dict[str, str] = json.loads(found.read_text("utf-8"))
+    path = resources.files("regard.view.report") / "strings" / f"{check_language(lang)}.json"
+    sentences: dict[str, str] = json.loads(path.read_text("utf-8"))
     return sentences
 
 
 def check_language(lang: str) -> str:
-    """The language, if there is a catalogue for it; else ArgumentError.
+    """Return the language if it has a catalogue, or raise ArgumentError.
 
     >>> check_language("fr")
     Traceback (most recent call last):
@@ -51,19 +51,20 @@ def check_language(lang: str) -> str:
     return lang
 
 
-def of_locale(environment: Mapping[str, str] | None = None) -> str:
-    """The language of a reader: that of the first of LC_ALL, LC_MESSAGES and LANG that is set;
-    English where it is not ours.
+def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
+    """Return the reader's language from the first of LC_ALL, LC_MESSAGES and LANG that is set.
+
+    It is English if there is no catalogue for that language.
 
     Args:
-        environment: the variables; by default those of this process.
+        environment: environment variables; by default those of this process.
 
-    >>> of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
+    >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
     'zh'
-    >>> of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
+    >>> language_of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
     'en'
     """
     variables = os.environ if environment is None else environment
-    said = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
-    code = re.split(r"[_.@-]", said)[0].lower()
+    locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
+    code = re.split(r"[_.@-]", locale)[0].lower()
     return code if code in LANGUAGES else "en"

@@ -1,8 +1,8 @@
-// The map of one head: the pattern at any zoom, with marginals, the masked hatched, and a badge that says how it was made.
+// The map of one head: the pattern at any zoom, with marginals, masked cells hatched, and a badge that says whether it is exact.
 {
   const { el, t } = R;
   let plot, badge, legend, readout, caption, mini, head, rest, view, drawn = "", sinks;
-  const views = new Map(); // place -> where its map is; heads of a place share it, so that the eye can compare
+  const views = new Map(); // place -> the visible part of its map; the heads of a place share it, so that they can be compared
 
   R.badge = (badge, { a, b, progress, field }) => {
     const size = field.exact ? [a, b] : field.size;
@@ -47,7 +47,7 @@
       shown: say("recipe.part", { i0: view.i0, i1: view.i1 - 1, j0: view.j0, j1: view.j1 - 1 }), ...(progress < 1 ? { rows_sampled: R.percent(progress) } : {}) };
   };
 
-  // ---- the whole pattern, small, with the frame of what is shown: a click moves there
+  // ---- a small picture of the whole pattern, with a frame around the visible part; a click moves it
   const minimap = () => {
     const canvas = el("canvas", { class: "mini hatched", tabIndex: -1, ariaHidden: "true" }), pen = canvas.getContext("2d");
     let key = "", picture = null;

@@ -1,6 +1,6 @@
-// What a recording says, recomputed: scores, weights and reasons of any head that is embedded. No DOM: node runs it too.
+// Scores, weights and mask reasons of any embedded head, computed from the recording. It uses no DOM, so that node can run it.
 //
-// s_ij = softcap(scale q_i . k_j) + bias_ij where the mask lets i see j, else -Infinity;   p_ij = exp(s_ij - L_i)
+// s_ij = softcap(scale q_i . k_j) + bias_ij where the mask allows i to attend to j, else -Infinity;   p_ij = exp(s_ij - L_i)
 // L_i is the kernel's own lse, with the sink's logit in it where there is one. Sums run in float64.
 
 // the page's one block of bytes as named arrays; bf16 is the upper half of a float32
@@ -15,7 +15,7 @@ const readArrays = (table, bytes) => {
 };
 
 const makeMath = (meta, arrays) => {
-  const places = meta.places, KEPT = 48e6; // bytes of rows that are kept
+  const places = meta.places, KEPT = 48e6; // bytes of the cached rows
   const array = (p, name) => arrays[`p${p}.${name}`];
   const group = (p, h) => Math.floor(h / (places[p].H / places[p].G));
   const has = (p, h) => array(p, `q${h}`) !== undefined;
@@ -37,18 +37,18 @@ const makeMath = (meta, arrays) => {
     return top === -Infinity ? top : top + Math.log(Math.exp(a - top) + Math.exp(b - top));
   };
 
-  // ---- masks: bits that Python evaluated, a plane for all heads or one each; a tree of all/any over them
+  // ---- masks: bits that Python evaluated, one plane for all heads or one per head, combined by a tree of all/any
   const bit = (name, planes, p, h, i, j) => {
     const x = arrays[name], { T, N } = places[p], at = ((planes > 1 ? h : 0) * T + i) * N + j;
     return (x[Math.floor(at / 8)] >> (at % 8) & 1) === 1;
   };
-  const held = (p, i, j) => !places[p].held || bit(places[p].held, 1, p, 0, i, j);
+  const present = (p, i, j) => !places[p].present || bit(places[p].present, 1, p, 0, i, j);
   const allows = (tree, p, h, i, j) => {
     if (tree.all) return tree.all.every(x => allows(x, p, h, i, j));
     if (tree.any) return tree.any.some(x => allows(x, p, h, i, j));
     return bit(tree.bits, tree.heads, p, h, i, j);
   };
-  const visible = (p, h, i, j) => held(p, i, j) && allows(rule(p, i).mask, p, h, i, j);
+  const visible = (p, h, i, j) => present(p, i, j) && allows(rule(p, i).mask, p, h, i, j);
   // the same for a whole row: 1 where the query sees the key
   const bitRow = (name, planes, p, h, i) => {
     const x = arrays[name], { T, N } = places[p], found = new Uint8Array(N), first = ((planes > 1 ? h : 0) * T + i) * N;
@@ -64,7 +64,7 @@ const makeMath = (meta, arrays) => {
   };
   const seen = (p, h, i) => {
     const found = treeRow(rule(p, i).mask, p, h, i);
-    if (places[p].held) bitRow(places[p].held, 1, p, 0, i).forEach((x, j) => { found[j] &= x; });
+    if (places[p].present) bitRow(places[p].present, 1, p, 0, i).forEach((x, j) => { found[j] &= x; });
     return found;
   };
   const against = (tree, p, h, i, j) => {
@@ -72,7 +72,7 @@ const makeMath = (meta, arrays) => {
     const inner = tree.all || tree.any;
     return inner ? inner.flatMap(x => against(x, p, h, i, j)) : [{ key: `why.${tree.why}`, values: { mask: tree.text } }];
   };
-  const why = (p, h, i, j) => held(p, i, j) ? against(rule(p, i).mask, p, h, i, j) : [{ key: kPosition(p, j) < 0 ? "why.padding" : "why.absent", values: {} }];
+  const why = (p, h, i, j) => present(p, i, j) ? against(rule(p, i).mask, p, h, i, j) : [{ key: kPosition(p, j) < 0 ? "why.padding" : "why.absent", values: {} }];
 
   // ---- biases: by offset of positions, or cell by cell
   const bias = (p, h, i, j) => {
@@ -92,7 +92,7 @@ const makeMath = (meta, arrays) => {
   const cap = (s, c) => c === null || c === undefined ? s : c * Math.tanh(s / c);
   const dotAt = (p, h, i, j) => dot(q(p, h, i), k(p, h, j), places[p].D);
 
-  // ---- rows, computed once and kept
+  // ---- rows, computed once and cached
   const kept = new Map();
   let bytes = 0;
   const keep = (key, row) => {
@@ -134,7 +134,7 @@ const makeMath = (meta, arrays) => {
   const scores = (p, h, i) => row(p, h, i).scores;
   const weights = (p, h, i) => row(p, h, i).weights;
 
-  // ---- one cell, each link of its chain
+  // ---- one cell, step by step
   const cell = (p, h, i, j) => {
     const { D } = places[p], r = rule(p, i), Q = q(p, h, i), K = k(p, h, j), products = new Float64Array(D);
     for (let d = 0; d < D; d++) products[d] = Q[d] * K[d];
@@ -144,8 +144,8 @@ const makeMath = (meta, arrays) => {
       visible: seen, why: why(p, h, i, j), lse: lse(p, h, i), denominator: L, weight: seen && L !== -Infinity ? Math.exp(score - L) : 0 };
   };
 
-  // ---- the same q and k under another mechanism: its own softmax, since no kernel ran it
-  // spec: {scale, temperature, softcap, window, alibi: slope, nobias, nomask, nosink, linear}; what it leaves out stays the recording's
+  // ---- the same q and k under another mechanism: a new softmax, because no kernel computed it
+  // spec: {scale, temperature, softcap, window, alibi: slope, nobias, nomask, nosink, linear}; what it leaves out is taken from the recording
   const other = (p, h, i, spec) => {
     const { N, D } = places[p], r = rule(p, i), Q = q(p, h, i), K = array(p, `k${group(p, h)}`);
     const scale = (spec.scale ?? r.scale) / (spec.temperature ?? 1), c = spec.softcap === undefined ? r.softcap : spec.softcap;
@@ -153,8 +153,8 @@ const makeMath = (meta, arrays) => {
     let max = -Infinity, n = 0;
     for (let j = 0; j < N; j++) {
       const away = at - kPosition(p, j);
-      if (!(spec.nomask ? held(p, i, j) : open[j]) || (spec.window && away >= spec.window)) continue;
-      if (spec.linear) { // phi(x) = elu(x) + 1, normalised by its own sum
+      if (!(spec.nomask ? present(p, i, j) : open[j]) || (spec.window && away >= spec.window)) continue;
+      if (spec.linear) { // phi(x) = elu(x) + 1, divided by its sum
         let s = 0;
         for (let d = 0, m = j * D; d < D; d++, m++) s += phi(Q[d]) * phi(K[m]);
         scores[j] = s;
@@ -188,7 +188,7 @@ const makeMath = (meta, arrays) => {
     return z;
   };
 
-  return { has, group, rule, q, k, v, out, lse, sink, denominator, held, visible, seen, why, bias, qPosition, kPosition, dot: dotAt,
+  return { has, group, rule, q, k, v, out, lse, sink, denominator, present, visible, seen, why, bias, qPosition, kPosition, dot: dotAt,
     row, scores, weights, cell, other, mixed };
 };
 

@@ -1,4 +1,4 @@
-// The tip, and colours: a ramp for weights, one for signed numbers, the hatch of what is masked, and the legend of a scale.
+// The tooltip, and colours: ramps for weights and for signed numbers, the hatch of masked cells, and the legend of a scale.
 
 const tip = document.getElementById("tip");
 R.showTip = (text, left, top) => {
@@ -31,7 +31,7 @@ R.lut = which => Uint32Array.from(RAMPS[which][R.theme()], packed);
 const hex = name => { const x = R.css(name); return [1, 3, 5].map(n => parseInt(x.slice(n, n + 2), 16)); };
 R.pixel = name => packed(hex(name));
 
-// ---- scales: a number -> 0..1 on a fixed domain, and the words of its ends
+// ---- scales: a number -> 0..1 on a fixed domain, and the labels of its ends
 // log: 2^-16..1; linear: 0..1; lift: weight times the keys that the query sees, 2^-8..2^8; signed: -1..1, linear or by the logarithm of its size; ratio: log2 of a ratio, -8..8
 R.SCALES = {
   log: { ramp: "weights", low: "2⁻¹⁶", high: "1", at: w => w > 0 ? 1 + Math.log2(w) / 16 : 0 },

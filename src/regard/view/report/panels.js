@@ -1,7 +1,7 @@
-// Numbers of the panels, from what math.js gives: nothing here knows the page, and node runs it too.
+// Numbers of the panels, computed from the results of math.js. It uses no DOM, so that node can run it.
 
 const panels = (() => {
-  // ---- rotary: pairs of dims, each turned by position * inv_freq; the same layouts as regard.positions.rotate
+  // ---- rotary: pairs of dims, each rotated by position * inv_freq; the same layouts as regard.positions.rotate
   const pairs = (rotary) => rotary.inv_freq.map((f, n) => rotary.layout === "half" ? [n, n + rotary.inv_freq.length, f] : [2 * n, 2 * n + 1, f]);
   const unrotated = (x, position, rotary) => {
     const found = Float64Array.from(x), factor = rotary.factor ?? 1;
@@ -12,7 +12,7 @@ const panels = (() => {
     }
     return found;
   };
-  // the products of a dot, pair by pair: what each frequency adds
+  // the products of a dot, summed by rotary pair: the contribution of each frequency
   const byFrequency = (products, rotary) => pairs(rotary).map(([a, b, f], n) => ({ pair: n, dims: [a, b], inv_freq: f, sum: products[a] + products[b] }));
 
   const running = values => {
@@ -37,7 +37,7 @@ const panels = (() => {
   const mean = x => x.reduce((a, b) => a + b, 0) / x.length;
   const summary = x => ({ min: x.reduce((a, b) => Math.min(a, b)), max: x.reduce((a, b) => Math.max(a, b)), norm: Math.sqrt(x.reduce((a, b) => a + b * b, 0)) });
 
-  // ---- softmax, once more: block by block with a running maximum m, sum l and value o; the end is the whole row's
+  // ---- softmax block by block, with a running maximum m, sum l and value o; the last values are those of the whole row
   // values(j) -> v_j or null; sink: its logit or null, the last term
   const online = (scores, values, E, block, sink = null) => {
     const seen = [];
@@ -66,13 +66,13 @@ const panels = (() => {
 
   // ---- one row of weights
   const falling = weights => Float64Array.from(weights.filter(w => w > 0)).sort().reverse();
-  const keysFor = (sorted, share) => { // how many of the largest make a share of what there is
+  const keysFor = (sorted, share) => { // how many of the largest weights make up a share of the total
     const all = sorted.reduce((a, b) => a + b, 0);
     let total = 0;
     for (let n = 0; n < sorted.length; n++) if ((total += sorted[n]) >= share * all * (1 - 1e-12)) return n + 1;
     return sorted.length;
   };
-  // mass by distance, in bins that double: 0, 1, 2-3, 4-7, ...; behind is positive, ahead negative
+  // mass by distance, in bins that double: 0, 1, 2-3, 4-7, ...; earlier keys have positive distances, later ones negative
   const byDistance = (weights, distance) => {
     const bins = new Map();
     for (let j = 0; j < weights.length; j++) {
@@ -87,7 +87,7 @@ const panels = (() => {
   };
   const meanDistance = (weights, distance) => weights.reduce((sum, w, j) => w ? sum + w * distance(j) : sum, 0);
   const entropy = (weights, extra = 0) => [...weights, extra].reduce((h, w) => w > 0 ? h - w * Math.log(w) : h, 0);
-  const divergence = (a, b) => { // Jensen-Shannon, in bits: 0 the same, 1 nothing in common
+  const divergence = (a, b) => { // Jensen-Shannon, in bits: 0 means equal, 1 means no overlap
     let d = 0;
     for (let j = 0; j < a.length; j++) {
       const m = (a[j] + b[j]) / 2;

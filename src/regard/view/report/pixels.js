@@ -1,9 +1,9 @@
-// Fields: the weights of a head as something that can be looked at from any distance. Exact ones are computed row by row,
-// a few milliseconds at a time; a head that is not embedded has the blocks of its thumbnail only, and says so.
-// A field's blocks(view, a, b, look) are numbers for blocks of a x b cells: MASKED where the query may see no key of it.
+// Fields: the weights of a head at any zoom. Exact fields are computed row by row,
+// a few milliseconds at a time; a head that is not embedded has only the blocks of its thumbnail.
+// A field's blocks(view, a, b, look) are numbers for blocks of a x b cells: MASKED where no query may attend to a key of the block.
 
 const MASKED = -2, HIDDEN = -3, fields = (() => {
-  const WHOLE = 1 << 24, MOST_ROWS = 1024, FIRST = 4; // cells that are kept; rows that are sampled of a larger pattern; first positions that are sinks
+  const WHOLE = 1 << 24, MOST_ROWS = 1024, FIRST = 4; // cells that are cached; rows that are sampled from a larger pattern; number of first positions that count as sinks
   const kept = new Map();
   const look = () => ({ stat: R.state.stat, scale: R.state.scale, sinks: R.state.sinks });
   const sinks = new Map(); // place -> 1 where a column stands at one of the first positions
@@ -12,7 +12,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     return sinks.get(p);
   };
 
-  // rows in the order 0, n/2, n/4, 3n/4, ...: the picture is whole at once, and sharpens
+  // rows in the order 0, n/2, n/4, 3n/4, ...: a coarse picture appears at once and is refined
   const coarseFirst = (from, to) => {
     const order = [], seen = new Set();
     for (let step = 2 ** Math.ceil(Math.log2(Math.max(to - from, 1))); step >= 1; step /= 2) {
@@ -44,7 +44,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     };
     const at = i => whole ? values.subarray(i * N, (i + 1) * N) : row(i);
     let job = null;
-    const work = (view, time) => { // some milliseconds of rows; true when every row of the view is there
+    const work = (view, time) => { // computes rows for some milliseconds; returns true when every row of the view is computed
       const key = `${view.i0} ${view.i1}`;
       if (!job || job.key !== key) job = { key, at: 0, order: coarseFirst(view.i0, view.i1).slice(0, whole ? undefined : MOST_ROWS) };
       const stop = performance.now() + time;
@@ -71,7 +71,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
         for (let i = view.i0 + I * a, end = Math.min(i + a, view.i1); i < end; i++) {
           if (!have[i]) continue;
           known = true;
-          if (!n[i] && !first[i]) continue; // a row that sees nothing has no share in a mean
+          if (!n[i] && !first[i]) continue; // a row that sees no key is left out of the mean
           some++;
           const w = at(i), by = (sinks ? 1 : first[i] < 1 ? 1 / (1 - first[i]) : 0) * (lift ? n[i] : 1);
           for (let j = view.j0; j < view.j1; j++) {
@@ -83,7 +83,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
           }
         }
         const out = found.subarray(I * cols, (I + 1) * cols);
-        if (!known) { // not computed yet: what is known of the rows above
+        if (!known) { // not computed yet: use the rows above
           if (before >= 0) out.set(found.subarray(before * cols, (before + 1) * cols));
           continue;
         }
@@ -99,7 +99,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     return { p, h, T, N, exact: true, size: [1, 1], work, blocks, at, have, n, first, spread, sampled, spec: spec || null };
   };
 
-  // how many pairs of each block of the thumbnail the mask lets through: Python counted them, for all heads or for each
+  // how many pairs of each block of the thumbnail the mask allows: Python counted them, for all heads or for each
   const open = (p, h, blocks) => {
     const all = R.arrays[R.meta.places[p].visible], at = all.length > blocks ? R.meta.places[p].heads.indexOf(h) * blocks : 0;
     return all.subarray(at, at + blocks);
@@ -156,13 +156,13 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     const key = `${p} ${h} ${JSON.stringify(spec)}`;
     if (!kept.has(key)) kept.set(key, R.math.has(p, h) ? exact(p, h, spec) : small(p, h));
     const found = kept.get(key);
-    kept.delete(key); // the newest last; few are kept
+    kept.delete(key); // the newest last; only a few are cached
     kept.set(key, found);
     for (const old of kept.keys()) if (kept.size > 6) kept.delete(old); else break;
     return found;
   };
 
-  // numbers -> pixels: the ramp of a scale, the hatch shows through what is masked, NaN in the colour of errors
+  // numbers -> pixels: the ramp of a scale, masked cells are transparent, which shows the hatch, NaN in the colour of errors
   const image = ({ rows, cols, values }, scale) => {
     const canvas = document.createElement("canvas");
     canvas.width = Math.max(cols, 1);

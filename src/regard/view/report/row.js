@@ -1,4 +1,4 @@
-// The row inspector: where one query looks, and how its weights are spread; a slider over all rows, decode steps among them.
+// The row view: the keys that one query attends to, and the distribution of its weights; a slider over all rows, including decoding steps.
 
 {
   const { el, t, num, exact } = R, { soft, card, cards, curve, line, others } = R.ui;
@@ -7,7 +7,7 @@
 
   const stats = (p, h, i, row) => {
     const place = R.meta.places[p], n = row.n, sorted = panels.falling(row.weights), away = j => R.math.qPosition(p, i) - R.math.kPosition(p, j);
-    let first = 0, seen = 0; // the first four keys that the query sees
+    let first = 0, seen = 0; // weight of the first four visible keys
     for (let j = 0; j < place.N && seen < 4; j++) if (row.scores[j] !== -Infinity) { first += row.weights[j]; seen++; }
     return cards(
       card(t("row.sees"), t("row.of_keys", { n, N: place.N })),
@@ -44,7 +44,7 @@
     return curve(bins.map(bin => bin.mass), { label: t("row.by_distance"), steps: true, names: bins.map(name),
       text: n => t("row.bin", { name: name(bins[n]), share: R.percent(bins[n].mass), n: bins[n].keys }) });
   };
-  const decode = (p, i) => { // the run's calls: the first is the prefill, one more for each part that came after
+  const decode = (p, i) => { // the index of the call: 0 is the prefill, later calls follow
     let first = 0;
     const n = R.meta.places[p].steps.findIndex(rows => i < (first += rows));
     return n > 0 ? t("row.decode", { n }) : t("row.prefill");

@@ -17,7 +17,7 @@ R.scatter = () => {
     const low = Math.min(...values), high = Math.max(...values), room = (high - low || Math.abs(high) || 1) * 0.04;
     return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
   };
-  const walk = (e, dot) => { // to the nearest point on that side
+  const walk = (e, dot) => { // moves to the nearest point in that direction
     const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[e.key];
     if (!way) return;
     e.preventDefault();
@@ -30,7 +30,7 @@ R.scatter = () => {
     next.focus();
   };
   let drawn = "";
-  const draw = () => { // anew only where something else is to be seen: whoever walks over the points keeps the focus
+  const draw = () => { // redraws only if the content changes, so that the keyboard focus stays on its point
     const now = `${chosen.x} ${chosen.y} ${R.state.place} ${R.state.head}`;
     if (!node.open || now === drawn) return;
     drawn = now;

@@ -1,4 +1,4 @@
-// Unpack the arrays, draw the frame, open the view that the address names.
+// Unpacks the arrays, draws the page, and opens the view that the URL names.
 
 const unpack = async () => {
   const text = document.getElementById("arrays").textContent.trim(), raw = atob(text), bytes = new Uint8Array(raw.length);
@@ -23,8 +23,8 @@ R.frame = () => {
         el("div", { class: "switches" },
           choose("lang", Object.keys(R.meta.strings).map(x => option("lang", x, languages[x] || x))),
           choose("theme", ["auto", "light", "dark"].map(x => option("theme", x, t(`core.theme_${x}`)))))),
-      el("ul", { class: "facts" }, ...R.meta.sources.flatMap((source, n) => Object.entries(source.about).map(([name, value]) =>
-        el("li", {}, R.meta.sources.length > 1 ? `${"①②"[n]} · ` : "", el("span", { class: "soft" }, `${R.word(`about.${name}`, name)} `), el("b", {}, String(value))))))),
+      el("ul", { class: "facts" }, ...R.meta.sources.flatMap((source, n) => Object.entries(source.metadata).map(([name, value]) =>
+        el("li", {}, R.meta.sources.length > 1 ? `${"①②"[n]} · ` : "", el("span", { class: "soft" }, `${R.word(`metadata.${name}`, name)} `), el("b", {}, String(value))))))),
     el("nav", { role: "tablist", ariaLabel: t("core.views") }, ...R.views.map(tab)),
     el("main", { id: "views" }, ...R.views.map(view => {
       view.node = el("section", { id: `view-${view.name}`, class: "view", hidden: true, role: "tabpanel" });
@@ -50,7 +50,7 @@ R.show = changed => {
   open.update(changed);
 };
 
-const step = key => { // [ and ] turn the pages; everything else belongs to the view
+const step = key => { // [ and ] change the view; other keys are handled by the view
   const at = R.views.findIndex(view => view.name === R.state.view), n = R.views.length;
   const to = { "[": at - 1, "]": at + 1 }[key];
   if (to === undefined) return false;

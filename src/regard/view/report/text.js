@@ -1,9 +1,9 @@
-// The text lens: drag a span of the text, and see where it looks, or who looks at it; a search marks what it finds.
+// The text view: select a span of the text to see what it attends to, or what attends to it; a search marks matches.
 
 {
   const { el, t, num, exact } = R, { soft, line, run } = R.ui, HEIGHT = 30, LETTER = 8;
   let bar = null, panes = [], status = null, list = null, overview = null, jump = true, found = null, legend = null, marked = [], hits = new Set(), hunted = "q", at = -1;
-  const now = { side: "q", from: 0, to: 0, relative: false, values: null, key: "" }; // side q: where the span looks; k: who looks at it
+  const now = { side: "q", from: 0, to: 0, relative: false, values: null, key: "" }; // side q: what the span attends to; k: what attends to it
 
   const place = () => R.place();
   const one = () => place().q_text === place().k_text;
@@ -11,7 +11,7 @@
   const rowOf = token => token - place().q_first;
   const usable = (side, token) => side === "q" ? rowOf(token) >= 0 && rowOf(token) < place().T : token < place().N;
 
-  // ---- shares: of the span's attention, by key; or of each row's attention, to the span
+  // ---- weights: of the span by key, or of each row on the span
   const compute = () => {
     const { place: p, head: h } = R.state, { T, N } = place(), key = [p, h, now.side, now.from, now.to].join();
     if (key === now.key) return;
@@ -33,12 +33,12 @@
     if (n === 1) return t(now.side === "q" ? "text.looks_one" : "text.looked_at_one", { text });
     return t(now.side === "q" ? "text.looks" : "text.looked_at", { n, text });
   };
-  const shareOf = (side, token) => { // what a token of a pane is painted with
+  const shareOf = (side, token) => { // the weight that colours a token
     if (!now.values || (one() ? false : side === now.side)) return NaN;
     return now.side === "q" ? (token < place().N ? now.values[token] : NaN) : (usable("q", token) ? now.values[rowOf(token)] : NaN);
   };
 
-  // ---- a pane: a list of lines of which only those in sight exist
+  // ---- a pane: a list of lines, of which only the visible ones are in the DOM
   const pane = side => {
     const room = el("div", { class: "lens", id: `text-${side}`, tabIndex: 0, role: "listbox", ariaLabel: t(side === "q" ? "text.queries" : "text.keys"), ariaMultiSelectable: "true" });
     const inner = el("div", { class: "lines" });
@@ -137,7 +137,7 @@
     const reach = now.relative && top.length ? now.values[top[0]] : 1;
     legend.textContent = t("text.scale", { top: num(reach) });
   };
-  const across = to => { // the shares over the whole text, the largest of each bin
+  const across = to => { // the weights over the whole text, the largest of each bin
     const n = now.values.length, size = Math.max(1, Math.ceil(n / 1024)), bins = Float64Array.from({ length: Math.ceil(n / size) }, (_, b) => now.values.subarray(b * size, (b + 1) * size).reduce((a, v) => Math.max(a, v), 0));
     return R.ui.curve(bins, { label: t("text.overview"), low: "0", high: String(n - 1), pick: b => to(b * size),
       text: b => t("text.bin", { from: b * size, to: Math.min(n, (b + 1) * size) - 1, share: num(bins[b]) }) });

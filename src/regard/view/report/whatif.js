@@ -1,9 +1,9 @@
-// The end of a cell's explanation: after the head, what it costs, whether it is right, and the same q and k elsewhere.
+// The last steps of a cell's explanation: output projection, cost, check, and the same q and k under other mechanisms.
 
 {
   const { el, t, num, exact } = R, { soft, mono, card, cards, strip, line, table, tr } = R.ui;
 
-  // ---- 7 after the head: only an explanation of this very query knows W_O and the residual
+  // ---- 7 output projection: only an explanation of this query contains W_O and the residual stream
   R.ui.after = (p, h, i) => {
     const x = R.ui.explained(p, i), place = R.meta.places[p], out = R.math.out(p, h, i);
     const slot = el("p", {}, t("cell.slot", { from: h * place.E, to: (h + 1) * place.E - 1, of: place.H * place.E }));
@@ -14,17 +14,17 @@
       ...x.shares.map((share, n) => line(t("cell.head_n", { n }), R.percent(share), share / top, { kind: "z", here: n === h, tip: exact(share), pick: () => R.set({ head: n }) })),
       x.head === h ? strip(t("cell.head_out", { head: h }), "z", x.head_out) : null, strip(t("cell.out"), "z", x.out), x.residual?.length ? strip(t("cell.residual"), "", x.residual) : null];
   };
-  // the explanation that travels with the page, where it is of this query
+  // the explanation in the page, if it is of this query
   R.ui.explained = (p, i) => { const x = R.meta.explanation; return x && x.place === R.meta.places[p].name && x.query === i ? x : null; };
 
-  // every tensor of the layer, where an explanation travels with the page: shape, mean, deviation and time
+  // every tensor of the layer, if the page contains an explanation: shape, mean, deviation and time
   R.ui.tensors = (p, i) => {
     const x = R.ui.explained(p, i);
     return !x?.tensors?.length ? null : el("div", { id: "cell-tensors" }, table([t("cell.stage"), t("cell.shape"), t("cell.mean"), t("cell.std"), t("cell.ms")],
       x.tensors.map(one => tr([el("b", {}, one.name), mono(one.shape.join(" × ")), mono(num(one.mean)), mono(num(one.std)), mono(one.seconds === null ? "" : num(1e3 * one.seconds))])), t("cell.tensors")), soft(t("cell.tensors_say")));
   };
 
-  // ---- 8 cost: numbers that Python counted, in the units that it gave
+  // ---- 8 cost: numbers and units computed by Python
   R.ui.cost = (p, h, i) => {
     const cost = R.meta.places[p].cost, row = R.math.row(p, h, i), place = R.meta.places[p];
     const tensors = R.ui.tensors(p, i);
@@ -39,7 +39,7 @@
       })];
   };
 
-  // ---- 9 check: what must agree, and by how much it does not
+  // ---- 9 check: numbers that must agree, and their differences
   R.ui.check = (p, h, i, j) => {
     const row = R.math.row(p, h, i), out = R.math.out(p, h, i), z = out ? R.math.mixed(p, h, row.weights) : null, place = R.meta.places[p];
     if (!row.n) return [el("p", {}, t("cell.sees_nothing"))];
@@ -51,7 +51,7 @@
         z ? tr([t("cell.check_out"), mono(num(panels.furthest(z, out)))]) : tr([t("cell.check_out"), t("cell.no_out")])], t("cell.step_9")),
       verdict ?? soft(t("cell.no_audit"))];
   };
-  R.ui.verdict = audit => { // what the audit of the recording found at this place, judged by its own bounds
+  R.ui.verdict = audit => { // the result of the audit of the recording at this place
     if (!audit || typeof audit.sound !== "boolean") return null;
     const bound = (name, error, allowed) => error === null || error === undefined ? null : tr([t(name), mono(num(error), error <= allowed ? "good" : "bad"), mono(num(allowed))]);
     return el("div", { class: "audit" }, el("p", {}, el("b", { class: audit.sound ? "good" : "bad" }, t(audit.sound ? "cell.audit_good" : "cell.audit_bad")), " ",
@@ -60,7 +60,7 @@
     table([t("cell.compared"), t("cell.apart"), t("cell.allowed")], [bound("cell.audit_sums", audit.residual, audit.allowed), bound("cell.audit_out", audit.output, audit.output_allowed)].filter(x => x), t("cell.audit")));
   };
 
-  // ---- 10 the same q and k under another mechanism: each with a dial of its own
+  // ---- 10 the same q and k under another mechanism: each with its own parameter
   const dials = { temperature: 2, window: null, alibi: null, softcap: 5 };
   let chosen = "temperature";
   const specs = (p, h) => {

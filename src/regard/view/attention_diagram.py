@@ -1,5 +1,5 @@
-"""The block diagram of attention: one head, with its steps, beside several heads that are joined
-and projected.
+"""A block diagram of attention as SVG: one head with its steps, and several heads that are
+joined and projected.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
+from regard.units import plural
 from regard.view import palette
 
 HEAD = (
@@ -16,13 +17,13 @@ HEAD = (
     ("softmax", "s"),
     ("weights times v", "z"),
 )
-"""The steps of one head from below to above, with the role that colours each."""
+"""The steps of one head from bottom to top, with the role that colours each."""
 
 WIDE, HIGH, STEP, BOX = 720, 500, 62, 168
 
 
 def svg(heads: int = 3) -> str:
-    """One head on the left; on the right as many heads as asked, their inputs, join and output.
+    """Draw one head on the left, and several heads with their inputs, join and output on the right.
 
     >>> svg().count("softmax"), svg(4).count("weights times v")
     (4, 5)
@@ -38,7 +39,7 @@ def svg(heads: int = 3) -> str:
         f"<style>{palette.css()}{_css()}</style>",
         f'<rect class="paper" width="{WIDE}" height="{HIGH}" rx="8"/>',
         _text(116, 28, "one head", "ink"),
-        _text(470, 28, f"{heads} heads, each with maps of its own", "ink"),
+        _text(470, 28, f"{plural(heads, 'head')}, each with its own projections", "ink"),
         *_column(32, rows, HEAD, BOX),
         *_inputs(32, rows + 44, BOX),
     ]
@@ -51,7 +52,7 @@ def svg(heads: int = 3) -> str:
     top = rows - len(HEAD) * STEP
     parts += [_arrow(left + width / 2, top + 26, middle, top - 6) for left in lefts]
     parts += [
-        *_box(middle - 110, top - 38, 220, "joined, output map", "z"),
+        *_box(middle - 110, top - 38, 220, "concat, output projection", "z"),
         _arrow(middle, top - 38, middle, top - 56),
     ]
     return "\n".join([*parts, "</svg>", ""])
@@ -60,7 +61,7 @@ def svg(heads: int = 3) -> str:
 def _column(
     left: float, bottom: float, steps: Sequence[tuple[str, str]], width: float
 ) -> Iterator[str]:
-    """Steps one above the other: scores stand over q and k, and v passes them by on the right."""
+    """Generate the steps of a head, one above the other; v bypasses the scores on the right."""
     narrow = 2 * width / 3
     for i, (name, role) in enumerate(steps):
         y = bottom - (i + 1) * STEP + 26
@@ -71,13 +72,13 @@ def _column(
 
 
 def _inputs(left: float, y: float, width: float) -> Iterator[str]:
-    """The three maps of x below a head."""
+    """Generate the three projections of x below a head."""
     third = width / 3
     for i, name in enumerate("qkv"):
         yield from _box(left + i * third + 2, y, third - 4, name, name)
         if name != "v":
             yield _arrow(left + (i + 0.5) * third, y, left + (i + 0.5) * third, y - 48)
-    yield _text(left + width / 2, y + 48, "three maps of x", "soft")
+    yield _text(left + width / 2, y + 48, "three projections of x", "soft")
 
 
 def _box(left: float, top: float, width: float, name: str, role: str) -> Iterator[str]:

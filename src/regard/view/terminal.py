@@ -1,6 +1,4 @@
-"""Building blocks of terminal pages: headings, equations, strips of numbers, and characters for
-values.
-"""
+"""Parts of terminal pages: headings, equations, strips of numbers, and characters for values."""
 
 from __future__ import annotations
 
@@ -18,50 +16,51 @@ from rich.text import Text
 from regard.untrusted_text import escape_controls
 from regard.view.palette import TERMINAL
 
-UP = " ▁▂▃▄▅▆▇█"
-DOWN = " ▔▀█"
-ACROSS = " ▏▎▍▌▋▊▉█"
+BARS_UP = " ▁▂▃▄▅▆▇█"
+BARS_DOWN = " ▔▀█"
+BARS_ACROSS = " ▏▎▍▌▋▊▉█"
 SHADES = " ░▒▓█"
-STEPS = (0.02, 0.1, 0.3, 0.6)
-"""Weights from which on each darker shade is drawn."""
+SHADE_STEPS = (0.02, 0.1, 0.3, 0.6)
+"""Weights at which the next darker shade begins."""
 MASKED = "╱"
 
 
 def shade(weight: float | None) -> str:
-    """A glyph as dark as the weight; a hatch where the mask says no (None).
+    """Return a character as dark as the weight; a hatch where the cell is masked (None).
 
     >>> [shade(p) for p in (None, 0.0, 0.05, 0.2, 0.5, 1.0)]
     ['╱', ' ', '░', '▒', '▓', '█']
     """
-    return MASKED if weight is None else SHADES[sum(weight >= step for step in STEPS)]
+    return MASKED if weight is None else SHADES[sum(weight >= step for step in SHADE_STEPS)]
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of `share` of the width, in eighths of a character, padded to the width.
+    """Return a bar of `share` of the width, in eighths of a character, padded to the width.
 
     >>> bar(0.5, 4), bar(1 / 32, 4)
     ('██  ', '▏   ')
     """
     eighths = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
-    return ("█" * full + (ACROSS[rest] if rest else "")).ljust(width)
+    return ("█" * full + (BARS_ACROSS[rest] if rest else "")).ljust(width)
 
 
 def columns(values: Sequence[float], top: float) -> tuple[str, str]:
-    """Two rows of one character a value: positive ones stand on the middle line, negative ones hang
-    from it.
+    """Return two rows of characters, one per value: positive values above the middle line, negative
+    ones below.
 
     >>> columns([1.0, -1.0, 0.5], top=1.0)
     ('█ ▄', ' █ ')
     """
     shares = [v / top if top else 0.0 for v in values]
-    up = "".join(UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
-    down = "".join(DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
+    up = "".join(BARS_UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
+    down = "".join(BARS_DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
     return up, down
 
 
 def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
-    """At most `most` values: each the one of largest size among n neighbours -> (n, values).
+    """Reduce values to at most `most`, each the one of largest size among n neighbours; return (n,
+    values).
 
     >>> fold([1.0, -3.0, 2.0, 0.0], 2)
     (2, [-3.0, 2.0])
@@ -72,7 +71,8 @@ def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
 
 
 def number(x: float | None, width: int = 0) -> str:
-    """A number in 4 significant digits, short; None is minus infinity: what a masked score is.
+    """Format a number with 4 significant digits; None stands for minus infinity, the score of a
+    masked key.
 
     >>> number(3.14159), number(None), number(-0.00001234), number(12345.678)
     ('3.142', '-∞', '-1.23e-05', '12346')
@@ -87,7 +87,8 @@ def number(x: float | None, width: int = 0) -> str:
 
 
 def weight(p: float, width: int = 0) -> str:
-    """A weight in 0..1, to 4 decimals; a smaller one that is not 0 shows as such.
+    """Format a weight between 0 and 1 with 4 decimals; smaller weights that are not 0 are marked as
+    such.
 
     >>> weight(0.25), weight(0.00001), weight(0.0)
     ('0.2500', '<.0001', '0.0000')
@@ -96,7 +97,7 @@ def weight(p: float, width: int = 0) -> str:
 
 
 def cell(text: str, width: int) -> str:
-    """Text cut or padded to a width in terminal cells; what is cut ends in an ellipsis.
+    """Cut or pad a text to a width in terminal cells; a cut text ends in an ellipsis.
 
     >>> cell("abcdef", 4), cell("a", 3)
     ('abc…', 'a  ')
@@ -108,10 +109,10 @@ def cell(text: str, width: int) -> str:
 
 
 def subscripts(equation: str) -> str:
-    """An equation with its `_i`, `_j`, `_ij` as subscripts, where Unicode has them.
+    """Return an equation with `_i`, `_j` and `_ij` as Unicode subscripts.
 
     >>> subscripts("s_ij = q_i k_j")
-    's\u1d62\u2c7c = q\u1d62 k\u2c7c'
+    'sᵢⱼ = qᵢ kⱼ'
     """
     return re.sub(r"_(ij|i|j)\b", lambda m: m[1].replace("i", "ᵢ").replace("j", "ⱼ"), equation)
 
@@ -121,26 +122,26 @@ Lines: TypeAlias = Iterator[Text]
 
 WIDTH = 80
 INDENT = "  "
-STRIP = 64  # characters of a strip
-LARGE = 32  # cells along a side of the large pattern
-SMALL = 8  # and of a small one
-ABREAST = 4  # small ones side by side
+STRIP_WIDTH = 64  # characters of a strip
+MAX_PATTERN_CELLS = 32  # cells along a side of the large pattern
+MAX_SMALL_CELLS = 8  # cells along a side of a small pattern
+PATTERNS_PER_LINE = 4  # small patterns side by side
 
 
 def style(role: str, *, bold: bool = False) -> Style:
-    """The style of a role: "q", "k", "v", "s", "z", or "" for none."""
+    """Return the style of a role: "q", "k", "v", "s", "z", or "" for none."""
     return Style(color=TERMINAL.get(role), bold=bold or None)
 
 
 def heading(title: str) -> Text:
-    """A line across the page that starts a section."""
+    """Return a line across the page that starts a section."""
     return Text.assemble(
         ("━━ ", "dim"), (title, "bold"), (f" {'━' * (WIDTH - len(title) - 4)}", "dim")
     )
 
 
 def equation(text: str) -> Text:
-    """An equation, its letters in the colours of their roles."""
+    """Return an equation with its letters in the colours of their roles."""
     line = Text(f"{INDENT}{subscripts(text)}", "italic")
     for role, letters in (("q", "qQ"), ("k", "kK"), ("v", "vV"), ("s", "sp"), ("z", "z")):
         line.highlight_regex(rf"(?<!\w)[{letters}](?=[ᵢⱼ_ ])", style(role))
@@ -148,24 +149,31 @@ def equation(text: str) -> Text:
 
 
 def wrapped(text: str) -> Lines:
-    """Prose, in lines that fit."""
+    """Generate lines of prose that fit the page."""
     for line in textwrap.wrap(escape_controls(text), WIDTH - len(INDENT)):
         yield Text(INDENT + line, "dim")
 
 
 def legend(what: str) -> Text:
-    """What the shades mean."""
-    low = " ".join(f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], STEPS, strict=True))
-    return Text(f"{INDENT}{what} blank below {STEPS[0]:g}, {low}, {MASKED} masked", "dim")
+    """Return a line that says what the shades mean."""
+    low = " ".join(
+        f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], SHADE_STEPS, strict=True)
+    )
+    return Text(f"{INDENT}{what} blank below {SHADE_STEPS[0]:g}, {low}, {MASKED} masked", "dim")
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
-    """A vector: its extremes and norm, and a bar per dim, up for positive and down for negative.
+    """Generate a vector: its extremes and norm, and a bar per dim, up for positive and down for
+    negative values.
 
-    `top` is the size of a full bar; by default that of the largest value.
+    Args:
+        title: name of the vector.
+        values: its entries.
+        role: its colour.
+        top: size of a full bar; by default the largest absolute value.
     """
-    n, shown = fold(values, STRIP)
-    wide = max(1, STRIP // len(shown))
+    n, shown = fold(values, STRIP_WIDTH)
+    wide = max(1, STRIP_WIDTH // len(shown))
     full = max(map(abs, values), default=0.0) if top is None else top
     numbers = f"min {number(min(values))}  max {number(max(values))}  norm {number(norm(values))}"
     space = WIDTH - len(INDENT) - len(numbers) - 2
@@ -178,13 +186,13 @@ def strip(title: str, values: Sequence[float], role: str, top: float | None = No
 
 
 def norm(values: Sequence[float]) -> float:
-    """The Euclidean length."""
+    """Return the Euclidean norm of a vector."""
     return float(np.linalg.norm(np.asarray(values, float)))
 
 
 def large_pattern(data: Data) -> Lines:
-    """The pattern of the head, at most 32 cells a side: two characters a cell, a name before each
-    row.
+    """Generate the pattern of the head, at most 32 cells a side: two characters per cell, a name
+    before each row.
     """
     n, cells = data["pool"], data["patterns"][data["head"]]
     yield Text.assemble(
@@ -209,7 +217,7 @@ def large_pattern(data: Data) -> Lines:
 
 
 def small_patterns(data: Data) -> Lines:
-    """The pattern of every head of the layer, small: the heads differ at a glance."""
+    """Generate small patterns of all heads of the layer, side by side."""
     patterns = [_smaller(cells) for cells in data["patterns"]]
     heads = [
         h for h, cells in enumerate(patterns) if any(p is not None for row in cells for p in row)
@@ -218,29 +226,30 @@ def small_patterns(data: Data) -> Lines:
         yield Text(f"{INDENT}the other heads are not drawn: the text is long", "dim")
         return
     longest = max(len(data["patterns"][0]), len(data["patterns"][0][0]))
-    side = data["pool"] * max(1, -(-longest // SMALL))
+    side = data["pool"] * max(1, -(-longest // MAX_SMALL_CELLS))
     pooled = f"; each cell is the largest weight of {side} x {side}" if side > 1 else ""
     yield Text(f"{INDENT}every head of the layer{pooled}")
-    for first in range(0, len(patterns), ABREAST):
-        group = list(enumerate(patterns))[first : first + ABREAST]
+    for first in range(0, len(patterns), PATTERNS_PER_LINE):
+        group = list(enumerate(patterns))[first : first + PATTERNS_PER_LINE]
         titles = Text(INDENT)
         for h, _ in group:
             here = h == data["head"]
             titles.append(
-                f"{'▶' if here else ' '}head {h}".ljust(2 * SMALL + 3), "bold" if here else "dim"
+                f"{'▶' if here else ' '}head {h}".ljust(2 * MAX_SMALL_CELLS + 3),
+                "bold" if here else "dim",
             )
         yield titles
         for row in range(len(patterns[0])):
             line = Text(INDENT)
             for _, cells in group:
                 line.append_text(Text.assemble(("│", "dim"), _cells(cells[row]), ("│", "dim")))
-                line.append(" " * (2 * (SMALL - len(cells[row])) + 1))
+                line.append(" " * (2 * (MAX_SMALL_CELLS - len(cells[row])) + 1))
             line.rstrip()
             yield line
 
 
 def _cells(values: Sequence[float | None]) -> Text:
-    """Two characters a cell."""
+    """Return a row of cells, two characters each."""
     line = Text()
     for p in values:
         glyph = shade(p)
@@ -249,13 +258,13 @@ def _cells(values: Sequence[float | None]) -> Text:
 
 
 def _smaller(cells: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """At most 8 cells a side: the largest of each square, None where all are masked."""
+    """Pool to at most 8 cells a side: the largest of each square, None where all are masked."""
     t, s = len(cells), len(cells[0]) if cells else 0
-    n = max(1, -(-max(t, s) // SMALL))
+    n = max(1, -(-max(t, s) // MAX_SMALL_CELLS))
 
     def largest(rows: range, columns: range) -> float | None:
-        found = [cells[i][j] for i in rows for j in columns]
-        return max((p for p in found if p is not None), default=None)
+        values = [cells[i][j] for i in rows for j in columns]
+        return max((p for p in values if p is not None), default=None)
 
     across = [range(j, min(j + n, s)) for j in range(0, s, n)]
     down = [range(i, min(i + n, t)) for i in range(0, t, n)]

@@ -1,6 +1,4 @@
-"""Scores of heads from dense patterns [*H,T,T], what they look at and how sharply, and token ids
-made to show it.
-"""
+"""Scores of heads from dense patterns `[*H, T, T]`, and token ids that reveal them."""
 
 from __future__ import annotations
 
@@ -9,13 +7,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
+from regard.units import plural
 
-SINKS = 4
-"""How many first keys count as sinks."""
+NUM_SINKS = 4
+"""Number of first keys that count as sinks."""
 
 
 def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
-    """Pairs (i, j): id_j = id_i and j < i, in the order of i.
+    """Return the pairs (i, j) with id_j = id_i and j < i, in the order of i.
 
     >>> copies(torch.tensor([7, 8, 7, 7])).tolist()
     [[2, 0], [3, 0], [3, 2]]
@@ -29,8 +28,9 @@ def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
 
 
 def after_copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
-    """Queries, and the keys behind earlier copies; a key that is the query itself says nothing, and
-    is left out.
+    """Return the pairs (i, j + 1) for which id_j = id_i and j + 1 < i, in the order of i.
+
+    A key that is the query itself is left out, because it says nothing about induction.
 
     >>> after_copies(torch.tensor([7, 8, 7, 7])).tolist()
     [[2, 1], [3, 1]]
@@ -43,8 +43,18 @@ def after_copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
 def repeated_ids(
     vocabulary: int, length: int, *, batch: int = 4, seed: int = 0
 ) -> Int[Tensor, "B T"]:
-    """Random ids, each row written twice: [batch, 2 length]; the first half of a row has no token
-    twice if it can.
+    """Draw random ids and write each row twice.
+
+    The first half of a row has no token twice if the vocabulary is large enough.
+
+    Args:
+        vocabulary: number of tokens to draw from.
+        length: number of ids before the repetition.
+        batch: number of rows.
+        seed: random seed.
+
+    Returns:
+        Ids, `[batch, 2 length]`.
 
     Raises:
         ArgumentError: a number is less than 1.
@@ -66,9 +76,15 @@ def repeated_ids(
 
 
 def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"]:
-    """The mean weight on the key just before the query.
+    """Compute the mean weight on the key just before the query.
 
     mean over i >= 1 of p_{i,i-1}
+
+    Args:
+        pattern: weights.
+
+    Returns:
+        The score of each head.
 
     Raises:
         ArgumentError: the pattern is not square, or has fewer than 2 rows.
@@ -78,22 +94,29 @@ def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
     """
-    _check(pattern, least=2)
+    _check_pattern(pattern, least=2)
     return pattern.diagonal(-1, -2, -1).mean(-1)
 
 
 def induction_score(
     pattern: Float[Tensor, "*H T T"], ids: Int[Tensor, " T"]
 ) -> Float[Tensor, "*H"]:
-    """The mean weight on what followed an earlier copy of the query's token.
+    """Compute the mean weight on the tokens that followed earlier copies of the query's token.
 
     mean over i of sum_j p_{i,j+1}, over all j < i - 1 with id_j = id_i; rows i without such a j are
     left out
 
-    It works by lists of indices: T ids, not T x T cells, are compared.
+    The pairs are found from lists of indices, in T steps rather than T x T comparisons.
+
+    Args:
+        pattern: weights.
+        ids: token id of each row.
+
+    Returns:
+        The score of each head.
 
     Raises:
-        ArgumentError: no token occurs twice, at least two apart, or ids and pattern differ in
+        ArgumentError: no token occurs twice, at least two apart, or `ids` and `pattern` differ in
             length.
 
     >>> pattern = torch.zeros(4, 4)
@@ -103,33 +126,46 @@ def induction_score(
 
     Source: Olsson et al. 2022 (arXiv 2209.11895), section "definition: prefix matching".
     """
-    _check(pattern, least=1, ids=ids)
-    return _mass(pattern, after_copies(ids))
+    _check_pattern(pattern, least=1, ids=ids)
+    return _mean_weight(pattern, after_copies(ids))
 
 
 def duplicate_score(
     pattern: Float[Tensor, "*H T T"], ids: Int[Tensor, " T"]
 ) -> Float[Tensor, "*H"]:
-    """The mean weight on earlier copies of the query's token.
+    """Compute the mean weight on earlier copies of the query's token.
 
     mean over i of sum_j p_ij, over all j < i with id_j = id_i; rows i without such a j are left out
 
+    Args:
+        pattern: weights.
+        ids: token id of each row.
+
+    Returns:
+        The score of each head.
+
     Raises:
-        ArgumentError: no token occurs twice, or ids and pattern differ in length.
+        ArgumentError: no token occurs twice, or `ids` and `pattern` differ in length.
 
     >>> duplicate_score(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([3, 3])).item()
     0.5
 
     Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1.
     """
-    _check(pattern, least=1, ids=ids)
-    return _mass(pattern, copies(ids))
+    _check_pattern(pattern, least=1, ids=ids)
+    return _mean_weight(pattern, copies(ids))
 
 
 def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
-    """The entropy of each row, in nats: 0 for one key, ln n for n keys alike.
+    """Compute the entropy of each row, in nats: 0 for one key, ln n for n keys of equal weight.
 
     H_i = - sum_j p_ij ln p_ij
+
+    Args:
+        pattern: weights.
+
+    Returns:
+        The entropy of each row.
 
     >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).exp().tolist()
     [1.0, 2.0]
@@ -138,13 +174,20 @@ def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
     return terms.sum(-1)
 
 
-def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Tensor, "*H"]:
-    """The mean weight on the first keys, over the queries behind them.
+def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Float[Tensor, "*H"]:
+    """Compute the mean weight on the first keys, over the queries after them.
 
     mean over i >= first of sum over j < first of p_ij
 
+    Args:
+        pattern: weights.
+        first: number of first keys.
+
+    Returns:
+        The share of each head.
+
     Raises:
-        ArgumentError: there is no query behind the first keys, or first is less than 1.
+        ArgumentError: there is no query after the first keys, or `first` is less than 1.
 
     >>> sink_share(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), first=1).item()
     0.5
@@ -153,28 +196,31 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Te
     """
     if first < 1:
         raise ArgumentError(f"first is {first}; it must be at least 1")
-    _check(pattern, least=first + 1)
+    _check_pattern(pattern, least=first + 1)
     return pattern[..., first:, :first].sum(-1).mean(-1)
 
 
-def _mass(pattern: Tensor, pairs: Tensor) -> Tensor:
+def _mean_weight(pattern: Tensor, pairs: Tensor) -> Tensor:
+    """Return the mean over rows of the total weight of the listed pairs."""
     if not len(pairs):
         raise ArgumentError(
-            "no token occurs twice, far enough apart, in ids; give a text that repeats itself, "
-            "such as repeated_ids(...)"
+            "in ids no token occurs twice, far enough apart; use ids with repetitions, such as "
+            "repeated_ids(...)"
         )
     rows, keys = pairs.T
     return pattern[..., rows, keys].sum(-1) / len(torch.unique(rows))
 
 
-def _check(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:
+def _check_pattern(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:
+    """Refuse a pattern that is not square or too small, or ids of another length."""
     if pattern.ndim < 2 or pattern.shape[-1] != pattern.shape[-2]:
         raise ArgumentError(f"pattern is {tuple(pattern.shape)}; it must be [..., T, T]")
     if pattern.shape[-1] < least:
         raise ArgumentError(
-            f"pattern has {pattern.shape[-1]} rows; this score needs at least {least}"
+            f"pattern has {plural(pattern.shape[-1], 'row')}; this score needs at least {least}"
         )
     if ids is not None and tuple(ids.shape) != (pattern.shape[-1],):
         raise ArgumentError(
-            f"ids are {tuple(ids.shape)}; the pattern has {pattern.shape[-1]} rows, one per id"
+            f"ids are {tuple(ids.shape)}; the pattern has {plural(pattern.shape[-1], 'row')}, "
+            "and there must be one id for each"
         )

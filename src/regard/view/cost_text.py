@@ -1,4 +1,4 @@
-"""The text of `regard cost`: parameters by part, what a context costs, and bounds on a machine."""
+"""The text of `regard cost`: parameters by part, costs of a context, and bounds on a machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES = tuple(name for name in FIGURES if "bytes" in name)
 
 
 def page(report: CostReport, machine: Machine | None) -> str:
-    """All of one model."""
+    """Return the full text for one model."""
     blocks = [_head(report), _parts(report), _costs(report)]
     if machine is not None:
         blocks.append(_bounds(report, machine))
@@ -31,7 +31,10 @@ def page(report: CostReport, machine: Machine | None) -> str:
 def _head(report: CostReport) -> str:
     model = report.model
     kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
-    title = f"{model.name}: {model.parameters:,} parameters, {model.active:,} active for one token"
+    title = (
+        f"{model.name}: {units.plural(model.parameters, 'parameter')}, "
+        f"{model.active:,} active for one token"
+    )
     return "\n".join([title, *kinds])
 
 
@@ -48,8 +51,8 @@ def _parts(report: CostReport) -> str:
     if isinstance(first, SoftmaxSpec) and not model.reader:
         one = first.weights.matrices
         lines.append(
-            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} "
-            "layers: "
+            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of "
+            f"{units.plural(len(layers), 'layer')}: "
             f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} "
             "of all"
         )
@@ -61,7 +64,7 @@ def _parts(report: CostReport) -> str:
 
 
 def _costs(report: CostReport) -> str:
-    at, model = report.setting, report.model
+    setting, model = report.setting, report.model
     rows = [("weights", f"{report.weight_bytes:,} bytes", units.size(report.weight_bytes))]
     if model.decodes:
         rows += [
@@ -87,7 +90,7 @@ def _costs(report: CostReport) -> str:
         (
             "prompt",
             units.count(report.prefill_flops, "FLOP"),
-            _moved(report.prefill_flops, report.prefill_bytes),
+            _bytes_and_intensity(report.prefill_flops, report.prefill_bytes),
         )
     )
     if model.decodes:
@@ -95,16 +98,19 @@ def _costs(report: CostReport) -> str:
             (
                 "one token",
                 units.count(report.decode_flops, "FLOP"),
-                _moved(report.decode_flops, report.decode_bytes),
+                _bytes_and_intensity(report.decode_flops, report.decode_bytes),
             )
         )
     for form, count in report.decode_forms.items():
         rows.append((f"  latents, {form}", units.count(count, "FLOP"), ""))
-    title = f"context {at.context:,}, batch {at.batch}, weights {at.dtype}, cache {at.format.name}"
+    title = (
+        f"context {setting.context:,}, batch {setting.batch}, weights {setting.dtype}, "
+        f"cache {setting.format.name}"
+    )
     return f"{title}\n{format_table(rows)}"
 
 
-def _moved(count: int, moved: int) -> str:
+def _bytes_and_intensity(count: int, moved: int) -> str:
     return f"{units.size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
 
 
@@ -119,13 +125,16 @@ def _bounds(report: CostReport, machine: Machine) -> str:
     if fit(report, machine).fits is False:
         lines.append("  times are those of such a machine with more memory:")
     for what, bound in bounds(report, machine).items():
-        many = f", {report.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
-        lines.append(f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}{many}")
+        line = f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}"
+        if what == "decode":
+            tokens_per_second = report.setting.batch / bound.seconds
+            line += f", {tokens_per_second:,.4g} " + "tokens/s"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def _fit(report: CostReport, machine: Machine) -> str:
-    """What weights and caches need, and whether that fits."""
+    """Describe how much memory weights and caches need, and whether it fits."""
     room = fit(report, machine)
     if room.fits is None:
         return f"{units.size(room.needed)}; its memory is not known"
@@ -138,29 +147,29 @@ def _fit(report: CostReport, machine: Machine) -> str:
     return f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they do not fit"
 
 
-def side_by_side(first: CostReport, second: CostReport, machine: Machine | None) -> str:
-    """Figures of two models with their units, and the first's divided by the second's."""
+def comparison(first: CostReport, second: CostReport, machine: Machine | None) -> str:
+    """Return the figures of two models with their units, and their ratio."""
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
     for name in FIGURES:
-        unit = _words(name)
+        unit = _figure_format(name)
         rows.append(
-            (name.replace("_", " "), unit(a[name]), unit(b[name]), _times(a[name], b[name]))
+            (name.replace("_", " "), unit(a[name]), unit(b[name]), _ratio(a[name], b[name]))
         )
-    at, notes = first.setting, []
+    setting, notes = first.setting, []
     if machine is not None:
-        told = {True: "yes", False: "no", None: "not known"}
+        answers = {True: "yes", False: "no", None: "not known"}
         fits = [fit(report, machine) for report in (first, second)]
-        rows.append((f"fits {machine.name}", *(told[one.fits] for one in fits), ""))
-        for what, found in times(first, second, machine).items():
-            cells = ["does not fit" if t is None else units.seconds(t) for t in found]
-            x, y = found
+        rows.append((f"fits {machine.name}", *(answers[one.fits] for one in fits), ""))
+        for what, seconds in times(first, second, machine).items():
+            cells = ["does not fit" if t is None else units.seconds(t) for t in seconds]
+            x, y = seconds
             rows.append(
                 (
                     f"{what} on {machine.name}",
                     *cells,
-                    "-" if x is None or y is None else _times(x, y),
+                    "-" if x is None or y is None else _ratio(x, y),
                 )
             )
         notes = [
@@ -172,27 +181,27 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
             for report in (first, second)
         ]
     title = (
-        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by "
-        f"{names[1]}: "
+        f"context {setting.context:,}, batch {setting.batch}; the last column is {names[0]} "
+        f"divided by {names[1]}: "
         f"above 1x, {names[0]} needs more"
     )
     return "\n".join([title, format_table(rows), *notes])
 
 
-def _words(name: str) -> Callable[[int], str]:
-    """How a figure is written: in bytes, in FLOPs, or as a number."""
+def _figure_format(name: str) -> Callable[[int], str]:
+    """Return the function that formats a figure: bytes, FLOPs, or a plain number."""
     if name in BYTES:
         return units.size
     return partial(units.count, unit="FLOP") if "flops" in name else "{:,}".format
 
 
-def _times(a: float, b: float) -> str:
-    """A ratio."""
+def _ratio(a: float, b: float) -> str:
+    """Format a ratio, or "-" for a zero denominator."""
     return f"{a / b:.4g}x" if b else "-"
 
 
-def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """A row for each context."""
+def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table with one row per context."""
     timed = "decode_seconds" in rows[0]
     lines = [
         (
@@ -205,12 +214,12 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
         )
     ]
     for row in rows:
-        told = {True: "yes", False: "no", None: "not known"}
+        answers = {True: "yes", False: "no", None: "not known"}
         at_best = (
             (
                 units.seconds(row["prefill_seconds"]),
                 units.seconds(row["decode_seconds"]),
-                told[row["fits"]],
+                answers[row["fits"]],
             )
             if timed
             else ()
@@ -229,7 +238,7 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def listing(*, json: bool) -> str:
-    """Known models with their parameters, and machines with their sources."""
+    """Return the known models with their parameters, and the machines with their sources."""
     sizes = {name: model_of(name).parameters for name in KNOWN}
     if json:
         models = {

@@ -1,5 +1,6 @@
-"""Patterns from the definition: loops in fp64 over positions, with rules of their own, sharing
-nothing with the package.
+"""Patterns computed from the definition: loops in fp64 over positions, with masks of their own.
+
+They share no code with the package.
 """
 
 from __future__ import annotations

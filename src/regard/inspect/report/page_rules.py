@@ -1,9 +1,8 @@
-"""What a recording's rules are to a page: masks as trees of evaluated bits, biases as tables;
-nothing is written twice.
+"""The masks and biases of a recording as page data: masks as trees of bit arrays, biases as tables.
 
-A page knows no mask and no bias by name. Each term of a mask's `&` and `|` is evaluated here, by
-its own rule, for every row and column, and travels as bits, so that the page can say which term
-keeps a query from a key.
+The page has no code for particular masks or biases. Each term of a mask's `&` and `|` is evaluated
+here for every row and column and stored as bits, so that the page can say which term excludes a
+key. Equal arrays are stored once.
 """
 
 from __future__ import annotations
@@ -18,61 +17,67 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard import masks
-from regard.inspect.record.place import Place, Step
+from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.span import as_tensor
 
 Arrays = dict[str, NDArray[Any]]
-CELLS = 1 << 22
-"""How many cells of a bias are evaluated together."""
+BIAS_CELLS_PER_CHUNK = 1 << 22
+"""Number of cells of a bias that are evaluated together."""
 
 
 @dataclass
-class Rows:
-    """Rows of a place under one rule: steps of equal mask, bias, scale, softcap and sink, and where
-    their rows begin.
+class RuleGroup:
+    """Rows of a place with the same mask, bias, scale, softcap and sink.
+
+    Args:
+        step: the first of the steps.
+        steps: each step, and its first row.
     """
 
-    step: Step
-    steps: list[tuple[Step, int]] = field(default_factory=list)
+    step: RecordedStep
+    steps: list[tuple[RecordedStep, int]] = field(default_factory=list)
 
 
-def positions(x: Any, row: int) -> Tensor:
-    """Positions of one batch row, [L]."""
-    found = as_tensor(x)
-    return found[row if found.shape[0] > 1 else 0].cpu()
+def positions_of_row(x: Any, row: int) -> Tensor:
+    """Return the positions of one row of the batch, `[L]`."""
+    positions = as_tensor(x)
+    return positions[row if positions.shape[0] > 1 else 0].cpu()
 
 
-def own(step: Step) -> slice:
-    """Which queries of its call a step kept."""
+def recorded_queries(step: RecordedStep) -> slice:
+    """Return which queries of its call a step recorded."""
     return slice(step.first, step.first + step.T)
 
 
-def sides(step: Step, row: int) -> tuple[Tensor, Tensor]:
-    """The positions of a step's queries and of its keys, in one batch row."""
-    return positions(step.q_positions, row)[own(step)], positions(step.k_positions, row)
+def row_and_column_positions(step: RecordedStep, row: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of a step's queries and of its keys, in one row of the batch."""
+    return positions_of_row(step.q_positions, row)[recorded_queries(step)], positions_of_row(
+        step.k_positions, row
+    )
 
 
-class Rules:
-    """The rules of a place as plain data; arrays that two rules share are kept once, under the name
-    of their content.
+class PageRules:
+    """The rules of a place as page data.
+
+    Equal arrays are stored once, under a name made from their content.
     """
 
     def __init__(self, place: Place, row: int, arrays: Arrays) -> None:
         self.place, self.row, self.arrays = place, row, arrays
-        self.groups: list[Rows] = []
+        self.groups: list[RuleGroup] = []
         self.of = np.zeros(place.T, np.int32)
         first = 0
         for step in place.steps:
-            number = next((n for n, x in enumerate(self.groups) if _alike(x.step, step)), None)
+            number = next((n for n, x in enumerate(self.groups) if _same_rule(x.step, step)), None)
             if number is None:
                 number = len(self.groups)
-                self.groups.append(Rows(step))
+                self.groups.append(RuleGroup(step))
             self.groups[number].steps.append((step, first))
             self.of[first : first + step.T] = number
             first += step.T
 
     def plain(self, heads: list[int]) -> list[dict[str, Any]]:
-        """Each rule: its numbers, its mask as a tree, its bias for some heads."""
+        """Return each rule: its numbers, its mask as a tree, and its bias for some heads."""
         return [
             {
                 "scale": float(rows.step.scale),
@@ -86,35 +91,39 @@ class Rules:
             for rows in self.groups
         ]
 
-    def _sink(self, step: Step) -> list[float | None] | None:
-        """The sink's logit of each of the model's heads; None for one that was not recorded."""
+    def _sink(self, step: RecordedStep) -> list[float | None] | None:
+        """Return the sink logit of each query head of the model; None for a head that was not
+        recorded.
+        """
         if step.sink is None:
             return None
         known = dict(zip(self.place.heads, step.sink.double().flatten().tolist(), strict=True))
         return [known.get(h) for h in range(self.place.H)]
 
-    def held(self) -> str | None:
-        """The bits of the keys that each row's step held, or None where every step held them
-        all.
+    def keys_present(self) -> str | None:
+        """Return the bits of the keys that each row's step had, or None where every step had all
+        keys.
         """
-        seen = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
+        present = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
         for rows in self.groups:
             for step, first in rows.steps:
-                seen[first : first + step.T, step.columns] = sides(step, self.row)[1] >= 0
+                present[first : first + step.T, step.columns] = (
+                    row_and_column_positions(step, self.row)[1] >= 0
+                )
         return (
             None
-            if bool(seen.all())
-            else self.keep("bits", np.packbits(seen.numpy(), bitorder="little"))
+            if bool(present.all())
+            else self.keep("bits", np.packbits(present.numpy(), bitorder="little"))
         )
 
-    def _tree(self, rows: Rows, each: list[masks.Mask]) -> dict[str, Any]:
-        """A tree over one mask a step, all of the same form."""
+    def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, Any]:
+        """Return a tree over the masks of several steps, which all have the same structure."""
         members = list(zip(*(mask.operands() for mask in each), strict=True))
         if members:
             return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
         place = self.place
         blocks = [
-            mask.block(step.q_positions, step.k_positions, own(step))
+            mask.block(step.q_positions, step.k_positions, recorded_queries(step))
             for mask, (step, _) in zip(each, rows.steps, strict=True)
         ]
         count = max(block.shape[1] for block in blocks)
@@ -127,19 +136,19 @@ class Rules:
         return {"text": refusal.mask, "why": refusal.key, "bits": packed, "heads": count}
 
     def keep(self, kind: str, x: NDArray[Any]) -> str:
-        """The name of an array; equal ones of a kind are kept once."""
+        """Store an array and return its name; equal arrays of a kind are stored once."""
         name = f"{kind}-{hashlib.sha256(x.tobytes()).hexdigest()[:12]}-{x.size}"
         self.arrays.setdefault(name, x)
         return name
 
-    def _bias(self, rows: Rows, heads: list[int]) -> dict[str, Any] | None:
-        """The bias as a table over the difference of positions where it is one, else cell by cell
-        for the heads.
+    def _bias(self, rows: RuleGroup, heads: list[int]) -> dict[str, Any] | None:
+        """Return the bias as a table over the difference of positions if it is one, else cell by
+        cell.
         """
         bias = rows.step.bias
         if bias is None:
             return None
-        table = _by_offset(rows, self.row)
+        table = _bias_by_offset(rows, self.row)
         if table is not None:
             low, values = table
             name = self.keep("offsets", values)
@@ -156,7 +165,7 @@ class Rules:
         for h in heads:
             cells = torch.zeros(T, N, dtype=torch.float64)
             for step, first in rows.steps:
-                for where, block in _blocks(step, self.row):
+                for where, block in _bias_blocks(step, self.row):
                     values = block[h if len(block) > 1 else 0]
                     cells[first + where.start : first + where.stop, step.columns] = values
             exact = torch.equal(cells.float().double(), cells)
@@ -164,19 +173,21 @@ class Rules:
         return {"kind": "dense", "text": str(bias), "arrays": names}
 
 
-def parted(place: Place) -> list[Place]:
-    """A place as several, each with one key for a column: where prompt and decoding read other
-    keys, or a step has its own.
+def split_by_pool(place: Place) -> list[Place]:
+    """Split a place into several, each with one key per column.
+
+    More than one results where prompt and decoding read different keys, or where a step has its
+    own.
 
     >>> import torch, regard
     >>> with regard.inspect.Recorder() as recorder:
     ...     _ = regard.attend(*[torch.eye(3)[None, None]] * 3)
-    >>> len(parted(recorder.recording()[0]))
+    >>> len(split_by_pool(recorder.recording()[0]))
     1
     """
-    if place.plain:
+    if place.has_one_key_per_column:
         return [place]
-    found = []
+    parts = []
     for number, pool in enumerate(place.pools):
         steps = [step for step in place.steps if step.pool == number]
         once = len(torch.unique(pool.columns)) == len(pool.columns)
@@ -188,38 +199,38 @@ def parted(place: Place) -> list[Place]:
             v = None
             if pool.v is not None:
                 v = pool.v.new_zeros(*shape, pool.v.shape[3])
-                seen = pool.v if once else place.values(each[0])
-                v[:, :, keys] = seen  # type: ignore[assignment]
+                step_values = pool.v if once else place.values(each[0])
+                v[:, :, keys] = step_values  # type: ignore[assignment]
             whole = replace(pool, k=k, v=v, columns=torch.arange(place.N))
-            name = f"{place.name or 'attend'} · {pool.held}"
-            own_steps = tuple(replace(step, pool=0, keys=None) for step in each)
-            found.append(replace(place, name=name, steps=own_steps, pools=(whole,)))
-    return found
+            name = f"{place.name or 'attend'} · {pool.key_kind}"
+            own_steps = tuple(replace(step, pool=0, pool_index=None) for step in each)
+            parts.append(replace(place, name=name, steps=own_steps, pools=(whole,)))
+    return parts
 
 
-def _alike(a: Step, b: Step) -> bool:
-    """Whether two steps follow one rule; a mask that speaks of slots is each step's own, of the
-    same form.
+def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
+    """Return whether two steps follow one rule; masks that depend on slots need the same
+    structure only.
     """
     sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
     )
     same = (a.scale, a.softcap, a.kernel) == (b.scale, b.softcap, b.kernel) and sink
-    return same and _form(a.mask) == _form(b.mask) and a.bias == b.bias
+    return same and _mask_structure(a.mask) == _mask_structure(b.mask) and a.bias == b.bias
 
 
-def _form(mask: masks.Mask) -> Any:
-    """The tree of a mask, and what its terms say."""
+def _mask_structure(mask: masks.Mask) -> Any:
+    """Return the tree of a mask, with the text of its terms."""
     operands = mask.operands()
-    return (type(mask), *map(_form, operands)) if operands else str(mask)
+    return (type(mask), *map(_mask_structure, operands)) if operands else str(mask)
 
 
-def _blocks(step: Step, row: int) -> Any:
-    """The bias of a step, some rows at a time: (rows, [H or 1, t, s] in fp64)."""
+def _bias_blocks(step: RecordedStep, row: int) -> Any:
+    """Generate the bias of a step some rows at a time: (rows, `[H or 1, t, s]` in fp64)."""
     S = step.columns.numel()
     assert step.bias is not None
     heads = max(1, step.q.shape[1])
-    size = max(1, CELLS // max(1, S * heads))
+    size = max(1, BIAS_CELLS_PER_CHUNK // max(1, S * heads))
     for start in range(0, step.T, size):
         where = slice(start, min(start + size, step.T))
         rows = slice(where.start + step.first, where.stop + step.first)
@@ -227,23 +238,25 @@ def _blocks(step: Step, row: int) -> Any:
         yield where, block[row if block.shape[0] > 1 else 0].detach().cpu()
 
 
-def _by_offset(rows: Rows, row: int) -> tuple[int, NDArray[np.float64]] | None:
-    """(lowest q - k, values [H or 1, offsets]) if the bias depends on q - k only, checked at every
-    cell; else None.
+def _bias_by_offset(rows: RuleGroup, row: int) -> tuple[int, NDArray[np.float64]] | None:
+    """Return (lowest q - k, values `[H or 1, offsets]`) if the bias depends on q - k only, else
+    None.
+
+    This is checked at every cell.
     """
-    both = [sides(step, row) for step, _ in rows.steps]
+    both = [row_and_column_positions(step, row) for step, _ in rows.steps]
     offsets = [q[:, None] - k for q, k in both]
     low, high = min(int(x.min()) for x in offsets), max(int(x.max()) for x in offsets)
     table: Tensor | None = None
     for (step, _), offset, (_, k) in zip(rows.steps, offsets, both, strict=True):
         real = (k >= 0).expand(offset.shape)
-        for where, block in _blocks(step, row):
+        for where, block in _bias_blocks(step, row):
             if table is None:
                 table = torch.full((len(block), high - low + 1), torch.nan, dtype=torch.float64)
-            at, seen = offset[where] - low, real[where]
-            values, index = block[:, seen], at[seen]
-            fresh = table[:, index].isnan()
-            table[:, index] = torch.where(fresh, values, table[:, index])
+            offset_index, is_real = offset[where] - low, real[where]
+            values, index = block[:, is_real], offset_index[is_real]
+            is_new = table[:, index].isnan()
+            table[:, index] = torch.where(is_new, values, table[:, index])
             if not torch.equal(table[:, index], values):
                 return None
     assert table is not None

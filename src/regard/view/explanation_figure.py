@@ -1,5 +1,5 @@
-"""The figure of an explanation: the pattern of its head above the weights of its query, and below
-both a recipe with which anybody can draw it again.
+"""The figure of an explanation: the pattern of its head, the weights of its query, and a caption
+from which the figure can be reproduced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
 from regard.view.plotting import Drawing
-from regard.view.text import cell, weight
+from regard.view.terminal import cell, weight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 WIDE, PATTERN, ROW = 900, 400, 150
 NAMED = 40
-"""Tokens up to which each one is named beside the axes."""
+"""The largest number of tokens whose names are written beside the axes."""
 
 
 def recipe(data: Mapping[str, Any]) -> str:
-    """What the figure shows and how it was reduced, in words: whoever has them can draw it again.
+    """Describe what the figure shows and how it was reduced, so that it can be reproduced.
 
     Args:
         data: `Explanation.as_dict()`.
@@ -44,14 +44,17 @@ def recipe(data: Mapping[str, Any]) -> str:
 
 
 def draw(data: Mapping[str, Any], path: Path) -> int:
-    """Draw an explanation to a .svg, .png or .pdf; returns the bytes written.
+    """Draw an explanation to a .svg, .png or .pdf file.
 
     Args:
         data: `Explanation.as_dict()`.
         path: the file.
 
+    Returns:
+        The number of bytes written.
+
     Raises:
-        FileError: the ending is another one, or the file cannot be written.
+        FileError: the file has another ending, or cannot be written.
     """
     plotting.check_format(path)
     title = f"{data['place']}, head {data['head']}, query {data['query']} {data['query_piece']}"
@@ -59,7 +62,7 @@ def draw(data: Mapping[str, Any], path: Path) -> int:
 
 
 def drawing(data: Mapping[str, Any]) -> Drawing:
-    """The figure of an explanation, with what its cells and bars say when they are pointed at."""
+    """Return the figure of an explanation, with tooltips for its cells and bars."""
     words = textwrap.wrap(recipe(data), 130)
     names = [_label(piece) for piece in data["pieces"]]
     named = 74 if len(names) <= NAMED else 26
@@ -76,8 +79,8 @@ def drawing(data: Mapping[str, Any]) -> Drawing:
 
 
 def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[str, list[str]]:
-    """The pattern of the head; masked cells are hatched."""
-    cells = np.array(data["patterns"][data["head"]], float)  # None becomes nan
+    """Draw the pattern of the head; masked cells are hatched."""
+    cells = np.array(data["patterns"][data["head"]], float)  # None becomes NaN
     rows, columns = cells.shape
     high = 72 * figure.get_size_inches()[1]
     n, where = data["pool"], cell(data["place"], 60).rstrip()
@@ -109,11 +112,11 @@ def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[
 
 
 def _scale(figure: Figure, high: float) -> None:
-    """What the colours mean, beside the pattern."""
+    """Draw the colour scale beside the pattern."""
     bar = figure.add_axes(
         ((WIDE - 62) / WIDE, 1 - (64 + PATTERN) / high, 14 / WIDE, PATTERN / high)
     )
-    shades = np.linspace(0, 1, plotting.STEPS)[:, None]
+    shades = np.linspace(0, 1, plotting.NUM_SHADES)[:, None]
     bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
     bar.set_axis_off()
     for share, word in ((0.0, "0"), (1.0, "1")):
@@ -124,7 +127,7 @@ def _scale(figure: Figure, high: float) -> None:
 def _row(
     figure: Figure, data: Mapping[str, Any], names: list[str], top: float
 ) -> dict[str, list[str]]:
-    """The weights of the query; its key stands out."""
+    """Draw the weights of the query; the bar of its key is highlighted."""
     weights = [math.nan if p is None else float(p) for p in data["weights"]]
     high = 72 * figure.get_size_inches()[1]
     title = f"query {data['query']} {_label(data['query_piece'])}"
@@ -144,5 +147,5 @@ def _row(
 
 
 def _label(piece: str) -> str:
-    """A token in a width that has room beside an axis."""
+    """Cut a token to a width that fits beside an axis."""
     return cell(piece, 10).rstrip()

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from regard.view import text
-from regard.view.text import (
+from regard.units import plural
+from regard.view import terminal
+from regard.view.terminal import (
     INDENT,
     WIDTH,
     Data,
@@ -28,37 +29,39 @@ from regard.view.text import (
 
 
 def mixture(data: Data) -> Lines:
-    """The patterns that make the head, and their factors."""
-    found = data["mixture"]
-    yield from wrapped(found["text"])
+    """Generate the patterns that are combined in the head, and their factors."""
+    mix = data["mixture"]
+    yield from wrapped(mix["text"])
     yield Text(f"{INDENT}{'pattern':<16}{'factor':>10}{'its row sums to':>18}", "dim")
-    for term in found["terms"]:
-        mark = "▶" if term["here"] else " "
+    for term in mix["terms"]:
+        mark = "▶" if term["is_explained"] else " "
         yield Text(
             f"{mark} {term['name']:<16}{number(term['factor'], 10)}{number(term['row_sum'], 18)}"
         )
-    if found["row"] is not None:
-        yield Text(f"{INDENT}together: the row sums to {number(sum(found['row']))}")
-        for j in sorted(range(len(found["row"])), key=lambda j: -abs(found["row"][j]))[:4]:
-            yield Text(f"{INDENT}{j:>6} {number(found['row'][j], 10)}", "dim")
+    if mix["row"] is not None:
+        yield Text(f"{INDENT}together: the row sums to {number(sum(mix['row']))}")
+        for j in sorted(range(len(mix["row"])), key=lambda j: -abs(mix["row"][j]))[:4]:
+            yield Text(f"{INDENT}{j:>6} {number(mix['row'][j], 10)}", "dim")
 
 
 def state(data: Data) -> Lines:
-    """The row where there is no softmax, and the state that the query reads, if there is one."""
+    """Generate the row of a mechanism without a softmax, and the state that the query reads, if
+    there is one.
+    """
     s, row = (
         data["state"],
         [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
     )
     yield from wrapped(
-        f"no softmax: the row above is unnormalised, it sums to {number(sum(row))}; "
-        f"{sum(p < 0 for p in row)} of {len(row)} weights are negative"
+        f"no softmax: the weights of the row are not normalised; they sum to {number(sum(row))}, "
+        f"and {sum(p < 0 for p in row)} of {len(row)} are negative"
     )
     if not s:
         return
     shape = " x ".join(map(str, s["shape"]))
     yield Text(
-        f"{INDENT}state S of the head: {shape}, {s['numbers']} numbers kept, {s['bytes']} bytes, "
-        "whatever the length"
+        f"{INDENT}state S of the head: {shape}, {plural(s['num_values'], 'value')}, "
+        f"{plural(s['bytes'], 'byte')} at any sequence length"
     )
     yield Text(
         f"{INDENT}|S| {number(s['norm_before'])} → {number(s['norm'])} with this token;  "
@@ -70,7 +73,7 @@ def state(data: Data) -> Lines:
 
 
 def tensors(data: Data) -> Lines:
-    """Each stage of the whole layer, all heads: its shape, mean and deviation, and the time of that
+    """Generate each stage of the whole layer: shape, mean, standard deviation, and time of that
     stage alone.
     """
     yield Text(f"{INDENT}{'stage':<8}  {'shape':<18}{'mean':>10}{'std':>10}{'ms':>10}", "dim")
@@ -83,92 +86,97 @@ def tensors(data: Data) -> Lines:
         )
     if any(one["seconds"] is not None for one in data["tensors"]):
         yield from wrapped(
-            "masked scores are left out of their mean; a time is the fastest of five runs of that "
-            "stage alone, scores by the definition"
+            "means and deviations leave out masked scores; a time is the shortest of five runs of "
+            "that stage alone; scores are computed from the definition"
         )
 
 
 def cost(data: Data) -> Lines:
-    """FLOPs and bytes of the row, and what caches keep of the layer."""
+    """Generate FLOPs and bytes of the row, and the sizes of caches for the layer."""
     c = data["cost"]
     yield from wrapped(
-        f"this row: {c['keys']} keys, {c['flops']:,} FLOPs of scores and mix, {c['bytes']:,} "
-        "bytes read and written"
+        f"this row: {plural(c['keys'], 'key')}; {c['flops']:,} FLOPs for scores and weighted sum; "
+        f"{c['bytes']:,} bytes read and written"
     )
     if c["layer_flops"]:
         yield from wrapped(
-            f"the layer, one decoded token: {c['layer_flops']:,} FLOPs = {c['formula']}"
+            f"the layer, for one decoded token: {c['layer_flops']:,} FLOPs = {c['formula']}"
         )
-    largest = max(kept["bytes"] for kept in c["kept"]) or 1
-    yield Text(f"{INDENT}cache of {data['sizes']['S']} tokens, {data['dtype']}", "dim")
-    for kept in c["kept"]:
-        name = f"{'▶' if kept['here'] else ' '} {kept['name']:<14}"
-        figures = f"{kept['numbers']:>7,} x {kept['tokens']:<7,}{kept['bytes']:>13,} B "
+    largest = max(cache["bytes"] for cache in c["caches"]) or 1
+    yield Text(f"{INDENT}cache of {plural(data['sizes']['S'], 'token')}, {data['dtype']}", "dim")
+    for cache in c["caches"]:
+        name = f"{'▶' if cache['is_this_layer'] else ' '} {cache['name']:<14}"
+        figures = f"{cache['values_per_token']:>7,} x {cache['tokens']:<7,}{cache['bytes']:>13,} B "
         room = WIDTH - len(name) - len(figures) - 1
         yield Text.assemble(
             name,
             figures,
-            (text.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"])),
+            (
+                terminal.bar(cache["bytes"] / largest, room).rstrip(),
+                style("k", bold=cache["is_this_layer"]),
+            ),
         )
 
 
-def elsewhere(data: Data) -> Lines:
-    """What each other mechanism makes of the same row."""
+def counterfactuals(data: Data) -> Lines:
+    """Generate the same row under each other mechanism."""
     j = data["key"]
     key = f"p of {j}"
     yield Text(
         f"{INDENT}{'':<14}{key:>10}  "
-        f"{'strongest key':<22}{'effective':>10}{'moved':>8}{'|Δz|/|z|':>10}",
+        f"{'strongest key':<22}{'eff. keys':>10}{'TV':>8}{'|Δz|/|z|':>10}",
         "dim",
     )
     weights = data["weights"]
     best = max(range(len(weights)), key=lambda n: weights[n])
-    yield _row("as it is", weights[j], best, weights[best], data, "", "", "")
-    for other in data["elsewhere"]:
+    yield _row("actual", weights[j], best, weights[best], data, "", "", "")
+    for other in data["counterfactuals"]:
         yield _row(
             other["name"],
-            other["p"],
-            other["top"],
-            other["p_top"],
+            other["weight"],
+            other["top_key"],
+            other["top_weight"],
             data,
-            number(other["effective"]),
-            f"{other['moved']:.1%}",
-            number(other["apart"]),
+            number(other["effective_keys"]),
+            f"{other['total_variation']:.1%}",
+            number(other["relative_change"]),
         )
-    yield Text(f"{INDENT}effective keys: exp(entropy); moved: half of Σ |p´ - p|", "dim")
+    yield Text(
+        f"{INDENT}eff. keys: exp(entropy); TV: total variation distance Σ |p´ - p| / 2", "dim"
+    )
 
 
 def _row(
     name: str, p: float, top: int, p_top: float, data: Data, effective: str, moved: str, apart: str
 ) -> Text:
-    shown = f"{top} {text.cell(data['pieces'][top], 8).rstrip()} {text.weight(p_top)}"
+    shown = f"{top} {terminal.cell(data['pieces'][top], 8).rstrip()} {terminal.weight(p_top)}"
     return Text.assemble(
-        f"{INDENT}{name:<14}{text.weight(p):>10}  ",
-        text.cell(shown, 22),
+        f"{INDENT}{name:<14}{terminal.weight(p):>10}  ",
+        terminal.cell(shown, 22),
         f"{effective:>10}{moved:>8}{apart:>10}",
     )
 
 
-TOP = 8  # keys that are named; the others are counted
+TOP = 8  # keys that are listed; the others are summed
 
 
 def ordered(data: Data) -> Sequence[int]:
-    """Visible keys, the largest weight first; the query itself where it sees nothing."""
-    seen = [j for j, reason in enumerate(data["masked"]) if not reason]
-    return sorted(seen, key=lambda j: -abs(data["weights"][j])) or [data["key"]]
+    """Return the visible keys, the largest weight first; the explained key if none is visible."""
+    visible = [j for j, reason in enumerate(data["masked"]) if not reason]
+    return sorted(visible, key=lambda j: -abs(data["weights"][j])) or [data["key"]]
 
 
 def piece_of(data: Data, j: int) -> str:
-    """Token j, cut to fit a line."""
-    return text.cell(data["pieces"][j], 16).rstrip()
+    """Return the text of token j, cut to fit a line."""
+    return terminal.cell(data["pieces"][j], 16).rstrip()
 
 
-BLOCKS = 10  # rows of the online softmax
+BLOCKS = 10  # blocks of the online softmax that are listed
 
 
 def scores(data: Data) -> Lines:
-    """How the score of the key comes about; a row per key, the largest weights first; the others
-    counted.
+    """Generate the score of the explained key step by step, then a row per key for the largest
+    weights.
     """
     order = ordered(data)
     yield equation(data["equations"]["additive" if data["kind"] == "additive" else "dot"])
@@ -184,29 +192,32 @@ def scores(data: Data) -> Lines:
         values = "".join(number(step["values"][j], 10) for step in steps)
         p = data["weights"][j]
         here = j == data["key"]
-        shown = number(p, 8) if linear else text.weight(p)
+        shown = number(p, 8) if linear else terminal.weight(p)
         yield Text.assemble(
             ("◆" if here else " ", style("k")),
             f"{j:>5} ",
-            text.cell(data["pieces"][j], 10),
+            terminal.cell(data["pieces"][j], 10),
             (values, style("s")),
             "" if linear else number(data["exps"][j], 9),
             (f"  {shown} ", "bold"),
-            (text.bar(abs(p) / max(_largest(data), 1.0), max(room, 0)).rstrip(), style("s")),
+            (terminal.bar(abs(p) / max(_largest(data), 1.0), max(room, 0)).rstrip(), style("s")),
         )
     if order[TOP:]:
         rest = sum(data["weights"][j] for j in order[TOP:])
-        shown = number(rest) if linear else text.weight(rest)
-        yield Text(f"{INDENT}... {len(order) - TOP} others share {shown}", "dim")
+        shown = number(rest) if linear else terminal.weight(rest)
+        yield Text(
+            f"{INDENT}... {plural(len(order) - TOP, 'other key')} with total weight {shown}", "dim"
+        )
     yield from _masked(data)
 
 
 def _largest(data: Data) -> float:
+    """Return the largest absolute weight of the row."""
     return max((abs(p) for p in data["weights"]), default=0.0)
 
 
 def _chain(data: Data) -> Text:
-    """The score of the key, link by link."""
+    """Return the score of the explained key, step by step, in one line."""
     links = [f"{link['name']} {number(link['value'])}" for link in data["chain"]]
     why = data["masked"][data["key"]]
     line = f"{INDENT}key {data['key']}: " + " → ".join(links) + (f" ({why})" if why else "")
@@ -214,8 +225,8 @@ def _chain(data: Data) -> Text:
 
 
 def _products(data: Data) -> Lines:
-    """The products of the key by dim: a bar each, the running sum behind them, and the largest by
-    name.
+    """Generate the products of the explained key by dim: bars, their running sum, and the
+    largest ones.
     """
     products, j = data["products"], data["key"]
     running, total = [], 0.0
@@ -233,21 +244,23 @@ def _products(data: Data) -> Lines:
 
 
 def _dim(d: int, pairs: Sequence[int]) -> str:
-    """A dim by its number, and the rotary pair that it belongs to."""
+    """Return the name of a dim, with the rotary pair that it belongs to."""
     return f"d {d}, pair {pairs[d]}" if d < len(pairs) and pairs[d] >= 0 else f"d {d}"
 
 
 def _masked(data: Data) -> Lines:
-    """How many keys are masked, and why."""
+    """Generate how many keys are masked, for each reason."""
     reasons = [reason for reason in data["masked"] if reason]
     for reason in dict.fromkeys(reasons):
         count, first = reasons.count(reason), data["masked"].index(reason)
-        keys = f"key {first}" if count == 1 else f"{count} keys, the first is {first}"
-        yield from wrapped(f"masked: {keys}: s = -∞, so the weight is 0; why: {reason}")
+        keys = f"key {first}" if count == 1 else f"{plural(count, 'key')}, the first is {first}"
+        yield from wrapped(f"masked: {keys}; s = -∞ and the weight is 0; reason: {reason}")
 
 
 def softmax(data: Data) -> Lines:
-    """The parts of the softmax, one weight computed both ways, and the same block by block."""
+    """Generate the parts of the softmax, one weight computed in both ways, and the same block by
+    block.
+    """
     total = number(data["total"])
     shared = sum(data["weights"])
     yield Text(
@@ -256,11 +269,11 @@ def softmax(data: Data) -> Lines:
     )
     if data["sink"] is not None:
         yield Text(
-            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only: it takes "
-            f"{text.weight(1 - shared)}"
+            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only; its weight is "
+            f"{terminal.weight(1 - shared)}"
         )
     j = data["key"]
-    s, p = data["scores"][-1]["values"][j], text.weight(data["weights"][j])
+    s, p = data["scores"][-1]["values"][j], terminal.weight(data["weights"][j])
     if s is not None and data["sink"] is None:
         yield Text(
             f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / {total} = "
@@ -275,7 +288,7 @@ def softmax(data: Data) -> Lines:
 
 
 def _online(data: Data) -> Lines:
-    """The row as a fused kernel goes through it."""
+    """Generate the row as a fused kernel computes it, block by block."""
     blocks = data["online"]
     if len(blocks) < 2:
         return
@@ -284,29 +297,31 @@ def _online(data: Data) -> Lines:
     shown = blocks if len(blocks) <= BLOCKS else [*blocks[: BLOCKS // 2], *blocks[-BLOCKS // 2 :]]
     for n, block in enumerate(shown):
         if len(blocks) > BLOCKS and n == BLOCKS // 2:
-            yield Text(f"{INDENT}... {len(blocks) - BLOCKS} blocks more", "dim")
+            yield Text(f"{INDENT}... {plural(len(blocks) - BLOCKS, 'more block')}", "dim")
         span = f"{block['start']}-{block['stop'] - 1}"
         yield Text(
-            f"{INDENT}{span:>13} {number(block['top'], 10)} {number(block['kept'], 10)} "
-            f"{number(block['total'], 10)} {number(norm(block['output']), 10)}"
+            f"{INDENT}{span:>13} {number(block['running_max'], 10)} {number(block['rescale'], 10)} "
+            f"{number(block['running_sum'], 10)} {number(norm(block['running_output']), 10)}"
         )
-    if blocks[-1]["total"]:
+    if blocks[-1]["running_sum"]:
         yield Text(f"{INDENT}end: lse = m + ln l = {number(data['lse'])},  z = o / l", "dim")
 
 
-MOST_LISTED = 128  # tokens
-MOST_HEADS = 16  # bars of shares
+MAX_LISTED = 128  # tokens that are listed
+MAX_HEADS = 16  # heads whose shares are drawn
 
 
 def tokens(data: Data) -> Lines:
-    """Every key with its index, and before it its weight; the query and the key in their colours;
-    of many those near them.
+    """Generate the keys with their indices and weights; of a long text, only those near the
+    query and the key.
     """
     line, before = Text(INDENT), -1
     own = data["query"] if data["row_pieces"] == data["pieces"] else -1
     for j in _shown(data, own):
         masked, here, key = bool(data["masked"][j]), j == own, j == data["key"]
-        mark = "▶" if here else "◆" if key else text.shade(None if masked else data["weights"][j])
+        mark = (
+            "▶" if here else "◆" if key else terminal.shade(None if masked else data["weights"][j])
+        )
         role = (
             style("q", bold=True)
             if here
@@ -335,37 +350,40 @@ def tokens(data: Data) -> Lines:
             INDENT,
             "query ",
             (f"{data['query']} ", "dim"),
-            (text.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
+            (terminal.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
         )
     yield Text(f"{INDENT}▶ query, ◆ key", "dim")
     yield legend("weight:")
 
 
 def _shown(data: Data, query: int) -> Sequence[int]:
-    """The keys that are listed: all of a short text, else the first, those near query and key, and
-    the heaviest.
+    """Return the keys that are listed: all of a short text, else the first ones, those near the
+    query and the key, and those with the largest weights.
     """
     n = len(data["pieces"])
-    if n <= MOST_LISTED:
+    if n <= MAX_LISTED:
         return range(n)
-    near = [range(at - 5, at + 6) for at in (data["key"], query if query >= 0 else data["key"])]
-    chosen = {j for group in near for j in group if 0 <= j < n} | set(range(4))
+    neighbourhoods = [
+        range(center - 5, center + 6)
+        for center in (data["key"], query if query >= 0 else data["key"])
+    ]
+    chosen = {j for group in neighbourhoods for j in group if 0 <= j < n} | set(range(4))
     return sorted(chosen | set(ordered(data)[:TOP]))
 
 
 def hidden(data: Data) -> Lines:
-    """The hidden state of the query, embedded, entering the layer, and normed."""
+    """Generate the hidden state of the query: embedded, entering the layer, and normed."""
     for name, title in (
         ("embedding", "embedding of the token"),
-        ("entering", f"h: entering layer {data['layer']}"),
-        ("normed", "x: what attention is given"),
+        ("entering", f"h: input of layer {data['layer']}"),
+        ("normed", "x: input of attention"),
     ):
         if data[name]:
             yield from strip(title, data[name], "")
 
 
 def projected(data: Data) -> Lines:
-    """q of the query, and k and v of the key."""
+    """Generate q of the query, and k and v of the key, after each step."""
     j = data["key"]
     named = f"{j} {piece_of(data, j)}"
     for step in data["q"]:
@@ -375,21 +393,21 @@ def projected(data: Data) -> Lines:
     for step in data["values"]:
         yield from strip(f"v of {named}, {step['name']}", step["values"][j], "v")
     for step in (*data["q"], *data["k"]):
-        if step["name"] not in ("projected", "rotated", "given"):
+        if step["name"] not in ("projected", "rotated", "input"):
             yield equation(f"{step['name']}: {step['equation']}")
     angles = data["angle"]
     if angles:
         position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
         yield equation(data["equations"]["rotate"])
         yield Text(
-            f"{INDENT}{len(angles)} pairs, layout {data['layout']}; of the query, position "
-            f"{position}:"
+            f"{INDENT}{plural(len(angles), 'rotary pair')}, layout {data['layout']}; "
+            f"angles of the query at position {position}:"
         )
         yield Text(f"{INDENT}φ = {shown} ... {number(angles[-1])} rad")
 
 
 def mix(data: Data) -> Lines:
-    """The keys that give most: by the size of p v, not by p alone."""
+    """Generate the keys that contribute most to the output, by the norm of p v."""
     rows = data["contributions"]
     sizes = [norm(row) for row in rows]
     order = [j for j in sorted(range(len(sizes)), key=lambda j: -sizes[j]) if sizes[j] > 0]
@@ -398,69 +416,74 @@ def mix(data: Data) -> Lines:
         p = (
             number(data["weights"][j])
             if data["kind"] == "linear"
-            else text.weight(data["weights"][j])
+            else terminal.weight(data["weights"][j])
         )
         yield from strip(f"{p} v of {j} {piece_of(data, j)}", rows[j], "v", top)
     if order[3:]:
         rest = norm([sum(rows[j][d] for j in order[3:]) for d in range(len(rows[0]))])
         yield Text(
-            f"{INDENT}... {len(order) - 3} others add a vector of norm {number(rest)}", "dim"
+            f"{INDENT}... {plural(len(order) - 3, 'other key')}: "
+            f"together a vector of norm {number(rest)}",
+            "dim",
         )
     mixed, z = data["mixed"], data["z"]
-    yield from strip("z: the sum of all", mixed, "z", max(top, max(map(abs, mixed), default=0.0)))
+    yield from strip("z: the weighted sum", mixed, "z", max(top, max(map(abs, mixed), default=0.0)))
     if len(mixed) != len(z) or norm([a - b for a, b in zip(mixed, z, strict=True)]) > 1e-4 * (
         norm(z) or 1.0
     ):
-        yield from strip("z, finished (gate, norm, map or mix)", z, "z")
+        yield from strip("z after gate, norm, map or mix", z, "z")
 
 
 def output(data: Data) -> Lines:
-    """What each head writes into out, and the sums."""
+    """Generate the contribution of each head to the output, and the sums."""
     largest, count, E = max(map(abs, data["shares"])) or 1.0, len(data["shares"]), len(data["z"])
     yield Text(
-        f"{INDENT}joined: {count} heads x {E} = {count * E} numbers; what each writes into out:"
+        f"{INDENT}joined: {plural(count, 'head')} x {E} = {plural(count * E, 'value')}; "
+        "share of each in out:"
     )
     slot = data["head"] % count
     for h, share in enumerate(data["shares"]):
-        if count > MOST_HEADS and h not in _large(data["shares"], slot):
+        if count > MAX_HEADS and h not in _large(data["shares"], slot):
             continue
         here = h == slot
-        bar = text.bar(abs(share) / largest, 44).rstrip()
+        bar = terminal.bar(abs(share) / largest, 44).rstrip()
         line = f"{INDENT}{'▶' if here else ' '} head {h:>2}  {share:>+8.1%}  {bar}"
         yield Text(line, style("z", bold=here) if here else "")
-    yield from strip("this head writes W_O z", data["head_out"], "z")
-    yield from strip("out: attention writes", data["out"], "z")
+    yield from strip("W_O z: added by this head", data["head_out"], "z")
+    yield from strip("out: output of attention", data["out"], "z")
     if data["residual"]:
         size = norm(data["out"]) / (norm(data["entering"]) or 1.0)
-        yield from strip("h: the hidden state behind it", data["residual"], "")
-        yield Text(f"{INDENT}|out| is {number(size)} of |h| in front of it", "dim")
+        yield from strip("h: hidden state after it", data["residual"], "")
+        yield Text(f"{INDENT}|out| / |h before attention| = {number(size)}", "dim")
 
 
 def _large(shares: Sequence[float], slot: int) -> set[int]:
-    """The heads that are shown of many: the largest shares, and the one that is explained."""
+    """Return the heads that are listed if there are many: the largest shares, and the explained
+    head.
+    """
     order = sorted(range(len(shares)), key=lambda h: -abs(shares[h]))
-    return {slot, *order[: MOST_HEADS - 1]}
+    return {slot, *order[: MAX_HEADS - 1]}
 
 
 def pattern(data: Data) -> Lines:
-    """The pattern of the head, and of every other head of the layer, small."""
+    """Generate the pattern of the head, and small patterns of all heads of the layer."""
     yield from large_pattern(data)
     yield legend("weight:")
     yield from small_patterns(data)
 
 
 def predictions(data: Data) -> Lines:
-    """The likeliest next tokens."""
+    """Generate the most likely next tokens."""
     for guess in data["predictions"]:
         p = guess["probability"]
         yield Text.assemble(
-            f"{INDENT}{text.cell(guess['piece'], 16)} {p:>7.2%}  ",
-            (text.bar(p, 48).rstrip(), style("z")),
+            f"{INDENT}{terminal.cell(guess['piece'], 16)} {p:>7.2%}  ",
+            (terminal.bar(p, 48).rstrip(), style("z")),
         )
 
 
 def show(data: Data, console: Console) -> None:
-    """Print the page on a rich console; its colours are as many as the console's.
+    """Print the page on a rich console.
 
     >>> from io import StringIO
     >>> show({}, Console(file=StringIO()))
@@ -472,7 +495,7 @@ def show(data: Data, console: Console) -> None:
 
 
 def page(data: Data) -> list[Text]:
-    """The lines of the page; none is wider than 80 cells."""
+    """Return the lines of the page; none is wider than 80 cells."""
     lines = list(_title(data))
     for i, (title, name, draw) in enumerate(_steps(data), 1):
         lines += [Text(), heading(f"{i} {title}")]
@@ -486,7 +509,9 @@ def page(data: Data) -> list[Text]:
 
 
 def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
-    """What the page shows of this mechanism: title, equation, and who draws it."""
+    """Return the sections of the page for this mechanism: title, name of the equation, and
+    generator.
+    """
     kind = data["kind"]
     score = {"softmax": "scaled", "additive": "additive", "linear": "effective"}[kind]
     steps: list[tuple[str, str, Callable[[Data], Lines]]] = [("tokens", "tokens", tokens)]
@@ -512,32 +537,35 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
         steps.append(("the layer's tensors", "", tensors))
     if data["cost"]:
         steps.append(("cost", "cost", cost))
-    if data["elsewhere"]:
-        steps.append(("the same q and k elsewhere", "elsewhere", elsewhere))
+    if data["counterfactuals"]:
+        steps.append(
+            ("the same q and k under other mechanisms", "counterfactuals", counterfactuals)
+        )
     return steps
 
 
 def show_heads(
     query: str, rows: Sequence[Mapping[str, Any]], chosen: tuple[int, int], console: Console
 ) -> None:
-    """Print a row per head: the key that it looks at hardest, and with what weight; the chosen head
+    """Print one row per head: the key with the largest weight, and that weight; the chosen head is
     marked.
 
     Args:
-        query: what the query is called.
+        query: name of the query.
         rows: {"layer", "head", "key", "piece", "weight"} of each head.
         chosen: (layer, head).
+        console: where to print.
 
     >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
     >>> show_heads("1 b", [row], (0, 0), Console(width=80))
-    The hardest look of query 1 b at another token than the first, in each head
+    Largest weight of query 1 b in each head, leaving out the first token
       layer head  weight                           key token
     ▶     0    0  1.0000 ████████████████████████    1 b
     """
     lines = [
         Text(
-            f"The hardest look of query {text.cell(query, 20).rstrip()} at another token than the "
-            "first, in each head"
+            f"Largest weight of query {terminal.cell(query, 20).rstrip()} in each head, "
+            "leaving out the first token"
         ),
         Text("  layer head  weight                           key token", "dim"),
     ]
@@ -547,10 +575,10 @@ def show_heads(
             Text.assemble(
                 ("▶ " if here else "  ", style("q")),
                 f"{row['layer']:>5} {row['head']:>4}  ",
-                f"{text.weight(row['weight'])} ",
-                (text.bar(row["weight"], 24), style("s")),
+                f"{terminal.weight(row['weight'])} ",
+                (terminal.bar(row["weight"], 24), style("s")),
                 f" {row['key']:>4} ",
-                text.cell(row["piece"], 16).rstrip(),
+                terminal.cell(row["piece"], 16).rstrip(),
                 style="bold" if here else "",
             )
         )
@@ -562,8 +590,8 @@ def _title(data: Data) -> Lines:
     n, i = data["sizes"], data["query"]
     yield Text.assemble(
         ("regard explain", "bold"),
-        f"  {text.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G "
-        f"{n['G']}, D {n['D']}",
+        f"  {terminal.cell(data['model'], 24).rstrip()}: {plural(n['layers'], 'layer')}, "
+        f"H {n['H']}, G {n['G']}, D {n['D']}",
     )
     yield Text.assemble(
         "layer ",
@@ -572,16 +600,16 @@ def _title(data: Data) -> Lines:
         (f"{data['head']}", "bold"),
         f" (reads key/value head {data['group']}), query token ",
         (f"{i} ", "bold"),
-        (text.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)),
+        (terminal.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)),
         f", position {data['query_position']}",
     )
     j = data["key"]
     yield Text.assemble(
         "key ",
         (f"{j} ", "bold"),
-        (text.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
-        f", position {data['positions'][j]}; {text.cell(data['place'], 28).rstrip()}: "
-        f"{text.cell(data['mechanism'], 18).rstrip()}",
+        (terminal.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
+        f", position {data['positions'][j]}; {terminal.cell(data['place'], 28).rstrip()}: "
+        f"{terminal.cell(data['mechanism'], 18).rstrip()}",
     )
     yield from wrapped(_ran(data))
     for name in ("chosen_by", "key_chosen_by"):
@@ -592,12 +620,12 @@ def _title(data: Data) -> Lines:
 
 
 def _ran(data: Data) -> str:
-    """What ran, in words."""
+    """Return what ran, in one sentence."""
     n, calls = data["sizes"], data["calls"]
     own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
     text = (
-        f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} "
-        f"{data['keys_are']}; rows are queries, columns are keys"
+        f"one pass (prefill), {own}, {data['dtype']}, {plural(n['T'], 'query')}, {n['S']} "
+        f"{data['key_kind']}; rows are queries, columns are keys"
     )
     if len(calls) > 1:
         text += f"; call {calls[data['call']]!r} of {', '.join(calls)}"
@@ -608,8 +636,8 @@ def _check(data: Data) -> Lines:
     yield heading("check")
     worst = max(data["checks"], key=lambda name: data["checks"][name])
     yield from wrapped(
-        f"{len(data['checks'])} steps recomputed and compared with what the model computed: "
-        f"at most {data['check']:.1e} apart ({worst})"
+        f"{plural(len(data['checks']), 'number')} recomputed and compared with the model; "
+        f"the largest difference is {data['check']:.1e} ({worst})"
     )
     for name, off in data["checks"].items():
         yield Text(f"{'  '}{off:>8.1e}  {name}", "dim")

@@ -1,8 +1,8 @@
-"""Pages of findings, each one HTML file that runs no script and loads nothing.
+"""Static HTML pages: one file each, without scripts, that loads nothing.
 
-A page is a title, facts, the command that makes it again, and sections; a section has sentences,
-tables and charts. Every text reaches the page escaped and inert, whoever wrote it. The page over a
-recording, which has scripts, is made by `regard.view.report`.
+A page has a title, facts, the command that reproduces it, and sections. A section has sentences,
+tables and charts. All text is escaped. The page of a recording, which has scripts, is made by
+`regard.view.report`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ Rows = Sequence[Sequence[str]]
 
 
 def write(path: Path, text: str) -> int:
-    """Put a whole file in place, or none: write beside it, then rename. Returns the bytes written.
+    """Write a file completely or not at all: write it beside the target, then rename it.
+
+    Args:
+        path: the file.
+        text: its content.
+
+    Returns:
+        The number of bytes written.
 
     Raises:
-        FileError: the folder is missing, or the disk refuses.
+        FileError: the folder is missing, or the file cannot be written.
     """
     content = text.encode("utf-8")
     with write_user_file(path) as place:
@@ -37,12 +44,13 @@ def write(path: Path, text: str) -> int:
 
 
 def content_hash(text: str) -> str:
-    """The hash by which a content policy knows an inline script or style."""
+    """Return the hash that allows an inline script or style in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()
 
 
 def safe(text: str) -> str:
-    """Text of any origin for a page: escaped, and nothing in it moves the cursor or hides.
+    """Escape text of any origin for a page, including control characters and characters that hide
+    text.
 
     >>> safe("<b>")
     '&lt;b&gt;'
@@ -51,12 +59,12 @@ def safe(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A chart with a line above it.
+class CaptionedChart:
+    """A chart with a caption above it.
 
-    Attributes:
-        chart: what is drawn.
-        caption: the words above it.
+    Args:
+        chart: the chart.
+        caption: the text above it.
         good: whether the caption reports a success (True), a failure (False), or neither (None).
     """
 
@@ -65,7 +73,7 @@ class Figure:
     good: bool | None = None
 
     def html(self) -> str:
-        """The figure; its verdict stands in front of the caption, in words and in colour."""
+        """Return the figure as HTML; its verdict precedes the caption, in words and in colour."""
         verdict = {
             True: "<span class='good'>right</span>; ",
             False: "<span class='bad'>wrong</span>; ",
@@ -79,20 +87,21 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """One finding.
+    """One section of a page.
 
-    Attributes:
+    Args:
         title: its heading.
         badge: a word beside it, such as a verdict; "" is none.
         good: how the badge is coloured: True, False, or None for neither.
-        texts: a word in front of each sentence -> the sentence.
-        heads, rows: a table; cells are texts.
-        pictures: charts below it; one without any point is left out.
-        more: a second table behind the first, its heads in the first row.
+        texts: a word before each sentence, to the sentence.
+        heads: column headings of a table.
+        rows: cells of the table, as texts.
+        pictures: charts below it; a chart without any point is left out.
+        more: a second table, with its headings in the first row.
         caption: a sentence below the heading.
-        figures: charts with captions, side by side where there is room.
-        numbers: whether the cells of the table are numbers, which stand on the right.
-        tones: column of the table -> "good" or "bad", its colour.
+        figures: charts with captions, side by side where they fit.
+        numbers: whether the cells of the table are numbers, which are aligned right.
+        tones: column of the table, to "good" or "bad", its colour.
 
     >>> Section("scale", "holds", True, {"says": "It saturates."}).badge
     'holds'
@@ -107,12 +116,12 @@ class Section:
     pictures: Sequence[Chart] = ()
     more: Rows = ()
     caption: str = ""
-    figures: Sequence[Figure] = ()
+    figures: Sequence[CaptionedChart] = ()
     numbers: bool = False
     tones: Mapping[int, str] = field(default_factory=dict)
 
     def html(self) -> str:
-        """The section; every text reaches it escaped."""
+        """Return the section as HTML; all text is escaped."""
         tone = {True: "good", False: "bad", None: "soft"}[self.good]
         badge = f" <span class='badge {tone}'>{safe(self.badge)}</span>" if self.badge else ""
         caption = f"<p class='soft'>{safe(self.caption)}</p>" if self.caption else ""
@@ -155,13 +164,14 @@ def page(
     sections: Sequence[Section],
     notes: Sequence[str] = (),
 ) -> str:
-    """The whole page: a content policy lets no script run and loads nothing.
+    """Return a whole page; its content security policy forbids scripts and loading.
 
     Args:
-        title, sentence: at the top.
-        facts: name -> value, such as the machine and the seeds.
-        command: makes the page again; "" leaves it out.
-        sections: the findings.
+        title: the heading.
+        sentence: a sentence below it.
+        facts: name to value, such as the machine and the seeds.
+        command: the command that reproduces the page; "" leaves it out.
+        sections: the sections.
         notes: sentences that a reader must know first.
 
     >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare", [Section("scale")])
@@ -172,11 +182,11 @@ def page(
         f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    told = "".join(f"<li>{safe(k)} <b>{safe(v)}</b></li>" for k, v in facts.items())
+    fact_items = "".join(f"<li>{safe(k)} <b>{safe(v)}</b></li>" for k, v in facts.items())
     listed = "".join(f"<li>{safe(note)}</li>" for note in notes)
     body = "\n".join(
         [
-            f"<h1>{safe(title)}</h1><p>{safe(sentence)}</p><ul class='facts'>{told}</ul>",
+            f"<h1>{safe(title)}</h1><p>{safe(sentence)}</p><ul class='facts'>{fact_items}</ul>",
             f"<pre>{safe(command)}</pre>" if command else "",
             f"<ul class='notes'>{listed}</ul>" if listed else "",
             *(section.html() for section in sections),

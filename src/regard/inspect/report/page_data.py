@@ -1,5 +1,5 @@
-"""A recording as the plain data of a page: places of one or two recordings, thumbnails and metrics
-of every head, and some heads exactly.
+"""The data of the interactive page: the places of one or two recordings, thumbnails and metrics
+of every head, and the exact tensors of some heads.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.errors import ArgumentError
 from regard.inspect.metrics import measure
-from regard.inspect.record.place import Place
+from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
 from regard.inspect.record.tiles import Pooled, pooled
-from regard.inspect.report.masks import Arrays, Rules, parted, sides
+from regard.inspect.report.page_rules import (
+    Arrays,
+    PageRules,
+    row_and_column_positions,
+    split_by_pool,
+)
 from regard.positions import Rotary
 
-SIDE = 64
-"""The most blocks of a thumbnail a side."""
+THUMBNAIL_SIDE = 64
+"""The largest number of blocks along a side of a thumbnail."""
 OCTAVES = 24
-"""What a thumbnail's byte spans: 1..255 is 2^-24..1 in equal steps of the logarithm, 0 is
-nothing.
-"""
+"""Range of a thumbnail's byte: 1 to 255 are 2^-24 to 1 in equal logarithmic steps; 0 is zero."""
 
 METRICS = {
     "entropy": "share",
@@ -49,9 +52,9 @@ METRICS = {
     "future": "error",
     "empty": "error",
 }
-"""What `measure` gives and a page shows: name -> unit."""
+"""Metrics that the page shows, and their units."""
 
-LEADERS = (
+EMBEDDING_ORDER = (
     "induction",
     "previous_token",
     "duplicate",
@@ -61,25 +64,25 @@ LEADERS = (
     "-sink",
     "-distance",
 )
-"""The heads that lead in these deserve room on a page, in turns; with a minus: those that have
+"""Metrics whose leading heads are embedded first, in turns; a minus means the heads with the
 least.
 """
 
 
-OVERHEAD = 450_000
-"""Bytes of the page besides its arrays, roughly."""
-PACKED = 1.25
-"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
-base64.
+PAGE_OVERHEAD = 450_000
+"""Approximate bytes of the page without its arrays."""
+ENCODED_RATIO = 1.25
+"""Bytes of the page per byte of an array that hardly compresses, after gzip and base64."""
+AUDITED_SCORES = 1 << 15
+"""Scores of each place that the page's audit checks; rows are sampled, and the page says how
+many.
 """
-AUDITED = 1 << 15
-"""Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
-BUDGET = 8_000_000
-"""Bytes of the page: heads are embedded exactly until it is nearly full."""
+PAGE_BUDGET = 8_000_000
+"""Bytes of the page; heads are embedded exactly until it is nearly full."""
 
 
-class Glance(NamedTuple):
-    """All recorded heads of a place: thumbnails, and a number for each by metric (None: not
+class PlaceOverview(NamedTuple):
+    """All recorded heads of a place: thumbnails, and the metrics of each head (None: not
     finite).
     """
 
@@ -87,32 +90,32 @@ class Glance(NamedTuple):
     metrics: dict[str, list[float | None]]
 
 
-def glance(place: Place, ids: Tensor | None = None, row: int = 0) -> Glance:
-    """Thumbnails of at most 64 x 64 blocks, and the metrics, of one row of the batch.
+def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> PlaceOverview:
+    """Compute thumbnails of at most 64 x 64 blocks, and the metrics, for one row of the batch.
 
     Args:
-        place: from a recording.
-        ids: tokens [N] of the columns, where the rows are the same tokens.
-        row: of the batch.
+        place: a place of a recording.
+        ids: token ids of the columns, `[N]`, if the rows are the same tokens.
+        row: row of the batch.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> glance(found[0]).metrics["future"][:2]
+    >>> place_overview(found[0]).metrics["future"][:2]
     [0.0, 0.0]
     """
-    size = tuple(max(1, -(-length // SIDE)) for length in (place.T, place.N))
+    size = tuple(max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
     measured = measure(place, ids, batch=row).values
     metrics = {
         name: [x if math.isfinite(x) else None for x in measured[name].tolist()]
         for name in METRICS
         if name in measured
     }
-    return Glance(pooled(place, (size[0], size[1]), batch=row), metrics)
+    return PlaceOverview(pooled(place, (size[0], size[1]), batch=row), metrics)
 
 
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
-    """Weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0; NaN is
-    255.
+    """Encode weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0;
+    NaN is 255.
 
     >>> as_bytes(torch.tensor([0.0, 1e-30, 0.5, 1.0])).tolist()
     [0, 1, 244, 255]
@@ -128,11 +131,11 @@ def source_facts(recording: Recording) -> dict[str, Any]:
     """
     places = list(recording.places.values())
     kernels = sorted({step.kernel for place in places for step in place.steps})
-    about = {name: str(value) for name, value in recording.about.items()}
-    about |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
-    about |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
+    metadata = {name: str(value) for name, value in recording.metadata.items()}
+    metadata |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
+    metadata |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
     text = "".join(recording.pieces).replace("·", " ").strip()
-    return {"title": text[:80], "model": about.get("model", ""), "about": about}
+    return {"title": text[:80], "model": metadata.get("model", ""), "metadata": metadata}
 
 
 def label(name: str) -> str:
@@ -195,10 +198,10 @@ def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
     }
 
 
-def stored(x: Tensor) -> NDArray[Any]:
-    """A tensor without loss: bfloat16 as its upper 16 bits, fp16 as float32.
+def to_lossless_array(x: Tensor) -> NDArray[Any]:
+    """Convert a tensor to an array without loss: bfloat16 as its upper 16 bits, fp16 as float32.
 
-    >>> stored(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
+    >>> to_lossless_array(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
     True
     """
     x = x.detach().cpu().contiguous()
@@ -207,43 +210,44 @@ def stored(x: Tensor) -> NDArray[Any]:
     return x.numpy() if x.dtype == torch.float64 else x.float().numpy()
 
 
-def packed(x: NDArray[Any]) -> float:
-    """Bytes that an array takes, about: bits and bytes of patterns compress well, floats do not."""
+def compressed_size(x: NDArray[Any]) -> float:
+    """Estimate the compressed bytes of an array: bits and bytes of patterns compress well,
+    floats do not.
+    """
     return x.nbytes * (0.25 if x.dtype == np.uint8 else 1.0)
 
 
 class PageData:
-    """The page's data as it grows."""
+    """Collects the data of the page."""
 
     def __init__(self, row: int) -> None:
         self.row, self.arrays = row, Arrays()
         self.places: list[Place] = []
-        self.glances: list[Glance] = []
+        self.glances: list[PlaceOverview] = []
         self.plain: list[dict[str, Any]] = []
-        self.rules: list[Rules] = []
+        self.rules: list[PageRules] = []
         self.texts: list[list[str]] = []
         self.sources: list[dict[str, Any]] = []
 
     def add(self, recording: Recording, source: int, model: Any) -> None:
-        """A recording's places: what is known of every head."""
+        """Add the places of a recording, with the facts about every head."""
         if not recording.places:
-            raise ArgumentError("the recording holds no place; record a call of attention first")
+            raise ArgumentError("the recording has no place; record a call of attention first")
         for name, whole in recording.places.items():
             if not 0 <= self.row < whole.B:
-                raise ArgumentError(
-                    f"row is {self.row}; {name} holds a batch of {whole.B}: 0 to {whole.B - 1}"
-                )
+                raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")
             if changed := sorted({x for step in whole.steps for x in step.edited}):
                 raise ArgumentError(
                     f"{' and '.join(changed)} of {name} were edited while it was recorded: a page "
                     "computes its cells from q "
-                    f"and k, and would show others; record without that edit, leave {name} out "
+                    "and k, and would show unedited ones; record without that edit, leave "
+                    f"{name} out "
                     "(places=...), or read "
                     "recording.weights"
                 )
-            found = row_sums(whole, cells=AUDITED)
-            audit = {**asdict(found), "sound": found.sound}
-            for place in parted(whole):
+            sums = row_sums(whole, cells=AUDITED_SCORES)
+            audit = {**asdict(sums), "sound": sums.sound}
+            for place in split_by_pool(whole):
                 self._place(place, recording)
                 self.plain[-1] |= {
                     "source": source,
@@ -253,18 +257,20 @@ class PageData:
         self.sources.append(source_facts(recording))
 
     def _place(self, place: Place, recording: Recording) -> None:
-        """A place: its rules, positions, thumbnails and numbers."""
+        """Add a place: its rules, positions, thumbnails and metrics."""
         number = len(self.places)
-        rules = Rules(place, self.row, self.arrays)
+        rules = PageRules(place, self.row, self.arrays)
         texts = replace(recording, places={place.name: place}).labels(place.name)
         ids = recording.ids
         same = ids is not None and ids.shape[1] == place.N and texts[1] == recording.pieces
-        seen = glance(place, ids[self.row] if same and ids is not None else None, self.row)
+        overview = place_overview(
+            place, ids[self.row] if same and ids is not None else None, self.row
+        )
         self.places.append(place)
         self.rules.append(rules)
-        self.glances.append(seen)
-        self.arrays[f"p{number}.mass"] = as_bytes(seen.blocks.mass)
-        self.arrays[f"p{number}.max"] = as_bytes(seen.blocks.max)
+        self.glances.append(overview)
+        self.arrays[f"p{number}.mass"] = as_bytes(overview.blocks.mass)
+        self.arrays[f"p{number}.max"] = as_bytes(overview.blocks.max)
         self._positions(number, place)
         if len(rules.groups) > 1:
             self.arrays[f"p{number}.rule"] = rules.of
@@ -284,34 +290,34 @@ class PageData:
                 "q_first": 0,
                 "k_text": self._text(texts[1]),
                 "dtype": str(pool.k.dtype).removeprefix("torch."),
-                "keys": place.held,
-                "held": rules.held(),
-                "visible": rules.keep("visible", _shared(seen.blocks.visible)),
+                "key_kind": place.key_kind,
+                "present": rules.keys_present(),
+                "visible": rules.keep("visible", _once_if_shared(overview.blocks.visible)),
                 "steps": [step.T for step in place.steps],
-                "cost": cost_facts(place, int(seen.blocks.visible.sum())),
+                "cost": cost_facts(place, int(overview.blocks.visible.sum())),
             }
         )
 
     def _text(self, pieces: tuple[str, ...]) -> int:
-        """The number of a list of tokens."""
+        """Return the index of a list of token texts, which is stored once."""
         if list(pieces) not in self.texts:
             self.texts.append(list(pieces))
         return self.texts.index(list(pieces))
 
     def _positions(self, number: int, place: Place) -> None:
-        """Positions of rows and columns, where they are not 0, 1, 2, ..."""
+        """Store the positions of rows and columns that are not 0, 1, 2, ..."""
         q, k = torch.zeros(place.T, dtype=torch.int64), torch.full((place.N,), -1)
         first = 0
         for step in place.steps:
-            q[first : first + step.T], at = sides(step, self.row)
-            k[step.columns[at >= 0]] = at[at >= 0]
+            q[first : first + step.T], key_positions = row_and_column_positions(step, self.row)
+            k[step.columns[key_positions >= 0]] = key_positions[key_positions >= 0]
             first += step.T
         for name, x in (("q_positions", q), ("k_positions", k)):
             if not torch.equal(x, torch.arange(len(x))):
                 self.arrays[f"p{number}.{name}"] = x.numpy().astype(np.int32)
 
     def start(self, choice: Any) -> tuple[int, int]:
-        """The number of the place and the head where the page opens."""
+        """Return the index of the place and the head at which the page opens."""
         if choice is None:
             return next(iter(self._ranked()))
         layer, head = choice if isinstance(choice, tuple) else (choice.layer, choice.head)
@@ -320,46 +326,51 @@ class PageData:
             if layer not in names:
                 raise ArgumentError(f"{layer!r} was not recorded; recorded: {', '.join(names)}")
             layer = names.index(layer)
-        layer = _inside("layer", layer, len(self.places))
-        head = _inside("head", head, self.places[layer].H)
-        self.places[layer].at(head)
+        layer = _checked_index("layer", layer, len(self.places))
+        head = _checked_index("head", head, self.places[layer].H)
+        self.places[layer].head_index(head)
         return layer, head
 
     def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
-        """The cell where the page opens: the query's strongest key, unless one is asked for."""
+        """Return the cell at which the page opens: the query's strongest key, unless a key is
+        given.
+        """
         where = self.places[place]
-        i = _inside("query", query, where.T)
+        i = _checked_index("query", query, where.T)
         if key is not None:
-            return {"i": i, "j": _inside("key", key, where.N)}
+            return {"i": i, "j": _checked_index("key", key, where.N)}
         block = where.block(slice(i, i + 1), slice(0, where.N), slice(head, head + 1))
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
     def _ranked(self) -> Iterator[tuple[int, int]]:
-        """Heads in the order in which they deserve room: the leaders of each metric in turn, then
-        their followers.
+        """Generate heads in the order of embedding: the leaders of each metric in turn, then the
+        others.
         """
         every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
-        orders = [self._leaders(name, every) for name in LEADERS]
-        seen = set()
+        orders = [self._leaders(name, every) for name in EMBEDDING_ORDER]
+        done = set()
         for turn in zip_longest(*orders, every):
-            for at in turn:
-                if at is not None and at not in seen:
-                    seen.add(at)
-                    yield at
+            for place_and_head in turn:
+                if place_and_head is not None and place_and_head not in done:
+                    done.add(place_and_head)
+                    yield place_and_head
 
     def _leaders(self, name: str, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Heads from the one that has most of a metric, or least, down; without those that it says
-        nothing of.
-        """
+        """Return the heads in the order of a metric; heads without it are left out."""
         least, metric = name.startswith("-"), name.removeprefix("-")
         known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
-        return sorted(known, key=lambda at: known[at] if least else -known[at])
+        return sorted(
+            known,
+            key=lambda place_and_head: known[place_and_head] if least else -known[place_and_head],
+        )
 
     def embed(self, place: int, head: int, budget: int) -> None:
-        """Embed heads exactly while there is room; the first whatever its size."""
-        room = (budget - OVERHEAD) / PACKED - sum(packed(x) for x in self.arrays.values())
+        """Embed the exact tensors of heads while the budget allows; the first head always."""
+        room = (budget - PAGE_OVERHEAD) / ENCODED_RATIO - sum(
+            compressed_size(x) for x in self.arrays.values()
+        )
         order = [(place, head)]
-        if len(self.sources) > 1:  # the same head of the other recording, to compare
+        if len(self.sources) > 1:  # also the same head of the other recording
             other = next(
                 (
                     n
@@ -372,42 +383,42 @@ class PageData:
                 order.append((other, head))
         heads: dict[int, list[int]] = {}
         for p, h in dict.fromkeys((*order, *self._ranked())):
-            fresh = {k: x for k, x in self._exact(p, h).items() if k not in self.arrays}
-            size = sum(x.nbytes for x in fresh.values())
+            new_arrays = {k: x for k, x in self._exact(p, h).items() if k not in self.arrays}
+            size = sum(x.nbytes for x in new_arrays.values())
             if size > room and (p, h) not in order:
                 continue
             room -= size
-            self.arrays.update(fresh)
+            self.arrays.update(new_arrays)
             heads.setdefault(p, []).append(h)
         for p, rules in enumerate(self.rules):
             self.plain[p]["rules"] = rules.plain(heads.get(p, []))
 
     def _exact(self, p: int, h: int) -> Arrays:
-        """Everything that one head's pattern and output follow from."""
+        """Return all tensors from which the pattern and the output of one head follow."""
         place, row = self.places[p], self.row
-        g, at, pool = h // (place.H // place.G), place.at(h), place.pools[0]
-        mine = pool.at(h, place.H)
+        g, head_index, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
+        group_index = pool.group_index(h, place.H)
         parts = {
-            f"q{h}": torch.cat([step.q[row, at] for step in place.steps]),
-            f"lse{h}": torch.cat([step.lse[row, at] for step in place.steps]),
-            f"k{g}": pool.k[row, mine],
+            f"q{h}": torch.cat([step.q[row, head_index] for step in place.steps]),
+            f"lse{h}": torch.cat([step.lse[row, head_index] for step in place.steps]),
+            f"k{g}": pool.k[row, group_index],
         }
         if pool.v is not None:
-            parts[f"v{g}"] = pool.v[row, mine]
+            parts[f"v{g}"] = pool.v[row, group_index]
         outs = [step.out for step in place.steps]
         if all(out is not None for out in outs):
-            parts[f"out{h}"] = torch.cat([out[row, at] for out in outs if out is not None])
-        return {f"p{p}.{name}": stored(x) for name, x in parts.items()}
+            parts[f"out{h}"] = torch.cat([out[row, head_index] for out in outs if out is not None])
+        return {f"p{p}.{name}": to_lossless_array(x) for name, x in parts.items()}
 
     def _of(self, name: str, p: int) -> list[float | None]:
-        """A metric of a place's heads; None where it has none."""
+        """Return a metric of every head of a place; None where a head has none."""
         return self.glances[p].metrics.get(name, [None] * len(self.places[p].heads))
 
     def _metric(self, name: str, p: int, h: int) -> float | None:
-        return self._of(name, p)[self.places[p].at(h)]
+        return self._of(name, p)[self.places[p].head_index(h)]
 
     def meta(self, title: str | None) -> dict[str, Any]:
-        """Everything but the arrays."""
+        """Return everything except the arrays."""
         return {
             "title": title
             or " | ".join(filter(None, (x["title"] for x in self.sources)))
@@ -425,14 +436,14 @@ class PageData:
         }
 
 
-def _shared(x: Tensor) -> NDArray[np.int32]:
-    """Numbers of heads [h,...], once where all heads have the same."""
+def _once_if_shared(x: Tensor) -> NDArray[np.int32]:
+    """Return the numbers of all heads `[h, ...]`, or of one head if they are all equal."""
     x = x[:1] if bool((x == x[:1]).all()) else x
     return x.numpy().astype(np.int32)
 
 
-def _inside(name: str, index: int, count: int) -> int:
-    """An index counted from the front."""
+def _checked_index(name: str, index: int, count: int) -> int:
+    """Return an index counted from the start, or raise ArgumentError."""
     if not -count <= index < count:
         raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
     return index % count
@@ -448,30 +459,33 @@ def report(
     key: int | None = None,
     title: str | None = None,
     row: int = 0,
-    budget: int = BUDGET,
+    budget: int = PAGE_BUDGET,
     explanation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `regard.view.report.page` draws: {"meta": plain data, "arrays": {name: numpy array}}.
+    """Convert one or two recordings to the data that `regard.view.report.page` draws.
 
     Args:
-        recording: what the page is of.
-        b: another one to compare it with: of another prompt, model or kernel.
-        model: the model that was recorded, for what a recording does not hold, such as rotary
-            frequencies.
-        choice: an object with `layer` and `head`, or that pair: where the page opens, and what is
-            embedded first.
-        query, key: the row and column where it opens; the key is the strongest by default.
-        title: of the page; by default the text.
-        row: the row of the batch.
-        budget: bytes of the page; heads that it has no room for are thumbnails only, and the page
-            says so.
-        explanation: of the chosen query, to travel with the page.
+        recording: the recording.
+        b: a second recording to compare with: of another prompt, model or kernel.
+        model: the recorded model, for facts that a recording lacks, such as rotary frequencies.
+        choice: an object with `layer` and `head`, or that pair: the head at which the page opens,
+            and which is embedded first.
+        query: row at which the page opens.
+        key: column at which it opens; the strongest key by default.
+        title: title of the page; the text by default.
+        row: row of the batch.
+        budget: bytes of the page; heads for which there is no space are thumbnails only, and the
+            page says so.
+        explanation: JSON data of an explanation of the chosen query, to be embedded.
+
+    Returns:
+        {"meta": plain data, "arrays": {name: numpy array}}.
 
     Raises:
-        ArgumentError: nothing was recorded, or row, choice, query or key is out of range.
+        ArgumentError: nothing was recorded, or `row`, `choice`, `query` or `key` is out of range.
 
     >>> import regard
-    >>> from regard.inspect.record.models import record
+    >>> from regard.inspect.record.record_model import record
     >>> data = report(record(regard.load("tiny"), "to be or not to be"))
     >>> len(data["meta"]["places"]), data["meta"]["places"][0]["H"]
     (4, 8)

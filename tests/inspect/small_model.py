@@ -1,6 +1,4 @@
-"""A small model of the shape of `tiny`, with random weights, for tests of what looks inside a
-model.
-"""
+"""A small model with the architecture of `tiny` and random weights, for the tests of `inspect`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A layer's stages as text for a terminal, and as sections of a page: arrays and numbers in, words
-out.
-"""
+"""The stages of a layer as text for a terminal, and as sections of an HTML page."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from regard.text_table import format_table as table_of
-from regard.view.html import Section
+from regard.view.html_page import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")
-MOST_TOKENS = 16
-"""Tokens up to which the matrices of every head are put on a page."""
-MOST_NUMBERS = 2048
-"""A larger tensor is printed by its corners, as the output of the notes' run is."""
+MAX_TOKENS = 16
+"""The longest input whose matrices of every head are put on a page."""
+MAX_NUMBERS = 2048
+"""Larger tensors are printed by their corners only."""
 TITLES = {
     "scores": "Scores of every head, scaled, before the mask",
     "masked": "Scores behind the mask",
@@ -26,11 +24,11 @@ TITLES = {
 }
 
 
-def rows(told: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A line for each stage of each layer: shape, mean, deviation and milliseconds.
+def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return one row of text per stage and layer: shape, mean, standard deviation and milliseconds.
 
     Args:
-        told: `Layer.as_dict()` of each.
+        layers: `LayerStages.as_dict()` of each layer.
 
     >>> stage = {"name": "q", "shape": [2, 4], "mean": 0.5, "std": 1.0, "seconds": None}
     >>> rows([{"name": "mha", "stages": [stage]}])
@@ -45,73 +43,72 @@ def rows(told: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             f"{one['std']:.4f}",
             "" if one["seconds"] is None else f"{1e3 * one['seconds']:.3f}",
         ]
-        for layer in told
+        for layer in layers
         for one in layer["stages"]
     ]
 
 
-def table(told: Sequence[Mapping[str, Any]]) -> str:
-    """The lines of `rows`, in columns.
+def table(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of `rows` as an aligned table.
 
     >>> table([{"name": "mha", "stages": []}])
     '  stage  shape  mean  std  ms'
     """
-    return table_of([HEADS, *rows(told)], left=(0, 1))
+    return table_of([HEADS, *rows(layers)], left=(0, 1))
 
 
-def text(told: Mapping[str, Any]) -> str:
-    """One layer in full, in the order of the notes: shapes, mask, scores, masked scores, weights,
-    outputs.
+def text(layer: Mapping[str, Any]) -> str:
+    """Return one layer in full: shapes, mask, scores, masked scores, weights and outputs.
 
     Args:
-        told: `Layer.as_dict()`.
+        layer: `LayerStages.as_dict()`.
     """
-    made = {stage["name"]: stage for stage in told["stages"]}
+    stages = {stage["name"]: stage for stage in layer["stages"]}
     lines = [
         (
-            f"Input x: {tuple(told['input'])}; q {_shape(made['q'])}, k {_shape(made['k'])}, v "
-            f"{_shape(made['v'])}"
+            f"Input x: {tuple(layer['input'])}; q {_shape(stages['q'])}, k {_shape(stages['k'])}, "
+            f"v {_shape(stages['v'])}"
         ),
-        f"Output: {_shape(made['out'])}",
+        f"Output: {_shape(stages['out'])}",
         "",
         (
-            f"Mask ({told['mask']}; 1 = blocked: the query of the row may not see the key of the "
+            f"Mask ({layer['mask']}; 1 = blocked: the query of the row may not see the key of the "
             "column)"
         ),
-        _matrix(np.array(told["blocked"])),
+        _matrix(np.array(layer["blocked"])),
     ]
     for name, title in TITLES.items():
-        lines += ["", f"{title}, {_shape(made[name])}", _matrix(_array(made[name]["values"]))]
+        lines += ["", f"{title}, {_shape(stages[name])}", _matrix(_array(stages[name]["values"]))]
     return "\n".join(lines)
 
 
-def sections(told: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """The stages of all layers as one table, and the matrices of the first one."""
-    found = [Section("Stages", heads=HEADS, rows=rows(told))]
-    layer = told[0]
+def sections(layers: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Return the stages of all layers as one table, and the matrices of the first layer."""
+    result = [Section("Stages", heads=HEADS, rows=rows(layers))]
+    layer = layers[0]
     keys = [f"key {j}" for j in range(layer["input"][1])]
-    if len(keys) > MOST_TOKENS:
-        return found
+    if len(keys) > MAX_TOKENS:
+        return result
     blocked = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["blocked"])]
-    found.append(
+    result.append(
         Section(f"Mask: {layer['mask']}", texts={"1": "blocked"}, heads=("", *keys), rows=blocked)
     )
-    made = {stage["name"]: stage for stage in layer["stages"]}
+    stages = {stage["name"]: stage for stage in layer["stages"]}
     for name in ("scores", "masked", "weights"):
         cells = [
             [str(b), str(h), str(i), *("-inf" if x is None else f"{x:.4f}" for x in row)]
-            for b, heads in enumerate(made[name]["values"])
+            for b, heads in enumerate(stages[name]["values"])
             for h, head in enumerate(heads)
             for i, row in enumerate(head)
         ]
-        found.append(
+        result.append(
             Section(
                 f"{TITLES[name]}: {layer['name']}",
                 heads=("sequence", "head", "query", *keys),
                 rows=cells,
             )
         )
-    return found
+    return result
 
 
 def _shape(stage: Mapping[str, Any]) -> str:
@@ -119,12 +116,14 @@ def _shape(stage: Mapping[str, Any]) -> str:
 
 
 def _array(values: Any) -> np.ndarray[Any, Any]:
-    """Nested lists as an array; None is minus infinity, as only masked scores have it."""
-    found = np.array(values, dtype=object)
-    return np.where(found == None, -np.inf, found).astype(float)  # noqa: E711
+    """Convert nested lists to an array; None, which only masked scores contain, becomes minus
+    infinity.
+    """
+    nested = np.array(values, dtype=object)
+    return np.where(nested == None, -np.inf, nested).astype(float)  # noqa: E711
 
 
 def _matrix(x: np.ndarray[Any, Any]) -> str:
     return np.array2string(
-        x, precision=4, suppress_small=True, threshold=MOST_NUMBERS, max_line_width=120
+        x, precision=4, suppress_small=True, threshold=MAX_NUMBERS, max_line_width=120
     )

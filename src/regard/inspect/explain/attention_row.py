@@ -1,0 +1,376 @@
+"""One row of one head: its scores step by step, its softmax, and how it is mixed with other rows.
+
+A `KernelRow` comes from a recorded call of a softmax kernel. Where no such kernel ran, the row
+comes from the mechanism (`regard.nn.explain.EffectiveRow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from regard.caches import Parts
+from regard.inspect.explain.captured_run import CapturedRun, QueryCall
+from regard.inspect.explain.explanation import (
+    EQUATIONS,
+    Array,
+    ComputationStep,
+    Mixture,
+    MixtureTerm,
+    RecurrentState,
+    SoftmaxBlock,
+    SoftmaxRow,
+)
+from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
+from regard.units import plural
+
+Checks: TypeAlias = dict[str, float]
+"""What was compared, to the largest absolute difference."""
+
+MIN_BLOCK, MAX_BLOCKS = 4, 8
+"""The smallest number of keys in a block of the online softmax, and the largest number of
+blocks.
+"""
+
+
+class ScoreFunction(NamedTuple):
+    """The scores of a row as a function of q and k.
+
+    Args:
+        q: the query, `[D]`.
+        k: the keys, `[n, D]`.
+        scale: factor on q . k.
+        softcap: softcap, or None.
+        bias: bias, `[n]`, or None.
+        visible: which keys the mask allows, `[n]`.
+    """
+
+    q: Array
+    k: Array
+    scale: float
+    softcap: float | None
+    bias: Array | None
+    visible: NDArray[np.bool_]
+
+    def steps(self) -> tuple[ComputationStep, ...]:
+        """Return the scores, `[n]`, after each step of their computation."""
+        s: Array = self.k @ self.q
+        steps = [ComputationStep("dot", EQUATIONS["dot"], s)]
+
+        def then(name: str, s: Array) -> Array:
+            steps.append(ComputationStep(name, EQUATIONS[name], s))
+            return s
+
+        s = then("scaled", self.scale * s)
+        if self.softcap is not None:
+            s = then("capped", self.softcap * np.tanh(s / self.softcap))
+        if self.bias is not None:
+            s = then("biased", s + self.bias)
+        then("masked", np.where(self.visible, s, -np.inf))
+        return tuple(steps)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRow:
+    """One head of a recorded call, for one query.
+
+    Args:
+        call: the call.
+        head: query head.
+        chain: the scores.
+        v: values, `[n, E]`.
+        sink: sink logit, or None.
+        lse: lse of the kernel.
+        out: output of the kernel, `[E]`.
+    """
+
+    call: QueryCall
+    head: int
+    chain: ScoreFunction
+    v: Array
+    sink: float | None
+    lse: float
+    out: Array
+
+    @property
+    def group(self) -> int:
+        """Return the key/value head that the query head reads: h // (H/G)."""
+        return self.head // (self.call.place.H // self.call.groups)
+
+
+def kernel_row(call: QueryCall, head: int) -> KernelRow:
+    """Return the row of a head in a call, in float64."""
+    step, place, i = call.step, call.place, call.row
+    group = head // (place.H // call.groups)
+    bias, where = None, (step.q_positions, step.k_positions, slice(i, i + 1))
+    if step.bias is not None:
+        bias = to_array(_row_of_head(step.bias.block(*where, dtype=torch.float64), head))
+    visible = _row_of_head(step.mask.block(*where), head).numpy()
+    chain = ScoreFunction(
+        to_array(step.q[0, head, i]),
+        to_array(place.keys(step)[0, group]),
+        step.scale,
+        step.softcap,
+        bias,
+        visible,
+    )
+    values = place.values(step)
+    assert values is not None, "SiteRecorder keeps values"
+    assert step.out is not None, "SiteRecorder keeps outputs"
+    sink = None if step.sink is None else float(step.sink[head])
+    return KernelRow(
+        call,
+        head,
+        chain,
+        to_array(values[0, group]),
+        sink,
+        float(step.lse[0, head, i]),
+        to_array(step.out[0, head, i]),
+    )
+
+
+def score_and_compare(row: KernelRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow, Checks]:
+    """Compute the scores and the softmax of a row, and their differences from the results of the
+    kernel.
+    """
+    steps = row.chain.steps()
+    row_softmax = softmax(steps[-1].values, row.sink)
+    denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
+    with np.errstate(invalid="ignore"):
+        kernel_weights = np.where(
+            np.isneginf(steps[-1].values), 0, np.exp(steps[-1].values - denominator)
+        )
+    sink_weight = 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
+    sees_any_key = bool(row.chain.visible.any())
+    blocks = online_softmax(steps[-1].values, visible_values(row))
+    lse, z = finish_online(blocks, row.sink)
+    mixed = row_softmax.weights @ visible_values(row)
+    checks = {
+        "weights against exp(s - lse) of the kernel": max_difference(
+            row_softmax.weights, kernel_weights
+        ),
+        "row sum of exp(s - lse) of the kernel against 1": abs(
+            float(kernel_weights.sum()) + sink_weight - 1
+        )
+        if sees_any_key
+        else 0.0,
+        "lse of the kernel": max_difference(np.array(row_softmax.lse), np.array(row.lse)),
+        "output of the kernel": max_difference(mixed, row.out),
+        "online softmax": max(
+            max_difference(np.array(lse), np.array(row_softmax.lse)), max_difference(z, mixed)
+        ),
+    }
+    return steps, replace(row_softmax, sink=row.sink, online=blocks), checks
+
+
+def visible_values(row: KernelRow) -> Array:
+    """Return the values, `[n, E]`, with 0 where the mask forbids: masked values may be garbage."""
+    return np.where(row.chain.visible[:, None], row.v, 0.0)
+
+
+def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
+    """Compute each part of the softmax of a row: the maximum m, exp(s - m), their sum, ln sum
+    exp(s), and the weights.
+
+    The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
+    the lse.
+
+    >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
+    >>> found.row_max, found.total, found.weights.tolist()
+    (0.0, 2.0, [0.5, 0.5, 0.0])
+    """
+    top = float(s.max(initial=-np.inf))
+    if top == -np.inf:  # the query sees no key
+        none = np.zeros_like(s)
+        return SoftmaxRow(top, none, 0.0, top, none)
+    exps = np.exp(s - top)
+    total = float(exps.sum())
+    lse = top + float(np.log(total))
+    weights = exps / total if sink is None else np.exp(s - np.logaddexp(lse, sink))
+    return SoftmaxRow(top, exps, total, lse, weights)
+
+
+def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[SoftmaxBlock, ...]:
+    """Compute the softmax of a row block by block, as a fused kernel does, with a running maximum,
+    sum and output.
+
+    Args:
+        s: scores, `[n]`.
+        v: values, `[n, E]`.
+        size: keys of a block.
+
+    >>> blocks = online_softmax(np.zeros(4), np.ones((4, 1)), 2)
+    >>> [(block.stop, block.running_sum) for block in blocks]
+    [(2, 2.0), (4, 4.0)]
+    """
+    n = len(s)
+    size = size or max(MIN_BLOCK, 1 << (max(n - 1, 1) // MAX_BLOCKS).bit_length())
+    running_max, running_sum, running_output, blocks = -np.inf, 0.0, np.zeros(v.shape[1]), []
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        block_scores = s[start:stop]
+        new_max = max(running_max, float(block_scores.max()))
+        if new_max > -np.inf:
+            rescale = float(np.exp(running_max - new_max))
+            e = np.exp(block_scores - new_max)
+            running_sum, running_output = (
+                running_sum * rescale + float(e.sum()),
+                running_output * rescale + e @ v[start:stop],
+            )
+        else:
+            rescale = 1.0
+        running_max = new_max
+        blocks.append(
+            SoftmaxBlock(start, stop, running_max, rescale, running_sum, running_output.copy())
+        )
+    return tuple(blocks)
+
+
+def finish_online(
+    blocks: tuple[SoftmaxBlock, ...], sink: float | None = None
+) -> tuple[float, Array]:
+    """Return the lse and the output z after the last block.
+
+    >>> finish_online(online_softmax(np.zeros(4), np.ones((4, 1)), 2), sink=0.0)[1].tolist()
+    [0.8]
+    """
+    last = blocks[-1]
+    if last.running_sum == 0:
+        return -np.inf, np.zeros_like(last.running_output)
+    lse = last.running_max + float(np.log(last.running_sum))
+    share = 1.0 if sink is None else float(np.exp(lse - np.logaddexp(lse, sink)))
+    return lse, last.running_output / last.running_sum * share
+
+
+def to_array(x: Tensor) -> Array:
+    """Return a tensor as a float64 array."""
+    result: Array = x.detach().double().cpu().numpy()
+    return result
+
+
+def max_difference(x: Array, y: Tensor | Array) -> float:
+    """Return the largest absolute difference; 0 where both are the same infinity."""
+    other = to_array(y) if isinstance(y, Tensor) else y
+    same = x == other
+    return float(np.abs(np.where(same, 0, x) - np.where(same, 0, other)).max(initial=0.0))
+
+
+def _row_of_head(block: Tensor, head: int) -> Tensor:
+    """Select the row `[n]` of a head from `[B or 1, H or 1, 1, n]`."""
+    return block[0, head if block.shape[1] > 1 else 0, 0]
+
+
+def effective_row_scores(effective: EffectiveRow) -> tuple[tuple[ComputationStep, ...], SoftmaxRow]:
+    """Return the scores and the weights of a row that a mechanism describes itself."""
+    steps = tuple(
+        ComputationStep(
+            link.name, link.equation or EQUATIONS.get(link.name, ""), to_array(link.values)
+        )
+        for link in effective.scores
+    )
+    if effective.weights is None:
+        return steps, softmax(steps[-1].values)
+    visible, weights = ~np.isneginf(steps[-1].values), to_array(effective.weights)
+    top, no_exps = float(weights[visible].max(initial=-np.inf)), np.full(len(weights), np.nan)
+    return steps, SoftmaxRow(top, no_exps, float(weights[visible].sum()), float("nan"), weights)
+
+
+def recurrent_state(parts: Parts, before: Parts) -> RecurrentState:
+    """Summarize the recurrent state of a head; its first part is the matrix S `[D, E]`."""
+    S, old = to_array(parts[0]), to_array(before[0])
+    sizes = np.linalg.svd(S, compute_uv=False) if S.ndim == 2 else np.abs(S)
+    share = sizes / max(float(sizes.sum()), np.finfo(float).tiny)
+    rank = float(np.exp(-(share * np.log(np.maximum(share, 1e-300))).sum()))
+    numbers = sum(int(part.numel()) for part in parts)
+    return RecurrentState(
+        tuple(S.shape),
+        numbers,
+        numbers * parts[0].element_size(),
+        float(np.linalg.norm(S)),
+        float(np.linalg.norm(old)),
+        rank,
+        S,
+    )
+
+
+def mix_of_rows(
+    mechanism: Explainable,
+    run: CapturedRun,
+    calls: Sequence[QueryCall],
+    call: QueryCall,
+    head: int,
+    i: int,
+    tokens: int,
+) -> Mixture | None:
+    """Return how the row of a call enters the output of the head; None if the head has no other
+    row.
+
+    Args:
+        mechanism: the module that made the calls; it is asked first.
+        layer: the captured run.
+        calls: the calls for the query.
+        call: the call that is explained.
+        head: query head.
+        i: index of the query.
+        tokens: number of tokens of the keys' sequence.
+    """
+    weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
+    layer = layer_run(run)
+    mix = mechanism.explain_mix(layer, weights, list(calls).index(call), head, i)
+    if mix is not None:
+        terms = tuple(MixtureTerm(*term) for term in mix.terms)
+        return Mixture(mix.text, terms, None if mix.row is None else to_array(mix.row))
+    return _mix_of_calls(run, calls, call, head, i, tokens) if len(calls) > 1 else None
+
+
+def layer_run(captured: CapturedRun) -> LayerRun:
+    """Return the captured run in the form that a mechanism is asked about."""
+    taps = {name: values[None] for name, values in captured.taps.items()}
+    return LayerRun(captured.hidden["x"][None], taps)
+
+
+def _mix_of_calls(
+    run: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
+) -> Mixture:
+    """Combine several calls for one query: either the last replaces the others, or all are
+    merged by their lse. Which of the two is determined by comparison with z.
+    """
+    outs = [kernel_row(one, head).out for one in calls]
+    z = to_array(run.taps["z"][head, i]) if "z" in run.taps else None
+    lses = np.array([kernel_row(one, head).lse for one in calls])
+    sink = kernel_row(call, head).sink
+    total = np.logaddexp.reduce(lses if sink is None else np.append(lses, sink))
+    with np.errstate(invalid="ignore"):
+        shares = np.where(np.isneginf(lses), 0.0, np.exp(lses - total))
+    joined = sum(share * out for share, out in zip(shares, outs, strict=True))
+    scale = max(float(np.abs(x).max(initial=0.0)) for x in outs) or 1.0
+
+    def goes_on(x: Array) -> bool:
+        return z is not None and float(np.abs(x - z).max()) <= 1e-5 * scale
+
+    call_is_output = [goes_on(out) for out in outs]
+    if any(call_is_output) and not (goes_on(joined) and not call_is_output[-1]):
+        last = len(call_is_output) - 1 - call_is_output[::-1].index(True)
+        shares = np.array([float(n == last) for n in range(len(call_is_output))])
+        text = (
+            f"{plural(len(calls), 'call')} for this query; the head uses the output of only one of "
+            "them, which replaces the others"
+        )
+    else:
+        text = (
+            f"{plural(len(calls), 'call')} for this query, merged exactly by their lse: one "
+            "softmax "
+            "over all their keys"
+        )
+    rows = [one.by_key(tokens).numpy()[head] for one in calls]
+    terms = tuple(
+        MixtureTerm(f"call {n}", float(share), float(row.sum()), one is call)
+        for n, (share, row, one) in enumerate(zip(shares, rows, calls, strict=True))
+    )
+    return Mixture(text, terms, sum(share * row for share, row in zip(shares, rows, strict=True)))

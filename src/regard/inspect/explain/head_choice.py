@@ -1,0 +1,296 @@
+"""Choose which query, key, layer and head to explain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.inspect.explain.captured_run import (
+    calls_for_query,
+    effective_calls,
+    main_call_weights,
+    record_sites,
+)
+from regard.inspect.explain.prepared_run import (
+    AttentionSite,
+    ModelInput,
+    PreparedRun,
+    TokenSequence,
+    check_index,
+    prepare_run,
+)
+from regard.models.model import Model
+from regard.nn.explain import explainable
+
+HEAD_RULE = (
+    "the head with the largest weight of the query on one key, leaving out the first token, the "
+    "query "
+    "itself and its neighbours"
+)
+"""How `strongest_head` chooses, as shown to the user."""
+
+HEAD_FOR_KEY_RULE = "the head with the largest weight of the query on the key"
+"""How a head is chosen where the key is given."""
+
+FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to compare heads by"
+"""How a head is chosen where the mechanism has no softmax weights."""
+
+KEY_RULE = "the key with the largest weight, leaving out the query and the first token"
+"""How the key is chosen, as shown to the user."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer and a head, and the rule that chose them.
+
+    Args:
+        layer: index of the layer.
+        head: query head.
+        rule: the rule in words; "" if both were given.
+    """
+
+    layer: int
+    head: int
+    rule: str
+
+
+def find_query(model: Model, text: str, query: int | str) -> int:
+    """Find the index of the query token.
+
+    A word stands for its last token, at its last occurrence; occurrences as a whole word take
+    precedence over parts of words.
+
+    Args:
+        model: the model whose tokenizer is used.
+        text: the text.
+        query: an index (negative counts from the end), or a word of the text.
+
+    Returns:
+        The index of the token, counted from the start.
+
+    Raises:
+        ArgumentError: the index is out of range, or the word does not occur.
+        ArgumentTypeError: `query` is neither an int nor a str.
+
+    >>> import regard
+    >>> find_query(regard.load("tiny"), "a b", -1) == len(regard.load("tiny").encode("a b")[0]) - 1
+    True
+    """
+    return find_token(prepare_run(model, text).sequences["text"], query)
+
+
+def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> int:
+    """Find the index of a token, as `find_query` does; errors call the argument `name`.
+
+    >>> from regard.inspect.explain.prepared_run import pretokenized
+    >>> find_token(pretokenized((5, 6, 7), ("one", "two", "three")), "two")
+    1
+    """
+    if isinstance(token, bool) or not isinstance(token, (int, str)):
+        raise ArgumentTypeError(
+            f"{name} is {type(token).__name__}; it must be the index of a token, or a word of the "
+            "text"
+        )
+    if isinstance(token, int):
+        return check_index(name, token, len(tokens.ids), "token", "tokens")
+    return _last_token(tokens.end_offsets, _end_of(token, tokens.text, name))
+
+
+def strongest_head(
+    model: Model,
+    ids: Int[Tensor, "1 T"],
+    query: int,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+) -> Choice:
+    """Find the layer and head in which the query has the largest weight on one other token.
+
+    argmax over (layer, head) of max_j p_ij, 0 < j, |i - j| > 1, or 0 < j != i where there is no
+    such j
+
+    The first token is left out because heads that need no information put their weight there, and
+    the neighbours because a previous-token head attends to them whatever the words are. If there is
+    no other token, the result is the first head of the first layer.
+
+    Args:
+        model: the model.
+        ids: token ids.
+        query: index of the query.
+        layer: a layer to which the choice is restricted.
+        head: a head to which the choice is restricted.
+
+    Returns:
+        The layer, the head and the rule.
+
+    Raises:
+        ArgumentError: the query, layer or head is out of range.
+
+    >>> import regard
+    >>> model = regard.load("tiny")
+    >>> strongest_head(model, model.encode("x"), 0).layer
+    0
+    """
+    query = check_index("query", query, ids.shape[1], "token", "tokens")
+    return choose_head(_reading(model, ids), query, layer=layer, head=head)
+
+
+def choose_head(
+    prepared: PreparedRun,
+    query: int,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    place: str | None = None,
+    key: int | None = None,
+) -> Choice:
+    """Choose as `strongest_head` does, for any prepared run, or for one of its attentions
+    (`place`).
+
+    If `key`, the index of a token, is given, the head with the largest weight on it is chosen.
+
+    >>> import regard
+    >>> choose_head(prepare_run(regard.load("tiny"), "x"), 0).head
+    0
+    """
+    sites = prepared.main_sites if place is None else (prepared.site(place=place),)
+    if all(explainable(site.attention).has_own_row for site in sites):
+        first = sites[
+            0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
+        ]
+        return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
+    rows = _rows(prepared, sites, query, keep_all=key is not None)
+    if key is None and sites[0].query_sequence == sites[0].key_sequence:
+        far = rows.clone()
+        far[..., max(query - 1, 0) : query + 2] = -1
+        rows = far if bool((far > 0).any()) else rows
+    strongest_keys_of_run = (rows.amax(-1) if key is None else rows[..., key]).clamp(min=0)
+    layers, heads = strongest_keys_of_run.shape
+    if layer is not None and place is None:
+        layer = check_index("layer", layer, layers, "layer", "layers")
+        strongest_keys_of_run[torch.arange(layers) != layer] = -1
+    if head is not None:
+        head = check_index("head", head, heads, "head", "heads")
+        strongest_keys_of_run[:, torch.arange(heads) != head] = -1
+    alone = not bool((strongest_keys_of_run > 0).any())
+    layer, head = divmod(int(strongest_keys_of_run.argmax()), heads)
+    rule = HEAD_RULE if key is None else HEAD_FOR_KEY_RULE
+    if alone:
+        rule = "the first head: " + (
+            "there is no other token" if key is None else "no head has weight on the key"
+        )
+    return Choice(layer if place is None else sites[0].layer, head, rule)
+
+
+def strongest_keys(
+    model: Model, ids: Int[Tensor, "1 T"], query: int
+) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
+    """Find, for each head of each layer, the key with the largest weight of one query.
+
+    The first token and the query itself are left out.
+
+    Args:
+        model: the model.
+        ids: token ids.
+        query: index of the query.
+
+    Returns:
+        The largest weights and the indices of their keys.
+
+    Raises:
+        ArgumentError: the query is out of range.
+
+    >>> import regard
+    >>> model = regard.load("tiny")
+    >>> weights, keys = strongest_keys(model, model.encode("to be or not to be"), -1)
+    >>> weights.shape == keys.shape
+    True
+    """
+    query = check_index("query", query, ids.shape[1], "token", "tokens")
+    return strongest_keys_of_run(_reading(model, ids), query)
+
+
+def strongest_keys_of_run(
+    prepared: PreparedRun, query: int, place: str | None = None
+) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
+    """Return the weights and keys of `strongest_keys` for any prepared run."""
+    sites = prepared.main_sites if place is None else (prepared.site(place=place),)
+    best = _rows(prepared, sites, query).max(-1)
+    return best.values.clamp(min=0), best.indices
+
+
+def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
+    """Prepare a run of token ids, without a text."""
+    from dataclasses import replace
+
+    assert isinstance(model, Model), "ids are supported for decoders only"
+    one = prepare_run(model, "x")
+    row = tuple(ids[0].tolist())
+    sides = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
+    run = model.decoder if model.has_head else model.decoder.hidden
+    return replace(one, sequences=sides, run=lambda: run(ids, last=1))
+
+
+def _rows(
+    prepared: PreparedRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
+) -> Tensor:
+    """Return the weights of the query, `[sites, H, S]`.
+
+    In self-attention the first token and the query itself get -1, unless `keep_all` is True.
+    """
+    run = record_sites(prepared, sites)
+    rows: list[Tensor | None] = []
+    for site in sites:
+        calls = calls_for_query(run, site, query)
+        if not calls:
+            rows.append(None)
+            continue
+        rows.append(
+            main_call_weights(
+                effective_calls(site, calls), len(prepared.sequences[site.key_sequence].ids)
+            )
+        )
+    known = next((row for row in rows if row is not None), None)
+    if known is None:
+        names = ", ".join(dict.fromkeys(type(site.attention).__name__ for site in sites))
+        raise ArgumentError(
+            f"{names} ran no softmax for query {query}: there are no weights to compare heads by; "
+            "give a layer and a head"
+        )
+    weights = torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
+    if sites[0].query_sequence == sites[0].key_sequence and not keep_all:
+        weights[..., 0] = -1  # less than any weight, including 0
+        weights[..., min(query, weights.shape[-1] - 1)] = -1
+    return weights
+
+
+def _end_of(word: str, text: str, name: str) -> int:
+    """Return the offset in the text at which the last occurrence of a word ends."""
+    for where, what in ((text, word), (text.casefold(), word.casefold())):
+        whole = list(re.finditer(rf"(?<!\w){re.escape(what)}(?!\w)", where)) if what else []
+        if whole:
+            return whole[-1].end()
+        start = where.rfind(what) if what else -1
+        if start >= 0:
+            return start + len(what)
+    words = list(dict.fromkeys(re.findall(r"\w+", text)))
+    shown = ", ".join(words[:12]) + (", ..." if len(words) > 12 else "")
+    raise ArgumentError(
+        f"{name} is {word[:100]!r}, which does not occur in the text; give a token index, or one "
+        f"of its words: {shown}"
+    )
+
+
+def _last_token(end_offsets: Sequence[int], end: int) -> int:
+    """Return the first token at which the text is complete up to an offset."""
+    low, high = 0, len(end_offsets) - 1
+    while low < high:  # the length of the decoded text grows with the tokens
+        middle = (low + high) // 2
+        low, high = (low, middle) if end_offsets[middle] >= end else (middle + 1, high)
+    return low

@@ -1,0 +1,356 @@
+"""One attention layer stage by stage: the tensor that each stage computes, and its time.
+
+`run_stages` runs a layer on its input. `run_layers` runs mechanisms of the catalogue on random
+tokens, for `regard layer`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from regard import Trace, attend, attention_weights
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.inspect.explain.explanation import TensorSummary, to_json_value
+from regard.masks import Mask
+from regard.nn import Attention
+from regard.nn.blocks import PostNorm
+from regard.nn.projections import adjust_query, select_form
+from regard.nn.variants.registry import find
+from regard.process_state import seeded
+from regard.span import Span
+
+TIMING_ROUNDS = 5
+"""Number of times that each stage is run; the shortest time is reported."""
+
+
+MAX_SCORES = 2**22
+"""The largest number of scores, over all heads, for which the stages of size H T^2 are computed."""
+DROPOUT = 0.1
+"""Dropout of the residual path in the reference run; it has no effect here, in evaluation mode."""
+
+
+class Stage(NamedTuple):
+    """The result of one stage of a layer.
+
+    Args:
+        name: q, k, v, scores, masked, weights, z or out.
+        equation: how it follows from the stages before it.
+        values: the tensor.
+        seconds: the shortest time of several runs of this stage alone.
+
+    >>> Stage("q", "W_q x", torch.zeros(1, 2, 3, 4), 1e-3).summary()
+    TensorSummary(name='q', equation='W_q x', shape=(1, 2, 3, 4), mean=0.0, std=0.0, seconds=0.001)
+    """
+
+    name: str
+    equation: str
+    values: Tensor
+    seconds: float
+
+    def summary(self) -> TensorSummary:
+        """Return the shape of the tensor, and the mean and standard deviation of its finite
+        entries.
+        """
+        return summarize_tensor(self.name, self.equation, self.values, self.seconds)
+
+
+def summarize_tensor(
+    name: str, equation: str, values: Tensor, seconds: float | None
+) -> TensorSummary:
+    """Return the shape of a tensor, and the mean and standard deviation of its finite entries.
+
+    >>> summarize_tensor("masked", "", torch.tensor([1.0, 3.0, -torch.inf]), None)[2:]
+    ((3,), 2.0, 1.0, None)
+    """
+    finite = values[values.isfinite()].double()
+    mean, std = (
+        (float(finite.mean()), float(finite.std(correction=0))) if len(finite) else (0.0, 0.0)
+    )
+    return TensorSummary(name, equation, tuple(values.shape), mean, std, seconds)
+
+
+@torch.no_grad()
+def run_stages(
+    attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = True
+) -> tuple[Stage, ...]:
+    """Run one layer of self-attention in evaluation mode, one stage at a time.
+
+    q, k, v -> scores = scale q k^T (softcap, bias) -> masked -> weights = softmax(masked) -> z ->
+    out = W_O [z_1 .. z_H]
+
+    Scores and weights are computed from the definition, so that they can be shown; z comes from the
+    kernel of the layer, which stores neither.
+
+    Args:
+        attention: a softmax attention module.
+        x: its input, at positions from 0.
+        scores: whether to compute the stages of size H T^2: scores, masked and weights.
+
+    Raises:
+        ArgumentTypeError: the module is not a softmax self-attention.
+
+    >>> from regard.nn.variants import mha
+    >>> [stage.name for stage in run_stages(mha(8, 2), torch.zeros(1, 3, 8))]
+    ['q', 'k', 'v', 'scores', 'masked', 'weights', 'z', 'out']
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
+    """
+    if type(attention) is not Attention:
+        raise ArgumentTypeError(
+            f"attention is a {type(attention).__name__}; its stages can be shown "
+            "only for regard.nn.Attention, "
+            "softmax self-attention; use one such as regard.nn.variants.mha(512, 8)"
+        )
+    was_training = attention.training
+    attention.eval()
+    try:
+        return tuple(_run_stages(attention, x, scores=scores))
+    finally:
+        attention.train(was_training)
+
+
+def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
+    positions, stages = Span(0, x.shape[1]), []
+    project = select_form(attention.project, x.shape[1], x.shape[1])
+
+    def stage(name: str, equation: str, run: Callable[[], Tensor]) -> Tensor:
+        values, seconds = time_stage(run)
+        stages.append(Stage(name, equation, values, seconds))
+        return values
+
+    q = stage(
+        "q",
+        "W_q x, in heads",
+        lambda: adjust_query(project, project.query(x, positions), positions, positions),
+    )
+    memory = project.remember(x, positions)
+    both = project.recall(memory, positions)
+    # one call computes keys and values: both stages have its time
+    _, seconds = time_stage(lambda: project.recall(project.remember(x, positions), positions)[0])
+    k, v = both
+    stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
+    scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
+    options: dict[str, Any] = {
+        "bias": attention._bias(),
+        "scale": scale,
+        "softcap": attention.softcap,
+    }
+    options |= {"q_positions": positions, "k_positions": positions}
+
+    def scored(mask: Mask | None) -> Tensor:
+        with Trace("scores") as trace:
+            attend(q, k, v, mask=mask, backend="reference", **options)
+        return trace["scores"]
+
+    mask, sink = attention.mask, attention.sink
+    if scores:
+        stage("scores", "scale q k^T", lambda: scored(None))
+        stage("masked", "-inf where the mask says no", lambda: scored(mask))
+        stage(
+            "weights",
+            "softmax(masked)",
+            lambda: attention_weights(q, k, mask=mask, sink=sink, **options),
+        )
+    z = stage(
+        "z",
+        "weights v, by the layer's kernel",
+        lambda: project.postprocess(attend(q, k, v, mask=mask, sink=sink, **options), x),
+    )
+    stage("out", "W_O [z_1 .. z_H]", lambda: attention.output(z.transpose(1, 2).flatten(2)))
+    return stages
+
+
+def time_stage(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """Run a stage several times, and return its result and the shortest time in seconds.
+
+    >>> time_stage(lambda: torch.ones(2))[0]
+    tensor([1., 1.])
+    """
+    times = []
+    for _ in range(TIMING_ROUNDS):
+        start = time.perf_counter()
+        values = run()
+        times.append(time.perf_counter() - start)
+    return values, min(times)
+
+
+def summarize_layer(
+    attention: Any,
+    hidden: Mapping[str, Tensor],
+    taps: Mapping[str, Tensor],
+    *,
+    own: bool,
+    most_pairs: int = MAX_SCORES,
+) -> tuple[TensorSummary, ...]:
+    """Summarize the tensors of a layer that ran: for softmax self-attention all stages, with their
+    times.
+
+    For other mechanisms these are the captured taps, without times; for long texts the stages of
+    size H T^2 are left out.
+
+    Args:
+        attention: the module.
+        hidden: `CapturedRun.hidden`; `x` is the input of the module.
+        taps: `CapturedRun.taps`.
+        own: whether the module is a self-attention.
+        most_pairs: the largest number of scores, over all heads, for which their stages are
+            computed.
+
+    >>> [one.name for one in summarize_layer(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
+    ['q']
+    """
+    x = hidden.get("x")
+    if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
+        heads, tokens = taps["q"].shape[:2]
+        stages = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
+        return tuple(stage.summary() for stage in stages)
+    return tuple(summarize_tensor(name, "as the layer had it", x, None) for name, x in taps.items())
+
+
+@dataclass(frozen=True)
+class LayerStages:
+    """One layer of a mechanism, and what it computed.
+
+    Args:
+        name: name of the mechanism in the catalogue.
+        x: the input, `[B, T, M]`.
+        mask: the mask, or None for no mask.
+        stages: q, k, v, scores, masked, weights, z, out, and block, which is LayerNorm(x + out).
+    """
+
+    name: str
+    x: Tensor
+    mask: Mask | None
+    stages: tuple[Stage, ...]
+
+    def stage(self, name: str) -> Stage:
+        """Return the stage of a given name.
+
+        Raises:
+            KeyError: there is no such stage.
+        """
+        return {stage.name: stage for stage in self.stages}[name]
+
+    @property
+    def blocked(self) -> NDArray[np.int64]:
+        """Return the mask as `[T, T]` integers: 1 where a query may not see a key."""
+        T = self.x.shape[1]
+        if self.mask is None:
+            return np.zeros((T, T), np.int64)
+        return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).long().numpy()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: every tensor with its statistics, minus infinity as
+        None.
+        """
+        return {
+            "name": self.name,
+            "mask": str(self.mask),
+            "input": list(self.x.shape),
+            "blocked": self.blocked.tolist(),
+            "stages": [
+                to_json_value(stage.summary()) | {"values": to_json_value(stage.values.numpy())}
+                for stage in self.stages
+            ],
+        }
+
+
+def default_options(name: str, dim: int, heads: int) -> dict[str, Any]:
+    """Return the options of a mechanism for a size: those that `regard compare` uses, or those of
+    its small example.
+
+    >>> default_options("mla", 512, 8)
+    {'kv_rank': 128, 'nope_dim': 64, 'rope_dim': 32, 'value_dim': 64}
+    """
+    entry = find(name)
+    if name == "mla":
+        D = dim // heads
+        return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": max(2, D // 4 * 2), "value_dim": D}
+    return dict(entry.sizes)
+
+
+def run_layers(
+    names: Sequence[str],
+    *,
+    dim: int = 512,
+    heads: int = 8,
+    batch: int = 2,
+    tokens: int = 4,
+    mask: Mask | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> list[LayerStages]:
+    """Run one layer of each mechanism on the same random tokens, in evaluation mode.
+
+    Args:
+        names: names of softmax self-attentions in the catalogue.
+        dim: model dimension M.
+        heads: number of heads H.
+        batch: number of sequences B.
+        tokens: number of tokens T.
+        mask: mask of every mechanism; None means no mask.
+        seed: random seed of the tokens, and of the weights of each mechanism.
+        options: options of the mechanisms; None uses `default_options` of each.
+
+    Raises:
+        ArgumentError: a name is not in the catalogue or not a softmax self-attention, or a size
+            does not fit.
+
+    >>> from regard.masks import Causal
+    >>> (one,) = run_layers(["mha"], mask=Causal())
+    >>> one.stage("weights").values.shape, one.blocked.tolist()[0]
+    (torch.Size([2, 8, 4, 4]), [0, 1, 1, 1])
+    """
+    x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(seed))
+    return [run_layer(name, x, heads, mask, seed, options) for name in names]
+
+
+def run_layer(
+    name: str,
+    x: Tensor,
+    heads: int,
+    mask: Mask | None,
+    seed: int,
+    options: Mapping[str, Any] | None = None,
+) -> LayerStages:
+    """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises.
+
+    >>> run_layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
+    torch.Size([1, 2, 3, 2])
+    """
+    entry, dim = find(name), x.shape[2]
+    own = default_options(name, dim, heads) if options is None else dict(options)
+    with seeded(seed):
+        module = entry.build(dim, heads, **own)
+    if type(module) is not Attention:
+        raise ArgumentError(
+            f"{name} is a {type(module).__name__}, not a softmax self-attention; choose a "
+            "mechanism "
+            f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}"
+        )
+    module.mask = mask
+    return LayerStages(name, x, mask, run_block_stages(module, x))
+
+
+def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
+    """Run the stages of a layer, then a post-norm residual block on its output, as in the first
+    Transformer.
+
+    >>> from regard.nn.variants import mha
+    >>> run_block_stages(mha(8, 2), torch.zeros(1, 3, 8))[-1].name
+    'block'
+    """
+    stages = run_stages(module, x)
+    path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.dtype)
+    with torch.no_grad():
+        block, seconds = time_stage(lambda: path(x, lambda _: stages[-1].values))
+    return (*stages, Stage("block", "LayerNorm(x + out)", block, seconds))

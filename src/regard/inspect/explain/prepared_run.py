@@ -1,0 +1,429 @@
+"""A network prepared to be run and explained: its tokens, its attentions, and how it is run.
+
+`prepare_run` builds a `PreparedRun` for each kind of model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models.encoder_decoder import EncoderDecoder
+from regard.models.model import Model
+from regard.models.seq2seq import Seq2Seq
+from regard.models.text_encoder import TextEncoder
+from regard.units import plural
+from regard.untrusted_text import shown
+
+
+def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
+    """Return an index counted from the start.
+
+    Args:
+        name: name of the argument, for errors.
+        index: the index; negative counts from the end.
+        length: number of items.
+        one: what one item is called, for errors.
+        many: what several items are called.
+
+    Returns:
+        The index, from 0 to length - 1.
+
+    Raises:
+        ArgumentError: the index is out of range; the error states the range.
+        ArgumentTypeError: `index` is not an int.
+    """
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise ArgumentTypeError(f"{name} is {type(index).__name__}; it must be an integer")
+    if not -length <= index < length:
+        some = f"{'is' if length == 1 else 'are'} {plural(length, one, many)}"
+        raise ArgumentError(
+            f"{name} is {index}; there {some}: it must be 0 to {length - 1}, or {-length} to "
+            "-1 from the end"
+        )
+    return index % length
+
+
+class TokenSequence(NamedTuple):
+    """The tokens of one sequence.
+
+    Args:
+        ids: token ids.
+        pieces: text of each token.
+        text: the text as the user wrote it, or as the tokens decode.
+        end_offsets: offset in the text at which each token ends.
+    """
+
+    ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    text: str
+    end_offsets: Sequence[int]
+
+
+class AttentionSite(NamedTuple):
+    """One attention module of a network.
+
+    Args:
+        place: the dotted name at which its taps are passed.
+        layer: index of its layer.
+        attention: the module.
+        residual_path: the module that adds it to the residual stream, or None.
+        query_sequence: name of the sequence of its queries.
+        key_sequence: name of the sequence of its keys.
+    """
+
+    place: str
+    layer: int
+    attention: nn.Module
+    residual_path: nn.Module | None
+    query_sequence: str
+    key_sequence: str
+
+
+def _ids_as_text(ids: Sequence[int]) -> Sequence[str]:
+    """Return ids as their decimal texts.
+
+    Args:
+        ids: token ids.
+
+    Returns:
+        A text for each id.
+    """
+    return [str(i) for i in ids]
+
+
+@dataclass(frozen=True, eq=False)
+class PretokenizedInput:
+    """Words as tokens, for a network without a tokenizer, such as those of `regard train --task`.
+
+    Args:
+        network: a `Decoder` for one sequence; an `EncoderDecoder` or a `RecurrentEncoderDecoder`
+            for a source and a target.
+        source: ids and words of the sequence, or of the source.
+        target: ids and words of the target, which begins with the start token; None for one
+            sequence.
+        name: what the network is called on pages.
+        names: maps ids to words, for predictions.
+
+    >>> from regard.inspect.explain.prepared_run import prepare_run
+    >>> from regard.models.rnn import recurrent
+    >>> network = recurrent(9, 8, 8, attention="luong")
+    >>> pair = PretokenizedInput(network, ((3, 4), ("one", "two")), ((1, 5), ("<bos>", "uno")))
+    >>> [site.place for site in prepare_run(pair).sites]
+    ['decoder']
+    """
+
+    network: nn.Module
+    source: tuple[Sequence[int], Sequence[str]]
+    target: tuple[Sequence[int], Sequence[str]] | None = None
+    name: str = "words"
+    names: Callable[[Sequence[int]], Sequence[str]] = _ids_as_text
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRun:
+    """A network, its tokens, and how to run it.
+
+    Args:
+        name: name of the model.
+        text: the text that was given.
+        network: the whole network.
+        sequences: its token sequences by name: "text", or "source" and "target".
+        sites: its attention modules, in the order of the run.
+        run: runs it once; returns states or logits, so that two runs can be compared.
+        embed: the module whose output is the embedded tokens, or None.
+        last: the module to whose output `predict` is applied.
+        predict: maps rows of that output to logits, or None.
+        predicted_sequence: name of the sequence whose next token is predicted.
+        names: maps ids to texts.
+        max_trained_tokens: the longest sequence of its training, or None if unknown.
+        notes: remarks for the reader.
+    """
+
+    name: str
+    text: str
+    network: nn.Module
+    sequences: Mapping[str, TokenSequence]
+    sites: tuple[AttentionSite, ...]
+    run: Callable[[], Tensor]
+    embed: nn.Module | None
+    last: nn.Module
+    predict: Callable[[Tensor], Tensor] | None
+    predicted_sequence: str
+    names: Callable[[Sequence[int]], Sequence[str]]
+    max_trained_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def site(self, layer: int | None = None, place: str | None = None) -> AttentionSite:
+        """Return an attention module by its place, or by its layer.
+
+        In an encoder-decoder the layer means the cross-attention.
+
+        Raises:
+            ArgumentError: there is no such attention.
+        """
+        if place is not None:
+            for site in self.sites:
+                if site.place == place:
+                    return site
+            known = ", ".join(site.place for site in self.sites)
+            raise ArgumentError(
+                f"place is {shown(place)}, which is not the name of an attention; the names are "
+                f"{known}"
+            )
+        sites = self.main_sites
+        if layer is None:
+            return sites[0]
+
+        return sites[check_index("layer", layer, len(sites), "layer", "layers")]
+
+    @property
+    def main_sites(self) -> tuple[AttentionSite, ...]:
+        """Return the attentions that `layer` counts: the cross-attentions if there are any, else
+        all.
+        """
+        return tuple(s for s in self.sites if s.query_sequence != s.key_sequence) or self.sites
+
+
+class TokenEnds(Sequence[int]):
+    """The offset at which each token ends in the decoded text, computed on demand.
+
+    Each offset costs one decoding of all tokens up to it.
+    """
+
+    def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
+        self._ids, self._decode = ids, decode
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, i: Any) -> Any:
+        return len(self._decode(self._ids[: i + 1]).rstrip("�"))
+
+
+def pretokenized(ids: Sequence[int], words: Sequence[str]) -> TokenSequence:
+    """Build a token sequence from ids and words; its text has a space between words."""
+    end_offsets, offset = [], -1
+    for word in words:
+        offset += len(word) + 1
+        end_offsets.append(offset)
+    return TokenSequence(tuple(ids), tuple(words), " ".join(words), tuple(end_offsets))
+
+
+ModelInput: TypeAlias = Model | TextEncoder | Seq2Seq | PretokenizedInput
+"""What `prepare_run` and `explain` accept as a model."""
+
+
+def prepare_run(
+    model: ModelInput, text: str | None = None, target: str | None = None
+) -> PreparedRun:
+    """Prepare a model and a text to be run and explained.
+
+    Args:
+        model: a decoder; a text encoder; an encoder-decoder, which also reads `target`; or a
+            `PretokenizedInput`, which contains its text.
+        text: the text.
+        target: the output text of an encoder-decoder; None is its own answer.
+
+    Raises:
+        ArgumentError: a text has no tokens, or the model takes no target.
+        ArgumentTypeError: the text is not a str.
+
+    >>> import regard
+    >>> len(prepare_run(regard.load("tiny"), "to be").sites)
+    4
+    """
+    if isinstance(model, PretokenizedInput):
+        return (
+            _decoder_of_words(model)
+            if model.target is None
+            else _pair_of_words(model, model.target)
+        )
+    if not isinstance(text, str):
+        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str")
+    if isinstance(model, Seq2Seq):
+        return _seq2seq(model, text, target)
+    if target is not None:
+        kind = type(model).__name__
+        raise ArgumentError(f"target is given, but a {kind} takes no target; leave it out")
+    return _encoder(model, text) if isinstance(model, TextEncoder) else _decoder(model, text)
+
+
+def _decoder(model: Model, text: str) -> PreparedRun:
+    ids, decoder = model.encode(text), model.decoder
+    head, run = decoder.head, decoder if model.has_head else decoder.hidden
+    predict = None if head is None else lambda x: head(decoder.norm(x))
+    return PreparedRun(
+        _family(model),
+        text,
+        decoder,
+        {"text": token_sequence(model, ids, text)},
+        tuple(_self_attentions(decoder.layers, "", "text")),
+        lambda: run(ids, last=1),
+        decoder.embed,
+        decoder.layers[-1],
+        predict,
+        "text",
+        model.tokenizer.pieces,
+        getattr(model.config, "max_position_embeddings", None),
+    )
+
+
+def _encoder(model: TextEncoder, text: str) -> PreparedRun:
+    ids, positions, segments = model.encode(text)
+    network, encoder = model.network, model.network.encoder
+    head = network.head
+    predict = None if head is None else lambda x: head(encoder.norm(x))
+    return PreparedRun(
+        _family(model),
+        text,
+        network,
+        {"text": token_sequence(model, ids)},
+        tuple(_self_attentions(encoder.layers, "", "text")),
+        lambda: network(ids, positions, segments),
+        encoder.embed,
+        encoder.layers[-1],
+        predict,
+        "text",
+        model.tokenizer.pieces,
+        model.longest,
+    )
+
+
+def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
+    ids, positions = model.encode(text)
+    if target is None:
+        answer = list(model.search(ids, positions, max_tokens=64)[0][0].ids)
+        answer = answer[:-1] if answer and answer[-1] in model.ends else answer
+    else:
+        answer = model.tokenizer.encode(target)
+    target_ids = torch.tensor([[model.start, *answer]], device=ids.device)
+    network = model.network
+    sides = {"source": token_sequence(model, ids), "target": token_sequence(model, target_ids)}
+    return PreparedRun(
+        _family(model),
+        text,
+        network,
+        sides,
+        tuple(_encoder_decoder_sites(network)),
+        lambda: network(ids, target_ids, positions),
+        network.embed,
+        network.layers[-1],
+        lambda x: network.head(network.norm(x)),
+        "target",
+        model.tokenizer.pieces,
+    )
+
+
+def _decoder_of_words(row: PretokenizedInput) -> PreparedRun:
+    network: Any = row.network
+    ids = _ids(network, row.source[0])
+    token_sequence = pretokenized(*row.source)
+    sites = tuple(_self_attentions(getattr(network, "layers", []), "", "text"))
+    if not sites:
+        raise ArgumentError(f"{row.name} has no attention; there is nothing to explain")
+    return PreparedRun(
+        row.name,
+        token_sequence.text,
+        network,
+        {"text": token_sequence},
+        sites,
+        lambda: network(ids),
+        network.embed,
+        network.layers[-1],
+        lambda x: network.head(network.norm(x)),
+        "text",
+        row.names,
+    )
+
+
+def _pair_of_words(
+    pair: PretokenizedInput, target_words: tuple[Sequence[int], Sequence[str]]
+) -> PreparedRun:
+    network: Any = pair.network
+    source, target = (_ids(network, ids) for ids in (pair.source[0], target_words[0]))
+    sides = {"source": pretokenized(*pair.source), "target": pretokenized(*target_words)}
+    if isinstance(network, EncoderDecoder):
+        sites, embed, last = (
+            tuple(_encoder_decoder_sites(network)),
+            network.embed,
+            network.layers[-1],
+        )
+        decoder = network
+
+        def predict(x: Tensor) -> Tensor:
+            logits: Tensor = decoder.head(decoder.norm(x))
+            return logits
+    else:
+        attention, embed, last, predict = (
+            network.decoder.attention,
+            None,
+            network.decoder,
+            network.head,
+        )
+        if attention is None:
+            raise ArgumentError(f"{pair.name} has no attention; there is nothing to explain")
+        sites = (AttentionSite("decoder", 0, attention, None, "target", "source"),)
+    return PreparedRun(
+        pair.name,
+        sides["source"].text,
+        network,
+        sides,
+        sites,
+        lambda: network(source, target),
+        embed,
+        last,
+        predict,
+        "target",
+        pair.names,
+    )
+
+
+def _ids(network: nn.Module, ids: Sequence[int]) -> Tensor:
+    return torch.tensor([list(ids)], device=next(network.parameters()).device)
+
+
+def _self_attentions(
+    layers: Iterable[nn.Module], before: str, side: str
+) -> Iterator[AttentionSite]:
+    """Generate the self-attentions of a stack of blocks."""
+    for i, block in enumerate(layers):
+        attention = getattr(block, "attention", None)
+        if attention is not None:
+            around = getattr(block, "around_attention", None)
+            yield AttentionSite(f"{before}layers.{i}", i, attention, around, side, side)
+
+
+def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
+    """Generate the attentions of an encoder-decoder, in the order of the run."""
+    yield from _self_attentions(network.encoder.layers, "encoder.", "source")
+    for i, module in enumerate(network.layers):
+        block: Any = module
+        place = f"decoder.layers.{i}"
+        yield AttentionSite(
+            f"{place}.attention", i, block.attention, block.around_attention, "target", "target"
+        )
+        yield AttentionSite(
+            f"{place}.cross", i, block.cross, block.around_cross, "target", "source"
+        )
+
+
+def token_sequence(
+    model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None
+) -> TokenSequence:
+    """Build a token sequence from ids `[1, T]`; without a text, from the text that they decode
+    to.
+    """
+    row, tokenizer = tuple(ids[0].tolist()), model.tokenizer
+    whole = tokenizer.decode(row) if text is None else text
+    return TokenSequence(row, tuple(tokenizer.pieces(row)), whole, TokenEnds(row, tokenizer.decode))
+
+
+def _family(model: Model | TextEncoder | Seq2Seq) -> str:
+    types = getattr(type(model.config), "model_types", None)
+    return types[0] if types else type(model.config).__module__.rpartition(".")[2]

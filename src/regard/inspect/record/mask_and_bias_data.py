@@ -1,0 +1,176 @@
+"""Masks and biases of a recording: copies that later changes do not affect, and plain data for
+files.
+
+Nothing in a file is executed: a mask or bias is stored as the name of a class, its numbers and its
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard import biases, masks
+from regard.biases import BIASES, Bias
+from regard.errors import ArgumentError
+from regard.inspect.record.recorded_place import RecordedStep
+from regard.masks import MASKS, Mask
+from regard.ops.softmax.call import Call
+from regard.registry import is_builtin
+from regard.serialization import NotSerializable, StoreTensor, from_data, to_data
+from regard.span import as_tensor
+
+_MAX_DEPTH = 50
+
+
+def copy_rule(rule: Any) -> Any:
+    """Return a mask or bias with copies of its tensors on the CPU.
+
+    Later changes that the caller makes to its own tensors do not change the recording.
+    """
+    if isinstance(rule, Bias):
+        own = rule.tensors()
+        return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule
+    return rule.with_tensors(lambda x: x.detach().to("cpu", copy=True))
+
+
+def depends_on_slots(*rules: Mask | Bias | None) -> bool:
+    """Return whether a mask or bias has a value for each slot of a call, whatever its position."""
+    return any(rule is not None and rule.by_slot for rule in rules)
+
+
+def to_dense_rules(
+    call: Call, mask: Mask, bias: Bias | None, slots: Tensor
+) -> tuple[Mask, Bias | None]:
+    """Evaluate a mask and a bias for some slots of a call, and return them as dense tables.
+
+    Args:
+        call: the call.
+        mask: its mask.
+        bias: its bias, or None.
+        slots: slots of the call, `[b or 1, 1, 1, n]`.
+    """
+    positions = as_tensor(call.q_positions).cpu(), as_tensor(call.k_positions).cpu()
+
+    def gather_slots(x: Tensor) -> Tensor:
+        rows = max(x.shape[0], slots.shape[0])
+        return x.expand(rows, -1, -1, -1).gather(3, slots.expand(rows, *x.shape[1:3], -1))
+
+    dense_bias = (
+        None
+        if bias is None
+        else biases.Dense(gather_slots(bias.block(*positions, dtype=torch.float64)))
+    )
+    return masks.Dense(gather_slots(mask.block(*positions))), dense_bias
+
+
+def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, Any]:
+    """Return a mask as JSON data: its text if `masks.parse` reads it back, else the fields of its
+    class.
+
+    A mask without plain data, such as a function, becomes a dense table for the step. A mask of a
+    class from outside the package also gets a dense table, because the reader of the file may not
+    have that class.
+
+    Args:
+        mask: the mask.
+        step: the step that it belongs to.
+        keep: stores a tensor and returns its name.
+    """
+
+    def dense_table() -> dict[str, Any]:
+        table = mask.block(step.q_positions, step.k_positions)
+        return {"dense": keep(table.contiguous()), "was": str(mask)}
+
+    if _has_text(mask):
+        return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **dense_table()}
+    try:
+        data = to_data(mask, keep, lambda x: mask_data(x, step, keep))
+    except NotSerializable:
+        return dense_table()
+    return data if is_builtin(type(mask)) else {**data, **dense_table()}
+
+
+def _has_text(mask: Mask) -> bool:
+    """Return whether `masks.parse` reads the text of a mask back as an equal mask."""
+    try:
+        return masks.parse(str(mask)) == mask
+    except ArgumentError:
+        return False
+
+
+def _is_ours(rule: Mask) -> bool:
+    """Return whether a mask and all its members are classes of this package."""
+    return is_builtin(type(rule)) and all(map(_is_ours, rule.members()))
+
+
+def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
+    """Build the mask that `mask_data` described; a dense mask where its class is unknown here.
+
+    Args:
+        data: what `mask_data` returned.
+        tensors: name to tensor.
+        depth: nesting depth so far.
+
+    Raises:
+        ArgumentError, KeyError, TypeError: the data does not describe a mask.
+
+    >>> str(mask_from({"all": [{"text": "causal"}, {"not": {"text": "window(3)"}}]}, {}))
+    'causal & ~window(3)'
+    """
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"a mask is nested deeper than {_MAX_DEPTH}")
+    if "text" in data:
+        try:
+            return masks.parse(data["text"])
+        except ArgumentError:
+            if "dense" not in data:
+                raise
+            return masks.Dense(tensors[data["dense"]])
+    return from_data(MASKS, data, tensors, lambda x: mask_from(x, tensors, depth + 1))
+
+
+def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[str, Any] | None:
+    """Return a bias as JSON data; one without plain data, such as a function, as a dense table.
+
+    Args:
+        bias: the bias, or None.
+        step: the step that it belongs to.
+        keep: stores a tensor and returns its name.
+    """
+    if bias is None:
+        return None
+
+    def dense_table() -> dict[str, Any]:
+        table = bias.block(step.q_positions, step.k_positions, dtype=torch.float64)
+        return {"dense": keep(table.contiguous()), "was": str(bias)}
+
+    try:
+        data = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
+    except NotSerializable:
+        return dense_table()
+    return data if is_builtin(type(bias)) else {**data, **dense_table()}
+
+
+def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
+    """Build the bias that `bias_data` described; a dense bias where its class is unknown here.
+
+    Args:
+        data: what `bias_data` returned.
+        tensors: name to tensor.
+        depth: nesting depth so far.
+
+    Raises:
+        ArgumentError, KeyError, TypeError: the data does not describe a bias.
+
+    >>> bias_from({"alibi": "a", "symmetric": False}, {"a": torch.tensor([0.5, 0.25])})
+    alibi(2 slopes)
+    """
+    if data is None:
+        return None
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"a bias is nested deeper than {_MAX_DEPTH}")
+    return from_data(BIASES, data, tensors, lambda x: bias_from(x, tensors, depth + 1))

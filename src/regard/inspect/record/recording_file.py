@@ -1,0 +1,462 @@
+"""Recordings on disk: one safetensors file each, with masks and biases as plain data in its
+metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from regard.errors import ArgumentError, FileError
+from regard.files.atomic_write import write_atomically
+from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.strict_json import parse_json
+from regard.inspect.record.mask_and_bias_data import bias_data, bias_from, mask_data, mask_from
+from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
+from regard.inspect.record.recording import Recording
+from regard.span import Positions, Span, as_tensor, slot_count
+from regard.units import plural
+from regard.untrusted_text import error_text, shown
+
+_KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 3, (1, 2, 3)
+"""The metadata key, the format that is write_atomically, and the formats that are read. Format 2 added the
+scores and patterns that an edit replaced; format 3 renamed three keys (`_NEW_NAMES`).
+"""
+_NEW_NAMES = {"about": "metadata", "held": "key_kind", "keys": "pool_index"}
+"""Keys of formats 1 and 2, and their names in format 3."""
+_MAX_INTEGER = 1 << 53
+MAX_TOKENS = 1 << 26
+"""The largest number of queries of a call, or of columns, that a file may declare without
+storing them.
+"""
+_MALFORMED = (
+    ArgumentError,
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+)
+"""Exceptions that a part of a file raises if it is not what recording writes."""
+
+
+def save(recording: Recording, path: str | Path) -> None:
+    """Write a recording to a file, either completely or not at all.
+
+    The recording is write_atomically to a temporary file, which is then renamed to `path`. Masks and biases
+    are write_atomically as their parameters and tensors. A mask or bias that is a Python function is write_atomically
+    as a dense table for the recorded calls.
+
+    Args:
+        recording: what `record` or `Recorder.recording` returned.
+        path: the file; its folder must exist.
+
+    Raises:
+        FileError: the file cannot be write_atomically; an earlier file of that name is left unchanged.
+
+    >>> import regard
+    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> save(found, "run.safetensors")
+    >>> again = load_tensors("run.safetensors")
+    >>> bool((again.weights(0, 1) == found.weights(0, 1)).all()), again.pieces == found.pieces
+    (True, True)
+    """
+    path, tensors = Path(path), _NamedTensors()
+    data = {
+        "format": _FORMAT,
+        "metadata": dict(recording.metadata),
+        "pieces": list(recording.pieces),
+        "source_pieces": list(recording.source_pieces),
+        "ids": tensors.optional(recording.ids),
+        "source_ids": tensors.optional(recording.source_ids),
+        "places": [_place_data(place, tensors) for place in recording.places.values()],
+    }
+    try:
+        with write_atomically(path) as place:
+            save_file(tensors.named, place, metadata={_KEY: json.dumps(data)})
+    except (OSError, SafetensorError) as error:
+        raise FileError(
+            f"{path}: cannot write the recording: {error}; choose another folder, or free some "
+            "space"
+        ) from error
+
+
+def load_tensors(path: str | Path) -> Recording:
+    """Read a recording that `save` wrote, in the current or an earlier format.
+
+    The file is treated as untrusted data: every part of it is checked.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The recording.
+
+    Raises:
+        FileError: the file is missing, damaged or not a recording, or its parts do not fit
+            together.
+
+    >>> load_tensors("no/such/file")
+    Traceback (most recent call last):
+    regard.errors.FileError: no/such/file ...
+    """
+    path = Path(path)
+    tensors, metadata = read_tensors(path)
+    if _KEY not in metadata:
+        raise FileError(
+            f"{path} holds no recording: its header has no {_KEY!r}; "
+            "regard.inspect.save(recording, path) writes one"
+        )
+    try:
+        data = parse_json(metadata[_KEY].encode())
+        if data["format"] not in _READABLE_FORMATS:
+            raise FileError(
+                f"{path} has format {shown(data['format'])}; this version reads "
+                f"{' and '.join(map(str, _READABLE_FORMATS))}"
+            )
+        return _read_recording(data, tensors)
+    except _MALFORMED as error:
+        raise FileError(
+            f"{path}: its parts do not form a recording: {error_text(error)}; save it again"
+        ) from error
+
+
+class _NamedTensors:
+    """Collects tensors under names; a tensor that is passed twice is stored once."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, Tensor] = {}
+        self._names: dict[int, tuple[str, Tensor]] = {}  # references, so that no id is reused
+
+    def __call__(self, x: Tensor) -> str:
+        if id(x) not in self._names:
+            name = str(len(self._names))
+            # a copy, because the format does not allow two tensors that share memory
+            self.named[name] = x.detach().to("cpu", copy=True).contiguous()
+            self._names[id(x)] = (name, x)
+        return self._names[id(x)][0]
+
+    def optional(self, x: Tensor | None) -> str | None:
+        """Return the name of a tensor, or None for None."""
+        return None if x is None else self(x)
+
+    def positions(self, x: Positions) -> list[int] | str:
+        """Return the name of a tensor of positions; a span is returned as its start and length."""
+        return [x.start, x.length] if isinstance(x, Span) else self(x)
+
+
+def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
+    """Return a place as JSON data; its tensors go into `keep`."""
+    pools = [
+        {
+            "k": keep(p.k),
+            "v": keep.optional(p.v),
+            "columns": keep(p.columns),
+            "groups": list(p.groups),
+            "G": p.G,
+            "key_kind": p.key_kind,
+        }
+        for p in place.pools
+    ]
+    return {
+        "name": place.name,
+        "H": place.H,
+        "heads": list(place.heads),
+        "N": place.N,
+        "pools": pools,
+        "steps": [_step_data(step, keep) for step in place.steps],
+    }
+
+
+def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, Any]:
+    """Return a step as JSON data; its tensors go into `keep`."""
+    columns: list[int] | str = (
+        keep(step.columns) if step.first_column is None else [step.first_column, len(step.columns)]
+    )
+    return {
+        "q": keep(step.q),
+        "lse": keep(step.lse),
+        "out": keep.optional(step.out),
+        "columns": columns,
+        "q_positions": keep.positions(step.q_positions),
+        "k_positions": keep.positions(step.k_positions),
+        "mask": mask_data(step.mask, step, keep),
+        "bias": bias_data(step.bias, step, keep),
+        "scale": step.scale,
+        "softcap": step.softcap,
+        "sink": keep.optional(step.sink),
+        "kernel": step.kernel,
+        "first": step.first,
+        "token": step.token,
+        "dropout": step.dropout,
+        "pool": step.pool,
+        "pool_index": keep.optional(step.pool_index),
+        "scores": keep.optional(step.scores),
+        "pattern": keep.optional(step.pattern),
+    }
+
+
+def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
+    """Build a recording from JSON data and tensors."""
+    data = _with_new_names(data)
+    metadata = {str(k): str(v) for k, v in data["metadata"].items()}
+    texts = [tuple(str(x) for x in data[name]) for name in ("pieces", "source_pieces")]
+    ids, source_ids = (
+        None if data[name] is None else tensors[data[name]] for name in ("ids", "source_ids")
+    )
+    places = [_read_place(x, tensors) for x in data["places"]]
+    names = {place.name: place for place in places}
+    if len(names) < len(places):
+        raise ArgumentError("two places have the same name")
+    return Recording(names, ids, texts[0], metadata, source_ids, texts[1])
+
+
+def _with_new_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Return data of any readable format under the keys of the current one."""
+    return {_NEW_NAMES.get(name, name): value for name, value in data.items()}
+
+
+def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
+    """Build a place from JSON data and tensors, and check it."""
+    pools = tuple(
+        KeyValuePool(
+            tensors[p["k"]],
+            None if p["v"] is None else tensors[p["v"]],
+            tensors[p["columns"]],
+            tuple(map(_check_integer, p["groups"])),
+            _check_integer(p["G"]),
+            _check_name(p["key_kind"]),
+        )
+        for p in map(_with_new_names, data["pools"])
+    )
+    num_keys = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
+    steps = tuple(_read_step(x, tensors, num_keys) for x in data["steps"])
+    H, heads, N = (
+        _check_integer(data["H"]),
+        tuple(map(_check_integer, data["heads"])),
+        _check_integer(data["N"]),
+    )
+    place = Place(_check_name(data["name"]), steps, pools, H, heads, N)
+    check_place(place)
+    return place
+
+
+def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) -> RecordedStep:
+    """Build a step of a place that stores `num_keys` keys."""
+
+    def named(name: str) -> Tensor | None:
+        return None if data[name] is None else tensors[data[name]]
+
+    data = {
+        "scores": None,
+        "pattern": None,
+        **_with_new_names(data),
+    }  # format 1 has neither of them
+    columns = data["columns"]
+    if isinstance(columns, list):
+        columns = as_tensor(_read_span(columns, num_keys))[0]
+    else:
+        columns = tensors[columns]
+    return RecordedStep(
+        tensors[data["q"]],
+        tensors[data["lse"]],
+        named("out"),
+        columns,
+        _read_positions(data["q_positions"], tensors),
+        _read_positions(data["k_positions"], tensors),
+        mask_from(data["mask"], tensors),
+        bias_from(data["bias"], tensors),
+        float(data["scale"]),
+        None if data["softcap"] is None else float(data["softcap"]),
+        named("sink"),
+        _check_name(data["kernel"]),
+        _check_integer(data["first"]),
+        _check_integer(data["token"]),
+        float(data["dropout"]),
+        _check_integer(data["pool"]),
+        named("pool_index"),
+        named("scores"),
+        named("pattern"),
+    )
+
+
+def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
+    """Build positions: a span from two integers, or a tensor from its name."""
+    positions = _read_span(data) if isinstance(data, list) else tensors[data]
+    if slot_count(positions) > MAX_TOKENS:
+        raise ArgumentError(
+            f"there are positions of {plural(slot_count(positions), 'token')}; at most {MAX_TOKENS} "
+            "are read"
+        )
+    return positions
+
+
+def _check_name(x: Any) -> str:
+    """Check that a value is a short, printable name, because it appears in messages and on
+    pages.
+    """
+    if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
+        raise ArgumentError(
+            f"{shown(x)} is not a name; it must be printable text of at most 200 characters"
+        )
+    return x
+
+
+def _check_integer(x: Any) -> int:
+    """Check that a value is an integer of a plausible size."""
+    if type(x) is not int:
+        raise ArgumentError(f"{shown(x)} is not an integer, where one is required")
+    if abs(x) > _MAX_INTEGER:
+        raise ArgumentError(f"{x} is too large; integers of a recording are at most {_MAX_INTEGER}")
+    return x
+
+
+def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
+    """Build a span from its start and length, if it is not too long."""
+    start, length = data
+    if type(length) is int and length > most:
+        raise ArgumentError(
+            f"there is a span of {plural(length, 'position')}; at most {most} are read"
+        )
+    return Span(_check_integer(start), _check_integer(length))
+
+
+def check_place(place: Place) -> None:
+    """Check that every shape, index and number of a place is one that recording could have
+    produced.
+
+    Args:
+        place: a place that was read from a file.
+
+    Raises:
+        ArgumentError: one of them is not.
+    """
+    H, heads = place.H, place.heads
+    if H < 1 or place.N < 0:
+        raise ArgumentError(
+            f"{place.name} has {plural(H, 'head')} and {plural(place.N, 'column')}; it needs at "
+            "least 1 head"
+        )
+    _check_indices(f"heads of {place.name}", heads, H)
+    if not place.steps or not place.pools or not heads:
+        raise ArgumentError(f"{place.name} has no steps, pools or heads")
+    B = place.steps[0].q.shape[0]
+    for pool in place.pools:
+        _check_pool(place, pool, B)
+    if sum(len(pool.columns) for pool in place.pools) < place.N:
+        raise ArgumentError(f"{place.name} has {plural(place.N, 'column')}, but fewer keys")
+    for number, step in enumerate(place.steps):
+        where = f"step {number} of {place.name}"
+        if not 0 <= step.pool < len(place.pools):
+            raise ArgumentError(f"{where} refers to pool {step.pool}; there are {len(place.pools)}")
+        _check_step(where, place, step, place.pools[step.pool], B)
+
+
+def _check_pool(place: Place, pool: KeyValuePool, B: int) -> None:
+    """Check one pool of a place."""
+    G = pool.G
+    if G < 1 or place.H % G:
+        raise ArgumentError(
+            f"{place.name} has {plural(place.H, 'head')}, which {plural(G, 'key/value head')} "
+            "cannot serve"
+        )
+    _check_indices(f"groups of {place.name}", pool.groups, G)
+    if {head // (place.H // G) for head in place.heads} != set(pool.groups):
+        raise ArgumentError(
+            f"the key/value heads of {place.name} are not those that its query heads read"
+        )
+    n = len(pool.columns) if pool.columns.ndim == 1 else -1
+    for name, x in (("k", pool.k), ("v", pool.v)):
+        if x is not None:
+            _check_floats(f"{name} of {place.name}", x, (B, len(pool.groups), n, None))
+    _check_range(f"columns of {place.name}", pool.columns, n, place.N)
+
+
+def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool, B: int) -> None:
+    """Check one step of a place."""
+    h, t, s = len(place.heads), step.q.shape[2] if step.q.ndim == 4 else -1, len(step.columns)
+    E = None if pool.v is None else pool.v.shape[3]
+    shapes: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
+        "q": (step.q, (B, h, t, pool.k.shape[3])),
+        "lse": (step.lse, (B, h, t)),
+        "out": (step.out, (B, h, t, E)),
+        "scores": (step.scores, (B, h, t, s)),
+        "pattern": (step.pattern, (B, h, t, s)),
+        "sink": (step.sink, (h,)),
+    }
+    for name, (x, shape) in shapes.items():
+        if x is not None:
+            _check_floats(f"{name} of {where}", x, shape)
+    _check_range(f"columns of {where}", step.columns, s, place.N)
+    if len(step.columns.unique()) < s:
+        raise ArgumentError(f"columns of {where} contain a column twice")
+    _check_range(
+        f"keys of {where}",
+        step.columns if step.pool_index is None else step.pool_index,
+        s,
+        len(pool.columns),
+    )
+    for name, n in (("first", step.first), ("token", step.token)):
+        if n < 0:
+            raise ArgumentError(f"{name} of {where} is {n}; it must be 0 or more")
+    num_queries = slot_count(step.q_positions)
+    if num_queries < step.first + t or slot_count(step.k_positions) != s:
+        raise ArgumentError(
+            f"{where} has {plural(t, 'query')} after {step.first} others and {plural(s, 'key')}, "
+            "but "
+            f"positions of {num_queries} and {slot_count(step.k_positions)}"
+        )
+    for positions in (step.q_positions, step.k_positions):
+        if not isinstance(positions, Span):
+            index = as_tensor(positions)
+            if (
+                index.ndim != 2
+                or index.shape[0] not in (1, B)
+                or index.dtype not in (torch.int32, torch.int64)
+            ):
+                raise ArgumentError(f"positions of {where} are {index.dtype} {tuple(index.shape)}")
+    capped = step.softcap is None or (math.isfinite(step.softcap) and step.softcap > 0)
+    if not (math.isfinite(step.scale) and capped and 0 <= step.dropout < 1):
+        raise ArgumentError(f"scale, softcap or dropout of {where} is out of range")
+    step.mask.require(B, place.H, num_queries, s)
+    if step.bias is not None:
+        step.bias.require(B, place.H, num_queries, s)
+
+
+def _check_indices(name: str, indices: tuple[int, ...], n: int) -> None:
+    """Check that indices are increasing and lie between 0 and n - 1."""
+    inside = all(0 <= x < n for x in indices)
+    if not inside or list(indices) != sorted(set(indices)):
+        raise ArgumentError(f"{name} are {indices}; they must be increasing and from 0 to {n - 1}")
+
+
+def _check_range(name: str, indices: Tensor, length: int, n: int) -> None:
+    """Check the dtype, the length and the range of a tensor of indices."""
+    if indices.dtype != torch.int64 or indices.shape != (length,):
+        raise ArgumentError(
+            f"{name} are {indices.dtype} {tuple(indices.shape)}; they must be int64 ({length},)"
+        )
+    if length and not 0 <= int(indices.min()) <= int(indices.max()) < n:
+        raise ArgumentError(
+            f"{name} are from {int(indices.min())} to {int(indices.max())}; they must be from 0 "
+            f"to {n - 1}"
+        )
+
+
+def _check_floats(name: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
+    """Check that a tensor is floating-point and has this shape; None in the shape allows any
+    size.
+    """
+    fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
+    if not fits or not x.is_floating_point() or x.element_size() == 1:
+        raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be floats {shape}")

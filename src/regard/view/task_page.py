@@ -1,0 +1,216 @@
+"""The results of a trained task, as an HTML page and as lines of a terminal: accuracy by length,
+alignments, and wrong answers.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float
+from rich.text import Text
+
+from regard.untrusted_text import escape_controls
+from regard.view import terminal
+from regard.view.charts import Accuracy, AlignmentMap, accuracy_chart
+from regard.view.html_page import CaptionedChart, Section, page
+from regard.view.terminal import WIDTH, style
+
+
+@dataclass(frozen=True)
+class AlignedExample:
+    """One example with its alignment.
+
+    Args:
+        source: words of the source.
+        predicted: words that the model produced.
+        expected: words of the correct answer.
+        weights: attention weights, rows are produced words, columns are source words.
+        place: dotted name of the attention.
+
+    >>> AlignedExample(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right
+    True
+    """
+
+    source: tuple[str, ...]
+    predicted: tuple[str, ...]
+    expected: tuple[str, ...]
+    weights: Float[np.ndarray, "T S"]
+    place: str
+
+    @property
+    def right(self) -> bool:
+        """Return whether the answer is correct."""
+        return self.predicted == self.expected
+
+
+@dataclass(frozen=True)
+class WrongAnswer:
+    """A wrong answer, with its source and the correct answer, as text.
+
+    Args:
+        source: text of the source.
+        predicted: text that the model produced.
+        expected: the correct text.
+
+    >>> WrongAnswer("one", "二", "一").predicted
+    '二'
+    """
+
+    source: str
+    predicted: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class TaskPage:
+    """The content of the page of a task.
+
+    Args:
+        title: the heading.
+        sentence: a sentence below the heading.
+        facts: name to value, shown below the heading.
+        series: accuracies of this model, and of others to compare with.
+        max_trained_tokens: number of tokens of the longest source in training.
+        aligned: examples with their alignments.
+        wrong: wrong answers.
+
+    >>> page = TaskPage("translate", "Numbers.", {"model": "lstm"}, (), 32)
+    >>> "<h1>translate</h1>" in page.html()
+    True
+    """
+
+    title: str
+    sentence: str
+    facts: Mapping[str, str]
+    series: Sequence[Accuracy]
+    max_trained_tokens: int
+    aligned: Sequence[AlignedExample] = field(default=())
+    wrong: Sequence[WrongAnswer] = field(default=())
+
+    def html(self) -> str:
+        """Return the page as HTML without scripts; all text is escaped, since words are
+        untrusted.
+        """
+        sections = [*self._accuracy(), *self._alignments(), *self._mistakes()]
+        return page(self.title, self.sentence, self.facts, "", sections)
+
+    def _accuracy(self) -> Iterator[Section]:
+        if self.series:
+            yield Section(
+                "Accuracy by source length",
+                caption="An answer counts as correct if every word is correct. Bars through the "
+                "marks are 95 % intervals. None of the sources was used in training; the shaded "
+                "lengths are longer than any source in training.",
+                pictures=[
+                    accuracy_chart(self.series, self.max_trained_tokens, "share of correct answers")
+                ],
+            )
+
+    def _alignments(self) -> Iterator[Section]:
+        if self.aligned:
+            yield Section(
+                "Alignments",
+                caption="Rows are the words of the answer, columns the words of the source; the "
+                "colour of a cell is its weight. The training data contain no alignments.",
+                figures=[
+                    CaptionedChart(
+                        AlignmentMap(one.weights, one.predicted, one.source),
+                        one.place + ("" if one.right else f"; correct: {''.join(one.expected)}"),
+                        one.right,
+                    )
+                    for one in self.aligned
+                ],
+            )
+
+    def _mistakes(self) -> Iterator[Section]:
+        if self.wrong:
+            yield Section(
+                "Wrong answers",
+                heads=("source", "answer", "correct"),
+                rows=[
+                    (one.source, one.predicted or "(nothing)", one.expected) for one in self.wrong
+                ],
+                tones={1: "bad", 2: "good"},
+            )
+
+
+def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[Text]:
+    """Generate terminal lines of accuracies: a bar per length bin, with its interval and its number
+    of examples.
+
+    Args:
+        series: the accuracies.
+        trained: number of tokens of the longest source in training.
+        width: characters of a full bar.
+
+    >>> from regard.view.charts import LengthBin
+    >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
+    >>> for line in accuracy_lines(one, 4, 4): print(line.plain)
+         tokens  correct                examples
+         1 - 4   ██    50.0% ( 40 to  60)  100
+    """
+    yield Text(f"     tokens  {'correct':<{width}}                examples", "dim")
+    beyond = False
+    for point in series.bins:
+        if point.low > trained and not beyond:
+            beyond = True
+            yield Text(f"  {'longer than in training':─^{width + 37}}", "dim")
+        low, high = (f"{100 * share:3.0f}" for share in point.interval)
+        yield Text.assemble(
+            f"  {point.low:>4} - {point.high:<4}",
+            (terminal.bar(point.share, width), style("k" if beyond else "q")),
+            (f" {100 * point.share:5.1f}%", "bold"),
+            (f" ({low} to {high}){point.examples:>9}", "dim"),
+        )
+
+
+def alignment_lines(
+    weights: Float[np.ndarray, "T S"],
+    predicted: Sequence[str],
+    source: Sequence[str],
+    most: int = 33,
+) -> Iterator[Text]:
+    """Generate terminal lines of an alignment: two characters per cell, source words by number.
+
+    Args:
+        weights: attention weights.
+        predicted: produced words, one per row.
+        source: source words, one per column.
+        most: the largest number of columns.
+
+    >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
+    >>> for line in lines: print(line.plain.rstrip())
+      rows are the answer, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
+      0 one  1 two
+                     0 1
+                 一 │██  │
+                 二 │  ██│
+    """
+    low = " ".join(
+        f"{shade} {step:g}+"
+        for shade, step in zip(terminal.SHADES[1:], terminal.SHADE_STEPS, strict=True)
+    )
+    yield Text(
+        "  rows are the answer, columns are the source; blank below "
+        f"{terminal.SHADE_STEPS[0]:g}, {low}",
+        "dim",
+    )
+    numbered = " ".join(f"{j}\u00a0{escape_controls(word)} " for j, word in enumerate(source))
+    for part in textwrap.wrap(numbered, WIDTH - 4):
+        yield Text("  " + part.replace("\u00a0", " "), style("k"))
+    shown = weights[:, :most]
+    ruler = "".join(
+        f"{j:<2}" if j % 5 == 0 or len(source) < 10 else "  " for j in range(shown.shape[1])
+    )
+    yield Text(f"{' ' * 17}{ruler}".rstrip(), style("k"))
+    for word, row in zip(predicted, shown, strict=True):
+        name = terminal.cell(escape_controls(word), 12).rstrip()
+        pad = 15 - Text(name).cell_len
+        cells = "".join(terminal.shade(float(p)) * 2 for p in row)
+        cut = "…" if weights.shape[1] > most else "│"
+        yield Text.assemble(
+            " " * pad, (name, style("q")), (" │", "dim"), (cells, style("s")), (cut, "dim")
+        )
