@@ -96,7 +96,7 @@ class QuantizedSlots(Protocol):
     """What a quantised cache gives beside its numbers: older slots in codes, and recent ones."""
 
     @property
-    def made(self) -> QuantizedCodes:
+    def groups(self) -> QuantizedCodes:
         """The codes."""
 
     @property
