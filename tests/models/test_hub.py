@@ -212,7 +212,7 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
         (
             "pytorch_model.bin",
             (
-                "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
+                "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not open; "
                 "convert it"
             ),
         ),
