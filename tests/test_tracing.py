@@ -186,7 +186,7 @@ def test_a_trace_names_places_from_where_it_was_opened() -> None:
         assert (outer.where, inner.where) == ("a.b", "b")
     assert (list(outer), list(inner)) == (["a.b.q"], ["b.q"])
     assert outer.where == ""
-    assert tracing._state.places == ()
+    assert tracing._state.scopes == ()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_an_edit_gives_back_what_it_was_given(
     with refused, Trace(edit={"z": edit}):
         model(x)
     assert tracing._state.stack == ()
-    assert tracing._state.places == ()
+    assert tracing._state.scopes == ()
 
 
 def test_an_edit_in_place_does_not_reach_a_cache() -> None:
@@ -371,7 +371,7 @@ def test_threads_that_take_turns_at_every_step(hasty: None) -> None:
                 if own.where != f"thread.{i}" or not torch.equal(tracing.tap("z", x), x + i):
                     wrong.append((i, n))
                 tracing.tap("k", x)
-        if list(own) != [f"thread.{i}.z"] or tracing._state.stack or tracing._state.places:
+        if list(own) != [f"thread.{i}.z"] or tracing._state.stack or tracing._state.scopes:
             wrong.append((i, -1))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]

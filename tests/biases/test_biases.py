@@ -11,6 +11,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.registry import is_builtin
 from regard.serialization import from_data
 from regard.span import Span
+from regard.units import plural
 
 F64 = torch.float64
 Q, K = Span(3, 4), Span(0, 7)
@@ -90,7 +91,8 @@ def test_every_bias_takes_other_tensors(n):
     assert back == bias
     assert hash(back) == hash(bias)
     assert torch.equal(back.block(Q, K), bias.block(Q, K))
-    with pytest.raises(ArgumentError, match=f"has {len(others)} tensors and got {len(others) + 1}"):
+    given = plural(len(others), "tensor")
+    with pytest.raises(ArgumentError, match=f"has {given} and got {len(others) + 1}"):
         bias.with_tensors([*others, torch.ones(3)])
 
 

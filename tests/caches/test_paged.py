@@ -354,7 +354,7 @@ def test_the_count_would_find_a_leak() -> None:
 def test_a_table_alone() -> None:
     pool = PagePool(2, 3)
     table = PageTable(pool, [[], []], [0, 0])
-    with pytest.raises(regard.ArgumentError, match="4 pages of 2 tokens are needed"):
+    with pytest.raises(regard.ArgumentError, match="needs 4 pages of 2 tokens, and"):
         table.grow([3, 3])
     assert (table.rows, table.lengths, pool.free) == ([[], []], [0, 0], 3)
     table.grow([3, 1])

@@ -649,7 +649,7 @@ def test_exceptions_behind_their_slots_are_refused() -> None:
     held = dict(cache.contents())
     held["odd_at.0"] = torch.full_like(held["odd_at.0"], 10**6)
     with pytest.raises(
-        regard.ArgumentError, match=r"exceptions at 1000000 to 1000000; 8 slots of 2 x 4"
+        regard.ArgumentError, match=r"outliers at 1000000 to 1000000; 8 slots of 2 x 4"
     ):
         Quantised(bits=8, group=4, residual=4).fill(held)
 

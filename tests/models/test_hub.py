@@ -212,8 +212,8 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
         (
             "pytorch_model.bin",
             (
-                "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
-                "convert it"
+                "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not "
+                "open; convert it"
             ),
         ),
         ("model.gguf", "it holds 'model.gguf', a GGUF file of llama.cpp; get the safetensors"),

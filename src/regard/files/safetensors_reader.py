@@ -152,7 +152,7 @@ def _start(
     except (RuntimeError, MemoryError) as e:
         raise FileError(
             f"{stored.file}: {short_repr(stored.name)} needs {stored.bytes} bytes of memory, which "
-            "are not to be had"
+            "are not available"
         ) from e
     buffer = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
     pieces = [

@@ -359,13 +359,13 @@ FOLDERS = {
     "a pickle": (
         ["pytorch_model.bin", "config.json"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
-            "opened; convert it"
+            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which regard "
+            "does not open; convert it"
         ),
     ),
     "pickles": (
         ["b.pt", "a.pt"],
-        "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which is never",
+        "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which regard does not open",
     ),
     "an index of pickles": (
         ["pytorch_model.bin.index.json"],
@@ -445,7 +445,7 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     path = single(tmp_path)
     store = Store.open(tmp_path)
-    fill = safetensors_reader.fill
+    fill = safetensors_reader.read_into
 
     def write_after(*args: Any) -> None:
         fill(*args)

@@ -105,7 +105,7 @@ class QuantizedSlots(Protocol):
 
     @property
     def groups(self) -> QuantizedCodes:
-        """The codes of the earlier slots."""
+        """The codes."""
 
     @property
     def axis(self) -> str:
