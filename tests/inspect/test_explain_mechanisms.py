@@ -144,7 +144,8 @@ def test_the_delta_rule_takes_off_what_its_keys_said_already(name: str) -> None:
     q, k = x["q"][head], x["k"][head]
     inner = torch.from_numpy(x["x"]).float()[None]
     beta = (
-        mixer.rule.strength(inner).sigmoid()[0, :, head].double().detach().numpy() * mixer.rule.most
+        mixer.rule.beta_proj(inner).sigmoid()[0, :, head].double().detach().numpy()
+        * mixer.rule.max_beta
     )
     decay = np.ones(len(k))
     if mixer.rule.decay is not None:
@@ -206,9 +207,12 @@ def test_differential_attention_is_told_as_a_difference() -> None:
         [a - share * b for a, b in zip(*rows, strict=True)], abs=1e-5
     )
     assert [term.factor for term in mix.terms] == pytest.approx([1, -share])
-    assert [term.here for term in mix.terms] == [True, False]
+    assert [term.explained for term in mix.terms] == [True, False]
     assert mix.row.sum() == pytest.approx(1 - share, abs=1e-5)
-    assert [t.here for t in found("differential", head=5, query=8).mixture.terms] == [False, True]  # type: ignore[union-attr]
+    assert [t.explained for t in found("differential", head=5, query=8).mixture.terms] == [
+        False,
+        True,
+    ]  # type: ignore[union-attr]
 
 
 def test_calls_that_are_joined_make_one_softmax() -> None:
@@ -228,7 +232,7 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     assert np.abs(mix.row @ v - x["z"][f.head, i]).max() < ROUNDING
     kept = set(range(attention.sinks)) | set(range(i - attention.recent + 1, i + 1))
     assert {j for j, p in enumerate(mix.row) if p > 0} == kept
-    assert mix.terms[1].here
+    assert mix.terms[1].explained
     assert mix.terms[0].factor + mix.terms[1].factor == pytest.approx(1, abs=1e-6)
 
 

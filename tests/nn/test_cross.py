@@ -18,8 +18,8 @@ import regard
 from regard import Trace
 from regard.caches import Cross, Growing
 from regard.nn.cross import AdditiveAttention, CrossAttention
-from regard.nn.gated import Gated
-from regard.nn.projections import Heads, Projection, States
+from regard.nn.gated import GatedProjection
+from regard.nn.projections import EncoderStateProjection, HeadProjection, Projection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
 from tests.oracles.additive import additive
@@ -65,7 +65,7 @@ def heads(x: Tensor, n: int) -> Tensor:
 
 def written_out(module: Any, x: Tensor, memory: Tensor, oracle: bool) -> Tensor:
     """From the weights alone, in fp64 by the oracle, or as plain math in the dtype of x."""
-    if isinstance(module.project, States):
+    if isinstance(module.project, EncoderStateProjection):
         n, key = module.project.heads, module.project.k
         q = heads(
             x if isinstance(module.project.q, nn.Identity) else x @ module.project.q.weight.T, n
@@ -80,7 +80,7 @@ def written_out(module: Any, x: Tensor, memory: Tensor, oracle: bool) -> Tensor:
                 (memory, module.project.v),
             )
         )
-    scale = 1.0 if module.project.__class__ is States else q.shape[-1] ** -0.5
+    scale = 1.0 if module.project.__class__ is EncoderStateProjection else q.shape[-1] ** -0.5
     if not oracle:
         n = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
@@ -336,7 +336,7 @@ def test_describe() -> None:
         == "2 x 288 (matrices of the query) + 2 H S (D + E) = 2 x 4 x 7 x (3 + 3)"
     )
     assert told.parameters.value == 2 * M * M + 2 * 6 * M3
-    gated = CrossAttention(Gated(module.project, Heads(M, H, 3)), module.output)
+    gated = CrossAttention(GatedProjection(module.project, HeadProjection(M, H, 3)), module.output)
     assert gated.describe(7).flops_per_token.value == told.flops_per_token.value + 2 * M * M
 
     told = random(luong(M, memory_dim=M3)).describe(7)
@@ -364,7 +364,7 @@ def test_catalogue() -> None:
 
 
 def test_states_is_a_projection() -> None:
-    states = States(nn.Linear(6, 8), 8)
+    states = EncoderStateProjection(nn.Linear(6, 8), 8)
     assert isinstance(states, Projection)
     z = torch.randn(1, 1, 2, 8)
     assert torch.equal(states.postprocess(z, z), z)
@@ -405,7 +405,7 @@ def test_errors() -> None:
         (lambda: bahdanau(8, memory_dim=0), "memory_dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, hidden=-1), "hidden is -1; it must be at least 1"),
         (
-            lambda: States(8, 6, key=nn.Linear(5, 8)),
+            lambda: EncoderStateProjection(8, 6, key=nn.Linear(5, 8)),
             "the key map takes 5 numbers, but states have 6",
         ),
         (

@@ -96,7 +96,7 @@ def _found(
 ) -> list[Layer]:
     from regard import masks
     from regard.inspect.explain.layer import layers, options_of
-    from regard.nn.variants.registry import find, parse
+    from regard.nn.variants.registry import find_variant, parse_options
 
     if settings and len(names) > 1:
         raise ArgumentError(
@@ -104,7 +104,10 @@ def _found(
         )
     options = None
     if settings:
-        options = {**options_of(names[0], dim, heads), **parse(settings, find(names[0]))}
+        options = {
+            **options_of(names[0], dim, heads),
+            **parse_options(settings, find_variant(names[0])),
+        }
     return layers(
         names,
         dim=dim,

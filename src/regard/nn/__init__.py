@@ -12,43 +12,43 @@ from regard.nn.blocks import (
     Block,
     BlockCaches,
     DecoderBlock,
-    NormedPath,
+    NormedResidual,
     OutputNorm,
     ParallelBlock,
     PostNorm,
     PreNorm,
     Residual,
-    Sandwich,
+    SandwichNorm,
 )
 from regard.nn.cross import AdditiveAttention, CrossAttention
-from regard.nn.dynamic_rotary import Prefix, rotary_heads
-from regard.nn.embedding import CappedLogits, Embed, Sinusoidal
+from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
+from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import (
     ClippedSwiGLU,
+    ExpertGroups,
     FeedForward,
     GatedFeedForward,
-    Groups,
     MoE,
     Router,
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.gated import Differential, Gated
+from regard.nn.gated import DifferentialProjection, GatedProjection
 from regard.nn.infini import InfiniAttention
-from regard.nn.latent import Latent
+from regard.nn.latent import LatentProjection
 from regard.nn.linear import Linear
 from regard.nn.longformer import Longformer
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.projections import (
-    Clipped,
-    Fused,
-    Heads,
-    PerHead,
+    ClippedQKV,
+    EncoderStateProjection,
+    FusedQKV,
+    HeadProjection,
+    IdentityProjection,
+    PerHeadProjection,
     Projection,
-    Separate,
-    States,
-    Unprojected,
+    SeparateQKV,
 )
 from regard.nn.recurrent import Recurrent
 from regard.nn.selected import NSA, SelectedAttention
@@ -64,48 +64,48 @@ __all__ = [
     "Block",
     "BlockCaches",
     "CappedLogits",
-    "Clipped",
+    "ClippedQKV",
     "ClippedSwiGLU",
     "CrossAttention",
     "DecoderBlock",
-    "Differential",
-    "Embed",
+    "DifferentialProjection",
+    "EncoderStateProjection",
+    "ExpertGroups",
     "FeedForward",
-    "Fused",
-    "Gated",
+    "FusedQKV",
     "GatedFeedForward",
-    "Groups",
+    "GatedProjection",
     "HeadNorm",
-    "Heads",
+    "HeadProjection",
+    "IdentityProjection",
     "InfiniAttention",
-    "Latent",
+    "InputEmbedding",
+    "LatentProjection",
     "Linear",
     "Longformer",
     "MoE",
-    "NormedPath",
+    "NormedResidual",
     "OffsetRMSNorm",
     "OutputNorm",
     "ParallelBlock",
-    "PerHead",
+    "PerHeadProjection",
     "PostNorm",
     "PreNorm",
-    "Prefix",
+    "PrefixRecomputer",
     "Projection",
     "RMSNorm",
     "Recurrent",
     "Residual",
     "Router",
-    "Sandwich",
+    "SandwichNorm",
     "SelectedAttention",
-    "Separate",
+    "SeparateQKV",
     "SigmoidRouter",
-    "Sinusoidal",
+    "SinusoidalPositions",
     "SoftmaxRouter",
-    "States",
     "StreamingAttention",
     "SwiGLU",
-    "Unprojected",
-    "rotary_heads",
+    "rotary_projection",
     "variants",
 ]
 

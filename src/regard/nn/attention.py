@@ -44,8 +44,8 @@ class Attention(Mixer):
 
     >>> import torch
     >>> from regard import masks
-    >>> from regard.nn import Heads, Separate
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> from regard.nn import HeadProjection, SeparateQKV
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     >>> attention = Attention(project, torch.nn.Linear(8, 8), mask=masks.Causal())
     >>> attention(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])

@@ -37,7 +37,7 @@ class Residual(nn.Module, ABC):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def apply_dropout(self, x: Tensor) -> Tensor:
         """The sublayer's output, with dropout in training."""
         return self.dropout(x) if self.training else x
 
@@ -83,15 +83,15 @@ class PostNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """norm(x + sublayer(x))."""
-        result: Float[Tensor, "B T M"] = self.norm(x + self.dropped(sublayer(x)))
+        result: Float[Tensor, "B T M"] = self.norm(x + self.apply_dropout(sublayer(x)))
         return result
 
 
-class NormedPath(Residual):
+class NormedResidual(Residual):
     """The sublayer sees a normed x, and so does the path: n + sublayer(n), n = norm(x).
 
     >>> import torch
-    >>> NormedPath(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    >>> NormedResidual(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have
@@ -103,7 +103,7 @@ class NormedPath(Residual):
     ) -> Float[Tensor, "B T M"]:
         """norm(x) + sublayer(norm(x))."""
         normed = self.norm(x)
-        result: Float[Tensor, "B T M"] = normed + self.dropped(sublayer(normed))
+        result: Float[Tensor, "B T M"] = normed + self.apply_dropout(sublayer(normed))
         return result
 
 
@@ -121,10 +121,10 @@ class OutputNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + norm(sublayer(x))."""
-        return x + self.dropped(self.norm(sublayer(x)))
+        return x + self.apply_dropout(self.norm(sublayer(x)))
 
 
-class Sandwich(Residual):
+class SandwichNorm(Residual):
     """A norm on either side of the sublayer: x + after(sublayer(norm(x))).
 
     Args:
@@ -133,7 +133,7 @@ class Sandwich(Residual):
         dropout: on what is added, in training only.
 
     >>> import torch
-    >>> path = Sandwich(nn.LayerNorm(2), nn.LayerNorm(2))
+    >>> path = SandwichNorm(nn.LayerNorm(2), nn.LayerNorm(2))
     >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
 
@@ -149,20 +149,20 @@ class Sandwich(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + after(sublayer(norm(x)))."""
-        return x + self.dropped(self.after(sublayer(self.norm(x))))
+        return x + self.apply_dropout(self.after(sublayer(self.norm(x))))
 
 
 class Block(nn.Module):
     """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of
     an encoder without a mask.
 
-    x = around_attention(x, attention);  x = around_feed_forward(x, feed_forward)
+    x = attention_residual(x, attention);  x = feed_forward_residual(x, feed_forward)
 
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        around_attention, around_feed_forward: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`,
-            `Sandwich`.
+        attention_residual, feed_forward_residual: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`,
+            `SandwichNorm`.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
@@ -180,12 +180,12 @@ class Block(nn.Module):
         self,
         attention: Mixer,
         feed_forward: nn.Module,
-        around_attention: Residual,
-        around_feed_forward: Residual,
+        attention_residual: Residual,
+        feed_forward_residual: Residual,
     ) -> None:
         super().__init__()
-        self.around_attention, self.attention = around_attention, attention
-        self.around_feed_forward, self.feed_forward = around_feed_forward, feed_forward
+        self.attention_residual, self.attention = attention_residual, attention
+        self.feed_forward_residual, self.feed_forward = feed_forward_residual, feed_forward
 
     def forward(
         self,
@@ -198,10 +198,10 @@ class Block(nn.Module):
         """x [B,T,M] -> [B,T,M]."""
         parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.attention`
         attention = parts["attention"]
-        x = parts["around_attention"](
+        x = parts["attention_residual"](
             x, lambda normed: attention(normed, positions, cache, backend=backend)
         )
-        result: Float[Tensor, "B T M"] = parts["around_feed_forward"](x, parts["feed_forward"])
+        result: Float[Tensor, "B T M"] = parts["feed_forward_residual"](x, parts["feed_forward"])
         return result
 
     def new_cache(self) -> Cache:
@@ -235,10 +235,10 @@ class ParallelBlock(Block):
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """x [B,T,M] -> [B,T,M]."""
-        mixed = self.around_attention(
+        mixed = self.attention_residual(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
-        path = self.around_feed_forward
+        path = self.feed_forward_residual
         out: Tensor = mixed + path.dropout(self.feed_forward(path.norm(x)))
         return out
 
@@ -264,7 +264,7 @@ class DecoderBlock(nn.Module):
         attention: an `Attention` with a causal mask.
         cross: a `CrossAttention`.
         feed_forward: a module [B,T,M] -> [B,T,M].
-        around_attention, around_cross, around_feed_forward: `PostNorm` or `PreNorm`.
+        attention_residual, cross_residual, feed_forward_residual: `PostNorm` or `PreNorm`.
 
     Raises:
         ArgumentError: as `CrossAttention`: no memory, or two. The caches are left as they were.
@@ -285,14 +285,14 @@ class DecoderBlock(nn.Module):
         attention: Attention,
         cross: CrossAttention,
         feed_forward: nn.Module,
-        around_attention: Residual,
-        around_cross: Residual,
-        around_feed_forward: Residual,
+        attention_residual: Residual,
+        cross_residual: Residual,
+        feed_forward_residual: Residual,
     ) -> None:
         super().__init__()
-        self.attention, self.around_attention = attention, around_attention
-        self.cross, self.around_cross = cross, around_cross
-        self.feed_forward, self.around_feed_forward = feed_forward, around_feed_forward
+        self.attention, self.attention_residual = attention, attention_residual
+        self.cross, self.cross_residual = cross, cross_residual
+        self.feed_forward, self.feed_forward_residual = feed_forward, feed_forward_residual
 
     def forward(
         self,
@@ -327,11 +327,11 @@ class DecoderBlock(nn.Module):
         if positions is None and own is not None:
             positions = own.next(x.shape[1])
         with place("attention"):
-            x = self.around_attention(
+            x = self.attention_residual(
                 x, lambda x: self.attention(x, positions, own, backend=backend)
             )
         with place("cross"):
-            x = self.around_cross(
+            x = self.cross_residual(
                 x,
                 lambda x: self.cross(
                     x,
@@ -342,7 +342,7 @@ class DecoderBlock(nn.Module):
                     backend=backend,
                 ),
             )
-        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        out: Tensor = self.feed_forward_residual(x, self.feed_forward)
         return out
 
     def new_caches(self) -> BlockCaches:

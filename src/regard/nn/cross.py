@@ -14,7 +14,7 @@ from regard.cost.softmax import AdditiveSpec, CrossSpec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
-from regard.nn.explain import EffectiveRow, Explainable, LayerRun, Link
+from regard.nn.explain import ComputationStep, EffectiveRow, Explainable, LayerRun
 from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive import additive_attention
@@ -36,8 +36,8 @@ class CrossAttention(Attention):
         ArgumentError: there is no memory, neither given nor in the cache; or there are two.
 
     >>> import torch
-    >>> from regard.nn import Heads, Separate
-    >>> project = Separate(Heads(8, 4, 2), Heads(6, 2, 2), Heads(6, 2, 2))
+    >>> from regard.nn import HeadProjection, SeparateQKV
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(6, 2, 2), HeadProjection(6, 2, 2))
     >>> cross = CrossAttention(project, torch.nn.Linear(8, 8))
     >>> cross(torch.zeros(1, 5, 8), memory=torch.zeros(1, 7, 6)).shape
     torch.Size([1, 5, 8])
@@ -62,10 +62,10 @@ class CrossAttention(Attention):
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
-            held, seen = recollect(self.project, memory, memory_positions, cache)
+            held, seen = project_memory(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
         with rollback_on_error(cache):
-            held, seen = recollect(self.project, memory, memory_positions, cache)
+            held, seen = project_memory(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
 
     def new_cache(self) -> Cross:
@@ -78,11 +78,13 @@ class CrossAttention(Attention):
         once.
         """
         return CrossSpec(
-            cross_weights(self, self.project), self.project.shape.parts, self.project.shape.heads
+            count_cross_weights(self, self.project),
+            self.project.shape.parts,
+            self.project.shape.heads,
         )
 
 
-def recollect(
+def project_memory(
     project: Projection,
     memory: Tensor | None,
     positions: Positions | None,
@@ -111,7 +113,7 @@ def recollect(
     return (made, positions) if cache is None else cache.store(made, positions)
 
 
-def cross_weights(module: nn.Module, project: Projection) -> Weights:
+def count_cross_weights(module: nn.Module, project: Projection) -> Weights:
     """The parameters of a layer that reads another text, with the maps that the query does not use
     set apart.
     """
@@ -179,7 +181,7 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Tensor | None,
         memory_positions: Positions | None,
     ) -> Tensor:
-        held, seen = recollect(self.project, memory, memory_positions, cache)
+        held, seen = project_memory(self.project, memory, memory_positions, cache)
         q = tap("q", self.project.query(x, positions))
         k, v = self.project.recall(held, seen)
         k, v = tap("k", k), tap("v", v)
@@ -196,7 +198,7 @@ class AdditiveAttention(Explainable, nn.Module):
         scores = terms.sum(1)
         return EffectiveRow(
             "additive",
-            (Link("additive", "", scores), Link("masked", "", scores)),
+            (ComputationStep("additive", "", scores), ComputationStep("masked", "", scores)),
             None,
             run.z[0, head, row],
             products=terms,
@@ -210,7 +212,9 @@ class AdditiveAttention(Explainable, nn.Module):
     def spec(self) -> AdditiveSpec:
         """The cost of this layer for one step of the decoder; the states' keys are made once."""
         return AdditiveSpec(
-            cross_weights(self, self.project), self.project.shape.parts, self.project.shape.heads
+            count_cross_weights(self, self.project),
+            self.project.shape.parts,
+            self.project.shape.heads,
         )
 
     def describe(self, context: int = 4096) -> Description:

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Parts
 from regard.errors import ArgumentError
-from regard.nn.projections import Heads, ProjectionShape, Separate
+from regard.nn.projections import HeadProjection, ProjectionShape, SeparateQKV
 from regard.positions import Rotary, rope_frequencies
-from regard.positions.rotary import turn
+from regard.positions.rotary import apply_rotary
 from regard.positions.scalings import Scaling
 from regard.span import Positions, Span, after, as_tensor, follow
 
-Lengths: TypeAlias = tuple[int, ...]
+RowLengths: TypeAlias = tuple[int, ...]
 """One past the largest position of each row; one number where all rows have the same positions."""
 
 
-def lengths(positions: Positions) -> Lengths:
+def row_lengths(positions: Positions) -> RowLengths:
     """One past the largest position of each row, at least 0.
 
-    >>> lengths(Span(3, 4)), lengths(torch.tensor([[-1, 0, 1], [4, 5, 6]]))
+    >>> row_lengths(Span(3, 4)), row_lengths(torch.tensor([[-1, 0, 1], [4, 5, 6]]))
     ((7,), (2, 7))
     """
     if isinstance(positions, Span):
@@ -37,32 +37,32 @@ def lengths(positions: Positions) -> Lengths:
     return tuple((positions.amax(1) + 1).clamp(min=0).tolist())
 
 
-def by_row(lengths: Lengths, rows: int) -> Lengths:
+def broadcast_lengths(lengths: RowLengths, rows: int) -> RowLengths:
     """A length for each row.
 
-    >>> by_row((5,), 2)
+    >>> broadcast_lengths((5,), 2)
     (5, 5)
     """
     return lengths * rows if len(lengths) == 1 else lengths
 
 
-def changes(module: nn.Module, old: Lengths, new: Lengths) -> bool:
+def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> bool:
     """Whether a rotary of the module has other frequencies for the new lengths of the rows than for
     the old.
 
     >>> from regard.positions import LongRoPE
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
-    >>> rotary = RowRotary(Rotary(4, scaling=scaling, length="current"))
-    >>> [changes(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
+    >>> rotary = PerRowRotary(Rotary(4, scaling=scaling, length="current"))
+    >>> [frequencies_change(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
     [False, True, False]
     """
     rows = max(len(old), len(new))
-    pairs = set(zip(by_row(old, rows), by_row(new, rows), strict=True))
-    rotaries = [m for m in module.modules() if isinstance(m, RowRotary)]
-    return any(not rotary.same(a, b) for rotary in rotaries for a, b in pairs)
+    pairs = set(zip(broadcast_lengths(old, rows), broadcast_lengths(new, rows), strict=True))
+    rotaries = [m for m in module.modules() if isinstance(m, PerRowRotary)]
+    return any(not rotary.same_frequencies(a, b) for rotary in rotaries for a, b in pairs)
 
 
-class RowRotary(nn.Module):
+class PerRowRotary(nn.Module):
     """A rotary whose frequencies are those of the length of each row.
 
     angle = position * inv_freq_i(length of the row)
@@ -71,7 +71,7 @@ class RowRotary(nn.Module):
         rotary: the scheme; its own length plays no part.
 
     >>> from regard.positions import DynamicNTK
-    >>> turned = RowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
+    >>> turned = PerRowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
     >>> x = torch.ones(2, 1, 2, 4)
     >>> both = turned(x, torch.tensor([[2, 3], [8, 9]]))
     >>> torch.equal(both[:1], turned(x[:1], torch.tensor([[2, 3]])))
@@ -86,21 +86,23 @@ class RowRotary(nn.Module):
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
         """Turn x by its positions, with the frequencies of the largest position of each row."""
-        inv_freq, factor = self._table(lengths(positions))
+        inv_freq, factor = self._table(row_lengths(positions))
         return self._turn(x, positions, inv_freq[:, None], factor[:, None])
 
-    def again(
+    def rerotate(
         self,
         x: Float[Tensor, "B H L D"],
         positions: Positions,
         old: Int[Tensor, "b L"] | Int[Tensor, "b 1"],
-        new: Lengths,
+        new: RowLengths,
     ) -> Float[Tensor, "B H L D"]:
         """x was turned for the lengths `old`: turn it by what is missing to those of its rows now.
 
         R(p f_new) = R(p (f_new - f_old)) R(p f_old), in real arithmetic; x is rounded once more.
         """
-        if all(self.same(0, n) for n in new):  # frequencies that changed do not come back
+        if all(
+            self.same_frequencies(0, n) for n in new
+        ):  # frequencies that changed do not come back
             return x
         known, where = torch.unique(old, return_inverse=True)
         before, scale = self._table(tuple(known.tolist()))
@@ -108,7 +110,7 @@ class RowRotary(nn.Module):
         turned = after[:, None] - before[where.to(before.device)]
         return self._turn(x, positions, turned, factor[:, None] / scale[where.to(scale.device)])
 
-    def same(self, old: int, new: int) -> bool:
+    def same_frequencies(self, old: int, new: int) -> bool:
         """Whether two lengths have the same frequencies and factor."""
         (first, a), (second, b) = self._frequencies(old), self._frequencies(new)
         return a == b and torch.equal(first, second)
@@ -119,22 +121,22 @@ class RowRotary(nn.Module):
         p = as_tensor(positions, device).to(device, torch.float64)
         angle, factor = p[..., None] * inv_freq.to(device), factor.to(device)[..., None]
         cos, sin = ((y * factor)[:, None].to(x.device, x.dtype) for y in (angle.cos(), angle.sin()))
-        return turn(x, cos, sin, self.rotary.layout)
+        return apply_rotary(x, cos, sin, self.rotary.layout)
 
-    def _table(self, rows: Lengths) -> tuple[Tensor, Tensor]:
+    def _table(self, rows: RowLengths) -> tuple[Tensor, Tensor]:
         """inv_freq [R,n] and factor [R] of so many lengths, fp64."""
         inv_freq, factor = zip(*(self._frequencies(n) for n in rows), strict=True)
         return torch.stack(inv_freq), torch.tensor(factor, dtype=torch.float64)
 
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
         r = self.rotary
-        return _known(
+        return _cached_frequencies(
             r.dim, r.base, r.scaling, r.rotary_dim, proportional=r.proportional, length=length
         )
 
 
 @lru_cache(maxsize=1 << 16)
-def _known(
+def _cached_frequencies(
     dim: int,
     base: float,
     scaling: Scaling | None,
@@ -149,23 +151,23 @@ def _known(
     return found.inv_freq, found.rotary_factor
 
 
-Policy: TypeAlias = Literal["pre_rope", "re_rotate", "frozen", "recompute"]
+KeyPolicy: TypeAlias = Literal["pre_rope", "re_rotate", "frozen", "recompute"]
 """What becomes of keys that were rotated for a shorter length."""
 
 
-def rotary_heads(
+def rotary_projection(
     dim: int,
     heads: int,
     groups: int,
     head_dim: int,
     rotary: Rotary,
     *,
-    policy: Policy = "pre_rope",
+    policy: KeyPolicy = "pre_rope",
     q_steps: Sequence[nn.Module] = (),
     k_steps: Sequence[nn.Module] = (),
     value_dim: int | None = None,
     bias: bool = False,
-) -> Separate:
+) -> SeparateQKV:
     """Rotary queries, keys and values under a policy for a cache; all policies have the same
     parameters.
 
@@ -180,37 +182,37 @@ def rotary_heads(
 
     Raises:
         ArgumentError: the policy is unknown, the rotary is for another head dim, or its length is
-            not one for the policy; or what `Separate` refuses.
+            not one for the policy; or what `SeparateQKV` refuses.
 
     >>> from regard.positions import DynamicNTK
     >>> rotary = Rotary(8, scaling=DynamicNTK(2.0, 16), length="current")
-    >>> project = rotary_heads(32, 4, 2, 8, rotary, policy="re_rotate")
+    >>> project = rotary_projection(32, 4, 2, 8, rotary, policy="re_rotate")
     >>> project.cache_unsafe_reason, project.shape.memory
     (None, (16, 16, 1))
 
     Source: section 3.3 of Peng et al. 2023 (arXiv 2309.00071): cache keys before they are rotated.
     """
-    if policy not in get_args(Policy):
+    if policy not in get_args(KeyPolicy):
         raise ArgumentError(
-            f"policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}"
+            f"policy is {policy!r}; it must be one of {', '.join(get_args(KeyPolicy))}"
         )
     if rotary.dim != head_dim:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
     needs = rotary.scaling is not None and rotary.scaling.needs_length
-    if needs and rotary.follows == (policy == "frozen"):
+    if needs and rotary.follows_length == (policy == "frozen"):
         wanted = "length=<number>" if policy == "frozen" else 'length="current"'
         raise ArgumentError(f"{rotary} does not go with policy {policy!r}; make it with {wanted}")
     last = (rotary,) if policy == "frozen" else ()
-    q = Heads(dim, heads, head_dim, *q_steps, *last, bias=bias)
-    k = Heads(dim, groups, head_dim, *k_steps, *last, bias=bias)
-    v = Heads(dim, groups, value_dim or head_dim, bias=bias)
+    q = HeadProjection(dim, heads, head_dim, *q_steps, *last, bias=bias)
+    k = HeadProjection(dim, groups, head_dim, *k_steps, *last, bias=bias)
+    v = HeadProjection(dim, groups, value_dim or head_dim, bias=bias)
     if policy == "frozen":
-        return Separate(q, k, v)
-    kinds = {"pre_rope": PreRope, "re_rotate": ReRotate, "recompute": Recomputed}
-    return kinds[policy](q, k, v, RowRotary(rotary))
+        return SeparateQKV(q, k, v)
+    kinds = {"pre_rope": PreRopeQKV, "re_rotate": ReRotatedQKV, "recompute": RecomputedQKV}
+    return kinds[policy](q, k, v, PerRowRotary(rotary))
 
 
-class PreRope(Separate):
+class PreRopeQKV(SeparateQKV):
     """Keys are remembered before rotation, and rotated on recall with the frequencies of the length
     of that moment.
 
@@ -218,89 +220,93 @@ class PreRope(Separate):
     length. See the module.
 
     Args:
-        q, k, v: `Heads` without a rotary.
+        q, k, v: `HeadProjection` without a rotary.
         rotary: the rotary.
 
     >>> from regard.span import Span
-    >>> rotary = RowRotary(Rotary(4))
-    >>> project = PreRope(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), rotary)
+    >>> rotary = PerRowRotary(Rotary(4))
+    >>> project = PreRopeQKV(HeadProjection(8, 4, 4), HeadProjection(8, 2, 4), HeadProjection(8, 2, 4), rotary)
     >>> x = torch.randn(1, 3, 8)
     >>> torch.equal(project.remember(x, Span(5, 3))[0], project.k(x, None))
     True
     """
 
-    key_transform: RowRotary
+    key_transform: PerRowRotary
 
-    def __init__(self, q: Heads, k: Heads, v: Heads, rotary: RowRotary) -> None:
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, rotary: PerRowRotary
+    ) -> None:
         super().__init__(q, k, v, key_transform=rotary)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D], rotated for the length that the call itself shows."""
-        result: Tensor = self.key_transform(self.q(x, positions), _given(positions))
+        result: Tensor = self.key_transform(self.q(x, positions), _require_positions(positions))
         return result
 
     def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """Queries rotated with the frequencies of the largest key position, where that is another
         length than their own.
         """
-        old, new = lengths(positions), lengths(seen)
+        old, new = row_lengths(positions), row_lengths(seen)
         rows = max(len(old), len(new))
-        if by_row(old, rows) == by_row(new, rows):
+        if broadcast_lengths(old, rows) == broadcast_lengths(new, rows):
             return q
-        return self.key_transform.again(
+        return self.key_transform.rerotate(
             q, positions, torch.tensor(old, device=q.device)[:, None], new
         )
 
 
-class ReRotate(PreRope):
+class ReRotatedQKV(PreRopeQKV):
     """Keys are remembered rotated, with the length that they were rotated for; recall turns them by
     R(new - old).
 
-    Equal to `PreRope` in real arithmetic. While the frequencies stay (up to the trained length),
+    Equal to `PreRopeQKV` in real arithmetic. While the frequencies stay (up to the trained length),
     recall costs nothing. What is remembered is never replaced, so that roundings do not add up.
 
     Args:
-        q, k, v, rotary: as `PreRope`.
+        q, k, v, rotary: as `PreRopeQKV`.
 
     >>> from regard.span import Span
-    >>> project = ReRotate(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), RowRotary(Rotary(4)))
+    >>> project = ReRotatedQKV(HeadProjection(8, 4, 4), HeadProjection(8, 2, 4), HeadProjection(8, 2, 4), PerRowRotary(Rotary(4)))
     >>> [m.shape for m in project.remember(torch.randn(1, 3, 8), Span(5, 3))]
     [torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3, 4]), torch.Size([1, 1, 3, 1])]
     """
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """k [B,G,S,D] rotated, v [B,G,S,E], and the length [B,1,S,1] that k was rotated for."""
-        positions = _given(positions)
+        positions = _require_positions(positions)
         k, v = super().remember(x, positions)
-        length = torch.tensor(lengths(positions), device=x.device)[:, None, None, None]
+        length = torch.tensor(row_lengths(positions), device=x.device)[:, None, None, None]
         return self.key_transform(k, positions), v, length.expand(x.shape[0], 1, x.shape[1], 1)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Keys as one pass would rotate them now, and values."""
         k, v, length = memory
-        positions = _given(positions)
-        return self.key_transform.again(k, positions, length[:, 0, :, 0], lengths(positions)), v
+        positions = _require_positions(positions)
+        return self.key_transform.rerotate(
+            k, positions, length[:, 0, :, 0], row_lengths(positions)
+        ), v
 
     @property
     def shape(self) -> ProjectionShape:
-        """As `Separate`, and one number per token more."""
+        """As `SeparateQKV`, and one number per token more."""
         whole = super().shape
         return whole._replace(memory=(*whole.memory, 1))
 
 
-class Recomputed(ReRotate):
+class RecomputedQKV(ReRotatedQKV):
     """Keys are remembered rotated, and refused once the frequencies have changed: the prefix has to
-    be run again (`regard.nn.Prefix`).
+    be run again (`regard.nn.PrefixRecomputer`).
 
     Args:
-        q, k, v, rotary: as `PreRope`.
+        q, k, v, rotary: as `PreRopeQKV`.
 
     Raises:
         ArgumentError: from `recall`, when a key was rotated with other frequencies than those of
             the length now.
 
     >>> from regard.span import Span
-    >>> project = Recomputed(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), RowRotary(Rotary(4)))
+    >>> project = RecomputedQKV(HeadProjection(8, 4, 4), HeadProjection(8, 2, 4), HeadProjection(8, 2, 4), PerRowRotary(Rotary(4)))
     >>> memory = project.remember(torch.randn(1, 3, 8), Span(0, 3))
     >>> torch.equal(project.recall(memory, Span(0, 3))[0], memory[0])
     True
@@ -309,13 +315,13 @@ class Recomputed(ReRotate):
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Keys and values as they were remembered."""
         k, v, length = memory
-        positions = _given(positions)
-        now = lengths(positions)
-        if not all(self.key_transform.same(0, n) for n in now):
+        positions = _require_positions(positions)
+        now = row_lengths(positions)
+        if not all(self.key_transform.same_frequencies(0, n) for n in now):
             held = torch.where(as_tensor(positions, k.device) >= 0, length[:, 0, :, 0], -1)
-            for row, n in zip(held.tolist(), by_row(now, len(held)), strict=True):
+            for row, n in zip(held.tolist(), broadcast_lengths(now, len(held)), strict=True):
                 for old in set(row) - {-1}:
-                    if not self.key_transform.same(old, n):
+                    if not self.key_transform.same_frequencies(old, n):
                         raise ArgumentError(
                             f"a key was rotated for length {old}, and the frequencies of length "
                             f"{n} are others; run the whole "
@@ -324,13 +330,13 @@ class Recomputed(ReRotate):
         return k, v
 
 
-def _given(positions: Positions | None) -> Positions:
+def _require_positions(positions: Positions | None) -> Positions:
     if positions is None:
         raise ArgumentError("positions are None; rotary heads need them")
     return positions
 
 
-class Prefix:
+class PrefixRecomputer:
     """A model and its caches under the policy "recompute" (`regard.nn.dynamic_rotary`): the whole
     prefix is run again whenever the frequencies change.
 
@@ -347,8 +353,8 @@ class Prefix:
         reruns: how often the prefix was run again.
 
     >>> from regard.models.decoder import Decoder
-    >>> from regard.nn.embedding import Embed
-    >>> prefix = Prefix(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
+    >>> from regard.nn.embedding import InputEmbedding
+    >>> prefix = PrefixRecomputer(Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
     >>> prefix(torch.tensor([[1, 2]]), Span(0, 2)).shape, prefix.reruns
     (torch.Size([1, 2, 7]), 0)
 
@@ -376,7 +382,7 @@ class Prefix:
             whole, where = ids, positions
         else:
             whole, where = torch.cat([self._ids, ids], 1), follow(self._positions, positions)
-            if changes(self.model, lengths(self._positions), lengths(where)):
+            if frequencies_change(self.model, row_lengths(self._positions), row_lengths(where)):
                 caches = self.model.new_caches()  # type: ignore[operator]
                 logits = self.model(whole, where, caches, **options)[:, -T:]
                 self.caches, self.reruns = caches, self.reruns + 1
@@ -385,7 +391,7 @@ class Prefix:
         self._ids, self._positions = whole, where
         return logits
 
-    def fork(self) -> Prefix:
+    def fork(self) -> PrefixRecomputer:
         """Another prefix of the same model; what is done to one does not change the other."""
         other = type(self)(self.model)
         other.caches = [cache.fork() for cache in self.caches]

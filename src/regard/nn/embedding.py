@@ -15,10 +15,10 @@ from regard.positions import sinusoidal
 from regard.span import Positions, Span, vacant
 
 
-class Sinusoidal(nn.Module):
+class SinusoidalPositions(nn.Module):
     """`regard.positions.sinusoidal` as a module: nothing learned, no longest length.
 
-    >>> [round(x, 4) for x in Sinusoidal(4)(Span(1, 1)).flatten().tolist()]
+    >>> [round(x, 4) for x in SinusoidalPositions(4)(Span(1, 1)).flatten().tolist()]
     [0.8415, 0.5403, 0.01, 1.0]
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
@@ -39,7 +39,7 @@ class Sinusoidal(nn.Module):
         return str(self.dim)
 
 
-class Embed(nn.Module):
+class InputEmbedding(nn.Module):
     """ids -> scale * embedding + positions + segments, then a norm, then dropout: each part but the
     first may be absent.
 
@@ -47,7 +47,7 @@ class Embed(nn.Module):
 
     Args:
         embedding: an `nn.Embedding` [V, M]; several models may share one.
-        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or
+        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `SinusoidalPositions`, or
             `positions.Learned`.
         scale: the factor on the embedding, sqrt(M) in the first Transformer; in half precision it
             is rounded, too.
@@ -58,7 +58,7 @@ class Embed(nn.Module):
     Raises:
         ArgumentError: ids are not [B,T]; or segments are given, and there is no embedding for them.
 
-    >>> Embed(nn.Embedding(7, 4), Sinusoidal(4))(torch.tensor([[1, 2]])).shape
+    >>> InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4; segments: Devlin et

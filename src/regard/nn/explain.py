@@ -19,7 +19,7 @@ from regard.positions import Rotary
 from regard.span import Positions
 
 
-class Link(NamedTuple):
+class ComputationStep(NamedTuple):
     """One step of a chain: its name, its equation, and what came out.
 
     Steps of queries, keys and values have [n,L,d], all heads; steps of scores have [S], a number
@@ -31,7 +31,7 @@ class Link(NamedTuple):
     values: Tensor
 
 
-Links: TypeAlias = tuple[Link, ...]
+ComputationSteps: TypeAlias = tuple[ComputationStep, ...]
 
 
 class ProjectionQuery(NamedTuple):
@@ -68,9 +68,9 @@ class InputSteps(NamedTuple):
         keys_are_blocks: whether a key stands for a block of tokens, at the position of its last.
     """
 
-    q: Links = ()
-    k: Links = ()
-    v: Links = ()
+    q: ComputationSteps = ()
+    k: ComputationSteps = ()
+    v: ComputationSteps = ()
     rotary: Rotary | None = None
     rotary_start: int = 0
     keys_are_blocks: bool = False
@@ -129,7 +129,7 @@ class EffectiveRow(NamedTuple):
     """
 
     kind: Literal["linear", "additive"]
-    scores: Links
+    scores: ComputationSteps
     weights: Tensor | None
     read: Tensor
     scale: float = 1.0
@@ -235,10 +235,10 @@ def explainable(module: nn.Module) -> Explainable:
     >>> explainable(nn.Linear(2, 2)).has_own_row
     False
     """
-    return module if isinstance(module, Explainable) else _Defaults(module)
+    return module if isinstance(module, Explainable) else _DefaultExplainable(module)
 
 
-class _Defaults(Explainable):
+class _DefaultExplainable(Explainable):
     """The defaults for a module that is not `Explainable`, over its own projection and output map;
     heads that no output map joins are written as they are.
     """
@@ -248,10 +248,10 @@ class _Defaults(Explainable):
         self.output = getattr(module, "output", nn.Identity())
 
 
-def rotary_of(step: nn.Module) -> Rotary | None:
+def find_rotary(step: nn.Module) -> Rotary | None:
     """The rotation that a step on heads does, or None if it turns nothing.
 
-    >>> rotary_of(nn.Identity()) is None, rotary_of(Rotary(4)).dim
+    >>> find_rotary(nn.Identity()) is None, find_rotary(Rotary(4)).dim
     (True, 4)
     """
     inner = getattr(step, "rotary", step)
@@ -260,16 +260,19 @@ def rotary_of(step: nn.Module) -> Rotary | None:
 
 def first_rotary(steps: Iterable[nn.Module]) -> Rotary | None:
     """The first rotation among some steps, or None."""
-    return next((found for step in steps if (found := rotary_of(step)) is not None), None)
+    return next((found for step in steps if (found := find_rotary(step)) is not None), None)
 
 
 def run_steps(
-    steps: Iterable[nn.Module], links: Links, positions: Positions, letter: Literal["q", "k", "v"]
-) -> Links:
+    steps: Iterable[nn.Module],
+    links: ComputationSteps,
+    positions: Positions,
+    letter: Literal["q", "k", "v"],
+) -> ComputationSteps:
     """Steps on heads, one behind the other, appended to the links that they go on from.
 
     >>> from regard.span import Span
-    >>> given = (Link("projected", "", torch.zeros(1, 3, 4)),)
+    >>> given = (ComputationStep("projection_step", "", torch.zeros(1, 3, 4)),)
     >>> [link.name for link in run_steps([Rotary(4)], given, Span(0, 3), "q")]
     ['projected', 'rotated']
     """
@@ -277,28 +280,32 @@ def run_steps(
     for step in steps:
         y = step(found[-1].values[None], positions)[0]
         kind = type(step).__name__.lower()
-        name, how = (kind, kind) if rotary_of(step) is None else ("rotated", "R(p)")
-        found.append(Link(name, f"{letter}_{index} ← {how} {letter}_{index}", y))
+        name, how = (kind, kind) if find_rotary(step) is None else ("rotated", "R(p)")
+        found.append(ComputationStep(name, f"{letter}_{index} ← {how} {letter}_{index}", y))
     return tuple(found)
 
 
-def projected(letter: Literal["q", "k", "v"], values: Tensor, how: str = "") -> Link:
+def projection_step(
+    letter: Literal["q", "k", "v"], values: Tensor, how: str = ""
+) -> ComputationStep:
     """The first step of queries, keys or values: what a linear map made of the tokens.
 
-    >>> projected("k", torch.zeros(1, 3, 4)).equation
+    >>> projection_step("k", torch.zeros(1, 3, 4)).equation
     'k_j = W_K x_j'
     """
     index = "i" if letter == "q" else "j"
-    return Link("projected", f"{letter}_{index} = {how}W_{letter.upper()} x_{index}", values)
+    return ComputationStep(
+        "projection_step", f"{letter}_{index} = {how}W_{letter.upper()} x_{index}", values
+    )
 
 
-COLUMNS = 64
+KEYS_PER_BLOCK = 64
 """Keys whose columns of an effective row are computed together: the rule runs once for each block.
 """
 
 
 def effective_row(
-    mix: Callable[[Tensor], Tensor], v: Tensor, head: int, row: int, columns: int = COLUMNS
+    mix: Callable[[Tensor], Tensor], v: Tensor, head: int, row: int, columns: int = KEYS_PER_BLOCK
 ) -> Tensor:
     """a_i [S], float64: what a head of query i has of each value.
 

@@ -173,7 +173,7 @@ class Routing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Experts in groups of equal size, of which a token may use the best few.
 
     A group's score is the sum of its `best` highest expert scores; experts of the `kept` groups
@@ -181,14 +181,14 @@ class Groups:
 
     Args:
         count: how many groups there are; expert e is in group e // (experts / count).
-        kept: how many of them a token may use.
+        topk: how many of them a token may use.
         best: how many experts speak for their group: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
 
     Raises:
         ArgumentError: a number is less than 1, or more groups are kept than there are.
 
     >>> scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
-    >>> Groups(2, 1).allowed(scores).tolist(), Groups(2, 1, best=2).allowed(scores).tolist()
+    >>> ExpertGroups(2, 1).allowed(scores).tolist(), ExpertGroups(2, 1, best=2).allowed(scores).tolist()
     ([[True, True, False, False]], [[False, False, True, True]])
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.2.2; DeepSeek-AI 2024 (arXiv 2412.19437),
@@ -196,19 +196,19 @@ class Groups:
     """
 
     count: int
-    kept: int
+    topk: int
     best: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.count, self.kept, self.best) < 1 or self.kept > self.count:
+        if min(self.count, self.topk, self.best) < 1 or self.topk > self.count:
             raise ArgumentError(
-                f"{self}: each must be at least 1, and kept at most count, {self.count}"
+                f"{self}: each must be at least 1, and topk at most count, {self.count}"
             )
 
     def allowed(self, scores: Float[Tensor, "N n"]) -> Bool[Tensor, "N n"]:
         """Scores of n experts -> which of them a token may use."""
         by_group = scores.unflatten(-1, (self.count, -1))
-        groups = _first(by_group.topk(self.best).values.sum(-1), self.kept)
+        groups = _stable_topk(by_group.topk(self.best).values.sum(-1), self.topk)
         kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
         return kept[..., None].expand(by_group.shape).flatten(-2)
 
@@ -243,7 +243,7 @@ class Router(nn.Module, ABC):
         *,
         normalise: bool = False,
         bias: bool = False,
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Router(nn.Module, ABC):
                 f"{type(self).__name__}(dim={dim}, experts={experts}, k={k}): each must be at "
                 "least 1"
             )
-        _check_choice(experts, k, groups)
+        _check_topk(experts, k, groups)
         check_number("scale", scale, 0, float("inf"), "a finite number above 0")
         self.experts, self.k, self.normalise = experts, k, normalise
         self.groups, self.scale = groups, scale
@@ -279,7 +279,7 @@ class Router(nn.Module, ABC):
         """
         if self.groups is not None:
             scores = scores.masked_fill(~self.groups.allowed(groups_by), -torch.inf)
-        return _first(scores, self.k)
+        return _stable_topk(scores, self.k)
 
     def extra_repr(self) -> str:
         """How many experts of how many, and from which groups."""
@@ -354,7 +354,7 @@ class SigmoidRouter(Router):
         *,
         normalise: bool = False,
         bias: bool = False,
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__(
@@ -373,7 +373,7 @@ class SigmoidRouter(Router):
         return Routing(weights * self.scale, chosen)
 
 
-def _check_choice(experts: int, k: int, groups: Groups | None) -> None:
+def _check_topk(experts: int, k: int, groups: ExpertGroups | None) -> None:
     if groups is None:
         if k > experts:
             raise ArgumentError(f"k is {k}; there are {experts} experts to choose from")
@@ -384,13 +384,13 @@ def _check_choice(experts: int, k: int, groups: Groups | None) -> None:
             f"{experts} experts cannot be in {groups}: groups are of one size, and that is at "
             "least best"
         )
-    if k > groups.kept * size:
+    if k > groups.topk * size:
         raise ArgumentError(
-            f"k is {k}; {groups} allows {groups.kept * size} of the {experts} experts to a token"
+            f"k is {k}; {groups} allows {groups.topk * size} of the {experts} experts to a token"
         )
 
 
-def _first(scores: Tensor, k: int) -> Tensor:
+def _stable_topk(scores: Tensor, k: int) -> Tensor:
     """The places of the k largest, of equal ones the first (`topk` gives any); a NaN counts as the
     largest.
     """
@@ -440,7 +440,7 @@ class MoE(nn.Module):
         """x [..., M] -> [..., M]."""
         rows = x.reshape(-1, x.shape[-1])
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        for expert, tokens, weights in _assigned(*self.router(rows)):
+        for expert, tokens, weights in _tokens_by_expert(*self.router(rows)):
             if tokens is None:
                 y = y + self.experts[expert](rows) * weights
             else:
@@ -451,7 +451,9 @@ class MoE(nn.Module):
         return y.to(x.dtype).reshape(x.shape)
 
 
-def _assigned(weights: Tensor, experts: Tensor) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+def _tokens_by_expert(
+    weights: Tensor, experts: Tensor
+) -> Iterator[tuple[int, Tensor | None, Tensor]]:
     """Of a routing, the experts that are used in ascending order, their tokens [n], None for all,
     and weights [n,1].
     """

@@ -18,10 +18,10 @@ from regard.errors import ArgumentError
 from regard.nn.explain import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
-    Heads,
+    HeadProjection,
     Projection,
     ProjectionShape,
-    Separate,
+    SeparateQKV,
     adjust_query,
     attention_spec,
     cache_unsafe_reason,
@@ -30,20 +30,20 @@ from regard.nn.projections import (
 from regard.span import Positions
 
 
-class Gated(Explainable, nn.Module):
+class GatedProjection(Explainable, nn.Module):
     """Any projection, with a gate on each number of the heads, made of the token that asks.
 
     z' = z * sigmoid(gate(x))
 
     Args:
         project: the projection.
-        gate: `Heads` that make H heads of E.
+        gate: `HeadProjection` that make H heads of E.
 
     Raises:
         ArgumentError: the gate does not fit the heads that attention gives.
 
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> gated = Gated(project, Heads(8, 4, 2))
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
+    >>> gated = GatedProjection(project, HeadProjection(8, 4, 2))
     >>> gated.postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
     tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
 
@@ -51,7 +51,7 @@ class Gated(Explainable, nn.Module):
     and head).
     """
 
-    def __init__(self, project: Projection, gate: Heads) -> None:
+    def __init__(self, project: Projection, gate: HeadProjection) -> None:
         super().__init__()
         H, _, _, E, _ = project.shape
         if (gate.heads, gate.head_dim) != (H, E):
@@ -104,7 +104,7 @@ class Gated(Explainable, nn.Module):
 class _GatedForm:
     """A form of a gated projection: what it asks, keeps and recalls is the form's."""
 
-    def __init__(self, form: Projection, gate: Heads) -> None:
+    def __init__(self, form: Projection, gate: HeadProjection) -> None:
         self.form, self.gate = form, gate
         self.query, self.remember, self.recall = form.query, form.remember, form.recall
         self.shape, self.cache_unsafe_reason = form.shape, form.cache_unsafe_reason
@@ -115,7 +115,7 @@ class _GatedForm:
         return result
 
 
-class Differential(Separate):
+class DifferentialProjection(SeparateQKV):
     """Two patterns per head over the same values; the second is taken off the first.
 
     z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v),
@@ -125,22 +125,24 @@ class Differential(Separate):
     the second.
 
     Args:
-        q: `Heads` of 2 H heads.
-        k: `Heads` of 2 G heads of the same dim D.
-        v: `Heads` of G heads of E.
+        q: `HeadProjection` of 2 H heads.
+        k: `HeadProjection` of 2 G heads of the same dim D.
+        v: `HeadProjection` of G heads of E.
         depth: which layer this is, from 0: l0 = 0.8 - 0.6 exp(-0.3 depth).
 
     Raises:
         ArgumentError: the heads do not fit one another, or depth is negative.
 
-    >>> pair = Differential(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 1, 4))
+    >>> pair = DifferentialProjection(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 1, 4))
     >>> pair.shape
     ProjectionShape(H=4, G=2, D=2, E=4, memory=(4, 4))
 
     Source: Ye et al. 2024 (arXiv 2410.05258), equations 1 to 3.
     """
 
-    def __init__(self, q: Heads, k: Heads, v: Heads, *, depth: int = 0) -> None:
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, *, depth: int = 0
+    ) -> None:
         nn.Module.__init__(self)
         if q.heads % 2 or k.heads != 2 * v.heads or q.head_dim != k.head_dim or depth < 0:
             raise ArgumentError(

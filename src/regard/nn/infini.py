@@ -20,7 +20,7 @@ from regard.nn.explain import (
     MixTerm,
     ProjectionQuery,
     effective_row,
-    rotary_of,
+    find_rotary,
     run_steps,
 )
 from regard.nn.mixer import Mixer, count_weights
@@ -60,7 +60,7 @@ def check_rotary(rotary: nn.Module | None, D: int) -> None:
         return
     if rotary.dim != D:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and queries have {D}")
-    if rotary.follows:
+    if rotary.follows_length:
         raise ArgumentError(
             f"{rotary} follows the length of each call, and queries and keys are rotated apart; "
             "freeze its length: "
@@ -94,9 +94,9 @@ class InfiniAttention(Mixer):
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1, update or empty is
             another word, the projection rotates, or the rotary does not fit.
 
-    >>> from regard.nn import Heads, Separate
+    >>> from regard.nn import HeadProjection, SeparateQKV
     >>> from regard.positions import Rotary
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     >>> attention = InfiniAttention(project, nn.Linear(8, 8), segment=4, rotary=Rotary(2))
     >>> cache = attention.new_cache()
     >>> attention(torch.zeros(1, 10, 8), cache=cache).shape, len(cache)
@@ -190,7 +190,7 @@ class InfiniAttention(Mixer):
         return made._replace(
             q=run_steps([self.rotary], made.q, query.positions, "q"),
             k=run_steps([self.rotary], made.k, query.k_positions, "k"),
-            rotary=rotary_of(self.rotary),
+            rotary=find_rotary(self.rotary),
         )
 
     def explain_mix(
@@ -206,8 +206,8 @@ class InfiniAttention(Mixer):
             f"σ(gate) = {share:.4f} of a memory that all segments before wrote, the rest of the "
             "softmax in this segment",
             (
-                MixTerm("memory", share, float(memory.sum()), here=False),
-                MixTerm("softmax", 1 - share, float(local.sum()), here=True),
+                MixTerm("memory", share, float(memory.sum()), explained=False),
+                MixTerm("softmax", 1 - share, float(local.sum()), explained=True),
             ),
             whole,
         )

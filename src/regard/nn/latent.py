@@ -16,33 +16,33 @@ from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
-from regard.nn.explain import Explainable, InputSteps, Link, ProjectionQuery
+from regard.nn.explain import ComputationStep, Explainable, InputSteps, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import Heads, Projection, ProjectionShape, cache_unsafe_reason
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, cache_unsafe_reason
 from regard.positions import Rotary
 from regard.span import Positions
 
 
-class LowRank(nn.Module):
+class LowRankProjection(nn.Module):
     """Heads from a latent: up(norm(W x)).
 
     Args:
         dim: the model dim M.
         rank: the size of the latent.
-        up: `Heads` from the latent.
+        up: `HeadProjection` from the latent.
         bias: whether the map down has one.
         eps: of the norm.
 
     >>> import torch
-    >>> LowRank(8, 4, Heads(4, 2, 3))(torch.zeros(1, 5, 8), None).shape
+    >>> LowRankProjection(8, 4, HeadProjection(4, 2, 3))(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 2, 5, 3])
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 and 38.
     """
 
     def __init__(
-        self, dim: int, rank: int, up: Heads, *, bias: bool = False, eps: float = 1e-6
+        self, dim: int, rank: int, up: HeadProjection, *, bias: bool = False, eps: float = 1e-6
     ) -> None:
         super().__init__()
         self.down, self.norm, self.up = Linear(dim, rank, bias=bias), RMSNorm(rank, eps=eps), up
@@ -55,7 +55,7 @@ class LowRank(nn.Module):
         return q
 
 
-class Latent(Explainable, nn.Module):
+class LatentProjection(Explainable, nn.Module):
     """Queries, keys and values through low-rank latents; a cache keeps the latent and the rotary
     key of a token.
 
@@ -86,7 +86,7 @@ class Latent(Explainable, nn.Module):
 
     >>> from regard.span import Span
     >>> rotary = Rotary(4, layout="interleaved")
-    >>> latent = Latent(32, 4, rotary, kv_rank=16, nope_dim=8, value_dim=8, q_rank=24)
+    >>> latent = LatentProjection(32, 4, rotary, kv_rank=16, nope_dim=8, value_dim=8, q_rank=24)
     >>> (memory,) = latent.remember(torch.zeros(1, 5, 32), Span(0, 5))
     >>> memory.shape, [x.shape[1] for x in latent.recall((memory,), Span(0, 5))]
     (torch.Size([1, 1, 5, 20]), [4, 4])
@@ -122,11 +122,11 @@ class Latent(Explainable, nn.Module):
             raise ArgumentError(f"form is {form!r}; it is one of {', '.join(get_args(Form))}")
         self.heads, self.rotary, self.form = heads, rotary, form
         self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
-        up = Heads(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
-        self.q = up if q_rank is None else LowRank(dim, q_rank, up, bias=bias, eps=eps)
+        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
+        self.q = up if q_rank is None else LowRankProjection(dim, q_rank, up, bias=bias, eps=eps)
         self.kv_down = Linear(dim, kv_rank + rotary.dim, bias=bias)
         self.kv_norm = RMSNorm(kv_rank, eps=eps)
-        self.kv_up = Heads(kv_rank, heads, nope_dim + value_dim)
+        self.kv_up = HeadProjection(kv_rank, heads, nope_dim + value_dim)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """x [B,T,M] -> the parts of a query: without position [B,H,T,d_nope], and turned
@@ -166,7 +166,7 @@ class Latent(Explainable, nn.Module):
                 nope_dim=self.nope_dim,
                 value_dim=self.value_dim,
             )
-        return Absorbed(self) if absorb else self
+        return AbsorbedLatentProjection(self) if absorb else self
 
     def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
         """W_uk [H,d_nope,r] and W_uv [H,E,r]: views of the one matrix, which has the rows of a head
@@ -209,29 +209,35 @@ class Latent(Explainable, nn.Module):
         x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
         nope, turned = (part[0] for part in self.parts(x, positions))
         q = (
-            Link("projected", "q_i = [q_C; q_R] = W_UQ norm(W_DQ x_i)", self.q(x, positions)[0]),
-            Link("rotated", "q_R ← R(p) q_R", torch.cat((nope, turned), -1)),
+            ComputationStep(
+                "projected", "q_i = [q_C; q_R] = W_UQ norm(W_DQ x_i)", self.q(x, positions)[0]
+            ),
+            ComputationStep("rotated", "q_R ← R(p) q_R", torch.cat((nope, turned), -1)),
         )
         c, k_r = self.kv_down(query.memory).split((r, self.rotary.dim), -1)
         latent = self.kv_norm(c)
         rotated = self.rotary(k_r[:, None], query.k_positions)[:, 0]
         remembered = torch.cat((latent, rotated), -1)
         k = (
-            Link("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
-            Link("remembered", "m_j = [norm(c_j); R(p) k_R]: what a cache keeps", remembered),
+            ComputationStep("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
+            ComputationStep(
+                "remembered", "m_j = [norm(c_j); R(p) k_R]: what a cache keeps", remembered
+            ),
         )
         if query.head_dim == r + self.rotary.dim != n + self.rotary.dim:
             w_k, _ = self.up()
             absorbed = torch.cat((torch.einsum("htd,hdr->htr", nope, w_k), turned), -1)
             how = "q_i ← [W_UKᵀ q_C; q_R]: the query comes to the latents"
-            v = Link("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
-            return InputSteps((*q, Link("absorbed", how, absorbed)), k, (v,), self.rotary, r)
+            v = ComputationStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
+            return InputSteps(
+                (*q, ComputationStep("absorbed", how, absorbed)), k, (v,), self.rotary, r
+            )
         up = self.kv_up(latent, query.k_positions)[0]
         keys = torch.cat((up[..., :n], rotated.expand(self.heads, -1, -1)), -1)
         return InputSteps(
             q,
-            (*k, Link("expanded", "k_j = [W_UK c_j; k_R]", keys)),
-            (Link("expanded", "v_j = W_UV c_j", up[..., n:]),),
+            (*k, ComputationStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
+            (ComputationStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
             self.rotary,
             n,
         )
@@ -247,18 +253,18 @@ class Latent(Explainable, nn.Module):
         return f"{self.heads} heads of {sizes}, kv_rank={self.kv_rank}, form={self.form!r}"
 
 
-class Absorbed:
-    """The absorbed form of a `Latent`: its queries taken to the latents, which are key and value of
+class AbsorbedLatentProjection:
+    """The absorbed form of a `LatentProjection`: its queries taken to the latents, which are key and value of
     all heads.
 
-    >>> latent = Latent(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
-    >>> Absorbed(latent).shape
+    >>> latent = LatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
+    >>> AbsorbedLatentProjection(latent).shape
     ProjectionShape(H=4, G=1, D=20, E=16, memory=(20,))
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2.
     """
 
-    def __init__(self, latent: Latent) -> None:
+    def __init__(self, latent: LatentProjection) -> None:
         self.latent = latent
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
@@ -292,14 +298,14 @@ class Absorbed:
         return self.latent.cache_unsafe_reason
 
 
-class Naive(Latent):
-    """A `Latent` that remembers what it would recall: keys and values of all heads, H (d_nope +
+class NaiveLatentProjection(LatentProjection):
+    """A `LatentProjection` that remembers what it would recall: keys and values of all heads, H (d_nope +
     d_rope + E) numbers.
 
     The equations read literally, and what many implementations keep. It is here for comparison; its
     form is always its own.
 
-    >>> Naive(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8).shape.memory
+    >>> NaiveLatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8).shape.memory
     (48, 32)
     """
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from regard.ops.gemv import check_map, few_rows
 
-FEW = 16
+FP16_MATMUL_ROWS = 16
 """Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
-BLOCK = 1 << 23
+CONVERTED_BLOCK = 1 << 23
 """Numbers of a weight that are converted at a time: 32 MiB in fp32."""
 
 
@@ -20,13 +20,13 @@ def linear(
     weight: Float[Tensor, "N M"],
     bias: Float[Tensor, " N"] | None = None,
     *,
-    block: int = BLOCK,
+    block: int = CONVERTED_BLOCK,
 ) -> Float[Tensor, "*L N"]:
     """y = W x + b.
 
     A few rows on a CPU are `regard.ops.gemv`, which reads weights at the memory's speed in every
     dtype. Torch's product of an fp16 matrix with many rows is three times slower than in fp32
-    (LOG.md): from `FEW` rows on the weight is converted block by block, and the result is rounded
+    (LOG.md): from `FP16_MATMUL_ROWS` rows on the weight is converted block by block, and the result is rounded
     once.
 
     Args:
@@ -46,7 +46,7 @@ def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Te
     """W x + b by torch's products of matrices."""
     check_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
-    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
+    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
         return F.linear(x, weight, bias)
     wide = x.float()
     step = max(1, block // max(1, weight.shape[1]))
@@ -74,4 +74,4 @@ class Linear(nn.Linear):
         if weight is None or "bias" not in held:  # a parametrization makes them on demand
             weight, bias = self.weight, self.bias
         y = few_rows(x, weight, bias)
-        return _many_rows(x, weight, bias, BLOCK) if y is None else y
+        return _many_rows(x, weight, bias, CONVERTED_BLOCK) if y is None else y

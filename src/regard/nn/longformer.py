@@ -25,9 +25,9 @@ class Longformer(Mixer):
     z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t
 
     Args:
-        local: the projection of most tokens; the keys of global tokens that others see are its
+        local_project: the projection of most tokens; the keys of global tokens that others see are its
             keys, too.
-        globally: the projection of the global queries, with keys and values of its own for all
+        global_project: the projection of the global queries, with keys and values of its own for all
             tokens.
         output: a module [B,T,H*E] -> [B,T,M].
         positions: the positions of the global tokens.
@@ -38,8 +38,8 @@ class Longformer(Mixer):
     Raises:
         ArgumentError: the two projections differ in shape, or a mask refuses its numbers.
 
-    >>> from regard.nn import Heads, Separate
-    >>> make = lambda: Separate(Heads(8, 2, 4), Heads(8, 2, 4), Heads(8, 2, 4))
+    >>> from regard.nn import HeadProjection, SeparateQKV
+    >>> make = lambda: SeparateQKV(HeadProjection(8, 2, 4), HeadProjection(8, 2, 4), HeadProjection(8, 2, 4))
     >>> layer = Longformer(make(), make(), nn.Linear(8, 8), positions=(0,), window=3, ahead=2)
     >>> layer(torch.zeros(1, 7, 8)).shape
     torch.Size([1, 7, 8])
@@ -49,8 +49,8 @@ class Longformer(Mixer):
 
     def __init__(
         self,
-        local: Projection,
-        globally: Projection,
+        local_project: Projection,
+        global_project: Projection,
         output: nn.Module,
         *,
         positions: tuple[int, ...] = (0,),
@@ -59,11 +59,11 @@ class Longformer(Mixer):
         step: int = 1,
     ) -> None:
         super().__init__()
-        if local.shape != globally.shape:
+        if local_project.shape != global_project.shape:
             raise ArgumentError(
-                f"local is {local.shape}, globally {globally.shape}; both need the same shape"
+                f"local_project is {local_project.shape}, global_project is {global_project.shape}; both need the same shape"
             )
-        self.local, self.globally, self.output = local, globally, output
+        self.local_project, self.global_project, self.output = local_project, global_project, output
         self.globals = Global(positions)
         self.causal = ahead is None
         gaps, reach = Dilated(window, step), (window - 1) * step + 1
@@ -80,7 +80,7 @@ class Longformer(Mixer):
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """The steps of the local projection, or of the global one in the second call of a query."""
-        project = self.globally if query.number else self.local
+        project = self.global_project if query.number else self.local_project
         return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
 
     def check_cache(self, cache: Cache) -> None:
@@ -99,12 +99,15 @@ class Longformer(Mixer):
         """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal
         layers only).
         """
-        near, far = self.local.remember(x, positions), self.globally.remember(x, positions)
+        near, far = (
+            self.local_project.remember(x, positions),
+            self.global_project.remember(x, positions),
+        )
         memory, seen, n = (*near, *far), positions, len(near)
         if cache is not None:
             memory, seen = cache.update(memory, positions)
-        q = tap("q", self.local.query(x, positions))
-        k, v = self.local.recall(memory[:n], seen)
+        q = tap("q", self.local_project.query(x, positions))
+        k, v = self.local_project.recall(memory[:n], seen)
         z = attend(
             q,
             tap("k", k),
@@ -127,8 +130,8 @@ class Longformer(Mixer):
                 return z
             at = torch.tensor(rows, device=x.device)
             x, positions = x[:, at], as_tensor(positions, x.device)[:, at]
-        q = self.globally.query(x, positions)
-        k, v = self.globally.recall(far, seen)
+        q = self.global_project.query(x, positions)
+        k, v = self.global_project.recall(far, seen)
         wide = attend(
             q, k, v, mask=self.global_mask, q_positions=positions, k_positions=seen, backend=backend
         )
@@ -154,5 +157,5 @@ class Longformer(Mixer):
         """The cost of this layer: both projections are cached, and a decoded token that is not
         global reads one.
         """
-        shape, visible = self.local.shape, MaskVisibility(self.mask, keeps_all=True)
+        shape, visible = self.local_project.shape, MaskVisibility(self.mask, keeps_all=True)
         return SoftmaxSpec(count_weights(self), 2 * shape.parts, shape.heads, visible)

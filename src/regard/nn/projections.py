@@ -17,13 +17,13 @@ from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import HeadShape, Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.explain import (
+    ComputationStep,
+    ComputationSteps,
     Explainable,
     InputSteps,
-    Link,
-    Links,
     ProjectionQuery,
     first_rotary,
-    projected,
+    projection_step,
     run_steps,
 )
 from regard.nn.linear import Linear, linear
@@ -143,12 +143,12 @@ def attention_spec(project: Projection, weights: Weights, visible: Visible) -> S
     return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
 
 
-class Heads(nn.Module):
+class HeadProjection(nn.Module):
     """A linear map, split into heads, then steps on each head in the order given.
 
     x [B,L,M] -> W x + b -> (flat norm) -> [B,n,L,d] -> step(., positions) -> ...
 
-    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D,
+    Order is data: `HeadProjection(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `HeadProjection(M, H, D,
     rotary, RMSNorm(D))` after.
 
     Args:
@@ -163,7 +163,7 @@ class Heads(nn.Module):
         ArgumentError: a size is less than 1.
 
     >>> import torch
-    >>> Heads(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
+    >>> HeadProjection(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 4, 5, 3])
     """
 
@@ -179,7 +179,7 @@ class Heads(nn.Module):
         super().__init__()
         if min(dim, heads, head_dim) < 1:
             raise ArgumentError(
-                f"Heads(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at least 1"
+                f"HeadProjection(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at least 1"
             )
         self.heads, self.head_dim = heads, head_dim
         self.linear = Linear(dim, heads * head_dim, bias=bias)
@@ -209,11 +209,11 @@ class Heads(nn.Module):
 
     def explain_steps(
         self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
-    ) -> Links:
+    ) -> ComputationSteps:
         """The linear map, then each step on the heads, each [n,L,d] of x [1,L,M]."""
         heads = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim))
         flat = "" if isinstance(self.flat, nn.Identity) else f"{type(self.flat).__name__.lower()} "
-        first = projected(letter, heads.transpose(1, 2)[0], flat)
+        first = projection_step(letter, heads.transpose(1, 2)[0], flat)
         return run_steps(self.steps, (first,), positions, letter)
 
     def extra_repr(self) -> str:
@@ -221,13 +221,13 @@ class Heads(nn.Module):
         return f"{self.heads} heads of {self.head_dim}"
 
 
-class Separate(Explainable, nn.Module):
+class SeparateQKV(Explainable, nn.Module):
     """Queries, keys and values each from heads of their own; keys and values are remembered as the
     heads made them.
 
     Args:
-        q: `Heads` that make H query heads.
-        k, v: `Heads` that make G key and value heads; G divides H.
+        q: `HeadProjection` that make H query heads.
+        k, v: `HeadProjection` that make G key and value heads; G divides H.
         key_transform: a step on keys when they are recalled, such as a rotary whose frequencies
             follow the length: keys are then remembered without it (`regard.nn.dynamic_rotary`).
 
@@ -235,13 +235,18 @@ class Separate(Explainable, nn.Module):
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
 
     >>> import torch
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     >>> [m.shape[1] for m in project.remember(torch.zeros(1, 5, 8), None)]
     [2, 2]
     """
 
     def __init__(
-        self, q: Heads, k: Heads, v: Heads, *, key_transform: nn.Module | None = None
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        v: HeadProjection,
+        *,
+        key_transform: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_groups(q.heads, k.heads)
@@ -294,7 +299,7 @@ class Separate(Explainable, nn.Module):
 def cache_unsafe_reason(heads: nn.Module) -> str | None:
     """Why a cache must not keep the keys of these heads, or None if it may."""
     for step in heads.modules():
-        if isinstance(step, Rotary) and step.follows:
+        if isinstance(step, Rotary) and step.follows_length:
             return (
                 f"{step} follows the length of each call, so that keys rotated before are stale; "
                 "freeze its length, or "
@@ -303,13 +308,13 @@ def cache_unsafe_reason(heads: nn.Module) -> str | None:
     return None
 
 
-Order: TypeAlias = Literal["parts", "heads", "groups"]
+QKVRowOrder: TypeAlias = Literal["parts", "heads", "groups"]
 """How the rows of a fused matrix are laid out: [all q | all k | all v] as in GPT-2 and Phi-3, [q k
 v] head by head as in GPT-NeoX and BLOOM, or [its queries, k, v] group by group as in Falcon-40B.
 The shapes are equal: only the order tells."""
 
 
-class Unprojected(nn.Module):
+class IdentityProjection(nn.Module):
     """Queries, keys and values are the tokens themselves, one head as wide as the model: attention
     without weights.
 
@@ -318,7 +323,7 @@ class Unprojected(nn.Module):
     Args:
         dim: the model dim M.
 
-    >>> Unprojected(3).query(torch.ones(1, 2, 3), None).shape
+    >>> IdentityProjection(3).query(torch.ones(1, 2, 3), None).shape
     torch.Size([1, 1, 2, 3])
 
     Source: Raschka 2024, "Build a Large Language Model (From Scratch)", section 3.3.
@@ -359,20 +364,20 @@ class Unprojected(nn.Module):
         return ProjectionShape(1, 1, self.dim, self.dim, (self.dim,))
 
 
-class PerHead(Heads):
-    """Heads with a linear map each, side by side: the same function as `Heads`, which stacks their
+class PerHeadProjection(HeadProjection):
+    """Heads with a linear map each, side by side: the same function as `HeadProjection`, which stacks their
     matrices.
 
     x [B,L,M] -> [W_1 x; ...; W_n x] as [B,n,L,d], then the steps
 
     Args:
-        dim, heads, head_dim, bias: as for `Heads`.
-        *steps: as for `Heads`.
+        dim, heads, head_dim, bias: as for `HeadProjection`.
+        *steps: as for `HeadProjection`.
 
     Raises:
-        ArgumentError: as for `Heads`.
+        ArgumentError: as for `HeadProjection`.
 
-    >>> split = PerHead(6, 2, 3)
+    >>> split = PerHeadProjection(6, 2, 3)
     >>> x = torch.randn(1, 4, 6)
     >>> torch.allclose(split(x, None), split.stack()(x, None), atol=1e-6)
     True
@@ -380,21 +385,23 @@ class PerHead(Heads):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2: W_i^Q, W_i^K, W_i^V of each head.
     """
 
-    linear: SideBySide  # type: ignore[assignment]  # in place of one matrix
+    linear: ConcatenatedLinears  # type: ignore[assignment]  # in place of one matrix
 
     def __init__(
         self, dim: int, heads: int, head_dim: int, *steps: nn.Module, bias: bool = False
     ) -> None:
         super().__init__(dim, heads, head_dim, *steps, bias=bias)
-        self.linear = SideBySide(Linear(dim, head_dim, bias=bias) for _ in range(heads))
+        self.linear = ConcatenatedLinears(Linear(dim, head_dim, bias=bias) for _ in range(heads))
 
-    def stack(self) -> Heads:
+    def stack(self) -> HeadProjection:
         """The same heads from one matrix, the heads' rows below one another; the steps are
         shared.
         """
         maps = self.linear.maps()
         weight, bias = maps[0].weight, maps[0].bias is not None
-        heads = Heads(weight.shape[1], self.heads, self.head_dim, *self.steps, bias=bias).to(weight)
+        heads = HeadProjection(
+            weight.shape[1], self.heads, self.head_dim, *self.steps, bias=bias
+        ).to(weight)
         with torch.no_grad():
             heads.linear.weight.copy_(torch.cat([m.weight for m in maps]))
             if bias:
@@ -402,10 +409,10 @@ class PerHead(Heads):
         return heads
 
 
-class SideBySide(nn.ModuleList):
+class ConcatenatedLinears(nn.ModuleList):
     """Several linear maps of one input; what they give stands side by side.
 
-    >>> SideBySide([nn.Linear(3, 2), nn.Linear(3, 4)])(torch.zeros(5, 3)).shape
+    >>> ConcatenatedLinears([nn.Linear(3, 2), nn.Linear(3, 4)])(torch.zeros(5, 3)).shape
     torch.Size([5, 6])
     """
 
@@ -418,7 +425,7 @@ class SideBySide(nn.ModuleList):
         return [linear for linear in self if isinstance(linear, nn.Linear)]
 
 
-class Fused(Explainable, nn.Module):
+class FusedQKV(Explainable, nn.Module):
     """Queries, keys and values from the rows of one matrix.
 
     [q; k; v] = W x + b, with the rows in the given order
@@ -435,7 +442,7 @@ class Fused(Explainable, nn.Module):
         ArgumentError: a size is less than 1, G does not divide H, the order is unknown, or is
             "heads" with G != H.
 
-    >>> fused = Fused(8, 4, 2, 2)
+    >>> fused = FusedQKV(8, 4, 2, 2)
     >>> fused.linear.weight.shape
     torch.Size([16, 8])
     """
@@ -449,7 +456,7 @@ class Fused(Explainable, nn.Module):
         groups: int,
         head_dim: int,
         *,
-        order: Order = "parts",
+        order: QKVRowOrder = "parts",
         steps: Sequence[nn.Module] = (),
         bias: bool = True,
     ) -> None:
@@ -457,8 +464,10 @@ class Fused(Explainable, nn.Module):
         if min(dim, head_dim) < 1:
             raise ArgumentError(f"dim is {dim} and head_dim {head_dim}; each must be at least 1")
         check_groups(heads, groups)
-        if order not in get_args(Order):
-            raise ArgumentError(f"order is {order!r}; it is one of {', '.join(get_args(Order))}")
+        if order not in get_args(QKVRowOrder):
+            raise ArgumentError(
+                f"order is {order!r}; it is one of {', '.join(get_args(QKVRowOrder))}"
+            )
         if order == "heads" and heads != groups:
             raise ArgumentError(
                 f'order "heads" has one key and value per query head, not {groups} for {heads}; '
@@ -494,9 +503,9 @@ class Fused(Explainable, nn.Module):
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """The rows of the matrix that make each of them, and the steps on queries and keys."""
-        q = (projected("q", self._heads(query.x, 0)[0]),)
-        k = (projected("k", self._heads(query.memory, 1)[0]),)
-        v = (projected("v", self._heads(query.memory, 2)[0]),)
+        q = (projection_step("q", self._heads(query.x, 0)[0]),)
+        k = (projection_step("k", self._heads(query.memory, 1)[0]),)
+        v = (projection_step("v", self._heads(query.memory, 2)[0]),)
         return InputSteps(
             run_steps(self.steps, q, query.positions, "q"),
             run_steps(self.steps, k, query.k_positions, "k"),
@@ -527,7 +536,7 @@ class Fused(Explainable, nn.Module):
         return f"{self.heads} and {self.groups} heads of {self.head_dim}, order={self.order!r}"
 
 
-def _rows(heads: int, groups: int, order: Order) -> tuple[list[int], list[int], list[int]]:
+def _rows(heads: int, groups: int, order: QKVRowOrder) -> tuple[list[int], list[int], list[int]]:
     """Which heads of the fused matrix are queries, keys and values, in the order of their own
     heads.
     """
@@ -539,20 +548,20 @@ def _rows(heads: int, groups: int, order: Order) -> tuple[list[int], list[int], 
     return q, k, v
 
 
-class Clipped(Fused):
-    """A `Fused` projection whose queries, keys and values are clipped before the steps.
+class ClippedQKV(FusedQKV):
+    """A `FusedQKV` projection whose queries, keys and values are clipped before the steps.
 
     [q; k; v] = clip(W x + b, -c, c)
 
     Args:
-        dim, heads, groups, head_dim, order, steps, bias: as for `Fused`.
+        dim, heads, groups, head_dim, order, steps, bias: as for `FusedQKV`.
         limit: c, above 0.
 
     Raises:
-        ArgumentError: limit is not above 0; or as `Fused`.
+        ArgumentError: limit is not above 0; or as `FusedQKV`.
 
     >>> import torch
-    >>> clipped = Clipped(8, 4, 4, 2, limit=0.5, bias=False)
+    >>> clipped = ClippedQKV(8, 4, 4, 2, limit=0.5, bias=False)
     >>> float(clipped.query(1e6 * torch.ones(1, 3, 8), None).detach().abs().max())
     0.5
 
@@ -567,7 +576,7 @@ class Clipped(Fused):
         head_dim: int,
         *,
         limit: float,
-        order: Order = "parts",
+        order: QKVRowOrder = "parts",
         steps: Sequence[nn.Module] = (),
         bias: bool = True,
     ) -> None:
@@ -583,7 +592,7 @@ class Clipped(Fused):
         return f"{super().extra_repr()}, limit={self.limit:g}"
 
 
-class States(Explainable, nn.Module):
+class EncoderStateProjection(Explainable, nn.Module):
     """Values are the remembered states themselves; keys are too, unless they have a map of their
     own.
 
@@ -599,7 +608,7 @@ class States(Explainable, nn.Module):
         ArgumentError: a size is not a multiple of heads, or queries and keys differ in size.
 
     >>> import torch
-    >>> states = States(nn.Linear(6, 8), 8)  # h_t^T W h_s: W may stand on the query's side
+    >>> states = EncoderStateProjection(nn.Linear(6, 8), 8)  # h_t^T W h_s: W may stand on the query's side
     >>> states.query(torch.ones(1, 2, 6), None).shape, states.shape.memory
     (torch.Size([1, 1, 2, 8]), (8,))
 
@@ -634,12 +643,12 @@ class States(Explainable, nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
-        _check_last("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.made)
+        _check_width("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.made)
         return self._split(self.q(x))
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """The states [B,H,S,E], behind the keys [B,H,S,D] where those are something else."""
-        _check_last("memory", x, self.states)
+        _check_width("memory", x, self.states)
         states = self._split(x)
         return (states,) if self.k is None else (self._split(self.k(x)), states)
 
@@ -664,9 +673,9 @@ class States(Explainable, nn.Module):
         """The maps of queries and keys; the values are the states."""
         k, v = self.recall(self.remember(query.memory, None), None)
         return InputSteps(
-            (Link("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
-            (Link("projected", "k_j = W_K h_j", k[0]),),
-            (Link("state", "v_j = h_j", v[0]),),
+            (ComputationStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
+            (ComputationStep("projected", "k_j = W_K h_j", k[0]),),
+            (ComputationStep("state", "v_j = h_j", v[0]),),
         )
 
     def _split(self, x: Tensor) -> Tensor:
@@ -677,6 +686,6 @@ class States(Explainable, nn.Module):
         return f"{self.heads} heads, keys of {self.made}, states of {self.states}"
 
 
-def _check_last(name: str, x: Tensor, dim: int) -> None:
+def _check_width(name: str, x: Tensor, dim: int) -> None:
     if x.ndim != 3 or x.shape[-1] != dim:
         raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be [batch, length, {dim}]")

@@ -19,9 +19,9 @@ from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explain import EffectiveRow, LayerRun, Link, effective_row
+from regard.nn.explain import ComputationStep, EffectiveRow, LayerRun, effective_row
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import Heads, Projection
+from regard.nn.projections import HeadProjection, Projection
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.features import FeatureMap, feature_map_of
@@ -30,7 +30,7 @@ from regard.tap import tap
 
 
 @runtime_checkable
-class Rule(Protocol):
+class RecurrenceRule(Protocol):
     """How a recurrence writes a token into its state and reads it. Its gates are made of x, by
     parts of its own.
     """
@@ -62,19 +62,19 @@ class Recurrent(Mixer):
     Args:
         project: a `Projection`: query heads H, key/value heads G and every step on a head are its
             matter.
-        rule: a module that is a `Rule`.
+        rule: a module that is a `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
         norm: None, or a module on the last dim of each head.
-        gate: None, or `Heads` that make H heads of E: the output gate, made of the token that asks.
+        gate: None, or `HeadProjection` that make H heads of E: the output gate, made of the token that asks.
 
     Raises:
         ArgumentError: the gate does not fit the heads.
 
     >>> import torch
-    >>> from regard.nn.projections import Separate
-    >>> from regard.nn.recurrent import Delta
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> mixer = Recurrent(project, Delta(8, 2), nn.Linear(8, 8))
+    >>> from regard.nn.projections import SeparateQKV
+    >>> from regard.nn.recurrent import DeltaRule
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
+    >>> mixer = Recurrent(project, DeltaRule(8, 2), nn.Linear(8, 8))
     >>> cache = mixer.new_cache()
     >>> mixer(torch.zeros(1, 5, 8), cache=cache).shape, cache.bytes
     (torch.Size([1, 5, 8]), 32)
@@ -86,11 +86,11 @@ class Recurrent(Mixer):
     def __init__(
         self,
         project: Projection,
-        rule: Rule,
+        rule: RecurrenceRule,
         output: nn.Module,
         *,
         norm: nn.Module | None = None,
-        gate: Heads | None = None,
+        gate: HeadProjection | None = None,
     ) -> None:
         super().__init__()
         H, _, _, E, _ = project.shape
@@ -141,7 +141,7 @@ class Recurrent(Mixer):
         """
         T, group = run.q.shape[2], run.group(head)
 
-        def read(v: Tensor, n: int = T, rule: Rule = self.rule) -> tuple[Tensor, Parts]:
+        def read(v: Tensor, n: int = T, rule: RecurrenceRule = self.rule) -> tuple[Tensor, Parts]:
             q, k = run.q[:, :, :n], run.k[:, :, :n]
             return rule(run.x[:, :n], q, k, v[:, :, :n], None, Span(0, n), "auto")
 
@@ -150,15 +150,15 @@ class Recurrent(Mixer):
         weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
         seen = torch.arange(T) <= row
         dots = (run.k[0, group].double() @ run.q[0, head, row].double()).cpu()
-        scores, scale = [Link("dot", "", dots)], run.q.shape[-1] ** -0.5
-        if isinstance(self.rule, Features):
-            plain = Features(self.rule.feature_map, normalise=False)
+        scores, scale = [ComputationStep("dot", "", dots)], run.q.shape[-1] ** -0.5
+        if isinstance(self.rule, LinearAttentionRule):
+            plain = LinearAttentionRule(self.rule.feature_map, normalise=False)
             raw = effective_row(lambda unit: read(unit, rule=plain)[0], run.v, head, row)
-            scores.append(Link("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
+            scores.append(ComputationStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
             scale = 1.0 if self.rule.normalise else self.rule.scale
         else:
-            scores.append(Link("scaled", "", scale * dots))
-        scores.append(Link("effective", "", weights.masked_fill(~seen, -torch.inf)))
+            scores.append(ComputationStep("scaled", "", scale * dots))
+        scores.append(ComputationStep("effective", "", weights.masked_fill(~seen, -torch.inf)))
         _, behind = read(run.v, row + 1)
         before = read(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in behind)
         return EffectiveRow(
@@ -184,7 +184,7 @@ class Recurrent(Mixer):
         return self.rule.spec(count_weights(self), self.project.shape.heads)
 
 
-class Features(nn.Module):
+class LinearAttentionRule(nn.Module):
     """Linear attention by a feature map, with its normaliser or without.
 
     Args:
@@ -198,7 +198,7 @@ class Features(nn.Module):
             number.
 
     >>> x = torch.ones(1, 1, 3, 2)
-    >>> Features()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
+    >>> LinearAttentionRule()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
@@ -247,7 +247,7 @@ class Features(nn.Module):
         return f"{name}, normalise={self.normalise}"
 
 
-class Retention(nn.Module):
+class RetentionRule(nn.Module):
     """Retention: each key/value head forgets at its own fixed rate.
 
     Args:
@@ -258,7 +258,7 @@ class Retention(nn.Module):
         ArgumentError: groups is less than 1, or decay is not G numbers from 0 to 1.
 
     >>> x = torch.ones(1, 1, 3, 1)
-    >>> Retention(1, [0.5])(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
+    >>> RetentionRule(1, [0.5])(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
     [1.0, 1.5, 1.75]
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
@@ -307,7 +307,7 @@ class Retention(nn.Module):
         return "" if self.decay is None else f"decay={list(self.decay)}"
 
 
-class Gated(nn.Module):
+class GatedLinearRule(nn.Module):
     """Gated linear attention: each token decays the state, channel by channel, by a gate of low
     rank.
 
@@ -322,7 +322,7 @@ class Gated(nn.Module):
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, or temperature is not above 0.
 
-    >>> rule = Gated(8, 2, 3)
+    >>> rule = GatedLinearRule(8, 2, 3)
     >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 2, 5, 3])
 
@@ -372,7 +372,7 @@ class Gated(nn.Module):
         return f"temperature={self.temperature}"
 
 
-class Decay(nn.Module):
+class LogDecay(nn.Module):
     """How much of the state a token leaves, as a logarithm per head, made of the token.
 
     g = -exp(rate) softplus(W x + shift), in fp32 or better
@@ -387,7 +387,7 @@ class Decay(nn.Module):
     Raises:
         ArgumentError: a size is less than 1.
 
-    >>> bool((Decay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
+    >>> bool((LogDecay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
     True
 
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.4; Dao and Gu 2024 (arXiv 2405.21060),
@@ -396,26 +396,26 @@ class Decay(nn.Module):
 
     def __init__(self, dim: int, groups: int) -> None:
         super().__init__()
-        _check_sizes("Decay", dim, groups)
+        _check_sizes("LogDecay", dim, groups)
         self.linear = nn.Linear(dim, groups, bias=False)
-        self.rate = nn.Parameter(torch.empty(groups).uniform_(1, 16).log())
+        self.A_log = nn.Parameter(torch.empty(groups).uniform_(1, 16).log())
         step = torch.empty(groups).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.shift = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(shift) = step
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(shift) = step
 
     def forward(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T"]:
         """The log decays of tokens x, at most 0."""
-        step = F.softplus(_wide(self.linear(x)) + _wide(self.shift))
-        return (-_wide(self.rate).exp() * step).transpose(1, 2)
+        step = F.softplus(_at_least_float32(self.linear(x)) + _at_least_float32(self.dt_bias))
+        return (-_at_least_float32(self.A_log).exp() * step).transpose(1, 2)
 
 
-class Delta(nn.Module):
+class DeltaRule(nn.Module):
     """The delta rule with strengths beta = most sigmoid(W x), and with decays if there is a part
     that makes them.
 
     Args:
         dim: the model dim M.
         groups: the key/value heads G.
-        decay: None, or a module [B,T,M] -> log decays [B,G,T], such as `Decay`.
+        decay: None, or a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`.
         most: the greatest strength, from 0 to 2: above 1 a step can turn what stands under a key to
             its negative.
 
@@ -423,7 +423,7 @@ class Delta(nn.Module):
         ArgumentError: a size is less than 1, or most is not above 0 and at most 2.
 
     >>> x, k = torch.zeros(1, 3, 8), torch.eye(3)[None, None]
-    >>> z, (S,) = Delta(8, 1)(x, k, k, k, None, None, "auto")
+    >>> z, (S,) = DeltaRule(8, 1)(x, k, k, k, None, None, "auto")
     >>> S[0, 0].diagonal().tolist()  # half of each value is written
     [0.5, 0.5, 0.5]
 
@@ -432,13 +432,13 @@ class Delta(nn.Module):
     """
 
     def __init__(
-        self, dim: int, groups: int, *, decay: nn.Module | None = None, most: float = 1.0
+        self, dim: int, groups: int, *, decay: nn.Module | None = None, max_beta: float = 1.0
     ) -> None:
         super().__init__()
-        _check_sizes("Delta", dim, groups)
-        check_number("most", most, 0, math.nextafter(2, 3), "greater than 0 and at most 2")
-        self.strength = nn.Linear(dim, groups, bias=False)
-        self.decay, self.most = decay, most
+        _check_sizes("DeltaRule", dim, groups)
+        check_number("max_beta", max_beta, 0, math.nextafter(2, 3), "greater than 0 and at most 2")
+        self.beta_proj = nn.Linear(dim, groups, bias=False)
+        self.decay, self.max_beta = decay, max_beta
 
     def forward(
         self,
@@ -451,7 +451,7 @@ class Delta(nn.Module):
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
         """What the queries of tokens x read, and the state (S,) behind the last one."""
-        beta = self.most * _wide(self.strength(x)).sigmoid().transpose(1, 2)
+        beta = self.max_beta * _at_least_float32(self.beta_proj(x)).sigmoid().transpose(1, 2)
         if self.decay is None:
             return delta_rule(q, k, v, beta, state=state, k_positions=positions, form=form)
         g = self.decay(x)
@@ -463,10 +463,10 @@ class Delta(nn.Module):
 
     def extra_repr(self) -> str:
         """The greatest strength."""
-        return f"most={self.most}"
+        return f"max_beta={self.max_beta}"
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     """In fp32 or better."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -490,7 +490,7 @@ class Swish(nn.Module):
         return F.silu(x)
 
 
-class UnitLength(nn.Module):
+class L2Norm(nn.Module):
     """Divide by the length of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or
     better.
 
@@ -500,7 +500,7 @@ class UnitLength(nn.Module):
     Raises:
         ArgumentError: eps is negative.
 
-    >>> UnitLength(eps=0.0)(torch.tensor([3.0, 4.0])).tolist()
+    >>> L2Norm(eps=0.0)(torch.tensor([3.0, 4.0])).tolist()
     [0.6000000238418579, 0.800000011920929]
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3.

@@ -14,23 +14,23 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from regard.caches import Cross
 from regard.errors import ArgumentError
-from regard.nn.cross import AdditiveAttention, CrossAttention, recollect
+from regard.nn.cross import AdditiveAttention, CrossAttention, project_memory
 from regard.span import Positions, Span, as_tensor, part
 
 X = TypeVar("X", Tensor, PackedSequence)
 
-Hidden: TypeAlias = tuple[Tensor, ...]
+HiddenState: TypeAlias = tuple[Tensor, ...]
 """What a recurrent network carries, each part [layers * directions, B, R]: h, and the cell c of an
 LSTM.
 """
 
 
-def scan(
+def run_rnn(
     rnn: nn.RNNBase,
     x: Float[Tensor, "B L M"],
     positions: Positions | None = None,
-    hidden: Hidden | None = None,
-) -> tuple[Float[Tensor, "B L R"], Hidden]:
+    hidden: HiddenState | None = None,
+) -> tuple[Float[Tensor, "B L R"], HiddenState]:
     """Run a recurrent network over the tokens of each row, in the order of their positions.
 
     h_t = f(h_{t-1}, x_t) over the slots at positions >= 0; other slots are passed over, wherever
@@ -50,19 +50,19 @@ def scan(
     >>> rnn = nn.GRU(2, 3, batch_first=True)
     >>> x = torch.randn(1, 2, 2)
     >>> padded = torch.cat([torch.full((1, 1, 2), torch.nan), x], 1)
-    >>> torch.allclose(scan(rnn, padded, torch.tensor([[-1, 0, 1]]))[0][:, 1:], rnn(x)[0])
+    >>> torch.allclose(run_rnn(rnn, padded, torch.tensor([[-1, 0, 1]]))[0][:, 1:], rnn(x)[0])
     True
 
     Source: Elman 1990, "Finding structure in time"; Hochreiter and Schmidhuber 1997, "Long
     short-term memory"; Cho et al. 2014 (arXiv 1406.1078), section 2.3.
     """
     B, L, _ = x.shape
-    before = _zeros(rnn, x) if hidden is None else hidden
+    before = _initial_hidden(rnn, x) if hidden is None else hidden
     if not L:
         size = (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
         return x.new_zeros(B, 0, size), before
     if positions is None or (isinstance(positions, Span) and positions.start >= 0):
-        return _run(rnn, x, before)
+        return _call_rnn(rnn, x, before)
     where = as_tensor(positions, x.device).expand(B, L)
     used = where >= 0
     # tokens to the front in the order of their positions; a stable sort leaves empty slots behind
@@ -73,7 +73,7 @@ def scan(
     packed = pack_padded_sequence(
         x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
     )
-    made, after = _run(rnn, packed, before)
+    made, after = _call_rnn(rnn, packed, before)
     out, _ = pad_packed_sequence(made, batch_first=True, total_length=L)
     back = order.argsort(1)[..., None].expand_as(out)
     out = out.gather(1, back).masked_fill(~used[..., None], 0)
@@ -82,7 +82,7 @@ def scan(
     return out, tuple(torch.where(blind, old, new) for old, new in zip(before, after, strict=True))
 
 
-def check_network(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
+def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
     """A network takes [B,L,M], and has as many directions as it must."""
     if not rnn.batch_first:
         raise ArgumentError(f"{rnn} takes [length, batch, dim]; make it with batch_first=True")
@@ -93,21 +93,21 @@ def check_network(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
         )
 
 
-def _run(rnn: nn.RNNBase, x: X, hidden: Hidden) -> tuple[X, Hidden]:
+def _call_rnn(rnn: nn.RNNBase, x: X, hidden: HiddenState) -> tuple[X, HiddenState]:
     """torch gives and takes (h, c) for an LSTM, and h alone for the others."""
     given = hidden if isinstance(rnn, nn.LSTM) else hidden[0]
     out, after = rnn(x, given)
     return out, after if isinstance(rnn, nn.LSTM) else (after,)
 
 
-def _zeros(rnn: nn.RNNBase, x: Tensor) -> Hidden:
+def _initial_hidden(rnn: nn.RNNBase, x: Tensor) -> HiddenState:
     """What a network carries in front of the first token."""
     n = rnn.num_layers * (2 if rnn.bidirectional else 1)
     sizes = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][: 1 + isinstance(rnn, nn.LSTM)]
     return tuple(x.new_zeros(n, x.shape[0], size) for size in sizes)
 
 
-class Source(NamedTuple):
+class EncodedSource(NamedTuple):
     """What an encoder gives to a decoder.
 
     states: [B,S,R], one per slot of the source.
@@ -118,7 +118,7 @@ class Source(NamedTuple):
     positions: Positions
 
 
-class Carried(NamedTuple):
+class DecoderState(NamedTuple):
     """What a recurrent decoder carries from one step to the next; the step makes a new one, and
     changes nothing in it.
 
@@ -126,7 +126,7 @@ class Carried(NamedTuple):
     cross: the source as its attention remembers it, or None where there is no attention.
     """
 
-    hidden: Hidden
+    hidden: HiddenState
     cross: Cross | None
 
 
@@ -146,20 +146,20 @@ class RecurrentDecoder(nn.Module, ABC):
         self, rnn: nn.RNNBase, attention: CrossAttention | AdditiveAttention | None = None
     ) -> None:
         super().__init__()
-        check_network(rnn, directions=1)
+        check_rnn(rnn, directions=1)
         self.rnn, self.attention = rnn, attention
 
-    def begin(self, hidden: Hidden, source: Source) -> Carried:
+    def begin(self, hidden: HiddenState, source: EncodedSource) -> DecoderState:
         """In front of the first token: the state in which the encoder ended, and its states as
         attention remembers them.
         """
         if self.attention is None:
-            return Carried(hidden, None)
+            return DecoderState(hidden, None)
         cache = self.attention.new_cache()  # keys are computed once for all steps
-        recollect(self.attention.project, source.states, source.positions, cache)
-        return Carried(hidden, cache)
+        project_memory(self.attention.project, source.states, source.positions, cache)
+        return DecoderState(hidden, cache)
 
-    def look(self, s: Float[Tensor, "B T R"], carried: Carried) -> Float[Tensor, "B T R2"]:
+    def look(self, s: Float[Tensor, "B T R"], carried: DecoderState) -> Float[Tensor, "B T R2"]:
         """The contexts that states find in the source."""
         assert self.attention is not None, "a decoder without attention looked at its source"
         context: Tensor = self.attention(s, None, carried.cross)
@@ -167,8 +167,8 @@ class RecurrentDecoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """y [B,T,M] -> features [B,T,F], and what is carried behind the last token."""
 
 
@@ -186,7 +186,7 @@ class PlainDecoder(RecurrentDecoder):
 
     >>> from regard.span import Span
     >>> decoder = PlainDecoder(nn.GRU(3, 4, batch_first=True))
-    >>> source = Source(torch.zeros(1, 5, 4), Span(0, 5))
+    >>> source = EncodedSource(torch.zeros(1, 5, 4), Span(0, 5))
     >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
     >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
     >>> features.shape
@@ -196,11 +196,11 @@ class PlainDecoder(RecurrentDecoder):
     """
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """y [B,T,M] -> the states [B,T,R]."""
-        s, hidden = scan(self.rnn, y, positions, carried.hidden)
-        return s, Carried(hidden, carried.cross)
+        s, hidden = run_rnn(self.rnn, y, positions, carried.hidden)
+        return s, DecoderState(hidden, carried.cross)
 
 
 class LuongDecoder(RecurrentDecoder):
@@ -224,7 +224,7 @@ class LuongDecoder(RecurrentDecoder):
     >>> from regard.nn.variants import luong
     >>> from regard.span import Span
     >>> decoder = LuongDecoder(nn.GRU(3, 4, batch_first=True), luong(4, memory_dim=6), 6)
-    >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
+    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
     >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
     >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
     >>> features.shape, len(carried.cross)
@@ -245,12 +245,12 @@ class LuongDecoder(RecurrentDecoder):
         self.combine = nn.Linear(states + R, R if features is None else features, bias=False)
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """y [B,T,M] -> attentional states [B,T,F]."""
-        s, hidden = scan(self.rnn, y, positions, carried.hidden)
+        s, hidden = run_rnn(self.rnn, y, positions, carried.hidden)
         c = self.look(s, carried)
-        return torch.tanh(self.combine(torch.cat([c, s], -1))), Carried(hidden, carried.cross)
+        return torch.tanh(self.combine(torch.cat([c, s], -1))), DecoderState(hidden, carried.cross)
 
 
 class BahdanauDecoder(RecurrentDecoder):
@@ -272,7 +272,7 @@ class BahdanauDecoder(RecurrentDecoder):
     >>> from regard.nn.variants import bahdanau
     >>> from regard.span import Span
     >>> decoder = BahdanauDecoder(nn.GRU(9, 4, batch_first=True), bahdanau(4, memory_dim=6), 6)
-    >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
+    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
     >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
     >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
     >>> features.shape, len(carried.cross)
@@ -293,17 +293,17 @@ class BahdanauDecoder(RecurrentDecoder):
         self.read = nn.Linear(R + rnn.input_size, 2 * (R if features is None else features))
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """y [B,T,M] -> features [B,T,F], step by step."""
         hidden, found = carried.hidden, []
         for t in range(y.shape[1]):
             before = hidden[0][-1][:, None]  # of the top layer, [B,1,R]
             seen = torch.cat([y[:, t : t + 1], self.look(before, carried)], -1)
             where = None if positions is None else part(positions, slice(t, t + 1))
-            s, hidden = scan(self.rnn, seen, where, hidden)
+            s, hidden = run_rnn(self.rnn, seen, where, hidden)
             found.append(torch.cat([s, seen], -1))
         joined = torch.cat(found, 1) if found else y.new_zeros(y.shape[0], 0, self.read.in_features)
-        return torch.unflatten(self.read(joined), -1, (-1, 2)).amax(-1), Carried(
+        return torch.unflatten(self.read(joined), -1, (-1, 2)).amax(-1), DecoderState(
             hidden, carried.cross
         )

@@ -28,7 +28,7 @@ from regard.nn.explain import (
     first_rotary,
 )
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import Heads, Projection, adjust_query, select_form
+from regard.nn.projections import HeadProjection, Projection, adjust_query, select_form
 from regard.ops.selection.blocks import Order, order
 from regard.ops.selection.indexer import check_topk, index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import check_moba, moba_mask
@@ -39,7 +39,7 @@ from regard.tap import place, tap
 
 
 @runtime_checkable
-class Selector(Protocol):
+class KeySelector(Protocol):
     """From queries, keys and what it remembered itself to the keys that each query reads."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
@@ -111,8 +111,8 @@ class Indexer(nn.Module):
     It learns from `regard.nn.selected.indexer_losses` alone: no gradient flows through the choice.
 
     Args:
-        q: `Heads` that make J index queries of dim d.
-        k: `Heads` that make one index key of dim d; a cache keeps it beside what the projection
+        q: `HeadProjection` that make J index queries of dim d.
+        k: `HeadProjection` that make one index key of dim d; a cache keeps it beside what the projection
             remembers.
         weight: a linear map [B,T,M] -> [B,T,J].
         topk: keys per query, for all heads together.
@@ -120,7 +120,7 @@ class Indexer(nn.Module):
     Raises:
         ArgumentError: the heads do not fit one another, or topk is below 1.
 
-    >>> indexer = Indexer(Heads(8, 4, 2), Heads(8, 1, 2), nn.Linear(8, 4, bias=False), topk=3)
+    >>> indexer = Indexer(HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False), topk=3)
     >>> indexer.spec.tokens(100)
     Figure(value=3, formula='min(S, 3)')
 
@@ -128,7 +128,9 @@ class Indexer(nn.Module):
     of its published code.
     """
 
-    def __init__(self, q: Heads, k: Heads, weight: nn.Linear, *, topk: int) -> None:
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, weight: nn.Linear, *, topk: int
+    ) -> None:
         super().__init__()
         check_topk(topk)
         if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
@@ -177,13 +179,13 @@ class SelectedAttention(Mixer):
 
     Args:
         project: a `Projection`, also one that keeps a latent.
-        select: a `Selector`: `MoBA` or `Indexer`.
+        select: a `KeySelector`: `MoBA` or `Indexer`.
         output: a module [B,T,H*E] -> [B,T,M].
         scale: None is 1/sqrt(D).
 
-    >>> from regard.nn import Heads, Separate
+    >>> from regard.nn import HeadProjection, SeparateQKV
     >>> from regard.nn.selected import MoBA
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     >>> layer = SelectedAttention(project, MoBA(4, 2), nn.Linear(8, 8))
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
@@ -192,13 +194,13 @@ class SelectedAttention(Mixer):
     def __init__(
         self,
         project: Projection,
-        select: Selector,
+        selector: KeySelector,
         output: nn.Module,
         *,
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.project, self.select, self.output, self.scale = project, select, output, scale
+        self.project, self.selector, self.output, self.scale = project, selector, output, scale
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache
@@ -206,7 +208,7 @@ class SelectedAttention(Mixer):
         """
         memory, seen = self.project.remember(x, positions), positions
         n = len(memory)
-        memory = (*memory, *self.select.remember(x, positions))
+        memory = (*memory, *self.selector.remember(x, positions))
         if cache is not None:
             if self.project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
@@ -215,7 +217,7 @@ class SelectedAttention(Mixer):
         q = tap("q", adjust_query(project, project.query(x, positions), positions, seen))
         k, v = project.recall(memory[:n], seen)
         k, v = tap("k", k), tap("v", v)
-        mask = self.select.choose(q, k, x, memory[n:], positions, seen)
+        mask = self.selector.choose(q, k, x, memory[n:], positions, seen)
         z = attend(
             q,
             k,
@@ -241,13 +243,13 @@ class SelectedAttention(Mixer):
     @property
     def spec(self) -> SelectedSpec:
         """The cost of this layer: a cache holds all keys, and what the selector remembers."""
-        shape, selection = self.project.shape, self.select.spec
+        shape, selection = self.project.shape, self.selector.spec
         own = ((1, selection.values_per_token),) if selection.values_per_token else ()
         return SelectedSpec(count_weights(self), (*shape.parts, *own), shape.heads, selection)
 
     def describe(self, context: int = 4096) -> Description:
         """Describe the layer as every mechanism does, under the name of its selector."""
-        return self.spec.describe(context, type(self.select).__name__)
+        return self.spec.describe(context, type(self.selector).__name__)
 
 
 def indexer_losses(
@@ -270,23 +272,23 @@ def indexer_losses(
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
     """
-    select = layer.select
-    if not isinstance(select, Indexer):
+    selector = layer.selector
+    if not isinstance(selector, Indexer):
         raise ArgumentError(
-            f"the layer selects by {type(select).__name__}; only an Indexer has a loss of its own"
+            f"the layer selects by {type(selector).__name__}; only an Indexer has a loss of its own"
         )
     positions = Span(0, x.shape[1]) if positions is None else positions
     x = x.detach()
-    (key,) = select.remember(x, positions)
+    (key,) = selector.remember(x, positions)
     with torch.no_grad():
         q = layer.project.query(x, positions)
         k, _ = layer.project.recall(layer.project.remember(x, positions), positions)
-        mask = select.choose(q, k, x, (key,), positions, positions) if chosen else Causal()
+        mask = selector.choose(q, k, x, (key,), positions, positions) if chosen else Causal()
         pattern = attention_weights(
             q, k, mask=mask, scale=layer._scale, q_positions=positions, k_positions=positions
         )
         visible = mask.block(positions, positions, device=x.device)[:, 0].expand(len(x), -1, -1)
-    index_q, weight = select.parts(x, positions)
+    index_q, weight = selector.parts(x, positions)
     return indexer_loss(index_scores(index_q, key, weight), pattern, visible)
 
 
@@ -294,7 +296,7 @@ BRANCHES = ("compressed", "selected", "window")
 """The places of the taps, and the order of keys, values and gates."""
 
 
-class Compress(nn.Module):
+class BlockCompressor(nn.Module):
     """The l tokens of a block as one: phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2, e
     by place in the block.
 
@@ -308,7 +310,7 @@ class Compress(nn.Module):
     Raises:
         ArgumentError: a size is below 1.
 
-    >>> Compress(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
+    >>> BlockCompressor(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
     torch.Size([1, 2, 5, 8])
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper leaves the shape of the
@@ -351,10 +353,10 @@ class NSA(Mixer):
     each call.
 
     Args:
-        q: `Heads` that make H queries.
-        keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed
+        q: `HeadProjection` that make H queries.
+        keys, values: `HeadProjection` that make G keys and values, one per branch. Keys of the compressed
             branch are remembered as their heads make them: give those no rotary.
-        compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `Compress`.
+        compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
         key_transform: a step on compressed keys at the position of their last token, such as a
             rotary; None is no step. The paper leaves open where positions enter; so a score depends
             on the distance only.
@@ -366,8 +368,8 @@ class NSA(Mixer):
         ArgumentError: not three keys and values, or their heads do not fit one another.
 
     >>> sizes = NSABlocks(compress=4, stride=2, select=4, count=3, window=4)
-    >>> kv, phi = [Heads(8, 1, 4) for _ in range(6)], [Compress(4, 4) for _ in range(2)]
-    >>> layer = NSA(Heads(8, 2, 4), kv[:3], kv[3:], compress_key=phi[0], compress_value=phi[1],
+    >>> kv, phi = [HeadProjection(8, 1, 4) for _ in range(6)], [BlockCompressor(4, 4) for _ in range(2)]
+    >>> layer = NSA(HeadProjection(8, 2, 4), kv[:3], kv[3:], compress_key=phi[0], compress_value=phi[1],
     ...             gate=nn.Linear(8, 6), output=nn.Linear(8, 8), sizes=sizes)
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
@@ -377,9 +379,9 @@ class NSA(Mixer):
 
     def __init__(
         self,
-        q: Heads,
-        keys: Sequence[Heads],
-        values: Sequence[Heads],
+        q: HeadProjection,
+        keys: Sequence[HeadProjection],
+        values: Sequence[HeadProjection],
         *,
         compress_key: nn.Module,
         compress_value: nn.Module,
@@ -478,8 +480,8 @@ class NSA(Mixer):
         if query.branch == "compressed":
             return InputSteps(q, rotary=rotary, keys_are_blocks=True)
         keys, values = self.keys[branch], self.values[branch]
-        assert isinstance(keys, Heads)
-        assert isinstance(values, Heads)
+        assert isinstance(keys, HeadProjection)
+        assert isinstance(values, HeadProjection)
         k = keys.explain_steps(query.memory, query.k_positions, "k")
         v = values.explain_steps(query.memory, query.k_positions, "v")
         return InputSteps(q, k, v, rotary)
@@ -519,11 +521,11 @@ class NSA(Mixer):
     def spec(self) -> NSASpec:
         """The cost of this layer, which compresses all blocks anew for each token."""
         s, value = self.sizes, self.values[0]
-        assert isinstance(value, Heads)
+        assert isinstance(value, HeadProjection)
         shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
         phi = (self.compress_key, self.compress_value)
         # a network of another class says no width, and is not counted
-        widths = [network.hidden if isinstance(network, Compress) else 0 for network in phi]
+        widths = [network.hidden if isinstance(network, BlockCompressor) else 0 for network in phi]
         return NSASpec(
             count_weights(self, *phi),
             3 * shape.parts,

@@ -11,8 +11,8 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
 from regard.masks.base import whole
 from regard.nn.attention import Attention
-from regard.nn.explain import InputSteps, Link, ProjectionQuery
-from regard.nn.projections import Separate
+from regard.nn.explain import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.projections import SeparateQKV
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
 from regard.span import Positions, Span, as_tensor
@@ -35,7 +35,7 @@ class StreamingAttention(Attention):
     It lets a model run on without end and stay fluent; it does not extend what the model remembers.
 
     Args:
-        project: a `Separate` whose query and key heads end with one and the same `Rotary`.
+        project: a `SeparateQKV` whose query and key heads end with one and the same `Rotary`.
         output: a module [B,T,H*E] -> [B,T,M].
         sinks: s, how many first tokens are kept for ever; with 0 it is a sliding window.
         recent: R, how many last tokens are kept, the query's own included.
@@ -46,9 +46,9 @@ class StreamingAttention(Attention):
             1; the rotary is not the last step on queries and keys, or follows the length; scale or
             softcap is out of range.
 
-    >>> from regard.nn import Heads
+    >>> from regard.nn import HeadProjection
     >>> rotary = Rotary(2)
-    >>> project = Separate(Heads(8, 4, 2, rotary), Heads(8, 2, 2, rotary), Heads(8, 2, 2))
+    >>> project = SeparateQKV(HeadProjection(8, 4, 2, rotary), HeadProjection(8, 2, 2, rotary), HeadProjection(8, 2, 2))
     >>> attention = StreamingAttention(project, nn.Linear(8, 8), sinks=2, recent=4)
     >>> cache = attention.new_cache()
     >>> attention(torch.zeros(1, 50, 8), cache=cache).shape, len(cache)
@@ -59,7 +59,7 @@ class StreamingAttention(Attention):
 
     def __init__(
         self,
-        project: Separate,
+        project: SeparateQKV,
         output: nn.Module,
         *,
         sinks: int,
@@ -71,7 +71,7 @@ class StreamingAttention(Attention):
         whole("sinks", sinks, 0)
         whole("recent", recent, 1, "a query always sees itself")
         mask = Causal() & (Window(recent) | Sinks(sinks))
-        check_rotary(project)
+        check_shared_rotary(project)
         super().__init__(project, output, mask=mask, scale=scale, softcap=softcap, sink=sink)
         self.sinks, self.recent = sinks, recent
         self._recent, self._pinned = (
@@ -90,7 +90,7 @@ class StreamingAttention(Attention):
             return super()._attend(q, k, v, positions, seen, backend)
         far = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
         if not needed().isdisjoint(("scores", "pattern")):
-            q, k = side_by_side(q, far, k, seen, self.sinks)
+            q, k = stack_query_forms(q, far, k, seen, self.sinks)
             return super()._attend(q, k, v, positions, seen, backend)
         over = partial(
             attend_partial,
@@ -100,7 +100,7 @@ class StreamingAttention(Attention):
             backend=backend,
         )
         rest = over(q, k, v, mask=self._recent, k_positions=seen)
-        k, v, seen = first(k, v, seen, self.sinks)
+        k, v, seen = slots_below(k, v, seen, self.sinks)
         pinned = over(far, k, v, mask=self._pinned, k_positions=seen)
         return merge([rest, pinned], sink=self.sink).out
 
@@ -124,18 +124,18 @@ class StreamingAttention(Attention):
         q = made.q[-1].values[None]
         back = rotate(q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout)
         how = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, the tokens that were evicted"
-        return made._replace(q=(*made.q, Link("turned back", how, back[0])))
+        return made._replace(q=(*made.q, ComputationStep("turned back", how, back[0])))
 
     @property
     def _rotary(self) -> Rotary:
         """The last step on queries and keys."""
-        assert isinstance(self.project, Separate), "the constructor takes no other"
+        assert isinstance(self.project, SeparateQKV), "the constructor takes no other"
         step = self.project.q.steps[-1]
         assert isinstance(step, Rotary), "checked by the constructor"
         return step
 
 
-def first(k: Tensor, v: Tensor, seen: Positions, n: int) -> tuple[Tensor, Tensor, Positions]:
+def slots_below(k: Tensor, v: Tensor, seen: Positions, n: int) -> tuple[Tensor, Tensor, Positions]:
     """At most n slots among which all at positions below n are; others may fill them up."""
     if isinstance(seen, Span):
         stop = min(max(n - seen.start, 0), seen.length)
@@ -150,7 +150,7 @@ def first(k: Tensor, v: Tensor, seen: Positions, n: int) -> tuple[Tensor, Tensor
     )
 
 
-def side_by_side(
+def stack_query_forms(
     q: Tensor, far: Tensor, k: Tensor, seen: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
     """Both queries in one of twice the dims, and every key in the half that its query is for: one
@@ -164,14 +164,14 @@ def side_by_side(
     return torch.cat((q, far), -1), torch.cat(halves, -1)
 
 
-def check_rotary(project: Separate) -> None:
+def check_shared_rotary(project: SeparateQKV) -> None:
     """Queries and keys end with one and the same rotary, whose frequencies stay.
 
     Raises:
         ArgumentError: they do not.
     """
-    if not isinstance(project, Separate):
-        raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a Separate")
+    if not isinstance(project, SeparateQKV):
+        raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")
     ends = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
     if not isinstance(ends[0], Rotary) or ends[0] is not ends[1]:
         raise ArgumentError(

@@ -7,7 +7,7 @@ from regard.positions.scalings import (
     NTK,
     DynamicNTK,
     DynamicYaRN,
-    Linear,
+    LinearScaling,
     Llama3,
     LongRoPE,
     RopeFrequencies,
@@ -22,15 +22,15 @@ from regard.positions.scalings import (
     small_bases,
     yarn_mscale,
 )
-from regard.positions.sinusoidal import Learned, sinusoidal
+from regard.positions.sinusoidal import LearnedPositions, sinusoidal
 from regard.positions.xpos import XPos, xpos_reach, xpos_zeta
 
 __all__ = [
     "NTK",
     "DynamicNTK",
     "DynamicYaRN",
-    "Learned",
-    "Linear",
+    "LearnedPositions",
+    "LinearScaling",
     "Llama3",
     "LongRoPE",
     "RopeFrequencies",

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number, check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.positions.scalings import Linear, RopeFrequencies, Scaling, Unscaled, plain
+from regard.positions.scalings import (
+    LinearScaling,
+    RopeFrequencies,
+    Scaling,
+    UnscaledFrequencies,
+    base_frequencies,
+)
 from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
@@ -37,7 +43,7 @@ def rope_frequencies(
     Args:
         dim: the head dim D, even.
         base: b.
-        scaling: one of `Linear`, `NTK`, `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3`, `LongRoPE`.
+        scaling: one of `LinearScaling`, `NTK`, `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3`, `LongRoPE`.
         rotary_dim: how many dims turn, all by default.
         proportional: whether to divide exponents by the head dim: p-RoPE, as in Gemma 4. The result
             then has D/2 pairs, so that with layout "half" other dims turn than under partial
@@ -62,11 +68,11 @@ def rope_frequencies(
     turning = dim if rotary_dim is None else rotary_dim
     _check_frequencies(dim, base, turning, scaling, length, proportional=proportional)
     divisor = dim if proportional else turning
-    theta = plain(base, divisor, turning // 2)
+    theta = base_frequencies(base, divisor, turning // 2)
     if scaling is None:
         result = RopeFrequencies(theta, 1.0, 1.0)
     else:
-        result = scaling.scale(Unscaled(theta, base, divisor, length))
+        result = scaling.scale(UnscaledFrequencies(theta, base, divisor, length))
     if not proportional:
         return result
     still = theta.new_zeros((dim - turning) // 2)
@@ -96,7 +102,7 @@ def _check_frequencies(
             f"scaling is {type(scaling).__name__}; it must be a scaling of regard.positions, such "
             "as YaRN(...), or None"
         )
-    if proportional and not isinstance(scaling, Linear | None):
+    if proportional and not isinstance(scaling, LinearScaling | None):
         raise ArgumentError(
             f"scaling {type(scaling).__name__} with proportional=True is not defined anywhere; "
             "use Linear or None"
@@ -145,9 +151,9 @@ def rotate(
 
     Source: Su et al. 2021 (arXiv 2104.09864), equation 34 (interleaved); in halves: GPT-NeoX.
     """
-    _check(x, positions, layout, inv_freq)
+    _check_rotate(x, positions, layout, inv_freq)
     check_number("factor", factor, -math.inf, math.inf, "finite")
-    return turn(x, *cos_sin(positions, inv_freq, x.dtype, x.device, factor), layout)
+    return apply_rotary(x, *cos_sin(positions, inv_freq, x.dtype, x.device, factor), layout)
 
 
 def cos_sin(
@@ -165,7 +171,7 @@ def cos_sin(
     return cos.to(device), sin.to(device)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for each pair of the first 2n dims."""
     n = cos.shape[-1]
     if layout == "half":
@@ -235,7 +241,9 @@ class Rotary(nn.Module):
             raise ArgumentError(f'length is {length!r}; it must be a number or "current"')
         self.dim, self.base, self.scaling, self.layout = dim, base, scaling, layout
         self.rotary_dim, self.proportional, self.length = rotary_dim, proportional, length
-        self.follows = length == "current" and isinstance(scaling, Scaling) and scaling.needs_length
+        self.follows_length = (
+            length == "current" and isinstance(scaling, Scaling) and scaling.needs_length
+        )
         if length is None and isinstance(scaling, Scaling) and scaling.needs_length:
             raise ArgumentError(
                 f"length is None, and {type(scaling).__name__} depends on it; pass a number to "
@@ -262,22 +270,22 @@ class Rotary(nn.Module):
             and x.is_floating_point()
         )
         if not fits:  # what is wrong is found out only when something is
-            _check(x, positions, self.layout, self.inv_freq)
+            _check_rotate(x, positions, self.layout, self.inv_freq)
         if x.shape[-1] != self.dim:
             raise ArgumentError(
                 f"x has head dim {x.shape[-1]}; this rotary was made for {self.dim}"
             )
-        return turn(x, *self._cos_sin(x, positions), self.layout)
+        return apply_rotary(x, *self._cos_sin(x, positions), self.layout)
 
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         # Every layer asks for the same table, for queries and for keys: the last one is kept. It is
         # read once, because another thread may put another one there at any time.
-        key, last = _key(x, positions), self._last
+        key, last = _table_key(x, positions), self._last
         if key is not None and last is not None and last[0] == key:
             return last[2:]
         inv_freq, factor = self.inv_freq, self.rotary_factor
-        if self.follows:
-            inv_freq, factor, _ = self._frequencies(_stop(positions))
+        if self.follows_length:
+            inv_freq, factor, _ = self._frequencies(_sequence_length(positions))
         cos, sin = cos_sin(positions, inv_freq, x.dtype, x.device, factor)
         if key is not None:
             self._last = (key, positions, cos, sin)
@@ -317,7 +325,7 @@ class Rotary(nn.Module):
         return ", ".join([*parts, f"layout={self.layout!r}"])
 
 
-def _key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
+def _table_key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
     """What the tables depend on, or None where they must not be kept."""
     if is_compiling() or type(x) is not Tensor:
         return None
@@ -332,7 +340,7 @@ def _key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
     return where, x.dtype, x.device, torch.is_inference_mode_enabled()
 
 
-def _stop(positions: Positions) -> int:
+def _sequence_length(positions: Positions) -> int:
     """One past the largest position, at least 0."""
     if isinstance(positions, Span):
         return max(0, positions.stop) if positions.length else 0
@@ -348,7 +356,7 @@ def check_layout(layout: str) -> None:
         )
 
 
-def _check(x: Tensor, positions: Positions, layout: str, inv_freq: Tensor) -> None:
+def _check_rotate(x: Tensor, positions: Positions, layout: str, inv_freq: Tensor) -> None:
     check_tensor("x", x)
     check_tensor("inv_freq", inv_freq)
     check_layout(layout)

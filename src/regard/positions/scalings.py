@@ -34,7 +34,7 @@ class RopeFrequencies(NamedTuple):
     softmax_factor: float
 
 
-class Unscaled(NamedTuple):
+class UnscaledFrequencies(NamedTuple):
     """What a scaling starts from: theta_i = base^(-2i/dim), fp64 [n], and the length of the
     sequence where it is known.
     """
@@ -56,19 +56,19 @@ class Scaling:
 
     needs_length: ClassVar[bool] = False
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """The frequencies in place of theta, and the two factors."""
         raise NotImplementedError
 
 
-def plain(base: float, dim: int, pairs: int) -> Float64[Tensor, " n"]:
+def base_frequencies(base: float, dim: int, pairs: int) -> Float64[Tensor, " n"]:
     """theta_i = base^(-2i/dim) for i < pairs, fp64, on the CPU whatever the default device is."""
     i = torch.arange(pairs, dtype=torch.float64, device="cpu")
     return base ** (-2 * i / dim)
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(Scaling):
     """Position interpolation: theta_i / s, the same as positions p / s.
 
     Args:
@@ -78,7 +78,7 @@ class Linear(Scaling):
         ArgumentError: factor is not above 0.
 
     >>> from regard.positions import rope_frequencies
-    >>> rope_frequencies(4, scaling=Linear(4.0)).inv_freq.tolist()
+    >>> rope_frequencies(4, scaling=LinearScaling(4.0)).inv_freq.tolist()
     [0.25, 0.0025]
 
     Source: Chen et al. 2023 (arXiv 2306.15595), equation 4.
@@ -87,16 +87,16 @@ class Linear(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
+        check_above("factor", self.factor)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """theta / s."""
         return RopeFrequencies(rope.theta / self.factor, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware, static: b' = b s^(d/(d-2)). The lowest frequency is that of `Linear`, the highest
+    """NTK-aware, static: b' = b s^(d/(d-2)). The lowest frequency is that of `LinearScaling`, the highest
     is unchanged.
 
     Args:
@@ -115,12 +115,12 @@ class NTK(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
+        check_above("factor", self.factor)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """base'^(-2i/d)."""
         base = self.base(rope.base, rope.dim)
-        return RopeFrequencies(plain(base, rope.dim, len(rope.theta)), 1.0, 1.0)
+        return RopeFrequencies(base_frequencies(base, rope.dim, len(rope.theta)), 1.0, 1.0)
 
     def base(self, base: float, dim: int) -> float:
         """b s^(d/(d-2))."""
@@ -152,13 +152,13 @@ class DynamicNTK(Scaling):
     needs_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
-        positive("original_length", self.original_length)
+        check_above("factor", self.factor)
+        check_above("original_length", self.original_length)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """base'^(-2i/d)."""
-        base = self.base(rope.base, rope.dim, needed(self, rope.length))
-        return RopeFrequencies(plain(base, rope.dim, len(rope.theta)), 1.0, 1.0)
+        base = self.base(rope.base, rope.dim, require_length(self, rope.length))
+        return RopeFrequencies(base_frequencies(base, rope.dim, len(rope.theta)), 1.0, 1.0)
 
     def base(self, base: float, dim: int, length: int) -> float:
         """b (a l / L - (a - 1))^(d/(d-2)), with l at least L."""
@@ -197,10 +197,12 @@ class Llama3(Scaling):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            positive(name, value)
-        ordered("low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor)
+            check_above(name, value)
+        check_increasing(
+            "low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor
+        )
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """Keep, blend or divide each pair."""
         theta, low, high = rope.theta, self.low_freq_factor, self.high_freq_factor
         m = ((self.original_length * theta / math.tau - low) / (high - low)).clamp(0, 1)
@@ -217,7 +219,7 @@ def ntk_exponent(dim: int) -> float:
     return dim / (dim - 2)
 
 
-def needed(scaling: Scaling, length: int | None) -> int:
+def require_length(scaling: Scaling, length: int | None) -> int:
     """The length, which a scaling cannot do without."""
     if length is None:
         raise ArgumentError(
@@ -228,14 +230,14 @@ def needed(scaling: Scaling, length: int | None) -> int:
     return length
 
 
-def positive(name: str, value: float, *, above: float = 0) -> None:
+def check_above(name: str, value: float, *, above: float = 0) -> None:
     """A finite number above a bound."""
     if value is None:
         raise ArgumentTypeError(f"{name} is None; it must be a number above {above}")
     check_number(name, value, above, math.inf, f"above {above}")
 
 
-def ordered(low_name: str, low: float, high_name: str, high: float) -> None:
+def check_increasing(low_name: str, low: float, high_name: str, high: float) -> None:
     """low < high."""
     if not low < high:
         raise ArgumentError(
@@ -310,13 +312,13 @@ class YaRN(Scaling):
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
+        check_above("factor", self.factor)
         check_ramp(self.original_length, self.beta_fast, self.beta_slow, self.ramp)
         check_number("attention_factor", self.attention_factor, 0, math.inf, "above 0")
         for name in ("mscale", "mscale_all_dim"):
             check_number(name, getattr(self, name), -1e-300, math.inf, "at least 0")
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """Blend theta and theta / s by the ramp."""
         if self.ramp == "rotations":
             r = self.original_length * rope.theta / math.tau
@@ -384,19 +386,19 @@ class DynamicYaRN(Scaling):
     def __post_init__(self) -> None:
         check_ramp(self.original_length, self.beta_fast, self.beta_slow, self.ramp)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """`YaRN` with the factor of this length."""
         L = self.original_length
-        factor = max(1.0, needed(self, rope.length) / L)
+        factor = max(1.0, require_length(self, rope.length) / L)
         return YaRN(factor, L, self.beta_fast, self.beta_slow, self.truncate, self.ramp).scale(rope)
 
 
 def check_ramp(original_length: int, beta_fast: float, beta_slow: float, ramp: str) -> None:
     """The arguments that shape the ramp."""
-    positive("original_length", original_length)
-    positive("beta_slow", beta_slow)
-    positive("beta_fast", beta_fast)
-    ordered("beta_slow", beta_slow, "beta_fast", beta_fast)
+    check_above("original_length", original_length)
+    check_above("beta_slow", beta_slow)
+    check_above("beta_fast", beta_fast)
+    check_increasing("beta_slow", beta_slow, "beta_fast", beta_fast)
     if ramp not in ("index", "rotations"):
         raise ArgumentError(
             f'ramp is {ramp!r}; it must be "index" (released code) or "rotations" (paper)'
@@ -439,14 +441,14 @@ class LongRoPE(Scaling):
         for name in ("short_factor", "long_factor"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # hashable, also from a list
             for i, value in enumerate(getattr(self, name)):
-                positive(f"{name}[{i}]", value)
-        positive("original_length", self.original_length, above=1)
-        positive("factor", self.factor)
+                check_above(f"{name}[{i}]", value)
+        check_above("original_length", self.original_length, above=1)
+        check_above("factor", self.factor)
         check_number("attention_factor", self.attention_factor, 0, math.inf, "above 0")
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """theta / ext, with the list that the length asks for."""
-        long = needed(self, rope.length) > self.original_length
+        long = require_length(self, rope.length) > self.original_length
         name, ext = (
             ("long_factor", self.long_factor) if long else ("short_factor", self.short_factor)
         )
@@ -480,9 +482,9 @@ def critical_dimension(dim: int, base: float, length: int) -> int:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("dim", dim)
-    positive("base", base, above=1)
-    positive("length", length)
+    check_above("dim", dim)
+    check_above("base", base, above=1)
+    check_above("length", length)
     return min(dim, max(0, 2 * math.ceil(pair_index(1, dim, base, length))))
 
 
@@ -503,8 +505,8 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("dim", dim)
-    positive("base", base, above=1)
+    check_above("dim", dim)
+    check_above("base", base, above=1)
     result: float = math.tau * base ** (critical / dim)
     return result
 
@@ -526,9 +528,9 @@ def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("length", length, above=6)
-    positive("tuned", tuned, above=6)
-    positive("base", base, above=1)
+    check_above("length", length, above=6)
+    check_above("tuned", tuned, above=6)
+    check_above("base", base, above=1)
     result: float = base ** (math.log(tuned / math.tau) / math.log(length / math.tau))
     return result
 
@@ -545,7 +547,7 @@ def small_bases(length: int) -> tuple[float, float, float]:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("length", length)
+    check_above("length", length)
     return 2 * length / math.pi, length / math.pi, length / math.tau
 
 
@@ -572,9 +574,9 @@ def long_term_decay(
     """
     if dim < 2 or dim % 2:
         raise ArgumentError(f"dim is {dim}; rotary pairs need an even dim of at least 2")
-    positive("base", base, above=1)
+    check_above("base", base, above=1)
     m = torch.tensor(distances, dtype=torch.float64) if isinstance(distances, range) else distances
-    return (m[:, None] * plain(base, dim, dim // 2).to(m.device)).cos().sum(-1)
+    return (m[:, None] * base_frequencies(base, dim, dim // 2).to(m.device)).cos().sum(-1)
 
 
 def base_reaches(dim: int, base: float, length: int) -> bool:

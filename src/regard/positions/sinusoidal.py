@@ -75,7 +75,7 @@ def sinusoidal(
     return table.to(dtype)
 
 
-class Learned(nn.Module):
+class LearnedPositions(nn.Module):
     """A learned vector for each position below a maximum; an empty slot (any negative position) has
     zeros.
 
@@ -93,7 +93,7 @@ class Learned(nn.Module):
             remains).
         ArgumentTypeError: when called, positions are not integers.
 
-    >>> Learned(16, 4)(Span(0, 3)).shape
+    >>> LearnedPositions(16, 4)(Span(0, 3)).shape
     torch.Size([1, 3, 4])
 
     Source: Gehring et al. 2017 (arXiv 1705.03122), section 3.1.

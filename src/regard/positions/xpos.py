@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.positions.rotary import Layout, check_layout, cos_sin, rope_frequencies, turn
-from regard.positions.scalings import positive
+from regard.positions.rotary import Layout, apply_rotary, check_layout, cos_sin, rope_frequencies
+from regard.positions.scalings import check_above
 from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
@@ -79,8 +79,8 @@ class XPos(nn.Module):
     ) -> None:
         super().__init__()
         check_layout(layout)
-        positive("scale_base", scale_base)
-        positive("gamma", gamma)
+        check_above("scale_base", scale_base)
+        check_above("gamma", gamma)
         if role not in ("query", "key"):
             raise ArgumentError(f'role is {role!r}; it must be "query" or "key"')
         self.frequencies = rope_frequencies(dim, base)
@@ -95,7 +95,7 @@ class XPos(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = cos_sin(positions, self.frequencies.inv_freq, dtype, x.device)
         scale = self.scale(positions, x.device)[:, None].to(dtype)
-        return turn(x, (cos * scale).to(x.dtype), (sin * scale).to(x.dtype), self.layout)
+        return apply_rotary(x, (cos * scale).to(x.dtype), (sin * scale).to(x.dtype), self.layout)
 
     def scale(
         self, positions: Positions, device: torch.device | None = None

@@ -13,7 +13,7 @@ import torch
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.families import family
-from regard.nn.feed_forward import Groups
+from regard.nn.feed_forward import ExpertGroups
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count, layer, placed
@@ -122,7 +122,7 @@ def no_groups(network: Any) -> None:
 
 def groups_by_two(network: Any) -> None:
     for block in network.layers[1:]:
-        block.feed_forward.router.groups = Groups(4, 2, best=2)
+        block.feed_forward.router.groups = ExpertGroups(4, 2, best=2)
 
 
 def renormalised(network: Any) -> None:

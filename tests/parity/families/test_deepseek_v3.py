@@ -16,7 +16,7 @@ from regard.configs.reader import parse
 from regard.errors import ArgumentError, FileError
 from regard.models.families import family
 from regard.models.save import save
-from regard.nn.feed_forward import Groups
+from regard.nn.feed_forward import ExpertGroups
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count, layer, placed
@@ -116,7 +116,7 @@ def no_groups(network: Any) -> None:
 
 def groups_by_one(network: Any) -> None:
     for router in routers(network):
-        router.groups = Groups(4, 2, best=1)
+        router.groups = ExpertGroups(4, 2, best=1)
 
 
 def no_correction(network: Any) -> None:

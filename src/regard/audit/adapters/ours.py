@@ -21,7 +21,7 @@ from regard.audit.subject import (
 from regard.masks import Mask
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
-from regard.nn.projections import Heads, Separate
+from regard.nn.projections import HeadProjection, SeparateQKV
 
 
 class OurMixer(Subject):
@@ -52,10 +52,12 @@ class OurMixer(Subject):
     def projections(self) -> tuple[Projections, ...]:
         """The maps of attention whose queries, keys and values are projected apart."""
         project, out = getattr(self.module, "project", None), getattr(self.module, "output", None)
-        if not isinstance(project, Separate) or not isinstance(out, nn.Linear):
+        if not isinstance(project, SeparateQKV) or not isinstance(out, nn.Linear):
             raise CannotTry("it has another equation, or other projections, than plain attention")
         made = (project.q, project.k, project.v)
-        if project.shape.D != project.shape.E or not all(isinstance(m, Heads) for m in made):
+        if project.shape.D != project.shape.E or not all(
+            isinstance(m, HeadProjection) for m in made
+        ):
             raise CannotTry("its values have another size than its keys")
         linear = (*(m.linear for m in made), out)
         q, k, v, o = (

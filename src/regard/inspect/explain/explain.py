@@ -480,7 +480,7 @@ def _own_row(
         query,
         columns,
         run.q.dtype,
-        {"output of the mechanism": apart(read, told.read), **told.checks},
+        {"output of the mechanism": apart(read, told.output), **told.checks},
         kind=told.kind,
         state=None if told.state is None else state_of(*told.state),
     )

@@ -333,7 +333,7 @@ def _own(layers: Iterable[nn.Module], before: str, side: str) -> Iterator[Site]:
     for i, block in enumerate(layers):
         attention = getattr(block, "attention", None)
         if attention is not None:
-            around = getattr(block, "around_attention", None)
+            around = getattr(block, "attention_residual", None)
             yield Site(f"{before}layers.{i}", i, attention, around, side, side)
 
 
@@ -344,9 +344,9 @@ def _sites(network: EncoderDecoder) -> Iterator[Site]:
         block: Any = module
         place = f"decoder.layers.{i}"
         yield Site(
-            f"{place}.attention", i, block.attention, block.around_attention, "target", "target"
+            f"{place}.attention", i, block.attention, block.attention_residual, "target", "target"
         )
-        yield Site(f"{place}.cross", i, block.cross, block.around_cross, "target", "source")
+        yield Site(f"{place}.cross", i, block.cross, block.cross_residual, "target", "source")
 
 
 def tokens(model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None = None) -> Tokens:

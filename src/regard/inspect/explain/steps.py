@@ -20,7 +20,7 @@ from regard.inspect.explain.explanation import (
 )
 from regard.inspect.explain.reading import Site
 from regard.inspect.explain.row import Checks, apart, array
-from regard.nn.explain import Explainable, InputSteps, Links, ProjectionQuery
+from regard.nn.explain import ComputationSteps, Explainable, InputSteps, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
 
@@ -72,7 +72,7 @@ def projected(
     return InputChain(steps["q"], steps["k"], steps["v"], given[2], angles), checks
 
 
-def _of_head(links: Links, head: int, row: int | None = None) -> tuple[Step, ...]:
+def _of_head(links: ComputationSteps, head: int, row: int | None = None) -> tuple[Step, ...]:
     """One head of each step, and a row of it; a step that all heads share has one head."""
 
     def part(x: Tensor) -> Array:
@@ -91,7 +91,7 @@ def _angles(found: InputSteps, query: ProjectionQuery, D: int) -> tuple[RotaryAn
     mine = float(as_tensor(query.positions)[0, query.row])
     turned, factor = _turned(rotary, query.positions, query.row)
     off = 0.0
-    if rotary.follows:  # the frequencies are those of the call, which only the module knows
+    if rotary.follows_length:  # the frequencies are those of the call, which only the module knows
         angle, angles = turned, np.zeros((n, 0))
     else:
         inv_freq = array(rotary.inv_freq)

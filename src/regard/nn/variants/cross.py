@@ -7,8 +7,8 @@ from torch import nn
 from regard.errors import ArgumentError
 from regard.nn.cross import AdditiveAttention, CrossAttention
 from regard.nn.linear import Linear
-from regard.nn.projections import Heads, Separate, States
-from regard.nn.variants.parts import head_size, join
+from regard.nn.projections import EncoderStateProjection, HeadProjection, SeparateQKV
+from regard.nn.variants.parts import head_size, output_projection
 from regard.nn.variants.registry import variant
 
 
@@ -51,10 +51,12 @@ def cross_attention(
     """
     D = head_size(dim, heads, head_dim)
     G, M3 = groups or heads, memory_dim or dim
-    project = Separate(
-        Heads(dim, heads, D, bias=bias), Heads(M3, G, D, bias=bias), Heads(M3, G, D, bias=bias)
+    project = SeparateQKV(
+        HeadProjection(dim, heads, D, bias=bias),
+        HeadProjection(M3, G, D, bias=bias),
+        HeadProjection(M3, G, D, bias=bias),
     )
-    return CrossAttention(project, join(dim, heads, D, bias=bias))
+    return CrossAttention(project, output_projection(dim, heads, D, bias=bias))
 
 
 SCORES = ("dot", "general", "concat")
@@ -91,7 +93,7 @@ def bahdanau(
     """
     M3, A = _sizes(dim, memory_dim, hidden)
     query, key = Linear(dim, A, bias=False), Linear(M3, A, bias=False)
-    return AdditiveAttention(States(query, M3, heads=heads, key=key))
+    return AdditiveAttention(EncoderStateProjection(query, M3, heads=heads, key=key))
 
 
 @variant(
@@ -138,7 +140,7 @@ def luong(
     if hidden is not None:
         raise ArgumentError(f'hidden is {hidden}, but only score="concat" has a hidden layer')
     query = dim if score == "dot" else Linear(dim, M3, bias=False)
-    return CrossAttention(States(query, M3, heads=heads), nn.Identity(), scale=1.0)
+    return CrossAttention(EncoderStateProjection(query, M3, heads=heads), nn.Identity(), scale=1.0)
 
 
 def _sizes(dim: int, memory_dim: int | None, hidden: int | None) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from regard.masks import (
 )
 from regard.nn.attention import Attention
 from regard.nn.longformer import Longformer
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary
 
@@ -60,7 +60,7 @@ def sliding_window(
 
     Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
     """
-    return _under(Causal() & Window(window), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() & Window(window), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -106,8 +106,8 @@ def local_global(
     if layer < 0 or every < 1:
         raise ArgumentError(f"layer is {layer} and every is {every}; they must be at least 0 and 1")
     if (layer + 1) % every == 0:
-        return _under(Causal(), dim, heads, groups, head_dim, global_base or base)
-    return _under(Causal() & Window(window), dim, heads, groups, head_dim, base)
+        return _gqa_with_mask(Causal(), dim, heads, groups, head_dim, global_base or base)
+    return _gqa_with_mask(Causal() & Window(window), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -143,7 +143,7 @@ def chunked(
 
     Source: Llama 4, as released.
     """
-    return _under(Causal() & Chunk(chunk), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() & Chunk(chunk), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -182,7 +182,7 @@ def prefix_lm(
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.2.1.
     """
     length = prefix if isinstance(prefix, int) else tuple(prefix)
-    return _under(Causal() | Prefix(length), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() | Prefix(length), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -218,16 +218,16 @@ def packed(
 
     Source: Krell et al. 2021 (arXiv 2107.02027), section 3.
     """
-    return _under(Causal() & Document(tuple(bounds)), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() & Document(tuple(bounds)), dim, heads, groups, head_dim, base)
 
 
-def _under(
+def _gqa_with_mask(
     mask: Mask, dim: int, heads: int, groups: int, head_dim: int | None, base: float
 ) -> Attention:
     """Grouped-query rotary attention under a mask."""
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return Attention(project, join(dim, heads, D), mask=mask)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return Attention(project, output_projection(dim, heads, D), mask=mask)
 
 
 @variant(
@@ -277,11 +277,13 @@ def longformer(
             f"{window + 1}"
         )
     D = head_size(dim, heads, head_dim)
-    local, globally = (separate(dim, heads, heads, D, bias=bias) for _ in range(2))
+    local_project, global_project = (
+        separate_qkv(dim, heads, heads, D, bias=bias) for _ in range(2)
+    )
     return Longformer(
-        local,
-        globally,
-        join(dim, heads, D, bias=bias),
+        local_project,
+        global_project,
+        output_projection(dim, heads, D, bias=bias),
         positions=positions,
         window=window // 2 + 1,
         ahead=None if is_causal else window // 2,
@@ -325,7 +327,7 @@ def dilated(
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
     mask: Mask = Dilated(window, step)
-    return _under_sparse(
+    return _mha_with_mask(
         Causal() & (mask | Global(positions) if positions else mask), dim, heads, head_dim
     )
 
@@ -372,7 +374,7 @@ def bigbird(
     Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2.
     """
     mask = BigBird(block, blocks, window, random, seed, is_causal)
-    return _under_sparse(mask, dim, heads, head_dim, bias=bias)
+    return _mha_with_mask(mask, dim, heads, head_dim, bias=bias)
 
 
 @variant(
@@ -399,7 +401,7 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
 
     Source: Child et al. 2019 (arXiv 1904.10509), section 4.2.
     """
-    return _under_sparse(Causal() & Strided(stride), dim, heads, head_dim)
+    return _mha_with_mask(Causal() & Strided(stride), dim, heads, head_dim)
 
 
 @variant(
@@ -429,14 +431,16 @@ def sparse_fixed(
 
     Source: Child et al. 2019 (arXiv 1904.10509), section 4.2.
     """
-    return _under_sparse(Causal() & Strided(stride, columns), dim, heads, head_dim)
+    return _mha_with_mask(Causal() & Strided(stride, columns), dim, heads, head_dim)
 
 
-def _under_sparse(
+def _mha_with_mask(
     mask: Mask, dim: int, heads: int, head_dim: int | None, *, bias: bool = False
 ) -> Attention:
     """Multi-head attention under a mask."""
     D = head_size(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias), mask=mask
+        separate_qkv(dim, heads, heads, D, bias=bias),
+        output_projection(dim, heads, D, bias=bias),
+        mask=mask,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from regard.nn.infini import InfiniAttention
 from regard.nn.streaming import StreamingAttention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.memory.compressive import Update
 from regard.ops.memory.infini import Empty
@@ -101,10 +101,10 @@ def _infini(
     update: Update,
 ) -> InfiniAttention:
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, heads if groups is None else groups, D)
+    project = separate_qkv(dim, heads, heads if groups is None else groups, D)
     return InfiniAttention(
         project,
-        join(dim, heads, D),
+        output_projection(dim, heads, D),
         segment=segment,
         rotary=Rotary(D, base),
         update=update,
@@ -154,5 +154,5 @@ def streaming(
     Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2; sinks and recent as in its code.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, heads if groups is None else groups, D, Rotary(D, base))
-    return StreamingAttention(project, join(dim, heads, D), sinks=sinks, recent=recent)
+    project = separate_qkv(dim, heads, heads if groups is None else groups, D, Rotary(D, base))
+    return StreamingAttention(project, output_projection(dim, heads, D), sinks=sinks, recent=recent)

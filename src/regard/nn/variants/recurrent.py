@@ -10,18 +10,18 @@ from torch import nn
 
 from regard.errors import ArgumentError
 from regard.nn.norms import HeadNorm, RMSNorm
-from regard.nn.projections import Heads, Separate
+from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.recurrent import (
-    Decay,
-    Delta,
-    Features,
-    Gated,
+    DeltaRule,
+    GatedLinearRule,
+    L2Norm,
+    LinearAttentionRule,
+    LogDecay,
     Recurrent,
-    Retention,
+    RetentionRule,
     Swish,
-    UnitLength,
 )
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.linear.features import FeatureMap
 from regard.positions import Rotary
@@ -69,8 +69,12 @@ def linear_attention(
     """
     D = head_size(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = separate(dim, heads, G, D, value_dim=E)
-    return Recurrent(project, Features(feature_map, normalise=normalise), join(dim, heads, E))
+    project = separate_qkv(dim, heads, G, D, value_dim=E)
+    return Recurrent(
+        project,
+        LinearAttentionRule(feature_map, normalise=normalise),
+        output_projection(dim, heads, E),
+    )
 
 
 @variant(
@@ -115,13 +119,13 @@ def retention(
     D = head_size(dim, heads, head_dim)
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
     steps = () if base is None else (Rotary(D, base),)
-    project = separate(dim, heads, G, D, *steps, value_dim=E)
+    project = separate_qkv(dim, heads, G, D, *steps, value_dim=E)
     return Recurrent(
         project,
-        Retention(G, decay),
-        join(dim, heads, E),
+        RetentionRule(G, decay),
+        output_projection(dim, heads, E),
         norm=HeadNorm(heads, E),
-        gate=Heads(dim, heads, E),
+        gate=HeadProjection(dim, heads, E),
     )
 
 
@@ -152,7 +156,7 @@ def gated_linear(
         groups: the key/value heads G, each with a state of its own; None is H. G divides H.
         head_dim: D; None is M / 2H, as in the paper.
         value_dim: E; None is 2 D.
-        rank, temperature: of the gates (`regard.nn.recurrent.Gated`).
+        rank, temperature: of the gates (`regard.nn.recurrent.GatedLinearRule`).
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or
@@ -170,10 +174,12 @@ def gated_linear(
         )
     D = dim // (2 * heads) if head_dim is None else head_dim
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
-    project = separate(dim, heads, G, D, value_dim=E)
-    rule = Gated(dim, G, D, rank=rank, temperature=temperature)
-    gate = Heads(dim, heads, E, bias=True)
-    return Recurrent(project, rule, join(dim, heads, E), norm=nn.LayerNorm(E), gate=gate)
+    project = separate_qkv(dim, heads, G, D, value_dim=E)
+    rule = GatedLinearRule(dim, G, D, rank=rank, temperature=temperature)
+    gate = HeadProjection(dim, heads, E, bias=True)
+    return Recurrent(
+        project, rule, output_projection(dim, heads, E), norm=nn.LayerNorm(E), gate=gate
+    )
 
 
 @variant(
@@ -190,7 +196,7 @@ def delta_net(
     head_dim: int | None = None,
     value_dim: int | None = None,
     normalise_keys: bool = True,
-    most: float = 1.0,
+    max_beta: float = 1.0,
 ) -> Recurrent:
     """DeltaNet: linear attention that replaces what the state holds under a key, by the delta rule.
 
@@ -204,7 +210,7 @@ def delta_net(
         value_dim: E; None is D.
         normalise_keys: whether queries and keys are scaled to length 1. Without it nothing keeps
             the state bounded.
-        most: the greatest strength beta, at most 2 (`regard.nn.recurrent.Delta`).
+        most: the greatest strength beta, at most 2 (`regard.nn.recurrent.DeltaRule`).
 
     Raises:
         ArgumentError: a size is less than 1, groups does not divide heads, most is not above 0 and
@@ -218,9 +224,9 @@ def delta_net(
     """
     D = head_size(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = _swished(dim, heads, G, D, E, normalise=normalise_keys)
-    rule = Delta(dim, G, most=most)
-    return Recurrent(project, rule, join(dim, heads, E), norm=RMSNorm(E))
+    project = _swish_qkv(dim, heads, G, D, E, normalise=normalise_keys)
+    rule = DeltaRule(dim, G, max_beta=max_beta)
+    return Recurrent(project, rule, output_projection(dim, heads, E), norm=RMSNorm(E))
 
 
 @variant(
@@ -237,7 +243,7 @@ def gated_delta_net(
     head_dim: int | None = None,
     value_dim: int | None = None,
     normalise_keys: bool = True,
-    most: float = 1.0,
+    max_beta: float = 1.0,
 ) -> Recurrent:
     """Gated DeltaNet: the delta rule on a state that each token first lets decay, and an output
     gate.
@@ -258,15 +264,19 @@ def gated_delta_net(
     """
     D = head_size(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = _swished(dim, heads, G, D, E, normalise=normalise_keys)
-    rule = Delta(dim, G, decay=Decay(dim, G), most=most)
-    gate = Heads(dim, heads, E)
-    return Recurrent(project, rule, join(dim, heads, E), norm=RMSNorm(E), gate=gate)
+    project = _swish_qkv(dim, heads, G, D, E, normalise=normalise_keys)
+    rule = DeltaRule(dim, G, decay=LogDecay(dim, G), max_beta=max_beta)
+    gate = HeadProjection(dim, heads, E)
+    return Recurrent(project, rule, output_projection(dim, heads, E), norm=RMSNorm(E), gate=gate)
 
 
-def _swished(dim: int, heads: int, groups: int, D: int, E: int, *, normalise: bool) -> Separate:
+def _swish_qkv(
+    dim: int, heads: int, groups: int, D: int, E: int, *, normalise: bool
+) -> SeparateQKV:
     """Queries, keys and values behind a swish; queries and keys of length 1, if asked."""
-    steps = (Swish(), UnitLength()) if normalise else (Swish(),)
-    return Separate(
-        Heads(dim, heads, D, *steps), Heads(dim, groups, D, *steps), Heads(dim, groups, E, Swish())
+    steps = (Swish(), L2Norm()) if normalise else (Swish(),)
+    return SeparateQKV(
+        HeadProjection(dim, heads, D, *steps),
+        HeadProjection(dim, groups, D, *steps),
+        HeadProjection(dim, groups, E, Swish()),
     )

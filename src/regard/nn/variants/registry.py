@@ -20,7 +20,7 @@ from regard.suggest import suggest
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 
-Family: TypeAlias = Literal[
+VariantFamily: TypeAlias = Literal[
     "softmax", "latent", "linear", "memory", "selected", "cross", "additive"
 ]
 """What a mechanism computes: which op it calls, and what its cache keeps."""
@@ -40,12 +40,12 @@ class Variant:
         sizes: options for a small example, of `dim` 32 and 4 heads, that tests and drawings use.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> VARIANTS["gqa"].sentence
+    >>> VARIANTS["gqa"].summary
     'Grouped-query attention: H/G query heads share each key/value head.'
     """
 
     name: str
-    family: Family
+    family: VariantFamily
     equation: str
     source: str
     causal: bool
@@ -53,13 +53,13 @@ class Variant:
     sizes: dict[str, Any]
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """What it is, in one sentence."""
         return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
 
     def example(self, **options: Any) -> nn.Module:
         """A small one: dim 32, 4 heads, and the sizes of the entry."""
-        return self.build(32, 4, **{**self.sizes, **options})
+        return self.build(32, 4, **{**self.example_options, **options})
 
 
 VARIANTS: dict[str, Variant] = {}
@@ -68,7 +68,7 @@ VARIANTS: dict[str, Variant] = {}
 
 def variant(
     *,
-    family: Family,
+    family: VariantFamily,
     equation: str,
     source: str,
     causal: bool = True,
@@ -84,13 +84,13 @@ def variant(
     return enter
 
 
-def find(name: str) -> Variant:
+def find_variant(name: str) -> Variant:
     """An entry of the catalogue by name.
 
     Raises:
         ArgumentError: no mechanism has this name.
 
-    >>> find("mqa").family
+    >>> find_variant("mqa").family
     'softmax'
     """
     if name not in VARIANTS:
@@ -110,48 +110,50 @@ def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
     >>> build("mqa", 32, 4).project.shape.G
     1
     """
-    return find(name).build(dim, heads, **options)
+    return find_variant(name).build(dim, heads, **options)
 
 
-def names(entry: Variant) -> tuple[str, ...]:
+def option_names(entry: Variant) -> tuple[str, ...]:
     """The options that a constructor has, behind dim and heads.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> names(VARIANTS["gqa"])
+    >>> option_names(VARIANTS["gqa"])
     ('groups', 'head_dim', 'base', 'layout')
     """
     return tuple(inspect.signature(entry.build).parameters)[2:]
 
 
-def required(entry: Variant) -> tuple[str, ...]:
+def required_options(entry: Variant) -> tuple[str, ...]:
     """The options without a default.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> required(VARIANTS["sliding_window"])
+    >>> required_options(VARIANTS["sliding_window"])
     ('groups', 'window')
     """
     found = inspect.signature(entry.build).parameters
-    return tuple(name for name in names(entry) if found[name].default is inspect.Parameter.empty)
+    return tuple(
+        name for name in option_names(entry) if found[name].default is inspect.Parameter.empty
+    )
 
 
-def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
+def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
     """Options written as name=value; a value is a Python literal, or else a string.
 
     Raises:
         ArgumentError: an entry is not name=value, or the constructor has no such option.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> parse(["window=512", "base=1e6"], VARIANTS["sliding_window"])
+    >>> parse_options(["window=512", "base=1e6"], VARIANTS["sliding_window"])
     {'window': 512, 'base': 1000000.0}
     """
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not equals or name not in names(entry):
+        if not equals or name not in option_names(entry):
             raise ArgumentError(
                 f"--set {setting}: give name=value; {entry.name} has "
-                f"{', '.join(names(entry)) or 'no options'}"
-                f"{suggest(name, names(entry))}"
+                f"{', '.join(option_names(entry)) or 'no options'}"
+                f"{suggest(name, option_names(entry))}"
             )
         try:
             options[name] = ast.literal_eval(value)
@@ -160,7 +162,7 @@ def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
     return options
 
 
-def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as the constructor takes them, lists as tuples; what their values may be is its own
     matter.
 
@@ -169,17 +171,17 @@ def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
             signature says.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> checked(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
+    >>> check_options(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
     {'groups': 2, 'bounds': (0, 5)}
     """
     for name in options:
-        if name not in names(entry):
+        if name not in option_names(entry):
             raise ArgumentError(
-                f"{entry.name} has no option {name!r}{suggest(name, names(entry), otherwise='.')} "
+                f"{entry.name} has no option {name!r}{suggest(name, option_names(entry), otherwise='.')} "
                 "It has "
-                f"{', '.join(names(entry)) or 'none'}"
+                f"{', '.join(option_names(entry)) or 'none'}"
             )
-    if missing := [name for name in required(entry) if name not in options]:
+    if missing := [name for name in required_options(entry) if name not in options]:
         raise ArgumentError(f"{entry.name} needs {', '.join(missing)}")
     hints, written = typing.get_type_hints(entry.build), inspect.signature(entry.build).parameters
     for name, value in options.items():

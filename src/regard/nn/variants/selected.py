@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.nn.projections import Heads
-from regard.nn.selected import NSA, Compress, Indexer, MoBA, SelectedAttention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.projections import HeadProjection
+from regard.nn.selected import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
+from regard.nn.variants.parts import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks
 from regard.positions import Rotary
@@ -66,14 +66,14 @@ def nsa(
     sizes = NSABlocks(compress, stride, select, count, window)
     rotary = Rotary(D, base)
     return NSA(
-        Heads(dim, heads, D, rotary),
-        [Heads(dim, groups, D, *steps) for steps in ((), (rotary,), (rotary,))],
-        [Heads(dim, groups, D) for _ in range(3)],
-        compress_key=Compress(compress, D),
-        compress_value=Compress(compress, D),
+        HeadProjection(dim, heads, D, rotary),
+        [HeadProjection(dim, groups, D, *steps) for steps in ((), (rotary,), (rotary,))],
+        [HeadProjection(dim, groups, D) for _ in range(3)],
+        compress_key=BlockCompressor(compress, D),
+        compress_value=BlockCompressor(compress, D),
         key_transform=rotary,
         gate=nn.Linear(dim, 3 * heads),
-        output=join(dim, heads, D),
+        output=output_projection(dim, heads, D),
         sizes=sizes,
     )
 
@@ -117,8 +117,8 @@ def moba(
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return SelectedAttention(project, MoBA(block, topk), join(dim, heads, D))
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return SelectedAttention(project, MoBA(block, topk), output_projection(dim, heads, D))
 
 
 @variant(
@@ -167,12 +167,12 @@ def dsa(
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
     rotary = Rotary(index_dim, base, rotary_dim=rotary_dim)
     indexer = Indexer(
-        Heads(dim, index_heads, index_dim, rotary),
-        Heads(dim, 1, index_dim, rotary, flat=nn.LayerNorm(index_dim, eps=1e-6)),
+        HeadProjection(dim, index_heads, index_dim, rotary),
+        HeadProjection(dim, 1, index_dim, rotary, flat=nn.LayerNorm(index_dim, eps=1e-6)),
         nn.Linear(dim, index_heads, bias=False),
         topk=topk,
     )
-    return SelectedAttention(project, indexer, join(dim, heads, D))
+    return SelectedAttention(project, indexer, output_projection(dim, heads, D))

@@ -15,11 +15,18 @@ from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
-from regard.nn.gated import Differential, Gated
-from regard.nn.latent import Latent, Naive
+from regard.nn.gated import DifferentialProjection, GatedProjection
+from regard.nn.latent import LatentProjection, NaiveLatentProjection
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import Fused, Heads, Order, PerHead, Separate, Unprojected
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.projections import (
+    FusedQKV,
+    HeadProjection,
+    IdentityProjection,
+    PerHeadProjection,
+    QKVRowOrder,
+    SeparateQKV,
+)
+from regard.nn.variants.parts import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary, Scaling
 from regard.positions.rotary import Layout
@@ -50,7 +57,7 @@ def weightless(dim: int, heads: int = 1) -> Attention:
     Source: Raschka 2024, section 3.3.
     """
     del heads
-    return Attention(Unprojected(dim), nn.Identity(), scale=1.0)
+    return Attention(IdentityProjection(dim), nn.Identity(), scale=1.0)
 
 
 @variant(
@@ -82,7 +89,7 @@ def single_head(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
     del heads
-    project = separate(dim, 1, 1, dim if head_dim is None else head_dim, bias=bias)
+    project = separate_qkv(dim, 1, 1, dim if head_dim is None else head_dim, bias=bias)
     return Attention(project, nn.Identity())
 
 
@@ -114,7 +121,7 @@ def causal(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
     """
     del heads
-    project = separate(dim, 1, 1, dim if head_dim is None else head_dim)
+    project = separate_qkv(dim, 1, 1, dim if head_dim is None else head_dim)
     return Attention(project, nn.Identity(), mask=Causal(), dropout=dropout)
 
 
@@ -155,8 +162,8 @@ def mha(
     """
     D = head_size(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias),
-        join(dim, heads, D, bias=bias),
+        separate_qkv(dim, heads, heads, D, bias=bias),
+        output_projection(dim, heads, D, bias=bias),
         mask=Causal() if is_causal else None,
         dropout=dropout,
     )
@@ -188,8 +195,8 @@ def mha_per_head(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2.
     """
     D = head_size(dim, heads, head_dim)
-    q, k, v = (PerHead(dim, heads, D, bias=bias) for _ in range(3))
-    return Attention(Separate(q, k, v), join(dim, heads, D, bias=bias))
+    q, k, v = (PerHeadProjection(dim, heads, D, bias=bias) for _ in range(3))
+    return Attention(SeparateQKV(q, k, v), output_projection(dim, heads, D, bias=bias))
 
 
 def stacked(split: Attention) -> Attention:
@@ -201,10 +208,10 @@ def stacked(split: Attention) -> Attention:
     True
     """
     project = split.project
-    assert isinstance(project, Separate)
+    assert isinstance(project, SeparateQKV)
     parts = (project.q, project.k, project.v)
-    heads = [part.stack() if isinstance(part, PerHead) else part for part in parts]
-    return Attention(Separate(*heads), split.output, mask=split.mask, dropout=split.dropout)
+    heads = [part.stack() if isinstance(part, PerHeadProjection) else part for part in parts]
+    return Attention(SeparateQKV(*heads), split.output, mask=split.mask, dropout=split.dropout)
 
 
 @variant(
@@ -220,7 +227,7 @@ def gpt(
     *,
     groups: int | None = None,
     head_dim: int | None = None,
-    order: Order = "parts",
+    order: QKVRowOrder = "parts",
     bias: bool = True,
     dropout: float = 0.0,
 ) -> Attention:
@@ -246,8 +253,10 @@ def gpt(
     Source: Radford et al. 2018, section 3.1; code: GPT-2.
     """
     D = head_size(dim, heads, head_dim)
-    project = Fused(dim, heads, groups or heads, D, order=order, bias=bias)
-    return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), dropout=dropout)
+    project = FusedQKV(dim, heads, groups or heads, D, order=order, bias=bias)
+    return Attention(
+        project, output_projection(dim, heads, D, bias=bias), mask=Causal(), dropout=dropout
+    )
 
 
 @variant(
@@ -288,8 +297,8 @@ def gqa(
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.2.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base, layout=layout))
-    return Attention(project, join(dim, heads, D), mask=Causal())
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base, layout=layout))
+    return Attention(project, output_projection(dim, heads, D), mask=Causal())
 
 
 @variant(
@@ -340,7 +349,7 @@ def qk_norm(
     Source: Henry et al. 2020 (arXiv 2010.04245); order: Qwen3.
     """
     D, rotary = head_size(dim, heads, head_dim), Rotary(head_size(dim, heads, head_dim), base)
-    return _normed(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
+    return _gqa_with_norm(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
 
 
 @variant(
@@ -369,7 +378,7 @@ def qk_norm_after_rotary(
     Source: Henry et al. 2020 (arXiv 2010.04245).
     """
     D, rotary = head_size(dim, heads, head_dim), Rotary(head_size(dim, heads, head_dim), base)
-    return _normed(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
+    return _gqa_with_norm(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
 
 
 @variant(
@@ -399,22 +408,24 @@ def qk_norm_flat(
     """
     D = head_size(dim, heads, head_dim)
     rotary = Rotary(D, base)
-    project = Separate(
-        Heads(dim, heads, D, rotary, flat=RMSNorm(heads * D)),
-        Heads(dim, groups, D, rotary, flat=RMSNorm(groups * D)),
-        Heads(dim, groups, D),
+    project = SeparateQKV(
+        HeadProjection(dim, heads, D, rotary, flat=RMSNorm(heads * D)),
+        HeadProjection(dim, groups, D, rotary, flat=RMSNorm(groups * D)),
+        HeadProjection(dim, groups, D),
     )
-    return Attention(project, join(dim, heads, D), mask=Causal())
+    return Attention(project, output_projection(dim, heads, D), mask=Causal())
 
 
-def _normed(
+def _gqa_with_norm(
     dim: int, heads: int, groups: int, D: int, steps: Callable[[], tuple[nn.Module, ...]]
 ) -> Attention:
     # norms are trained apart for queries and keys; the rotary is one
-    project = Separate(
-        Heads(dim, heads, D, *steps()), Heads(dim, groups, D, *steps()), Heads(dim, groups, D)
+    project = SeparateQKV(
+        HeadProjection(dim, heads, D, *steps()),
+        HeadProjection(dim, groups, D, *steps()),
+        HeadProjection(dim, groups, D),
     )
-    return Attention(project, join(dim, heads, D), mask=Causal())
+    return Attention(project, output_projection(dim, heads, D), mask=Causal())
 
 
 @variant(
@@ -452,8 +463,10 @@ def softcap(
     16.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return Attention(project, join(dim, heads, D), mask=Causal(), softcap=cap, scale=scale)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return Attention(
+        project, output_projection(dim, heads, D), mask=Causal(), softcap=cap, scale=scale
+    )
 
 
 @variant(
@@ -489,9 +502,9 @@ def learned_sink(
     Source: gpt-oss model card (arXiv 2508.10925), section 2.2.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base), bias=bias)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base), bias=bias)
     sink = nn.Parameter(torch.zeros(heads))
-    return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), sink=sink)
+    return Attention(project, output_projection(dim, heads, D, bias=bias), mask=Causal(), sink=sink)
 
 
 @variant(
@@ -518,8 +531,8 @@ def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = Fal
     """
     D = head_size(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias),
-        join(dim, heads, D, bias=bias),
+        separate_qkv(dim, heads, heads, D, bias=bias),
+        output_projection(dim, heads, D, bias=bias),
         mask=Causal(),
         bias=ALiBi(heads),
     )
@@ -560,8 +573,8 @@ def t5(
     D = head_size(dim, heads, head_dim)
     table = nn.Parameter(0.1 * torch.randn(buckets, heads))
     return Attention(
-        separate(dim, heads, heads, D),
-        join(dim, heads, D),
+        separate_qkv(dim, heads, heads, D),
+        output_projection(dim, heads, D),
         scale=1.0,
         mask=None if bidirectional else Causal(),
         bias=T5Relative(table, bidirectional=bidirectional, max_distance=max_distance),
@@ -599,8 +612,12 @@ def gated(
     Source: Qiu et al. 2025 (arXiv 2505.06708), section 3.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return Attention(Gated(project, Heads(dim, heads, D)), join(dim, heads, D), mask=Causal())
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return Attention(
+        GatedProjection(project, HeadProjection(dim, heads, D)),
+        output_projection(dim, heads, D),
+        mask=Causal(),
+    )
 
 
 @variant(
@@ -638,13 +655,13 @@ def differential(
     """
     D, G = head_size(dim, 2 * heads, head_dim), groups or heads
     rotary = Rotary(D, base)
-    project = Differential(
-        Heads(dim, 2 * heads, D, rotary),
-        Heads(dim, 2 * G, D, rotary),
-        Heads(dim, G, 2 * D),
+    project = DifferentialProjection(
+        HeadProjection(dim, 2 * heads, D, rotary),
+        HeadProjection(dim, 2 * G, D, rotary),
+        HeadProjection(dim, G, 2 * D),
         depth=depth,
     )
-    return Attention(project, join(dim, heads, 2 * D), mask=Causal())
+    return Attention(project, output_projection(dim, heads, 2 * D), mask=Causal())
 
 
 @variant(
@@ -686,7 +703,7 @@ def mla(
         value_dim: E.
         base, scaling: of the rotary positions.
         form: "naive" keeps keys and values of each head; "expand", "absorb" and "auto" keep latents
-            (`Latent`).
+            (`LatentProjection`).
 
     Raises:
         ArgumentError: a size is less than 1, rope_dim is odd, or form is unknown.
@@ -708,7 +725,7 @@ def mla(
             f"such as {near}"
         )
     rotary = Rotary(rope_dim, base, scaling=scaling, layout="interleaved")
-    make = Naive if form == "naive" else Latent
+    make = NaiveLatentProjection if form == "naive" else LatentProjection
     project = make(
         dim,
         heads,
@@ -719,4 +736,6 @@ def mla(
         q_rank=q_rank,
         form="expand" if form == "naive" else form,
     )
-    return Attention(project, join(dim, heads, value_dim), mask=Causal(), scale=project.scale)
+    return Attention(
+        project, output_projection(dim, heads, value_dim), mask=Causal(), scale=project.scale
+    )
