@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
 from regard.inspect.explain.capture import capture
 from regard.inspect.explain.random_model import random_model
-from regard.nn.explain import effective_row
+from regard.nn.explainable import effective_row
 from regard.nn.variants import VARIANTS
 from regard.view import explanation
 

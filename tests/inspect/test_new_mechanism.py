@@ -20,7 +20,7 @@ from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain, record
 from regard.models import Model
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.nn.explain import (
+from regard.nn.explainable import (
     CallWeights,
     ComputationStep,
     EffectiveRow,

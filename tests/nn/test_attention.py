@@ -334,11 +334,11 @@ def test_errors() -> None:
     cases = [
         (
             lambda: HeadProjection(0, 1, 1),
-            "Heads(dim=0, heads=1, head_dim=1): each must be at least 1",
+            "HeadProjection(dim=0, heads=1, head_dim=1): each must be at least 1",
         ),
         (
             lambda: HeadProjection(1, 1, -1),
-            "Heads(dim=1, heads=1, head_dim=-1): each must be at least 1",
+            "HeadProjection(dim=1, heads=1, head_dim=-1): each must be at least 1",
         ),
         (lambda: RMSNorm(0), "RMSNorm(0, eps=1e-06): dim must be at least 1 and eps at least 0"),
         (

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard import Trace
 from regard.caches import Cross, Growing
-from regard.nn.cross import AdditiveAttention, CrossAttention
-from regard.nn.gated import GatedProjection
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention
+from regard.nn.gated_projections import GatedProjection
 from regard.nn.projections import EncoderStateProjection, HeadProjection, Projection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
@@ -421,7 +421,7 @@ def test_errors() -> None:
         ),
         (
             lambda: cross_attention(8, 4, memory_dim=-2),
-            "Heads(dim=-2, heads=4, head_dim=2): each must be at least 1",
+            "HeadProjection(dim=-2, heads=4, head_dim=2): each must be at least 1",
         ),
     ]
     for make, message in cases:

@@ -22,7 +22,7 @@ from regard.nn.blocks import Block, DecoderBlock, PostNorm, PreNorm, Residual
 from regard.nn.embedding import InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import FeedForward
 from regard.nn.variants import cross_attention
-from regard.nn.variants.parts import output_projection, separate_qkv
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.positions import LearnedPositions
 from regard.span import Span
 from tests.rules import assert_close_rule

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import regard
 from regard.caches import Growing, State
 from regard.nn import HeadProjection, SeparateQKV
-from regard.nn.recurrent import DeltaRule, L2Norm, LogDecay, Recurrent, Swish
+from regard.nn.linear_recurrence import DeltaRule, L2Norm, LogDecay, Recurrent, Swish
 from regard.nn.variants import build, delta_net, gated_delta_net
 from regard.span import Span
 from tests.oracles.delta import delta

@@ -20,7 +20,11 @@ from regard.caches import Latent as LatentCache
 from regard.cost import attention_flops
 from regard.cost import latent as cost
 from regard.nn import Attention, LatentProjection, SeparateQKV
-from regard.nn.latent import AbsorbedLatentProjection, LowRankProjection, NaiveLatentProjection
+from regard.nn.latent_projection import (
+    AbsorbedLatentProjection,
+    LowRankProjection,
+    NaiveLatentProjection,
+)
 from regard.nn.projections import HasForms, Projection, select_form
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN

@@ -19,7 +19,7 @@ import regard
 from regard.caches import Growing
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
 from regard.nn import HeadProjection, LatentProjection, SeparateQKV
-from regard.nn.selected import (
+from regard.nn.selected_attention import (
     NSA,
     BlockCompressor,
     Indexer,
@@ -29,7 +29,7 @@ from regard.nn.selected import (
     indexer_losses,
 )
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.selected import dsa, moba, nsa
+from regard.nn.variants.selected_keys import dsa, moba, nsa
 from regard.ops.selection import NSABlocks
 from regard.positions import Rotary, rope_frequencies
 from regard.span import Positions, Span, as_tensor

@@ -15,8 +15,8 @@ import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.nn.gated import DifferentialProjection, GatedProjection
-from regard.nn.latent import LatentProjection
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.latent_projection import LatentProjection
 from regard.nn.longformer import Longformer
 from regard.nn.projections import FusedQKV, PerHeadProjection
 from regard.nn.variants import (
@@ -331,7 +331,7 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         ),
         (
             lambda: mha(0, 4, head_dim=2),
-            "Heads(dim=0, heads=4, head_dim=2): each must be at least 1",
+            "HeadProjection(dim=0, heads=4, head_dim=2): each must be at least 1",
         ),
         (lambda: mha(8, 2, dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (lambda: weightless(0), "dim is 0; it must be at least 1"),

@@ -82,7 +82,7 @@ def test_learned():
     offset = LearnedPositions(4, 3, offset=2)
     assert offset.weight.shape == (6, 3)
     assert torch.equal(offset(Span(3, 1))[0, 0], offset.weight[5])
-    assert str(offset) == "Learned(4, 3, offset=2)"
+    assert str(offset) == "LearnedPositions(4, 3, offset=2)"
     compiled = torch.compile(learned, fullgraph=True, backend="aot_eager")
     positions = torch.tensor([[3, -1]])
     assert torch.equal(compiled(positions), learned(positions))
@@ -121,7 +121,7 @@ def test_learned():
         (
             lambda: LearnedPositions(0, 3),
             ArgumentError,
-            r"Learned\(0, 3, offset=0\): max_len and dim",
+            r"LearnedPositions\(0, 3, offset=0\): max_len and dim",
         ),
         (lambda: sinusoidal(-1, 4), ArgumentError, "Span length is -1"),
         (lambda: sinusoidal(3, 0), ArgumentError, "dim is 0; it must be at least 1"),

@@ -20,7 +20,7 @@ from regard.nn.embedding import InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
 from regard.nn.variants.cross import cross_attention
-from regard.nn.variants.parts import output_projection, separate_qkv
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import place

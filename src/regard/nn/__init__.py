@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from regard.deprecation import renamed
 from regard.nn.attention import Attention
 from regard.nn.blocks import (
     Block,
@@ -20,7 +21,7 @@ from regard.nn.blocks import (
     Residual,
     SandwichNorm,
 )
-from regard.nn.cross import AdditiveAttention, CrossAttention
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import (
@@ -34,10 +35,11 @@ from regard.nn.feed_forward import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.gated import DifferentialProjection, GatedProjection
-from regard.nn.infini import InfiniAttention
-from regard.nn.latent import LatentProjection
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.infini_attention import InfiniAttention
+from regard.nn.latent_projection import LatentProjection
 from regard.nn.linear import Linear
+from regard.nn.linear_recurrence import Recurrent
 from regard.nn.longformer import Longformer
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.projections import (
@@ -50,9 +52,8 @@ from regard.nn.projections import (
     Projection,
     SeparateQKV,
 )
-from regard.nn.recurrent import Recurrent
-from regard.nn.selected import NSA, SelectedAttention
-from regard.nn.streaming import StreamingAttention
+from regard.nn.selected_attention import NSA, SelectedAttention
+from regard.nn.streaming_attention import StreamingAttention
 
 if TYPE_CHECKING:
     from regard.nn import variants
@@ -110,7 +111,32 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "variants":  # it imports all of the parts
+def _load_variants(name: str) -> Any:
+    if name == "variants":  # it imports every part of this package
         return importlib.import_module("regard.nn.variants")
     raise AttributeError(f"module 'regard.nn' has no attribute {name!r}")
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Clipped": "ClippedQKV",
+        "Differential": "DifferentialProjection",
+        "Embed": "InputEmbedding",
+        "Fused": "FusedQKV",
+        "Gated": "GatedProjection",
+        "Groups": "ExpertGroups",
+        "Heads": "HeadProjection",
+        "Latent": "LatentProjection",
+        "NormedPath": "NormedResidual",
+        "PerHead": "PerHeadProjection",
+        "Prefix": "PrefixRecomputer",
+        "Sandwich": "SandwichNorm",
+        "Separate": "SeparateQKV",
+        "Sinusoidal": "SinusoidalPositions",
+        "States": "EncoderStateProjection",
+        "Unprojected": "IdentityProjection",
+        "rotary_heads": "rotary_projection",
+    },
+    otherwise=_load_variants,
+)

@@ -4,6 +4,7 @@ blocks.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.caches import Cache, rollback_on_error
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.nn.attention import Attention
-from regard.nn.cross import CrossAttention
+from regard.nn.cross_attention import CrossAttention
 from regard.nn.mixer import Mixer
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.process import is_compiling
 from regard.span import Positions
 from regard.tap import place
@@ -152,7 +155,7 @@ class SandwichNorm(Residual):
         return x + self.apply_dropout(self.after(sublayer(self.norm(x))))
 
 
-class Block(nn.Module):
+class Block(LoadsRenamedWeights):
     """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of
     an encoder without a mask.
 
@@ -176,6 +179,16 @@ class Block(nn.Module):
     2002.04745), figure 1b.
     """
 
+    renamed_weights = {
+        "around_attention": "attention_residual",
+        "around_feed_forward": "feed_forward_residual",
+    }
+    around_attention = renamed_attribute("attention_residual")
+    around_feed_forward = renamed_attribute("feed_forward_residual")
+
+    @renamed_parameters(
+        around_attention="attention_residual", around_feed_forward="feed_forward_residual"
+    )
     def __init__(
         self,
         attention: Mixer,
@@ -250,11 +263,18 @@ class BlockCaches(NamedTuple):
     cross: of the source, written once.
     """
 
-    own: Cache
+    self_attention: Cache
     cross: Cache
 
+    @property
+    def own(self) -> Cache:
+        """The former name of `self_attention`, which goes with the next release."""
+        message = "BlockCaches.own is now BlockCaches.self_attention"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.self_attention
 
-class DecoderBlock(nn.Module):
+
+class DecoderBlock(LoadsRenamedWeights):
     """Self-attention, attention to an encoder's memory, then feed-forward, each with its residual
     path.
 
@@ -280,6 +300,20 @@ class DecoderBlock(nn.Module):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
     """
 
+    renamed_weights = {
+        "around_attention": "attention_residual",
+        "around_cross": "cross_residual",
+        "around_feed_forward": "feed_forward_residual",
+    }
+    around_attention = renamed_attribute("attention_residual")
+    around_cross = renamed_attribute("cross_residual")
+    around_feed_forward = renamed_attribute("feed_forward_residual")
+
+    @renamed_parameters(
+        around_attention="attention_residual",
+        around_cross="cross_residual",
+        around_feed_forward="feed_forward_residual",
+    )
     def __init__(
         self,
         attention: Attention,
@@ -323,12 +357,12 @@ class DecoderBlock(nn.Module):
         memory_positions: Positions | None,
         backend: str,
     ) -> Tensor:
-        own, other = caches if caches is not None else (None, None)
-        if positions is None and own is not None:
-            positions = own.next(x.shape[1])
+        self_cache, cross_cache = caches if caches is not None else (None, None)
+        if positions is None and self_cache is not None:
+            positions = self_cache.next(x.shape[1])
         with place("attention"):
             x = self.attention_residual(
-                x, lambda x: self.attention(x, positions, own, backend=backend)
+                x, lambda x: self.attention(x, positions, self_cache, backend=backend)
             )
         with place("cross"):
             x = self.cross_residual(
@@ -336,7 +370,7 @@ class DecoderBlock(nn.Module):
                 lambda x: self.cross(
                     x,
                     positions,
-                    other,
+                    cross_cache,
                     memory=memory,
                     memory_positions=memory_positions,
                     backend=backend,

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from regard.arguments import check_device, check_number, check_tensor
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.ops.gemv import check_map
@@ -198,6 +199,7 @@ class ExpertGroups:
     count: int
     topk: int
     best: int = 1
+    kept = renamed_attribute("topk")
 
     def __post_init__(self) -> None:
         if min(self.count, self.topk, self.best) < 1 or self.topk > self.count:
@@ -211,6 +213,9 @@ class ExpertGroups:
         groups = _stable_topk(by_group.topk(self.best).values.sum(-1), self.topk)
         kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
         return kept[..., None].expand(by_group.shape).flatten(-2)
+
+
+ExpertGroups.__init__ = renamed_parameters(kept="topk")(ExpertGroups.__init__)  # type: ignore[method-assign]
 
 
 class Router(nn.Module, ABC):

@@ -7,17 +7,19 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Growing, Parts
 from regard.cost.softmax import SoftmaxSpec
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
-from regard.nn.explain import Explainable, InputSteps, ProjectionQuery
+from regard.nn.explainable import Explainable, InputSteps, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
 from regard.tap import tap
 
 
-class Longformer(Mixer):
+class Longformer(LoadsRenamedWeights, Mixer):
     """Every token sees its window and the global tokens; a global token sees everything, by other
     projections.
 
@@ -47,6 +49,11 @@ class Longformer(Mixer):
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
 
+    renamed_weights = {"local": "local_project", "globally": "global_project"}
+    local = renamed_attribute("local_project")
+    globally = renamed_attribute("global_project")
+
+    @renamed_parameters(local="local_project", globally="global_project")
     def __init__(
         self,
         local_project: Projection,
@@ -80,7 +87,7 @@ class Longformer(Mixer):
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """The steps of the local projection, or of the global one in the second call of a query."""
-        project = self.global_project if query.number else self.local_project
+        project = self.global_project if query.call_index else self.local_project
         return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
 
     def check_cache(self, cache: Cache) -> None:

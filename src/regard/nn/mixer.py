@@ -15,7 +15,7 @@ from regard.cost import Description, Spec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
-from regard.nn.explain import Explainable
+from regard.nn.explainable import Explainable
 from regard.process import is_compiling
 from regard.span import Positions, Span
 

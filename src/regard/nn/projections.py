@@ -16,7 +16,7 @@ from regard.caches import Parts
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import HeadShape, Spec, Weights
 from regard.errors import ArgumentError
-from regard.nn.explain import (
+from regard.nn.explainable import (
     ComputationStep,
     ComputationSteps,
     Explainable,

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from regard.caches import Cross
 from regard.errors import ArgumentError
-from regard.nn.cross import AdditiveAttention, CrossAttention, project_memory
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention, project_memory
 from regard.span import Positions, Span, as_tensor, part
 
 X = TypeVar("X", Tensor, PackedSequence)

@@ -2,6 +2,7 @@
 reaches.
 """
 
+from regard.deprecation import renamed
 from regard.positions.rotary import Rotary, rope_frequencies, rotate
 from regard.positions.scalings import (
     NTK,
@@ -52,3 +53,5 @@ __all__ = [
     "xpos_zeta",
     "yarn_mscale",
 ]
+
+__getattr__ = renamed(__name__, {"Learned": "LearnedPositions", "Linear": "LinearScaling"})

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_number, check_positions, check_tensor
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.positions.scalings import (
     LinearScaling,
@@ -208,7 +209,7 @@ class Rotary(nn.Module):
             the factors.
         rotary_factor: multiplies cos and sin; applied here.
         softmax_factor: the attention's scale has to be multiplied by it; not applied here.
-        follows: whether the frequencies follow the length of each call, so that rotated keys must
+        follows_length: whether the frequencies follow the length of each call, so that rotated keys must
             not be cached.
 
     Raises:
@@ -223,6 +224,7 @@ class Rotary(nn.Module):
     """
 
     inv_freq: Tensor
+    follows = renamed_attribute("follows_length")
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from regard.files.regular import inside, opened
 from regard.files.strict import read_json
 from regard.files.write import sync, workplace
 from regard.foreign import shown
+from regard.nn.renamed_weights import current_weight_name
 from regard.train.batches import Feed
 from regard.train.settings import Settings
 
@@ -304,9 +305,10 @@ def unpack(
                 f"{name} is {value}, the run to resume has {shown(saved)}; "
                 "repeat its settings or start a new run"
             )
-    _check_weights(model, checkpoint.tensors["model"])
+    weights = {current_weight_name(name): t for name, t in checkpoint.tensors["model"].items()}
+    _check_weights(model, weights)
     batches.load_state_dict(state["batches"])
-    model.load_state_dict(checkpoint.tensors["model"])
+    model.load_state_dict(weights)
     _unpack_optimiser(optimiser, checkpoint.tensors["optimizer"], state["optimiser"])
     torch.set_rng_state(_bytes(state["random"]["cpu"]))
     if torch.cuda.is_available() and "cuda" in state["random"]:

@@ -20,7 +20,7 @@ from regard.inspect.explain.reading import Reading, Site
 from regard.inspect.record.place import Block, Place
 from regard.inspect.record.recorder import Recorder
 from regard.inspect.record.recording import Recording
-from regard.nn.explain import explainable
+from regard.nn.explainable import explainable
 from regard.span import as_tensor
 
 if TYPE_CHECKING:

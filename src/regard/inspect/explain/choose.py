@@ -14,7 +14,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.capture import calls_at, counting, look, looks_of
 from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
 from regard.models.model import Model
-from regard.nn.explain import explainable
+from regard.nn.explainable import explainable
 
 RULE = (
     "the head that looks hardest at one other token: the largest single weight of the query on a "

@@ -50,7 +50,7 @@ from regard.inspect.explain.row import (
     state_of,
 )
 from regard.inspect.explain.steps import hidden_states, mixed, patterns, projected
-from regard.nn.explain import Explainable, ProjectionQuery, explainable
+from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tap import NAMES, edited
 
@@ -394,7 +394,7 @@ def _recorded_row(
             f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for "
             f"query {at.i}; "
             "choose another layer or place, or let the mechanism say its rows "
-            "(regard.nn.explain.Explainable.explain_row)"
+            "(regard.nn.explainable.Explainable.explain_row)"
         )
     # a branch of the place has a name of its own, under which it may be edited
     if inner := sorted({name for each in calls for name in each.step.edited}):

@@ -1,7 +1,7 @@
 """One row of one head: its scores link by link, its softmax, and what other rows are mixed with it.
 
 A `HeadRow` comes from a recorded call of a softmax kernel, or from the mechanism itself where no
-such kernel ran (`regard.nn.explain.EffectiveRow`).
+such kernel ran (`regard.nn.explainable.EffectiveRow`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from regard.inspect.explain.explanation import (
     Step,
     Term,
 )
-from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
+from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerRun
 
 Checks: TypeAlias = dict[str, float]
 """What was compared -> the largest difference."""

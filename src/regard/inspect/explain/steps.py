@@ -20,7 +20,7 @@ from regard.inspect.explain.explanation import (
 )
 from regard.inspect.explain.reading import Site
 from regard.inspect.explain.row import Checks, apart, array
-from regard.nn.explain import ComputationSteps, Explainable, InputSteps, ProjectionQuery
+from regard.nn.explainable import ComputationSteps, Explainable, InputSteps, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
 

@@ -13,7 +13,7 @@ from regard.biases import ALiBi, Bias
 from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention import Attention
-from regard.nn.gated import DifferentialProjection, GatedProjection
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
 from regard.nn.mixer import Mixer
 from regard.nn.projections import FusedQKV, HeadProjection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant

@@ -28,7 +28,7 @@ from regard.models.convert.layer import (
 from regard.models.families import deepseek_v3, llama, mistral, type_of
 from regard.models.families import regard as own
 from regard.nn import HeadProjection, LatentProjection
-from regard.nn.latent import LowRankProjection
+from regard.nn.latent_projection import LowRankProjection
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

@@ -21,7 +21,7 @@ from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, FeedForward, InputEmbedding, PostNorm
 from regard.nn.linear import Linear
-from regard.nn.variants.parts import output_projection, separate_qkv
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.positions import LearnedPositions
 
 Config = BertConfig

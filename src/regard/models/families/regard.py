@@ -25,6 +25,7 @@ from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.linear import Linear
 from regard.nn.mixer import Mixer
+from regard.nn.renamed_weights import current_weight_name
 from regard.positions import LearnedPositions
 
 
@@ -88,5 +89,11 @@ def _block(config: Config, layer: int) -> Block:
     return Block(config.mixer(layer), feed_forward, *paths)
 
 
-FAMILY = Family(Config, build, OWN, settle=lambda config, raw, stored: config)
-"""The config says all: stored tensors settle nothing."""
+FAMILY = Family(
+    Config,
+    build,
+    OWN,
+    settle=lambda config, raw, stored: config,
+    respell=current_weight_name,
+)
+"""The config alone decides what is built; parameter names of earlier releases still load."""

@@ -32,7 +32,7 @@ from regard.nn import (
 from regard.nn.embedding import ScaledLogits
 from regard.nn.feed_forward import GatedFeedForward
 from regard.nn.projections import SeparateQKV
-from regard.nn.variants.parts import output_projection, separate_qkv
+from regard.nn.variants.projections import output_projection, separate_qkv
 
 
 class Sizes(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from regard.errors import ArgumentError
-from regard.nn.cross import AdditiveAttention, CrossAttention
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.linear import Linear
 from regard.nn.projections import EncoderStateProjection, HeadProjection, SeparateQKV
-from regard.nn.variants.parts import head_size, output_projection
+from regard.nn.variants.projections import head_size, output_projection
 from regard.nn.variants.registry import variant
 
 

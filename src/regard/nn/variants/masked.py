@@ -21,7 +21,7 @@ from regard.masks import (
 )
 from regard.nn.attention import Attention
 from regard.nn.longformer import Longformer
-from regard.nn.variants.parts import head_size, output_projection, separate_qkv
+from regard.nn.variants.projections import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from torch import nn
 
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.suggest import suggest
 
@@ -50,7 +51,9 @@ class Variant:
     source: str
     causal: bool
     build: Callable[..., nn.Module]
-    sizes: dict[str, Any]
+    example_options: dict[str, Any]
+    sentence = renamed_attribute("summary")
+    sizes = renamed_attribute("example_options")
 
     @property
     def summary(self) -> str:
@@ -61,6 +64,9 @@ class Variant:
         """A small one: dim 32, 4 heads, and the sizes of the entry."""
         return self.build(32, 4, **{**self.example_options, **options})
 
+
+RENAMED_OPTIONS = {"most": "max_beta"}
+"""Former names of options, which saved configs and commands may still contain."""
 
 VARIANTS: dict[str, Variant] = {}
 """Name -> mechanism, in the order of the files."""
@@ -149,6 +155,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
+        name = RENAMED_OPTIONS.get(name, name)
         if not equals or name not in option_names(entry):
             raise ArgumentError(
                 f"--set {setting}: give name=value; {entry.name} has "
@@ -174,6 +181,7 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
     >>> check_options(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
     {'groups': 2, 'bounds': (0, 5)}
     """
+    options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
     for name in options:
         if name not in option_names(entry):
             raise ArgumentError(

@@ -15,8 +15,8 @@ from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
-from regard.nn.gated import DifferentialProjection, GatedProjection
-from regard.nn.latent import LatentProjection, NaiveLatentProjection
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.latent_projection import LatentProjection, NaiveLatentProjection
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     FusedQKV,
@@ -26,7 +26,7 @@ from regard.nn.projections import (
     QKVRowOrder,
     SeparateQKV,
 )
-from regard.nn.variants.parts import head_size, output_projection, separate_qkv
+from regard.nn.variants.projections import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary, Scaling
 from regard.positions.rotary import Layout

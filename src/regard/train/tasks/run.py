@@ -27,6 +27,7 @@ from regard.files.regular import inside
 from regard.files.strict import read_json
 from regard.files.write import replacing
 from regard.foreign import LINES, inert, shown, told
+from regard.nn.renamed_weights import current_weight_name
 from regard.train import checkpoints
 from regard.train.loop import Result, fit
 from regard.train.losses import AnswerLoss, PairLoss
@@ -225,11 +226,12 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
     try:
         held = read_json(inside(path, RECIPE))
         task = find_task(held["task"])
-        weights, _ = read_tensors(inside(path, WEIGHTS))
+        stored, _ = read_tensors(inside(path, WEIGHTS))
+        weights = {current_weight_name(name): tensor for name, tensor in stored.items()}
         with torch.device("meta"):  # sizes are believed when the weights have them
             _check_shapes(build(task, held["model"], _recipe(held["sizes"])), weights)
         model = build(task, held["model"], _recipe(held["sizes"]))
-        model.load_state_dict(dict(weights), strict=False)
+        model.load_state_dict(weights, strict=False)
     except (
         OSError,
         ValueError,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from torch import nn
 
 from regard.nn.projections import HeadProjection
-from regard.nn.selected import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
-from regard.nn.variants.parts import head_size, output_projection, separate_qkv
+from regard.nn.selected_attention import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
+from regard.nn.variants.projections import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks
 from regard.positions import Rotary

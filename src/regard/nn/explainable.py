@@ -43,7 +43,7 @@ class ProjectionQuery(NamedTuple):
             self-attention, and where its tokens stand.
         row: the row of x that is looked at.
         branch: the name of the call's branch, such as "window"; "" of a place without branches.
-        number: which of the calls for this query it is, in the order of the run.
+        call_index: which of the calls for this query it is, in the order of the run.
         head_dim: the size of the recorded keys, which tells the form of a latent.
     """
 
@@ -53,7 +53,7 @@ class ProjectionQuery(NamedTuple):
     k_positions: Positions
     row: int
     branch: str
-    number: int
+    call_index: int
     head_dim: int
 
 
@@ -121,7 +121,7 @@ class EffectiveRow(NamedTuple):
             softmax of another score than q . k.
         scores: the scores [S], step by step; -inf in the last where the query does not see the key.
         weights: [S]; None is the softmax of the last scores.
-        read: what the head read [E], by the mechanism itself: the weights times the values give it.
+        output: what the head read [E], by the mechanism itself: the weights times the values give it.
         scale: the factor on q . k.
         products: the terms [S,D] that make up the first score of each key; None is q * k.
         state: the parts of a state behind the query and in front of it, or None.
@@ -131,7 +131,7 @@ class EffectiveRow(NamedTuple):
     kind: Literal["linear", "additive"]
     scores: ComputationSteps
     weights: Tensor | None
-    read: Tensor
+    output: Tensor
     scale: float = 1.0
     products: Tensor | None = None
     state: tuple[Parts, Parts] | None = None
@@ -172,7 +172,7 @@ class MixTerm(NamedTuple):
     name: str
     factor: float
     row_sum: float
-    here: bool
+    explained: bool
 
 
 class HeadMix(NamedTuple):
@@ -218,14 +218,14 @@ class Explainable:
         return type(self).explain_row is not Explainable.explain_row
 
     def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix | None:
         """How the row of call `here` enters what the head gives; None where it is all of it, or
         where several calls are joined by their lse.
         """
         inner = getattr(self, "project", None)
         if isinstance(inner, Explainable):
-            return inner.explain_mix(run, calls, here, head, row)
+            return inner.explain_mix(run, calls, call_index, head, row)
         return None
 
 

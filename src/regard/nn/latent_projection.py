@@ -16,7 +16,7 @@ from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
-from regard.nn.explain import ComputationStep, Explainable, InputSteps, ProjectionQuery
+from regard.nn.explainable import ComputationStep, Explainable, InputSteps, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import HeadProjection, Projection, ProjectionShape, cache_unsafe_reason

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
-from regard.nn.norms import HeadNorm, RMSNorm
-from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.recurrent import (
+from regard.nn.linear_recurrence import (
     DeltaRule,
     GatedLinearRule,
     L2Norm,
@@ -21,7 +20,9 @@ from regard.nn.recurrent import (
     RetentionRule,
     Swish,
 )
-from regard.nn.variants.parts import head_size, output_projection, separate_qkv
+from regard.nn.norms import HeadNorm, RMSNorm
+from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.variants.projections import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.linear.features import FeatureMap
 from regard.positions import Rotary
@@ -156,7 +157,7 @@ def gated_linear(
         groups: the key/value heads G, each with a state of its own; None is H. G divides H.
         head_dim: D; None is M / 2H, as in the paper.
         value_dim: E; None is 2 D.
-        rank, temperature: of the gates (`regard.nn.recurrent.GatedLinearRule`).
+        rank, temperature: of the gates (`regard.nn.linear_recurrence.GatedLinearRule`).
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or
@@ -188,6 +189,7 @@ def gated_linear(
     "= |k| = 1",
     source="Yang et al. 2024 (arXiv 2406.06484), section 3",
 )
+@renamed_parameters(most="max_beta")
 def delta_net(
     dim: int,
     heads: int,
@@ -210,7 +212,7 @@ def delta_net(
         value_dim: E; None is D.
         normalise_keys: whether queries and keys are scaled to length 1. Without it nothing keeps
             the state bounded.
-        most: the greatest strength beta, at most 2 (`regard.nn.recurrent.DeltaRule`).
+        most: the greatest strength beta, at most 2 (`regard.nn.linear_recurrence.DeltaRule`).
 
     Raises:
         ArgumentError: a size is less than 1, groups does not divide heads, most is not above 0 and
@@ -235,6 +237,7 @@ def delta_net(
     "silu(W_g x); g = -exp(A) softplus(W x + b)",
     source="Yang et al. 2024 (arXiv 2412.06464), section 3",
 )
+@renamed_parameters(most="max_beta")
 def gated_delta_net(
     dim: int,
     heads: int,

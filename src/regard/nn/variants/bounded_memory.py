@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from regard.nn.infini import InfiniAttention
-from regard.nn.streaming import StreamingAttention
-from regard.nn.variants.parts import head_size, output_projection, separate_qkv
+from regard.nn.infini_attention import InfiniAttention
+from regard.nn.streaming_attention import StreamingAttention
+from regard.nn.variants.projections import head_size, output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.memory.compressive import Update
 from regard.ops.memory.infini import Empty

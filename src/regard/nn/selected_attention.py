@@ -16,9 +16,10 @@ from regard.caches import Cache, Growing, Parts
 from regard.cost import Description, Figure
 from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, SelectedSpec, Selection
 from regard.cost.spec import HeadShape
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
-from regard.nn.explain import (
+from regard.nn.explainable import (
     CallWeights,
     HeadMix,
     InputSteps,
@@ -29,6 +30,7 @@ from regard.nn.explain import (
 )
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection, adjust_query, select_form
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.selection.blocks import Order, order
 from regard.ops.selection.indexer import check_topk, index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import check_moba, moba_mask
@@ -108,7 +110,7 @@ class Indexer(nn.Module):
 
     I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
 
-    It learns from `regard.nn.selected.indexer_losses` alone: no gradient flows through the choice.
+    It learns from `regard.nn.selected_attention.indexer_losses` alone: no gradient flows through the choice.
 
     Args:
         q: `HeadProjection` that make J index queries of dim d.
@@ -170,7 +172,7 @@ class Indexer(nn.Module):
         return f"topk={self.topk}"
 
 
-class SelectedAttention(Mixer):
+class SelectedAttention(LoadsRenamedWeights, Mixer):
     """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made
     from each call.
 
@@ -184,13 +186,17 @@ class SelectedAttention(Mixer):
         scale: None is 1/sqrt(D).
 
     >>> from regard.nn import HeadProjection, SeparateQKV
-    >>> from regard.nn.selected import MoBA
+    >>> from regard.nn.selected_attention import MoBA
     >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     >>> layer = SelectedAttention(project, MoBA(4, 2), nn.Linear(8, 8))
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
     """
 
+    renamed_weights = {"select": "selector"}
+    select = renamed_attribute("selector")
+
+    @renamed_parameters(select="selector")
     def __init__(
         self,
         project: Projection,
@@ -487,7 +493,7 @@ class NSA(Mixer):
         return InputSteps(q, k, v, rotary)
 
     def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
         """The branches, each times its gate."""
         gates = self.gate(run.x[0, row]).sigmoid().unflatten(-1, (3, -1))[:, head].double()
@@ -496,7 +502,7 @@ class NSA(Mixer):
                 call.branch,
                 float(gates[BRANCHES.index(call.branch)]),
                 float(call.weights[head].sum()),
-                n == here,
+                n == call_index,
             )
             for n, call in enumerate(calls)
         )

@@ -18,10 +18,12 @@ from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, Weights
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explain import ComputationStep, EffectiveRow, LayerRun, effective_row
+from regard.nn.explainable import ComputationStep, EffectiveRow, LayerRun, effective_row
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.features import FeatureMap, feature_map_of
@@ -72,7 +74,7 @@ class Recurrent(Mixer):
 
     >>> import torch
     >>> from regard.nn.projections import SeparateQKV
-    >>> from regard.nn.recurrent import DeltaRule
+    >>> from regard.nn.linear_recurrence import DeltaRule
     >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     >>> mixer = Recurrent(project, DeltaRule(8, 2), nn.Linear(8, 8))
     >>> cache = mixer.new_cache()
@@ -372,7 +374,7 @@ class GatedLinearRule(nn.Module):
         return f"temperature={self.temperature}"
 
 
-class LogDecay(nn.Module):
+class LogDecay(LoadsRenamedWeights):
     """How much of the state a token leaves, as a logarithm per head, made of the token.
 
     g = -exp(rate) softplus(W x + shift), in fp32 or better
@@ -394,6 +396,10 @@ class LogDecay(nn.Module):
     listing 2.
     """
 
+    renamed_weights = {"rate": "A_log", "shift": "dt_bias"}
+    rate = renamed_attribute("A_log")
+    shift = renamed_attribute("dt_bias")
+
     def __init__(self, dim: int, groups: int) -> None:
         super().__init__()
         _check_sizes("LogDecay", dim, groups)
@@ -408,7 +414,7 @@ class LogDecay(nn.Module):
         return (-_at_least_float32(self.A_log).exp() * step).transpose(1, 2)
 
 
-class DeltaRule(nn.Module):
+class DeltaRule(LoadsRenamedWeights):
     """The delta rule with strengths beta = most sigmoid(W x), and with decays if there is a part
     that makes them.
 
@@ -431,6 +437,11 @@ class DeltaRule(nn.Module):
     2411.12537), section 4.
     """
 
+    renamed_weights = {"strength": "beta_proj"}
+    strength = renamed_attribute("beta_proj")
+    most = renamed_attribute("max_beta")
+
+    @renamed_parameters(most="max_beta")
     def __init__(
         self, dim: int, groups: int, *, decay: nn.Module | None = None, max_beta: float = 1.0
     ) -> None:

@@ -11,7 +11,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
 from regard.masks.base import whole
 from regard.nn.attention import Attention
-from regard.nn.explain import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
 from regard.nn.projections import SeparateQKV
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
@@ -118,7 +118,7 @@ class StreamingAttention(Attention):
         by the tokens that were evicted, so that the sinks stand where the cache has them.
         """
         made = super().explain_inputs(query)
-        if not query.number:
+        if not query.call_index:
             return made
         evicted = (as_tensor(query.positions) - (self.sinks + self.recent - 1)).clamp(min=0)
         q = made.q[-1].values[None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, Memory
 from regard.cost.infini import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explain import (
+from regard.nn.explainable import (
     CallWeights,
     HeadMix,
     InputSteps,
@@ -194,14 +194,14 @@ class InfiniAttention(Mixer):
         )
 
     def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
         """A softmax inside the segment, and a memory of all segments before, mixed by the gate."""
         S = run.k.shape[2]
         whole = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
         memory_only = torch.full_like(self.gate, 1e4)
         memory = effective_row(lambda unit: self._mixed(run, unit, memory_only), run.v, head, row)
-        share, local = float(self.gate[head].sigmoid()), calls[here].by_position(S)[head]
+        share, local = float(self.gate[head].sigmoid()), calls[call_index].by_position(S)[head]
         return HeadMix(
             f"σ(gate) = {share:.4f} of a memory that all segments before wrote, the rest of the "
             "softmax in this segment",

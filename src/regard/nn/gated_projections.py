@@ -15,7 +15,7 @@ from regard.caches import Parts
 from regard.cost.softmax import Visible
 from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
-from regard.nn.explain import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
+from regard.nn.explainable import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     HeadProjection,
@@ -181,12 +181,12 @@ class DifferentialProjection(SeparateQKV):
         return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.start
 
     def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
         """Two softmaxes over the same values, the second taken off the first."""
         H, share = run.q.shape[1] // 2, float(self.share)
         first, second = head % H, head % H + H
-        rows = calls[here].by_position(run.k.shape[2])
+        rows = calls[call_index].by_position(run.k.shape[2])
         return HeadMix(
             f"the pattern of output head {first} is a difference of two softmaxes, λ = "
             f"{share:.4f}: a weight may be negative, and the row sums to 1 - λ; then a norm, times "

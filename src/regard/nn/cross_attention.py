@@ -14,7 +14,7 @@ from regard.cost.softmax import AdditiveSpec, CrossSpec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
-from regard.nn.explain import ComputationStep, EffectiveRow, Explainable, LayerRun
+from regard.nn.explainable import ComputationStep, EffectiveRow, Explainable, LayerRun
 from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive import additive_attention
