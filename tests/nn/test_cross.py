@@ -196,7 +196,7 @@ def test_a_refused_call_leaves_the_cache(name: str) -> None:
     module = random(KINDS[name]())
     x, memory = inputs()
     cache = module.new_cache()
-    with pytest.raises(regard.ArgumentError, match="there is no memory to attend to: give memory"):
+    with pytest.raises(regard.ArgumentError, match="there is no memory to attend to; pass memory"):
         module(x, None, cache)
     with pytest.raises(regard.ArgumentError, match="there is no memory to attend to"):
         module(x)
@@ -206,11 +206,11 @@ def test_a_refused_call_leaves_the_cache(name: str) -> None:
     usual = module(x, None, cache, memory=memory)
     with pytest.raises(regard.ArgumentError, match="written once, and holds 7 slots"):
         module(x, None, cache, memory=memory + 1)
-    with pytest.raises(regard.ArgumentError, match="memory_positions were given without memory"):
+    with pytest.raises(regard.ArgumentError, match="memory_positions is given without memory"):
         module(x, None, cache, memory_positions=PADDED)
     assert torch.equal(module(x, None, cache), usual)
     growing = Growing()
-    with pytest.raises(regard.ArgumentError, match="a Growing cache, which belongs to self-att"):
+    with pytest.raises(regard.ArgumentError, match="is Growing, which stores the tokens of a self-att"):
         module(x, None, growing, memory=memory)
     assert len(growing) == 0
     assert isinstance(cache, Cross)

@@ -24,21 +24,23 @@ from regard.tap import tap
 
 
 class CrossAttention(Attention):
-    """Attention of one sequence to another: a decoder's words to an encoder's, a text to an image.
+    """Attention from one sequence to another, such as from a decoder to an encoder's states.
 
     q = query(x);  k, v = recall(remember(memory));  out = output(attend(q, k, v))
 
-    The arguments are those of `Attention`; positions of x and of memory are two different counts,
-    so a mask is rarely wanted. A cache is written once, by the call that gives memory, and read by
-    every later one.
+    The arguments are those of `Attention`. Positions of x and of memory are counted separately, so
+    a
+    mask is rarely useful. The call that passes memory writes it to the cache once; later calls
+    read it from there.
 
     Raises:
-        ArgumentError: there is no memory, neither given nor in the cache; or there are two.
+        ArgumentError: memory is neither passed nor in the cache, or it is passed although the cache
+            holds one.
 
     >>> import torch
     >>> from regard.nn import HeadProjection, SeparateQKV
-    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(6, 2, 2), HeadProjection(6, 2, 2))
-    >>> cross = CrossAttention(project, torch.nn.Linear(8, 8))
+    >>> q, k, v = HeadProjection(8, 4, 2), HeadProjection(6, 2, 2), HeadProjection(6, 2, 2)
+    >>> cross = CrossAttention(SeparateQKV(q, k, v), torch.nn.Linear(8, 8))
     >>> cross(torch.zeros(1, 5, 8), memory=torch.zeros(1, 7, 6)).shape
     torch.Size([1, 5, 8])
 
@@ -55,26 +57,35 @@ class CrossAttention(Attention):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
+        """Attend from x to memory, or to the memory that the cache holds.
 
-        Positions of x default to 0..T-1, those of memory to 0..S-1; a slot of memory at -1 is
-        padding.
+        Args:
+            x: hidden states [B,T,M] of the sequence that asks.
+            positions: positions of x; 0..T-1 by default.
+            cache: a `regard.caches.Cross` cache, or None.
+            memory: states [B,S,M3] of the other sequence, given once per cache, or in every call
+                without a cache.
+            memory_positions: positions of memory; 0..S-1 by default, -1 marks padding.
+            backend: the kernel by name; "auto" chooses.
+
+        Returns:
+            The output [B,T,M2].
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
-            held, seen = project_memory(self.project, memory, memory_positions, cache)
-            return self._answer(x, positions, held, seen, backend)
+            stored, memory_at = project_memory(self.project, memory, memory_positions, cache)
+            return self._attend_and_project(x, positions, stored, memory_at, backend)
         with rollback_on_error(cache):
-            held, seen = project_memory(self.project, memory, memory_positions, cache)
-            return self._answer(x, positions, held, seen, backend)
+            stored, memory_at = project_memory(self.project, memory, memory_positions, cache)
+            return self._attend_and_project(x, positions, stored, memory_at, backend)
 
     def new_cache(self) -> Cross:
-        """An empty cache for one encoder's memory."""
+        """Return an empty cache for the states of one encoder."""
         return Cross()
 
     @property
     def spec(self) -> CrossSpec:
-        """The cost of this layer for one token that asks; the memory's keys and values are made
+        """The cost of this layer for one query token; keys and values of memory are computed
         once.
         """
         return CrossSpec(
@@ -90,32 +101,46 @@ def project_memory(
     positions: Positions | None,
     cache: Cache | None,
 ) -> tuple[Parts, Positions]:
-    """What a projection remembers of memory [B,S,M], and where: made now, and written to the cache,
-    or read from it.
+    """Project memory to what the cache stores, or read it from the cache.
+
+    Args:
+        project: the projection of the layer.
+        memory: states [B,S,M3]; None reads what the cache holds.
+        positions: positions of memory; 0..S-1 by default.
+        cache: a `regard.caches.Cross` cache, or None.
+
+    Returns:
+        The stored parts, and the positions of their tokens.
+
+    Raises:
+        ArgumentError: the cache is of another kind, positions come without memory, or there is no
+            memory to read.
     """
     if cache is not None and not isinstance(cache, Cross):
         raise ArgumentError(
-            f"cross-attention was given a {type(cache).__name__} cache, which belongs to "
-            "self-attention; "
-            "give a Cross cache, which new_cache() makes"
+            f"the cache of a cross-attention is {type(cache).__name__}, which stores the tokens of "
+            "a self-attention; use new_cache(), which returns a Cross cache"
         )
     if memory is None:
         if positions is not None:
-            raise ArgumentError("memory_positions were given without memory; a cache has its own")
+            raise ArgumentError(
+                "memory_positions is given without memory; leave it out: the cache has its own positions"
+            )
         if cache is None or not cache.written:
             raise ArgumentError(
-                "there is no memory to attend to: give memory [batch, length, dim], or a cache "
+                "there is no memory to attend to; pass memory [batch, length, dim], or a cache "
                 "that holds one"
             )
         return cache.read()
     positions = Span(0, memory.shape[1]) if positions is None else positions
-    made = project.remember(memory, positions)
-    return (made, positions) if cache is None else cache.store(made, positions)
+    parts = project.remember(memory, positions)
+    return (parts, positions) if cache is None else cache.store(parts, positions)
 
 
 def count_cross_weights(module: nn.Module, project: Projection) -> Weights:
-    """The parameters of a layer that reads another text, with the maps that the query does not use
-    set apart.
+    """Count the parameters of a cross-attention layer, with the key and value maps counted
+    separately:
+    one decoding step does not apply them.
     """
     inner: object = project
     while isinstance(wrapped := getattr(inner, "project", None), Projection):
@@ -130,18 +155,16 @@ class AdditiveAttention(Explainable, nn.Module):
     q = query(x);  k, h = recall(remember(memory));  e_ij = v . tanh(q_i + k_j);
     out_i = sum_j softmax(e_i)_j h_j
 
-    Memory is projected once, and kept by a cache if there is one: each step of a decoder computes
-    its query only.
-
     Args:
-        project: a `Projection`, usually `States`.
-        output: a module [B,T,H*E] -> [B,T,M2]; the papers have none.
+        project: a `Projection` whose queries and keys have the same dim D.
+        output: a module on the concatenated heads; None leaves them as they are.
 
     Raises:
-        ArgumentError: there is no memory, neither given nor in the cache; or there are two.
+        ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
+            although the cache holds one.
 
-    >>> from regard.nn.projections import States
-    >>> project = States(nn.Linear(6, 10), 8, key=nn.Linear(8, 10, bias=False))
+    >>> from regard.nn.projections import EncoderStateProjection
+    >>> project = EncoderStateProjection(nn.Linear(6, 10), 8, key=nn.Linear(8, 10, bias=False))
     >>> AdditiveAttention(project)(torch.zeros(1, 1, 6), memory=torch.zeros(1, 7, 8)).shape
     torch.Size([1, 1, 8])
 
@@ -164,8 +187,17 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds; a slot
-        at -1 is padding.
+        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
+
+        Args:
+            x: hidden states [B,T,M] of the sequence that asks.
+            positions: positions of x; 0..T-1 by default.
+            cache: a `regard.caches.Cross` cache, or None.
+            memory: states [B,S,M3] of the other sequence.
+            memory_positions: positions of memory; -1 marks padding.
+
+        Returns:
+            The contexts [B,T,M2].
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
@@ -181,18 +213,20 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Tensor | None,
         memory_positions: Positions | None,
     ) -> Tensor:
-        held, seen = project_memory(self.project, memory, memory_positions, cache)
+        stored, memory_at = project_memory(self.project, memory, memory_positions, cache)
         q = tap("q", self.project.query(x, positions))
-        k, v = self.project.recall(held, seen)
+        k, v = self.project.recall(stored, memory_at)
         k, v = tap("k", k), tap("v", v)
-        found = additive_attention(
-            q, k, v, self.weight, q_positions=positions, k_positions=seen
+        context = additive_attention(
+            q, k, v, self.weight, q_positions=positions, k_positions=memory_at
         ).context
-        z = tap("z", self.project.postprocess(found, x))
+        z = tap("z", self.project.postprocess(context, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
-        """The scores of the small network, term by term; their softmax is the row."""
+        """Return the scores of the small network, term by term; their softmax is the row of
+        weights.
+        """
         k = run.k[0, run.group(head)].double()
         terms = self.weight[head].double() * (run.q[0, head, row].double() + k).tanh()  # [S,D]
         scores = terms.sum(1)
@@ -205,12 +239,18 @@ class AdditiveAttention(Explainable, nn.Module):
         )
 
     def new_cache(self) -> Cross:
-        """An empty cache for one encoder's memory."""
+        """Return an empty cache for the states of one encoder.
+
+        Returns:
+            A `regard.caches.Cross`.
+        """
         return Cross()
 
     @property
     def spec(self) -> AdditiveSpec:
-        """The cost of this layer for one step of the decoder; the states' keys are made once."""
+        """The cost of one decoding step of this layer; the keys of the encoder's states are
+        computed once.
+        """
         return AdditiveSpec(
             count_cross_weights(self, self.project),
             self.project.shape.parts,
@@ -218,7 +258,13 @@ class AdditiveAttention(Explainable, nn.Module):
         )
 
     def describe(self, context: int = 4096) -> Description:
-        """The parameters, the cached values and the FLOPs of this layer for `context` states of
-        memory and one step.
+        """Compute the parameters, the cached values and the FLOPs of this layer for one decoding
+        step.
+
+        Args:
+            context: the number of encoder states that the step attends to.
+
+        Returns:
+            The figures, each with its formula.
         """
         return self.spec.describe(context, type(self).__name__)
