@@ -391,22 +391,23 @@ def test_errors() -> None:
         (lambda: luong(8, hidden=3), 'hidden is 3, but only score="concat" has a hidden layer'),
         (
             lambda: luong(8, memory_dim=6, score="dot"),
-            "queries have 8 numbers and keys 6; give a linear map to 6 for the query, or a key map",
+            "queries have size 8 and keys have size 6; pass a linear map to 6 as query, or a "
+            "linear map as key",
         ),
         (
             lambda: luong(8, 3),
-            "3 heads for keys of 8 and states of 8; both must be multiples of heads, at least 1",
+            "heads is 3; it must be at least 1 and divide the key size 8 and the state size 8",
         ),
         (
             lambda: bahdanau(8, 2, hidden=7),
-            "2 heads for keys of 7 and states of 8; both must be multiples of heads, at least 1",
+            "heads is 2; it must be at least 1 and divide the key size 7 and the state size 8",
         ),
         (lambda: bahdanau(0), "dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, memory_dim=0), "memory_dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, hidden=-1), "hidden is -1; it must be at least 1"),
         (
             lambda: EncoderStateProjection(8, 6, key=nn.Linear(5, 8)),
-            "the key map takes 5 numbers, but states have 6",
+            "the key map has in_features=5; it must be the state size 6",
         ),
         (
             lambda: cross_attention(8, 4, groups=3),

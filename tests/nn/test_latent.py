@@ -689,7 +689,7 @@ def test_a_rotary_that_follows_the_length_takes_no_cache() -> None:
     assert layer(torch.randn(1, 12, M)).shape == (1, 12, M)
     for form in (latent, AbsorbedLatentProjection(latent)):
         assert form.cache_unsafe_reason is not None
-    with pytest.raises(regard.ArgumentError, match=r"a cache was given, but .* follows the length"):
+    with pytest.raises(regard.ArgumentError, match=r"a cache was given, but .* follow the length"):
         layer(torch.randn(1, 2, M), None, Growing())
 
 

@@ -1,5 +1,5 @@
-"""Transformer blocks: residual paths with their norms, encoder and decoder blocks, and parallel
-blocks.
+"""Transformer blocks: residual connections with their norms, encoder and decoder blocks, and
+parallel blocks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from regard.tap import place
 
 
 class Residual(nn.Module, ABC):
-    """A path around a sublayer, with a norm and with dropout on what the sublayer adds.
+    """Base class of residual connections: a path around a sublayer, with a norm and dropout.
 
     Args:
         norm: a module [B,T,M] -> [B,T,M].
-        dropout: on the sublayer's output, in training only.
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     Raises:
         ArgumentError: dropout is out of range.
@@ -41,20 +41,39 @@ class Residual(nn.Module, ABC):
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
     def apply_dropout(self, x: Tensor) -> Tensor:
-        """The sublayer's output, with dropout in training."""
+        """Apply dropout to the sublayer's output in training.
+
+        Args:
+            x: the sublayer's output [B,T,M].
+
+        Returns:
+            The output with dropout, or unchanged in evaluation.
+        """
         return self.dropout(x) if self.training else x
 
     @abstractmethod
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] and what the sublayer makes of it."""
+        """Apply the sublayer with its residual connection.
+
+        Args:
+            x: hidden states [B,T,M].
+            sublayer: a function [B,T,M] -> [B,T,M].
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
 
 
 class PreNorm(Residual):
-    """The sublayer sees a normed x, and the path itself is left alone: x + sublayer(norm(x)).
+    """Pre-norm residual connection: the sublayer reads a normalised x, x + sublayer(norm(x)).
 
-    A stack of these ends in a norm of its own.
+    A stack of these needs a norm after its last block.
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
@@ -66,14 +85,18 @@ class PreNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x + sublayer(norm(x))."""
+        """Compute x + sublayer(norm(x)) for hidden states [B,T,M]."""
         norm: Any = self._modules["norm"]
         y = sublayer(norm(x))
         return x + (self.dropout(y) if self.training else y)
 
 
 class PostNorm(Residual):
-    """The sum is normed, path included: norm(x + sublayer(x)).
+    """Post-norm residual connection: the sum is normalised, norm(x + sublayer(x)).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
@@ -85,33 +108,41 @@ class PostNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """norm(x + sublayer(x))."""
+        """Compute norm(x + sublayer(x)) for hidden states [B,T,M]."""
         result: Float[Tensor, "B T M"] = self.norm(x + self.apply_dropout(sublayer(x)))
         return result
 
 
 class NormedResidual(Residual):
-    """The sublayer sees a normed x, and so does the path: n + sublayer(n), n = norm(x).
+    """Residual connection in which both terms use the normalised x: n + sublayer(n), n = norm(x).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> NormedResidual(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
-    Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have
-    checkpoints of BLOOM.
+    Source: Shoeybi et al. 2019 (arXiv 1909.08053), an option of its released code
+    (`apply_residual_connection_post_layernorm`), which checkpoints of BLOOM use.
     """
 
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """norm(x) + sublayer(norm(x))."""
+        """Compute norm(x) + sublayer(norm(x)) for hidden states [B,T,M]."""
         normed = self.norm(x)
         result: Float[Tensor, "B T M"] = normed + self.apply_dropout(sublayer(normed))
         return result
 
 
 class OutputNorm(Residual):
-    """What the sublayer adds is normed, and nothing else: x + norm(sublayer(x)).
+    """Residual connection in which only the sublayer's output is normalised: x + norm(sublayer(x)).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
@@ -123,17 +154,18 @@ class OutputNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x + norm(sublayer(x))."""
+        """Compute x + norm(sublayer(x)) for hidden states [B,T,M]."""
         return x + self.apply_dropout(self.norm(sublayer(x)))
 
 
 class SandwichNorm(Residual):
-    """A norm on either side of the sublayer: x + after(sublayer(norm(x))).
+    """Residual connection with a norm before and a norm after the sublayer: x +
+    after(sublayer(norm(x))).
 
     Args:
-        norm: in front of the sublayer.
-        after: behind it.
-        dropout: on what is added, in training only.
+        norm: the norm before the sublayer.
+        after: the norm on the sublayer's output.
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> path = SandwichNorm(nn.LayerNorm(2), nn.LayerNorm(2))
@@ -151,27 +183,28 @@ class SandwichNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x + after(sublayer(norm(x)))."""
+        """Compute x + after(sublayer(norm(x))) for hidden states [B,T,M]."""
         return x + self.apply_dropout(self.after(sublayer(self.norm(x))))
 
 
 class Block(LoadsRenamedWeights):
-    """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of
-    an encoder without a mask.
+    """A Transformer block: attention, then a feed-forward layer, each with a residual connection.
 
     x = attention_residual(x, attention);  x = feed_forward_residual(x, feed_forward)
+
+    With a causal mask in its attention it is a decoder block, without a mask an encoder block.
 
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, feed_forward_residual: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`,
-            `SandwichNorm`.
+        attention_residual, feed_forward_residual: residual connections: `PreNorm`, `PostNorm`,
+            `OutputNorm` or `SandwichNorm`.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import mha
-    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
-    >>> block = Block(mha(8, 2), nn.Linear(8, 8), *paths)
+    >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> block = Block(mha(8, 2), nn.Linear(8, 8), *residuals)
     >>> block(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
@@ -208,8 +241,18 @@ class Block(LoadsRenamedWeights):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]."""
-        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.attention`
+        """Apply the block to hidden states [B,T,M].
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of their tokens; by default they continue the cache.
+            cache: the cache of this block's attention, or None.
+            backend: the kernel by name; "auto" chooses.
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
+        parts: dict[str, Any] = self._modules  # much faster than `self.attention`
         attention = parts["attention"]
         x = parts["attention_residual"](
             x, lambda normed: attention(normed, positions, cache, backend=backend)
@@ -218,21 +261,25 @@ class Block(LoadsRenamedWeights):
         return result
 
     def new_cache(self) -> Cache:
-        """An empty cache of the kind that suits the attention."""
+        """Return an empty cache that suits the attention.
+
+        Returns:
+            The cache of `attention.new_cache()`.
+        """
         return self.attention.new_cache()
 
 
 class ParallelBlock(Block):
-    """Both sublayers read the same x, and what they give is added to it at once.
+    """A Transformer block whose attention and feed-forward layer read the same x:
+    x + attention(norm_1(x)) + feed_forward(norm_2(x)).
 
-    x + attention(norm_1(x)) + feed_forward(norm_2(x)): of each `PreNorm` path only the norm and the
-    dropout are used.
+    The arguments are those of `Block`. Only the norm and the dropout of each `PreNorm` are used.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import mha
-    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
-    >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *paths)(torch.zeros(1, 3, 8)).shape
+    >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *residuals)(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
     Source: Wang and Komatsuzaki 2021 (GPT-J); Black et al. 2022 (arXiv 2204.06745), section 2.1,
@@ -247,7 +294,7 @@ class ParallelBlock(Block):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]."""
+        """Apply both sublayers to hidden states [B,T,M] and add their outputs."""
         mixed = self.attention_residual(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
@@ -257,10 +304,11 @@ class ParallelBlock(Block):
 
 
 class BlockCaches(NamedTuple):
-    """What a decoder block remembers.
+    """The two caches of a `DecoderBlock`.
 
-    own: of the target so far.
-    cross: of the source, written once.
+    Args:
+        self_attention: the cache of the target tokens so far.
+        cross: the cache of the source's keys and values, which is written once.
     """
 
     self_attention: Cache
@@ -275,25 +323,26 @@ class BlockCaches(NamedTuple):
 
 
 class DecoderBlock(LoadsRenamedWeights):
-    """Self-attention, attention to an encoder's memory, then feed-forward, each with its residual
-    path.
+    """A decoder block with self-attention, attention to an encoder's memory and a feed-forward
+    layer, each with a residual connection.
 
-    Taps of the two attentions stand at the places `attention` and `cross`.
+    A trace finds the taps of the two attentions at the places `attention` and `cross`.
 
     Args:
         attention: an `Attention` with a causal mask.
         cross: a `CrossAttention`.
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, cross_residual, feed_forward_residual: `PostNorm` or `PreNorm`.
+        attention_residual, cross_residual, feed_forward_residual: `PreNorm` or `PostNorm`.
 
     Raises:
-        ArgumentError: as `CrossAttention`: no memory, or two. The caches are left as they were.
+        ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
+            although the cache holds one. The caches are left as they were.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import cross_attention, mha
-    >>> paths = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
-    >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *paths)
+    >>> residuals = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
+    >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *residuals)
     >>> block(torch.zeros(1, 3, 8), memory=torch.zeros(1, 5, 8)).shape
     torch.Size([1, 3, 8])
 
@@ -338,14 +387,25 @@ class DecoderBlock(LoadsRenamedWeights):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]; memory [B,S,M3] is given once where there are caches, and else
-        every time.
+        """Apply the block to target states [B,T,M].
+
+        Args:
+            x: hidden states of the target [B,T,M].
+            positions: positions of the target tokens; by default they continue the cache.
+            caches: the caches of this block, or None.
+            memory: states of the source [B,S,M3], given in the first call with caches, and in every
+                call without.
+            memory_positions: positions of the source tokens; -1 marks padding.
+            backend: the kernel by name; "auto" chooses.
+
+        Returns:
+            The new hidden states [B,T,M].
         """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
         with rollback_on_error(
             *caches, layers=True
-        ):  # both: the second may refuse what the first has stored
+        ):  # of both caches: the cross-attention may raise after the self-attention has stored
             return self._forward(x, positions, caches, memory, memory_positions, backend)
 
     def _forward(
@@ -380,5 +440,9 @@ class DecoderBlock(LoadsRenamedWeights):
         return out
 
     def new_caches(self) -> BlockCaches:
-        """Empty caches for a target and its source."""
+        """Return empty caches for a target and its source.
+
+        Returns:
+            The two caches as `BlockCaches`.
+        """
         return BlockCaches(self.attention.new_cache(), self.cross.new_cache())

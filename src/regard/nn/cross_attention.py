@@ -124,7 +124,8 @@ def project_memory(
     if memory is None:
         if positions is not None:
             raise ArgumentError(
-                "memory_positions is given without memory; leave it out: the cache has its own positions"
+                "memory_positions is given without memory; leave it out: the cache stores its "
+                "positions"
             )
         if cache is None or not cache.written:
             raise ArgumentError(
