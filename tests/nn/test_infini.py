@@ -346,7 +346,7 @@ def test_errors() -> None:
         (
             lambda: build(rotary=Rotary(8)),
             regard.ArgumentError,
-            "rotary is for heads of 8, and queries have 6",
+            "rotary has dim 8; it must be the head dim 6 of the queries",
         ),
         (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
         (
@@ -366,7 +366,7 @@ def test_errors() -> None:
         (
             lambda: build()(tokens(), cache=Memory(8)),
             regard.ArgumentError,
-            "the cache has segments of 8, and the module of 4; use new_cache()",
+            "the cache has segment=8, but the module has segment=4; use new_cache()",
         ),
         (lambda: Memory(0), regard.ArgumentError, "segment is 0; it must be at least 1"),
         (lambda: Memory(True), regard.ArgumentTypeError, "segment is bool; it must be an int"),

@@ -729,10 +729,10 @@ def test_errors() -> None:
         ],
         (
             lambda: latent(q_rank=-2),
-            "q_rank is -2; it must be at least 1; None makes queries without a latent",
+            "q_rank is -2; it must be at least 1; None computes queries without a latent",
         ),
-        (lambda: latent(form="fast"), "form is 'fast'; it is one of auto, expand, absorb"),
-        (lambda: build("fast"), "form is 'fast'; it is one of naive, auto, expand, absorb"),
+        (lambda: latent(form="fast"), "form is 'fast'; it must be one of auto, expand, absorb"),
+        (lambda: build("fast"), "form is 'fast'; it must be one of naive, auto, expand, absorb"),
         (
             lambda: build(rope_dim=5),
             "rope_dim is 5; it must be even and at least 2, since rotary turns pairs: such as 6",

@@ -468,7 +468,7 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
             r"SoftmaxRouter\(dim=0, experts=4, k=1\): each",
         ),
         (lambda: SigmoidRouter(2, 4, 0), ArgumentError, "k=0.*at least 1"),
-        (lambda: SoftmaxRouter(2, 4, 5), ArgumentError, "k is 5; there are 4 experts"),
+        (lambda: SoftmaxRouter(2, 4, 5), ArgumentError, "k is 5; it must be at most the number of experts, 4"),
         (
             lambda: SoftmaxRouter(2, 4, 1, scale=0.0),
             ArgumentError,
@@ -488,7 +488,7 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
         (
             lambda: SigmoidRouter(2, 8, 5, groups=ExpertGroups(4, 2)),
             ArgumentError,
-            "k is 5; ExpertGroups.*allows 4 of the 8",
+            "k is 5; ExpertGroups.*allows a token at most 4 of 8",
         ),
         (lambda: ExpertGroups(0, 1), ArgumentError, "each must be at least 1"),
         (lambda: ExpertGroups(2, 3), ArgumentError, "topk at most count, 2"),
@@ -496,7 +496,7 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
         (
             lambda: MoE(SoftmaxRouter(2, 4, 1), [SwiGLU(2, 3)] * 3),
             ArgumentError,
-            "among 4 experts, and there are 3",
+            "for 4 experts, but experts has 3",
         ),
         (lambda: ClippedSwiGLU(2, 3, limit=-1.0), ArgumentError, "limit is -1.0"),
         (lambda: ClippedSwiGLU(2, 3, alpha=float("nan")), ArgumentError, "alpha is nan"),

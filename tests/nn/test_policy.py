@@ -289,9 +289,8 @@ def test_without_prefix_a_stale_key_is_refused() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         module(x[:, 6:7], None, cache)
     assert str(error.value) == (
-        "a key was rotated for length 4, and the frequencies of length 7 are others; run the "
-        "whole prefix again "
-        "(regard.nn.Prefix), or choose another policy"
+        "a cached key was rotated for length 4, but length 7 has other frequencies; run the "
+        "whole prefix again (regard.nn.PrefixRecomputer), or choose another policy"
     )
     assert len(cache) == 6
     padded = torch.tensor([[-1, -1, 6]])  # padding has no frequencies
@@ -442,22 +441,22 @@ def test_errors() -> None:
         ),
         (
             lambda: rotary_projection(M, H, G, 4, rotary(NTK, "x")),
-            "rotary is for heads of 8, and head_dim is 4",
+            "rotary has dim 8; it must be the head_dim 4",
         ),
         (
             lambda: rotary_projection(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
             (
-                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it "
-                'with length="current"'
+                f"{Rotary(D, scaling=NTK, length=9)} does not suit policy 'pre_rope'; "
+                'construct it with length="current"'
             ),
         ),
         (
             lambda: rotary_projection(M, H, G, D, rotary(NTK, "x"), policy="frozen"),
-            f"{rotary(NTK, 'x')} does not go with policy 'frozen'; make it with length=<number>",
+            f"{rotary(NTK, 'x')} does not suit policy 'frozen'; construct it with length=<number>",
         ),
         (
             lambda: layer(NTK, "pre_rope").project.query(torch.zeros(1, 2, M).double(), None),
-            "positions are None; rotary heads need them",
+            "positions is None; a projection with rotary positions needs them",
         ),
     ]
     for call, message in cases:

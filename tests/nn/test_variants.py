@@ -363,8 +363,9 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         (
             lambda: differential(8, 2, depth=-1),
             (
-                "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth -1: q needs 2 H "
-                "heads, k twice the heads of v and the head dim of q, depth at least 0"
+                "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth is -1; q "
+                "must have an even number of heads, k must have twice the heads of v and the head "
+                "dim of q, and depth must be at least 0"
             ),
         ),
         (
@@ -372,8 +373,9 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
                 HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2)
             ),
             (
-                "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth 0: q needs 2 H "
-                "heads, k twice the heads of v and the head dim of q, depth at least 0"
+                "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth is 0; q "
+                "must have an even number of heads, k must have twice the heads of v and the head "
+                "dim of q, and depth must be at least 0"
             ),
         ),
         (
@@ -383,15 +385,15 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
                 ),
                 HeadProjection(8, 4, 1),
             ),
-            "gate is 4 heads of 1; it must be 4 heads of 2, as attention gives",
+            "gate is 4 heads of 1; it must be 4 heads of 2, as attention returns",
         ),
         (
             lambda: build("longformer", 8, 4, window=4)(
                 torch.zeros(1, 3, 8), None, gqa(8, 4, groups=2).new_cache()
             ),
             (
-                "this Longformer looks ahead, so that no token is final before the last; give no "
-                "cache, or make it causal with ahead=None"
+                "this Longformer sees later tokens, so earlier results change as tokens are "
+                "added; pass no cache, or make it causal with ahead=None"
             ),
         ),
     ],

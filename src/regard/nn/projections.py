@@ -403,8 +403,8 @@ def cache_unsafe_reason(heads: nn.Module) -> str | None:
     for step in heads.modules():
         if isinstance(step, Rotary) and step.follows_length:
             return (
-                f"the frequencies of {step} follow the length of each call, so cached keys would be "
-                "rotated by other frequencies than new ones; freeze its length, or cache keys "
+                f"the frequencies of {step} follow the length of each call, so cached keys would "
+                "be rotated by other frequencies than new ones; freeze its length, or cache keys "
                 "before they are rotated (regard.nn.dynamic_rotary)"
             )
     return None
@@ -710,7 +710,7 @@ class EncoderStateProjection(ProjectionModule):
         ArgumentError: a size is not a multiple of heads, or queries and keys differ in size.
 
     >>> import torch
-    >>> states = EncoderStateProjection(nn.Linear(6, 8), 8)  # h_t^T W h_s, with W on the query's side
+    >>> states = EncoderStateProjection(nn.Linear(6, 8), 8)  # the score h_t^T W h_s
     >>> states.query(torch.ones(1, 2, 6), None).shape, states.shape.memory
     (torch.Size([1, 1, 2, 8]), (8,))
 

@@ -717,7 +717,7 @@ def mla(
     """
     forms = ("naive", *get_args(Form))
     if form not in forms:
-        raise ArgumentError(f"form is {form!r}; it is one of {', '.join(forms)}")
+        raise ArgumentError(f"form is {form!r}; it must be one of {', '.join(forms)}")
     if rope_dim < 2 or rope_dim % 2:
         near = max(2, rope_dim + 1)
         raise ArgumentError(
