@@ -207,9 +207,9 @@ def test_differential_attention_is_told_as_a_difference() -> None:
         [a - share * b for a, b in zip(*rows, strict=True)], abs=1e-5
     )
     assert [term.factor for term in mix.terms] == pytest.approx([1, -share])
-    assert [term.explained for term in mix.terms] == [True, False]
+    assert [term.here for term in mix.terms] == [True, False]
     assert mix.row.sum() == pytest.approx(1 - share, abs=1e-5)
-    assert [t.explained for t in found("differential", head=5, query=8).mixture.terms] == [
+    assert [t.here for t in found("differential", head=5, query=8).mixture.terms] == [
         False,
         True,
     ]  # type: ignore[union-attr]
@@ -232,7 +232,7 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     assert np.abs(mix.row @ v - x["z"][f.head, i]).max() < ROUNDING
     kept = set(range(attention.sinks)) | set(range(i - attention.recent + 1, i + 1))
     assert {j for j, p in enumerate(mix.row) if p > 0} == kept
-    assert mix.terms[1].explained
+    assert mix.terms[1].here
     assert mix.terms[0].factor + mix.terms[1].factor == pytest.approx(1, abs=1e-6)
 
 

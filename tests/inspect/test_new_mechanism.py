@@ -270,7 +270,7 @@ def test_a_new_mix_of_rows_is_explained(kind: type[NearAndFar], right: bool) -> 
     assert found.calls == ("near", "far")
     assert found.mixture is not None
     assert found.mixture.row is not None
-    assert [term.explained for term in found.mixture.terms] == [False, True]
+    assert [term.here for term in found.mixture.terms] == [False, True]
     assert [term.name for term in found.mixture.terms] == ["near", "far"]
     off = float(np.abs(found.mixture.row @ found.v - found.z).max())
     assert (off < ROUNDING) == right

@@ -208,7 +208,7 @@ def test_gradients(name: str) -> None:
     module(x).square().sum().backward()
     without = [n for n, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]
     # an indexer chooses, and a choice has no gradient: it learns by a loss of its own
-    assert [n for n in without if not n.startswith("select.")] == [], "nothing reaches these"
+    assert [n for n in without if not n.startswith("selector.")] == [], "nothing reaches these"
 
 
 @pytest.mark.full(keep="each")

@@ -196,7 +196,7 @@ def test_steps() -> None:
     assert unit(torch.zeros(1, 4)).eq(0).all()
     half = torch.full((1, 4), 300.0, dtype=torch.float16)  # its squares overflow in fp16
     assert torch.equal(L2Norm()(half), torch.full((1, 4), 0.5, dtype=torch.float16))
-    assert repr(unit) == "UnitLength(eps=0.01)"
+    assert repr(unit) == "L2Norm(eps=0.01)"
 
 
 @pytest.mark.full
@@ -271,8 +271,8 @@ def test_errors() -> None:
     project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 3))
     output = nn.Linear(12, 8)
     cases = [
-        (lambda: LogDecay(8, 0), "Decay(dim=8, groups=0): each must be at least 1"),
-        (lambda: DeltaRule(0, 1), "Delta(dim=0, groups=1): each must be at least 1"),
+        (lambda: LogDecay(8, 0), "LogDecay(dim=8, groups=0): each must be at least 1"),
+        (lambda: DeltaRule(0, 1), "DeltaRule(dim=0, groups=1): each must be at least 1"),
         (
             lambda: DeltaRule(8, 2, max_beta=2.5),
             "max_beta is 2.5; it must be greater than 0 and at most 2",
@@ -281,8 +281,8 @@ def test_errors() -> None:
             lambda: DeltaRule(8, 2, max_beta=0.0),
             "max_beta is 0.0; it must be greater than 0 and at most 2",
         ),
-        (lambda: L2Norm(eps=-1.0), "UnitLength(eps=-1.0): eps must be at least 0"),
-        (lambda: L2Norm(eps=math.nan), "UnitLength(eps=nan): eps must be at least 0"),
+        (lambda: L2Norm(eps=-1.0), "L2Norm(eps=-1.0): eps must be at least 0"),
+        (lambda: L2Norm(eps=math.nan), "L2Norm(eps=nan): eps must be at least 0"),
         (
             lambda: Recurrent(project, DeltaRule(8, 2), output, gate=HeadProjection(8, 4, 2)),
             "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",

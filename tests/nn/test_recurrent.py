@@ -329,7 +329,7 @@ def test_errors() -> None:
             ),
         ),
         (lambda: LinearAttentionRule(scale=math.nan), "scale is nan; it must be finite"),
-        (lambda: RetentionRule(0), "Retention(groups=0): groups must be at least 1"),
+        (lambda: RetentionRule(0), "RetentionRule(groups=0): groups must be at least 1"),
         (
             lambda: RetentionRule(2, [0.5]),
             "decay has 1 numbers for 2 key/value heads; give one per head, or None",
@@ -344,7 +344,7 @@ def test_errors() -> None:
         ),
         (
             lambda: GatedLinearRule(8, 2, 0),
-            "Gated(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1",
+            "GatedLinearRule(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1",
         ),
         (
             lambda: GatedLinearRule(8, 2, 2, temperature=0.0),
@@ -381,4 +381,4 @@ def test_errors() -> None:
         assert str(error.value) == message
     with pytest.raises(regard.ArgumentTypeError, match="feature_map is int; it must be a name"):
         LinearAttentionRule(3)
-    assert repr(RetentionRule(2, [0.5, 1])) == "Retention(decay=[0.5, 1.0])"
+    assert repr(RetentionRule(2, [0.5, 1])) == "RetentionRule(decay=[0.5, 1.0])"

@@ -220,7 +220,7 @@ def test_gradients_where_the_choice_is_stable(name: str) -> None:
     torch.manual_seed(3)
     module = make(name)
     x = torch.randn(1, 7, M, dtype=torch.float64, requires_grad=True)
-    learned = [p for n, p in module.named_parameters() if "select" not in n][:3]
+    learned = [p for n, p in module.named_parameters() if "selector" not in n][:3]
 
     def run(x: Tensor, *_: Tensor) -> Tensor:
         return module(x)[..., :4]
@@ -228,7 +228,7 @@ def test_gradients_where_the_choice_is_stable(name: str) -> None:
     assert torch.autograd.gradcheck(run, (x, *learned), fast_mode=True)
     module(x).sum().backward()
     for n, p in module.named_parameters():
-        if n.startswith("select."):
+        if n.startswith("selector."):
             assert p.grad is None, "an indexer learns from its own loss alone"
         else:
             assert p.grad is not None, n
@@ -246,7 +246,7 @@ def test_the_indexer_learns_from_its_loss_alone() -> None:
         before.mean().backward()
         assert x.grad is None
         assert all(
-            p.grad is None for n, p in module.named_parameters() if not n.startswith("select.")
+            p.grad is None for n, p in module.named_parameters() if not n.startswith("selector.")
         )
         assert all(p.grad.ne(0).any() for p in module.selector.parameters())
         module.zero_grad()

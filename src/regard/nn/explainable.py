@@ -323,7 +323,7 @@ def projection_step(
     """
     index = "i" if letter == "q" else "j"
     return ComputationStep(
-        "projection_step", f"{letter}_{index} = {prefix}W_{letter.upper()} x_{index}", values
+        "projected", f"{letter}_{index} = {prefix}W_{letter.upper()} x_{index}", values
     )
 
 

@@ -269,7 +269,7 @@ class RetentionRule(nn.Module):
     def __init__(self, groups: int, decay: Sequence[float] | None = None) -> None:
         super().__init__()
         if groups < 1:
-            raise ArgumentError(f"Retention(groups={groups}): groups must be at least 1")
+            raise ArgumentError(f"RetentionRule(groups={groups}): groups must be at least 1")
         if decay is not None:
             if len(decay) != groups:
                 raise ArgumentError(
@@ -337,7 +337,7 @@ class GatedLinearRule(nn.Module):
         super().__init__()
         if min(dim, groups, head_dim, rank) < 1:
             raise ArgumentError(
-                f"Gated(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must "
+                f"GatedLinearRule(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must "
                 "be at least 1"
             )
         check_number("temperature", temperature, 0, float("inf"), "greater than 0")
@@ -520,7 +520,7 @@ class L2Norm(nn.Module):
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
         if not eps >= 0:
-            raise ArgumentError(f"UnitLength(eps={eps}): eps must be at least 0")
+            raise ArgumentError(f"L2Norm(eps={eps}): eps must be at least 0")
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:

@@ -103,7 +103,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         if min(max_len, dim) < 1 or offset < 0:
             raise ArgumentError(
-                f"Learned({max_len}, {dim}, offset={offset}): max_len and dim must be at least 1, "
+                f"LearnedPositions({max_len}, {dim}, offset={offset}): max_len and dim must be at least 1, "
                 "offset at least 0"
             )
         self.max_len, self.offset = max_len, offset

@@ -267,8 +267,8 @@ def test_published_config_and_names() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"n_group": 7}, "256 experts cannot be in Groups"),
-        ({"topk_group": 9}, "kept at most count, 8"),
+        ({"n_group": 7}, "256 experts cannot be in ExpertGroups"),
+        ({"topk_group": 9}, "topk at most count, 8"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc'"),
         ({"num_experts_per_tok": 129}, "allows 128 of the 256"),

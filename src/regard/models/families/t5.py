@@ -159,7 +159,7 @@ def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str 
         for x in "qkv":
             names[f"{theirs}{i}.{name}.{x}.weight"] = f"{ours}{where}.project.{x}.linear.weight"
         names[f"{theirs}{i}.{name}.o.weight"] = f"{ours}{where}.output.weight"
-        names[f"{theirs}{i}.layer_norm.weight"] = f"{ours}around_{where}.norm.weight"
+        names[f"{theirs}{i}.layer_norm.weight"] = f"{ours}{where}_residual.norm.weight"
     wide, feed = f"{theirs}{len(attentions)}.", ours + "feed_forward."
     names[wide + "layer_norm.weight"] = ours + "feed_forward_residual.norm.weight"
     up, gate = feed + "up.weight", feed + "gate.weight"
