@@ -209,10 +209,7 @@ def test_differential_attention_is_told_as_a_difference() -> None:
     assert [term.factor for term in mix.terms] == pytest.approx([1, -share])
     assert [term.here for term in mix.terms] == [True, False]
     assert mix.row.sum() == pytest.approx(1 - share, abs=1e-5)
-    assert [t.here for t in found("differential", head=5, query=8).mixture.terms] == [
-        False,
-        True,
-    ]  # type: ignore[union-attr]
+    assert [t.here for t in found("differential", head=5, query=8).mixture.terms] == [False, True]  # type: ignore[union-attr]
 
 
 def test_calls_that_are_joined_make_one_softmax() -> None:

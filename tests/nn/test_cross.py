@@ -368,7 +368,7 @@ def test_states_is_a_projection() -> None:
     assert isinstance(states, Projection)
     z = torch.randn(1, 1, 2, 8)
     assert torch.equal(states.postprocess(z, z), z)
-    assert "1 heads, keys of 8, states of 8" in repr(states)
+    assert "1 head, keys of 8, states of 8" in repr(states)
 
 
 def test_positions_of_queries_matter_to_masks_only() -> None:

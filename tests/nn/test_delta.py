@@ -285,7 +285,7 @@ def test_errors() -> None:
         (lambda: L2Norm(eps=math.nan), "L2Norm(eps=nan): eps must be at least 0"),
         (
             lambda: Recurrent(project, DeltaRule(8, 2), output, gate=HeadProjection(8, 4, 2)),
-            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",
+            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule returns",
         ),
         (
             lambda: delta_net(12, 4, groups=3),

@@ -160,7 +160,7 @@ def test_the_naive_cache_is_wrong_and_refused(name: str) -> None:
         HeadProjection(M, H, D, r), HeadProjection(M, G, D, r), HeadProjection(M, G, D)
     )
     refused = Attention(honest, nn.Linear(H * D, M), mask=masks.Causal()).double()
-    with pytest.raises(regard.ArgumentError, match="remember keys before they are rotated"):
+    with pytest.raises(regard.ArgumentError, match="cache keys before they are rotated"):
         refused(x, None, Growing())
 
 

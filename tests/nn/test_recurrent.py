@@ -332,15 +332,15 @@ def test_errors() -> None:
         (lambda: RetentionRule(0), "RetentionRule(groups=0): groups must be at least 1"),
         (
             lambda: RetentionRule(2, [0.5]),
-            "decay has 1 numbers for 2 key/value heads; give one per head, or None",
+            "decay has length 1; it must have one number for each of the 2 key/value heads, or be None",
         ),
         (
             lambda: RetentionRule(2, [0.5, 1.5]),
-            "decay of head 1 is 1.5; it must be from 0, which keeps nothing, to 1, which keeps all",
+            "decay of head 1 is 1.5; it must be from 0 (forget at once) to 1 (never forget)",
         ),
         (
             lambda: RetentionRule(1, [math.nan]),
-            "decay of head 0 is nan; it must be from 0, which keeps nothing, to 1, which keeps all",
+            "decay of head 0 is nan; it must be from 0 (forget at once) to 1 (never forget)",
         ),
         (
             lambda: GatedLinearRule(8, 2, 0),
@@ -354,7 +354,7 @@ def test_errors() -> None:
             lambda: Recurrent(
                 project, RetentionRule(2), nn.Linear(12, 8), gate=HeadProjection(8, 4, 2)
             ),
-            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",
+            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule returns",
         ),
         (
             lambda: linear_attention(12, 4, groups=3),

@@ -260,7 +260,7 @@ def test_the_indexer_learns_from_its_loss_alone() -> None:
     assert float(loss.detach()) < 0.7 * first
     with pytest.raises(
         regard.ArgumentError,
-        match="the layer selects by MoBA; only an Indexer has a loss of its own",
+        match="the layer's selector is MoBA; only an Indexer has a loss",
     ):
         indexer_losses(make("moba"), x.double())
 
@@ -466,11 +466,11 @@ def test_errors() -> None:
         (
             lambda: Indexer(heads, HeadProjection(8, 2, 4), nn.Linear(8, 2), topk=3),
             (
-                "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 "
-                "heads of 4, and weight must give 2"
+                "index q is 2 heads of 4, k is 2 heads of 4, weight has out_features=2; k must "
+                "be 1 head of 4, and weight must have out_features=2"
             ),
         ),
-        (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weights for 3 heads"),
+        (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weight has out_features=3"),
         (
             lambda: nsa(32, 4, groups=2, stride=12),
             "compress 32, stride 12, select 64: stride must divide both",
@@ -479,11 +479,11 @@ def test_errors() -> None:
         (lambda: nsa(32, 4, groups=3), "4 query heads are not divisible by 3 key/value heads"),
         (
             lambda: BlockCompressor(0, 4),
-            "Compress(length=0, dim=4, hidden=4): each must be at least 1",
+            "BlockCompressor(length=0, dim=4, hidden=4): each must be at least 1",
         ),
         (
             lambda: built(kv[:2], kv[3:]),
-            "2 keys and 3 values; give one each for compressed, selected, window",
+            "keys has 2 entries and values has 3; each needs one for compressed, selected, window",
         ),
         (lambda: built([*kv[:2], HeadProjection(8, 2, 4)], kv[3:]), same),
         (lambda: built(kv[:3], kv[3:], HeadProjection(8, 2, 3)), same),
@@ -498,5 +498,5 @@ def test_errors() -> None:
         HeadProjection(8, 2, 4, follows), HeadProjection(8, 1, 4, follows), HeadProjection(8, 1, 4)
     )
     stale = SelectedAttention(project, MoBA(2, 2), nn.Linear(8, 8))
-    with pytest.raises(regard.ArgumentError, match="a cache was given, but Rotary"):
+    with pytest.raises(regard.ArgumentError, match="a cache was given, but the frequencies of Rotary"):
         stale(torch.zeros(1, 3, 8), None, stale.new_cache())

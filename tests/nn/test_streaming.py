@@ -243,7 +243,7 @@ def test_errors() -> None:
         )
         return StreamingAttention(project, nn.Linear(20, 12), sinks=1, recent=2)
 
-    same = "both must be one and the same Rotary: a query that looks at sinks is turned back"
+    same = "both must be the same Rotary object, which rotates queries back for the sinks"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: build(-1), regard.ArgumentError, "sinks is -1; it must be 0 or more"),
         (

@@ -77,10 +77,10 @@ class Longformer(LoadsRenamedWeights, Mixer):
         self.local_project, self.global_project, self.output = local_project, global_project, output
         self.globals = Global(positions)
         self.causal = ahead is None
-        reach = (window - 1) * step + 1
+        dilated, reach = Dilated(window, step), (window - 1) * step + 1
         window_mask: Mask = Window(reach) if ahead is None else Window(reach, ahead=ahead * step)
         if step != 1:
-            window_mask = window_mask & Dilated(window, step)
+            window_mask = window_mask & dilated
         # Every query sees the global keys; the second mask is for global queries, which see all.
         self.mask: Mask = window_mask | self.globals
         self.global_mask: Mask | None = None

@@ -1,5 +1,5 @@
 """Attention to selected keys. A selector (MoBA, DeepSeek's indexer) chooses the keys that each
-query reads; native sparse attention mixes compressed, selected and nearby keys.
+query reads; native sparse attention combines compressed, selected and recent keys.
 """
 
 from __future__ import annotations
@@ -38,36 +38,57 @@ from regard.ops.selection.nsa import NSABlocks, ends, selection_mask, windows
 from regard.ops.softmax import attend, attention_weights
 from regard.span import Positions, Span, count
 from regard.tap import place, tap
+from regard.units import plural
 
 
 @runtime_checkable
 class KeySelector(Protocol):
-    """From queries, keys and what it remembered itself to the keys that each query reads."""
+    """The interface of a selector, which chooses the keys that each query reads."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """x [B,S,M] -> what a cache stores for it per position, beside keys and values; may be
-        nothing.
+        """Return the parts that a cache stores per token for this selector, besides keys and
+        values; may be empty.
+
+        Args:
+            x: hidden states [B,S,M].
+            positions: positions of their tokens.
         """
 
     def choose(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, positions: Positions, seen: Positions
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
     ) -> Mask:
-        """A causal mask for this call: queries q [B,H,T,D] of x [B,T,M] at positions, keys k
-        [B,G,S,D] at seen.
+        """Choose the keys of each query.
+
+        Args:
+            q: queries [B,H,T,D].
+            k: keys [B,G,S,D].
+            x: the hidden states [B,T,M] of the queries.
+            memory: the stored parts of this selector, from `remember`.
+            positions: positions of the queries.
+            k_positions: positions of the keys.
+
+        Returns:
+            A causal mask for this call.
         """
 
     @property
     def spec(self) -> Selection:
-        """What choosing costs, and how many keys it chooses."""
+        """The cost of choosing, and the number of chosen keys."""
 
 
 class MoBA(nn.Module):
-    """The own block, and those past blocks whose mean key fits the query best:
-    `regard.ops.selection.moba_mask`.
+    """The selector of mixture of block attention: a query reads its own block and the past blocks
+    whose mean key has the largest product with it (`regard.ops.selection.moba_mask`).
 
     Args:
-        size: positions per block.
-        topk: blocks per query and query head, the own one included.
+        size: the number of positions in a block.
+        topk: the number of blocks per query and query head, its own block included.
 
     Raises:
         ArgumentError: size or topk is below 1.
@@ -84,50 +105,58 @@ class MoBA(nn.Module):
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Nothing: the means are of the keys."""
+        """Return no parts, since the mean keys are computed from the cached keys."""
         return ()
 
     def choose(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, positions: Positions, seen: Positions
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
     ) -> Mask:
-        """The mask of chosen blocks."""
+        """Return the mask of the chosen blocks."""
         return moba_mask(
-            q, k, size=self.size, topk=self.topk, q_positions=positions, k_positions=seen
+            q, k, size=self.size, topk=self.topk, q_positions=positions, k_positions=k_positions
         )
 
     @property
     def spec(self) -> BlockSelection:
-        """The sizes of blocks and choice, for the cost."""
+        """The block size and the number of blocks, for the cost."""
         return BlockSelection(self.size, self.topk)
 
     def extra_repr(self) -> str:
-        """Block size and number."""
+        """The block size and the number of blocks."""
         return f"blocks of {self.size}, topk={self.topk}"
 
 
 class Indexer(nn.Module):
-    """The topk keys by a small score of its own: `regard.ops.selection.index_mask`.
+    """The lightning indexer of DeepSeek-V3.2: a query reads the topk keys with the largest index
+    score, which small heads compute (`regard.ops.selection.index_mask`).
 
     I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
 
-    It learns from `regard.nn.selected_attention.indexer_losses` alone: no gradient flows through the choice.
+    The indexer is trained by `regard.nn.selected_attention.indexer_losses` only: the choice of keys
+    passes no gradient.
 
     Args:
-        q: `HeadProjection` that make J index queries of dim d.
-        k: `HeadProjection` that make one index key of dim d; a cache keeps it beside what the projection
-            remembers.
+        q: a `HeadProjection` to J index queries of dim d.
+        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
+            the projection.
         weight: a linear map [B,T,M] -> [B,T,J].
-        topk: keys per query, for all heads together.
+        topk: the number of keys per query, for all heads together.
 
     Raises:
         ArgumentError: the heads do not fit one another, or topk is below 1.
 
-    >>> indexer = Indexer(HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False), topk=3)
-    >>> indexer.spec.tokens(100)
+    >>> q, k, weight = HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
+    >>> Indexer(q, k, weight, topk=3).spec.tokens(100)
     Figure(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
-    of its published code.
+    from its published code.
     """
 
     def __init__(
@@ -137,58 +166,69 @@ class Indexer(nn.Module):
         check_topk(topk)
         if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
             raise ArgumentError(
-                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weights for "
-                f"{weight.out_features} heads: k must be "
-                f"1 heads of {q.head_dim}, and weight must give {q.heads}"
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weight has "
+                f"out_features={weight.out_features}; k must be 1 head of {q.head_dim}, and weight "
+                f"must have out_features={q.heads}"
             )
         self.q, self.k, self.weight, self.topk = q, k, weight, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """The index key [B,1,S,d]."""
+        """Return the index keys [B,1,S,d]."""
         return (self.k(x, positions),)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Index queries [B,J,T,d], scaled by 1/sqrt(d), and weights [B,T,J], by 1/sqrt(J)."""
+        """Return index queries [B,J,T,d] times 1/sqrt(d), and their weights [B,T,J] times
+        1/sqrt(J).
+        """
         q = self.q(x, positions) * self.q.head_dim**-0.5
         return q, self.weight(x) * self.q.heads**-0.5
 
     def choose(
-        self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, positions: Positions, seen: Positions
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
     ) -> Mask:
-        """The mask of chosen keys."""
+        """Return the mask of the chosen keys."""
         with torch.no_grad():
             index_q, weight = self.parts(x, positions)
         return index_mask(
-            index_q, memory[0], weight, topk=self.topk, q_positions=positions, k_positions=seen
+            index_q,
+            memory[0],
+            weight,
+            topk=self.topk,
+            q_positions=positions,
+            k_positions=k_positions,
         )
 
     @property
     def spec(self) -> IndexSelection:
-        """The sizes of the index score and of the choice, for the cost."""
+        """The sizes of the index heads and the number of chosen keys, for the cost."""
         return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
 
     def extra_repr(self) -> str:
-        """topk."""
+        """The number of keys per query."""
         return f"topk={self.topk}"
 
 
 class SelectedAttention(LoadsRenamedWeights, Mixer):
-    """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made
-    from each call.
+    """Softmax attention to the keys that a selector chooses in each call.
 
     mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);
-    out = output(z, heads joined)
+    out = output(heads of z concatenated)
 
     Args:
-        project: a `Projection`, also one that keeps a latent.
-        select: a `KeySelector`: `MoBA` or `Indexer`.
+        project: a `Projection`; it may store a latent.
+        selector: a `KeySelector`, such as `MoBA` or `Indexer`.
         output: a module [B,T,H*E] -> [B,T,M].
-        scale: None is 1/sqrt(D).
+        scale: the factor on the scores; None is 1/sqrt(D).
 
-    >>> from regard.nn import HeadProjection, SeparateQKV
     >>> from regard.nn.selected_attention import MoBA
-    >>> project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
-    >>> layer = SelectedAttention(project, MoBA(4, 2), nn.Linear(8, 8))
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> layer = SelectedAttention(separate_qkv(8, 4, 2, 2), MoBA(4, 2), nn.Linear(8, 8))
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
     """
@@ -209,21 +249,19 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache
-        holds.
-        """
-        memory, seen = self.project.remember(x, positions), positions
+        """Attend from x [B,T,M] to the chosen tokens among its own and those in the cache."""
+        memory, k_positions = self.project.remember(x, positions), positions
         n = len(memory)
         memory = (*memory, *self.selector.remember(x, positions))
         if cache is not None:
             if self.project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
-            memory, seen = cache.update(memory, positions)
-        project = select_form(self.project, x.shape[1], count(seen))
-        q = tap("q", adjust_query(project, project.query(x, positions), positions, seen))
-        k, v = project.recall(memory[:n], seen)
+            memory, k_positions = cache.update(memory, positions)
+        project = select_form(self.project, x.shape[1], count(k_positions))
+        q = tap("q", adjust_query(project, project.query(x, positions), positions, k_positions))
+        k, v = project.recall(memory[:n], k_positions)
         k, v = tap("k", k), tap("v", v)
-        mask = self.selector.choose(q, k, x, memory[n:], positions, seen)
+        mask = self.selector.choose(q, k, x, memory[n:], positions, k_positions)
         z = attend(
             q,
             k,
@@ -231,7 +269,7 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
             mask=mask,
             scale=self._scale,
             q_positions=positions,
-            k_positions=seen,
+            k_positions=k_positions,
             backend=backend,
         )
         z = tap("z", project.postprocess(z, x))
@@ -239,22 +277,27 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
 
     @property
     def _scale(self) -> float:
-        # by the dims of a head as defined: a form of the projection may have longer ones
+        # The scale uses the head dim of the definition: the selected form may have a longer one.
+        """The factor on the scores."""
         return self.project.shape.D**-0.5 if self.scale is None else self.scale
 
     def new_cache(self) -> Cache:
-        """An empty cache that keeps everything: any token may be chosen later."""
+        """Return an empty cache that stores all tokens, since any token may be chosen later."""
         return Growing()
 
     @property
     def spec(self) -> SelectedSpec:
-        """The cost of this layer: a cache holds all keys, and what the selector remembers."""
+        """The cost of this layer; a cache stores all keys and values, and the selector's parts."""
         shape, selection = self.project.shape, self.selector.spec
-        own = ((1, selection.values_per_token),) if selection.values_per_token else ()
-        return SelectedSpec(count_weights(self), (*shape.parts, *own), shape.heads, selection)
+        selector_parts = ((1, selection.values_per_token),) if selection.values_per_token else ()
+        return SelectedSpec(
+            count_weights(self), (*shape.parts, *selector_parts), shape.heads, selection
+        )
 
     def describe(self, context: int = 4096) -> Description:
-        """Describe the layer as every mechanism does, under the name of its selector."""
+        """Compute the figures of this layer for one decoded token, under the name of its
+        selector.
+        """
         return self.spec.describe(context, type(self.selector).__name__)
 
 
@@ -265,23 +308,28 @@ def indexer_losses(
     *,
     chosen: bool = True,
 ) -> Float[Tensor, "B T"]:
-    """The loss of each query that the indexer of a layer learns from, without a cache; its gradient
-    reaches the indexer alone.
+    """Compute the loss that trains the indexer of a layer, per query and without a cache. Its
+    gradient reaches the indexer only.
 
     Args:
-        x, positions: as the layer takes them.
-        chosen: compare over the keys that the indexer chose (the sparse stage), or over all past
-            ones (the warm-up).
+        layer: a `SelectedAttention` whose selector is an `Indexer`.
+        x: hidden states [B,T,M].
+        positions: positions of their tokens; 0..T-1 by default.
+        chosen: whether the index scores are compared with the attention pattern over the chosen
+            keys only (the sparse stage of training), or over all past keys (the warm-up).
+
+    Returns:
+        The losses [B,T].
 
     Raises:
-        ArgumentError: the layer's selector is no `Indexer`.
+        ArgumentError: the layer's selector is not an `Indexer`.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
     """
     selector = layer.selector
     if not isinstance(selector, Indexer):
         raise ArgumentError(
-            f"the layer selects by {type(selector).__name__}; only an Indexer has a loss of its own"
+            f"the layer's selector is {type(selector).__name__}; only an Indexer has a loss"
         )
     positions = Span(0, x.shape[1]) if positions is None else positions
     x = x.detach()
@@ -299,19 +347,19 @@ def indexer_losses(
 
 
 BRANCHES = ("compressed", "selected", "window")
-"""The places of the taps, and the order of keys, values and gates."""
+"""The names of the branches, in the order of keys, values and gates; taps use them as places."""
 
 
 class BlockCompressor(nn.Module):
-    """The l tokens of a block as one: phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2, e
-    by place in the block.
+    """A network that compresses the l tokens of a block into one: phi(x) = W2 silu(W1 [x_1 + e_1;
+    ...; x_l + e_l] + b1) + b2, where e_i is a learned embedding of the place in the block.
 
-    x [B,G,C,l,D] -> [B,G,C,D], the same map for every head.
+    x [B,G,C,l,D] -> [B,G,C,D], with the same map for every head.
 
     Args:
-        length: the tokens l.
+        length: the number of tokens l in a block.
         dim: the head dim D.
-        hidden: the width between the two maps; None is D.
+        hidden: the hidden size; None is D.
 
     Raises:
         ArgumentError: a size is below 1.
@@ -319,8 +367,7 @@ class BlockCompressor(nn.Module):
     >>> BlockCompressor(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
     torch.Size([1, 2, 5, 8])
 
-    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper leaves the shape of the
-    network open.
+    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper does not specify the network.
     """
 
     def __init__(self, length: int, dim: int, hidden: int | None = None) -> None:
@@ -328,54 +375,57 @@ class BlockCompressor(nn.Module):
         hidden = dim if hidden is None else hidden
         if min(length, dim, hidden) < 1:
             raise ArgumentError(
-                f"Compress(length={length}, dim={dim}, hidden={hidden}): each must be at least 1"
+                f"BlockCompressor(length={length}, dim={dim}, hidden={hidden}): each must be at least 1"
             )
         self.length, self.dim, self.hidden = length, dim, hidden
         self.places = nn.Parameter(0.02 * torch.randn(length, dim))
         self.up, self.down = nn.Linear(length * dim, hidden), nn.Linear(hidden, dim)
 
     def forward(self, x: Float[Tensor, "B G C l D"]) -> Float[Tensor, "B G C D"]:
-        """One token per block."""
+        """Compress blocks [B,G,C,l,D] to one token each [B,G,C,D]."""
         hidden = self.up((x + self.places).flatten(-2))
         compressed: Tensor = self.down(nn.functional.silu(hidden))
         return compressed
 
     def extra_repr(self) -> str:
-        """The tokens of a block."""
-        return f"{self.length} tokens"
+        """The number of tokens in a block."""
+        return plural(self.length, "token")
 
 
 class NSA(Mixer):
-    """out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b: compressed, selected,
-    window.
+    """Native sparse attention: the gated sum of three branches with separate keys and values.
 
-    compressed: one key and value per block of l tokens, every d tokens, seen once the block is
-        complete;
-    selected: the blocks of l' tokens that got most of the compressed branch's attention, k <= q
-        within;
+    out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b:
+
+    compressed: one key and value per block of l tokens, one block every d tokens, visible once the
+        block is complete;
+    selected: the blocks of l' tokens with the largest attention in the compressed branch, up to the
+        query;
     window: the last w tokens
 
-    A cache keeps the keys and values of all three branches; compressed ones are computed again in
-    each call.
+    A cache stores the keys and values of all three branches; the compressed ones are computed again
+    in each call.
 
     Args:
-        q: `HeadProjection` that make H queries.
-        keys, values: `HeadProjection` that make G keys and values, one per branch. Keys of the compressed
-            branch are remembered as their heads make them: give those no rotary.
+        q: a `HeadProjection` to H queries.
+        keys, values: three `HeadProjection`s each to G keys and values, one per branch. The keys of
+            the compressed branch are compressed before positions are applied, so they need no
+            rotary.
         compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
-        key_transform: a step on compressed keys at the position of their last token, such as a
-            rotary; None is no step. The paper leaves open where positions enter; so a score depends
-            on the distance only.
+        key_transform: a step on compressed keys, such as a rotary, at the position of the last
+            token of each block; None applies none. The paper does not say where positions enter;
+            this way a score depends on the distance only.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
         output: a module [B,T,H*E] -> [B,T,M].
-        sizes: of blocks and window.
+        sizes: the sizes of blocks and window.
 
     Raises:
-        ArgumentError: not three keys and values, or their heads do not fit one another.
+        ArgumentError: there are not three keys and values, or their heads do not fit one another.
 
     >>> sizes = NSABlocks(compress=4, stride=2, select=4, count=3, window=4)
-    >>> kv, phi = [HeadProjection(8, 1, 4) for _ in range(6)], [BlockCompressor(4, 4) for _ in range(2)]
-    >>> layer = NSA(HeadProjection(8, 2, 4), kv[:3], kv[3:], compress_key=phi[0], compress_value=phi[1],
+    >>> kv = [HeadProjection(8, 1, 4) for _ in range(6)]
+    >>> layer = NSA(HeadProjection(8, 2, 4), kv[:3], kv[3:],
+    ...             compress_key=BlockCompressor(4, 4), compress_value=BlockCompressor(4, 4),
     ...             gate=nn.Linear(8, 6), output=nn.Linear(8, 8), sizes=sizes)
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
@@ -399,14 +449,15 @@ class NSA(Mixer):
         super().__init__()
         if len(keys) != 3 or len(values) != 3:
             raise ArgumentError(
-                f"{len(keys)} keys and {len(values)} values; give one each for "
+                f"keys has {len(keys)} entries and values has {len(values)}; each needs one for "
                 f"{', '.join(BRANCHES)}"
             )
-        made = {
+
+        shapes = {
             (k.heads, k.head_dim, v.heads, v.head_dim) for k, v in zip(keys, values, strict=True)
         }
-        (G, D, G_v, _) = next(iter(made))
-        if len(made) > 1 or G_v != G or q.head_dim != D:
+        (G, D, G_v, _) = next(iter(shapes))
+        if len(shapes) > 1 or G_v != G or q.head_dim != D:
             raise ArgumentError(
                 f"q is {q.extra_repr()}, keys are {[k.extra_repr() for k in keys]}, values "
                 f"{[v.extra_repr() for v in values]}: every branch needs the same heads and dims, "
@@ -422,23 +473,24 @@ class NSA(Mixer):
         self.gate, self.output, self.sizes = gate, output, sizes
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds, branch by
-        branch.
-        """
+        """Attend from x [B,T,M] to its own tokens and to those in the cache, branch by branch."""
         q = tap("q", self.q(x, positions))
         memory: Parts = tuple(heads(x, positions) for heads in (*self.keys, *self.values))
-        seen = positions
+
+        k_positions = positions
         if cache is not None:
-            memory, seen = cache.update(memory, positions)
+            memory, k_positions = cache.update(memory, positions)
         keys, values = list(memory[:3]), list(memory[3:])
-        laid = order(seen, self.sizes.select, x.device)
-        at = ends(laid, self.sizes)
-        keys[0], values[0] = self.compressed(keys[0], values[0], laid, at)
-        chosen = selection_mask(q, keys[0], laid, self.sizes, q_positions=positions, k_positions=at)
+        token_order = order(k_positions, self.sizes.select, x.device)
+        block_ends = ends(token_order, self.sizes)
+        keys[0], values[0] = self.compressed(keys[0], values[0], token_order, block_ends)
+        chosen = selection_mask(
+            q, keys[0], token_order, self.sizes, q_positions=positions, k_positions=block_ends
+        )
         masks = (Causal(), chosen, Causal() & Window(self.sizes.window))
         zs = []
-        for name, k, v, mask, where in zip(
-            BRANCHES, keys, values, masks, (at, seen, seen), strict=True
+        for name, k, v, mask, branch_positions in zip(
+            BRANCHES, keys, values, masks, (block_ends, k_positions, k_positions), strict=True
         ):
             with place(name):
                 zs.append(
@@ -448,7 +500,7 @@ class NSA(Mixer):
                         tap("v", v),
                         mask=mask,
                         q_positions=positions,
-                        k_positions=where,
+                        k_positions=branch_positions,
                         backend=backend,
                     )
                 )
@@ -459,27 +511,44 @@ class NSA(Mixer):
         self,
         k: Float[Tensor, "B G S D"],
         v: Float[Tensor, "B G S E"],
-        laid: Order,
-        at: Positions,
+        token_order: Order,
+        block_ends: Positions,
     ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
-        """Compressed keys and values; those of blocks that are not complete stand at position -1,
-        and mean nothing.
+        """Compress keys and values.
+
+        Args:
+            k: keys [B,G,S,D] of the compressed branch.
+            v: values [B,G,S,E] of the compressed branch.
+            token_order: the order of the tokens by position.
+            block_ends: the position of the last token of each block; -1 for an incomplete block.
+
+        Returns:
+            The compressed keys [B,G,C,D] and values [B,G,C,E]; those of incomplete blocks have no
+            meaning.
         """
-        k = self.compress_key(windows(k, laid, self.sizes))
-        v = self.compress_value(windows(v, laid, self.sizes))
-        return (k if self.key_transform is None else self.key_transform(k, at)), v
+        k = self.compress_key(windows(k, token_order, self.sizes))
+        v = self.compress_value(windows(v, token_order, self.sizes))
+        return (k if self.key_transform is None else self.key_transform(k, block_ends)), v
 
     def gated(
         self, zs: Float[Tensor, "3 B H T E"], x: Float[Tensor, "B T M"]
     ) -> Float[Tensor, "B H T E"]:
-        """The branches, each times its gate, a number per head and query."""
+        """Sum the branches, each times its gate per head and query.
+
+        Args:
+            zs: the results of the branches [3,B,H,T,E].
+            x: the hidden states [B,T,M].
+
+        Returns:
+            The heads [B,H,T,E].
+        """
         gates = self.gate(x).sigmoid().unflatten(-1, (3, self.q.heads))  # [B,T,3,H]
         result: Float[Tensor, "B H T E"] = (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
         return result
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The steps of the queries, and those of the branch's own keys and values; compressed keys
-        are blocks and no tokens, and have none.
+        """Return the steps of the queries, and of the keys and values of the query's branch.
+        Compressed keys stand for blocks of tokens and have no steps.
         """
         q = self.q.explain_steps(query.x, query.positions, "q")
         rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
@@ -495,7 +564,7 @@ class NSA(Mixer):
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """The branches, each times its gate."""
+        """Return the branches, each with its gate."""
         gates = self.gate(run.x[0, row]).sigmoid().unflatten(-1, (3, -1))[:, head].double()
         terms = tuple(
             MixTerm(
@@ -507,30 +576,36 @@ class NSA(Mixer):
             for n, call in enumerate(calls)
         )
         return HeadMix(
-            "three branches with keys and values of their own, each times its gate; a weight of "
-            "one is no share of the whole",
+            "three branches with separate keys and values, each times its gate; a weight of one "
+            "branch is not a share of the total",
             terms,
             None,
         )
 
     def new_cache(self) -> Cache:
-        """An empty cache that keeps everything: any block may be selected later."""
+        """Return an empty cache that stores all tokens, since any block may be selected later."""
         return Growing()
 
     def tokens(self, context: int) -> Figure:
-        """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper
-        counts them.
+        """Count the tokens that are read to decode the token at position context - 1, as in table 4
+        of the paper.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The number with its formula.
         """
         return self.spec.read_by_paper(context)
 
     @property
     def spec(self) -> NSASpec:
-        """The cost of this layer, which compresses all blocks anew for each token."""
+        """The cost of this layer, which compresses all blocks again for each token."""
         s, value = self.sizes, self.values[0]
         assert isinstance(value, HeadProjection)
         shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
         phi = (self.compress_key, self.compress_value)
-        # a network of another class says no width, and is not counted
+        # the width of another network class is unknown, and its FLOPs are not counted
         widths = [network.hidden if isinstance(network, BlockCompressor) else 0 for network in phi]
         return NSASpec(
             count_weights(self, *phi),

@@ -1,4 +1,6 @@
-"""StreamingLLM: the first tokens and the last ones, with positions inside what is kept."""
+"""StreamingLLM: attention to the first and the last tokens, with positions counted inside the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +22,35 @@ from regard.tap import needed
 
 
 class StreamingAttention(Attention):
-    """Attention to s first tokens and the R last ones, numbered as if nothing had stood between
-    them.
+    """StreamingLLM attention: a query sees the s first tokens (the sinks) and the R last ones, with
+    distances as if the tokens between them did not exist.
 
     A query at position p sees the keys p - R < j <= p at their distance p - j, and the sinks j < s
-    at the distance min(p, s + R - 1) - j: that is where they stand in a cache of s + R tokens whose
+    at the distance min(p, s + R - 1) - j. These are the positions in a cache of s + R tokens whose
     slots are numbered from 0.
 
-    The paper keeps keys without rotation and rotates all of them by their slots at every step. A
-    rotary score depends on the distance only; so keys are kept rotated, where they stand, and a
-    query that looks at sinks is turned back by the number of tokens that were evicted. Scores are
-    the same in any chunks, and no key is rotated twice.
+    The paper caches keys without rotation and rotates all of them by their slots at every step.
+    Since a rotary score depends on the distance only, this module caches keys rotated by their own
+    positions, and rotates a query that reads the sinks back by the number of evicted tokens. The
+    scores are the same for any chunking, and no key is rotated twice.
 
-    It lets a model run on without end and stay fluent; it does not extend what the model remembers.
+    A model with this attention can generate without limit and stays fluent; it does not remember
+    more.
 
     Args:
-        project: a `SeparateQKV` whose query and key heads end with one and the same `Rotary`.
+        project: a `SeparateQKV` whose query and key heads end with the same `Rotary` object.
         output: a module [B,T,H*E] -> [B,T,M].
-        sinks: s, how many first tokens are kept for ever; with 0 it is a sliding window.
-        recent: R, how many last tokens are kept, the query's own included.
-        scale, softcap, sink: as in `Attention`; `sink` is a learned logit per head, and no token.
+        sinks: the number s of first tokens that are always kept; 0 gives a sliding window.
+        recent: the number R of last tokens that are kept, the query's own included.
+        scale, softcap, sink: as in `Attention`; `sink` is a learned logit per head, not a token.
 
     Raises:
-        ArgumentError, ArgumentTypeError: sinks is not an int of at least 0, or recent of at least
-            1; the rotary is not the last step on queries and keys, or follows the length; scale or
-            softcap is out of range.
+        ArgumentError, ArgumentTypeError: sinks is not an int of at least 0, or recent not one of at
+            least 1; the last step on queries and keys is not the same rotary, or its frequencies
+            follow the length; scale or softcap is out of range.
 
-    >>> from regard.nn import HeadProjection
-    >>> rotary = Rotary(2)
-    >>> project = SeparateQKV(HeadProjection(8, 4, 2, rotary), HeadProjection(8, 2, 2, rotary), HeadProjection(8, 2, 2))
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
     >>> attention = StreamingAttention(project, nn.Linear(8, 8), sinks=2, recent=4)
     >>> cache = attention.new_cache()
     >>> attention(torch.zeros(1, 50, 8), cache=cache).shape, len(cache)
@@ -74,114 +76,145 @@ class StreamingAttention(Attention):
         check_shared_rotary(project)
         super().__init__(project, output, mask=mask, scale=scale, softcap=softcap, sink=sink)
         self.sinks, self.recent = sinks, recent
-        self._recent, self._pinned = (
+        self._recent, self._sinks = (
             Causal() & Window(recent) & ~Sinks(sinks),
             Causal() & Sinks(sinks),
         )
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, seen: Positions, backend: str
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        k_positions: Positions,
+        backend: str,
     ) -> Tensor:
-        """One softmax while nothing is evicted; else one over the sinks and one over the rest,
-        joined exactly.
+        """Attend in one call while no token is evicted; otherwise attend to the sinks and to the
+        recent tokens separately and merge the two exactly.
         """
         evicted = self._evicted(q, positions)
         if evicted is None:
-            return super()._attend(q, k, v, positions, seen, backend)
-        far = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
+            return super()._attend(q, k, v, positions, k_positions, backend)
+        q_sinks = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
         if not needed().isdisjoint(("scores", "pattern")):
-            q, k = stack_query_forms(q, far, k, seen, self.sinks)
-            return super()._attend(q, k, v, positions, seen, backend)
-        over = partial(
+            q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
+            return super()._attend(q, k, v, positions, k_positions, backend)
+        attend_to = partial(
             attend_partial,
             scale=self.scale,
             softcap=self.softcap,
             q_positions=positions,
             backend=backend,
         )
-        rest = over(q, k, v, mask=self._recent, k_positions=seen)
-        k, v, seen = slots_below(k, v, seen, self.sinks)
-        pinned = over(far, k, v, mask=self._pinned, k_positions=seen)
-        return merge([rest, pinned], sink=self.sink).out
+        recent = attend_to(q, k, v, mask=self._recent, k_positions=k_positions)
+        k, v, k_positions = slots_below(k, v, k_positions, self.sinks)
+        sinks = attend_to(q_sinks, k, v, mask=self._sinks, k_positions=k_positions)
+        return merge([recent, sinks], sink=self.sink).out
 
     def _evicted(self, q: Tensor, positions: Positions) -> Tensor | None:
-        """How many tokens in front of each query are gone, [B or 1, T]; None where it is known to
-        be none.
+        """Return the number of evicted tokens before each query [B or 1, T]; None if it is known
+        to be 0.
         """
-        kept = self.sinks + self.recent
-        if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= kept):
+        capacity = self.sinks + self.recent
+        if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= capacity):
             return None
-        return (as_tensor(positions, q.device) - (kept - 1)).clamp(min=0)
+        return (as_tensor(positions, q.device) - (capacity - 1)).clamp(min=0)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The steps of the projection; in the call that sees the sinks, the query is turned back
-        by the tokens that were evicted, so that the sinks stand where the cache has them.
+        """Return the steps of the projection. In the call that reads the sinks, queries are rotated
+        back by the number of evicted tokens.
         """
-        made = super().explain_inputs(query)
+        steps = super().explain_inputs(query)
         if not query.call_index:
-            return made
+            return steps
         evicted = (as_tensor(query.positions) - (self.sinks + self.recent - 1)).clamp(min=0)
-        q = made.q[-1].values[None]
-        back = rotate(q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout)
-        how = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, the tokens that were evicted"
-        return made._replace(q=(*made.q, ComputationStep("turned back", how, back[0])))
+        q = steps.q[-1].values[None]
+        rotated = rotate(
+            q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout
+        )
+        equation = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, by the number of evicted tokens"
+        return steps._replace(q=(*steps.q, ComputationStep("turned back", equation, rotated[0])))
 
     @property
     def _rotary(self) -> Rotary:
-        """The last step on queries and keys."""
+        """The rotary embedding that is the last step on queries and keys."""
         assert isinstance(self.project, SeparateQKV), "the constructor takes no other"
         step = self.project.q.steps[-1]
         assert isinstance(step, Rotary), "checked by the constructor"
         return step
 
 
-def slots_below(k: Tensor, v: Tensor, seen: Positions, n: int) -> tuple[Tensor, Tensor, Positions]:
-    """At most n slots among which all at positions below n are; others may fill them up."""
-    if isinstance(seen, Span):
-        stop = min(max(n - seen.start, 0), seen.length)
-        return k[:, :, :stop], v[:, :, :stop], seen[:stop]
-    there = torch.where((seen >= 0) & (seen < n), seen, n)
-    slots = there.topk(min(n, seen.shape[1]), dim=1, largest=False).indices  # [B or 1, n]
+def slots_below(
+    k: Tensor, v: Tensor, k_positions: Positions, n: int
+) -> tuple[Tensor, Tensor, Positions]:
+    """Select at most n slots that include all slots at positions below n; others may be added.
+
+    Args:
+        k: keys [B,G,S,D].
+        v: values [B,G,S,E].
+        k_positions: their positions.
+        n: the exclusive upper bound of the wanted positions.
+
+    Returns:
+        The selected keys, values and positions.
+    """
+    if isinstance(k_positions, Span):
+        stop = min(max(n - k_positions.start, 0), k_positions.length)
+        return k[:, :, :stop], v[:, :, :stop], k_positions[:stop]
+    bounded = torch.where((k_positions >= 0) & (k_positions < n), k_positions, n)
+    slots = bounded.topk(min(n, k_positions.shape[1]), dim=1, largest=False).indices  # [B or 1, n]
     index = slots.to(k.device)[:, None, :, None].expand(k.shape[0], k.shape[1], -1, 1)
     return (
         k.gather(2, index.expand(-1, -1, -1, k.shape[3])),
         v.gather(2, index.expand(-1, -1, -1, v.shape[3])),
-        seen.gather(1, slots),
+        k_positions.gather(1, slots),
     )
 
 
 def stack_query_forms(
-    q: Tensor, far: Tensor, k: Tensor, seen: Positions, n: int
+    q: Tensor, q_sinks: Tensor, k: Tensor, k_positions: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
-    """Both queries in one of twice the dims, and every key in the half that its query is for: one
-    pattern, for a trace.
+    """Concatenate the two forms of each query, and place each key into the half of the form that
+    reads it. A trace then sees one pattern: q . k for a key at position n or later and q_sinks .
+    k for a sink, at the cost of twice the head dim.
 
-    q . k for a key at n or later and far . k for a sink, for the cost of twice the dims.
+    Args:
+        q: queries [B,H,T,D] for recent keys.
+        q_sinks: queries [B,H,T,D] for the sinks.
+        k: keys [B,G,S,D].
+        k_positions: positions of the keys.
+        n: the number of sinks.
+
+    Returns:
+        The queries [B,H,T,2D] and the keys [B,G,S,2D].
     """
-    seen = as_tensor(seen, q.device).to(q.device)
-    pinned = (seen < n)[:, None, :, None]
-    halves = (torch.where(pinned, 0, k), torch.where(pinned, k, 0))
-    return torch.cat((q, far), -1), torch.cat(halves, -1)
+    k_positions = as_tensor(k_positions, q.device).to(q.device)
+
+    is_sink = (k_positions < n)[:, None, :, None]
+    halves = (torch.where(is_sink, 0, k), torch.where(is_sink, k, 0))
+    return torch.cat((q, q_sinks), -1), torch.cat(halves, -1)
 
 
 def check_shared_rotary(project: SeparateQKV) -> None:
-    """Queries and keys end with one and the same rotary, whose frequencies stay.
+    """Check that query and key heads end with the same rotary, whose frequencies are fixed.
 
     Raises:
-        ArgumentError: they do not.
+        ArgumentError, ArgumentTypeError: they do not.
     """
     if not isinstance(project, SeparateQKV):
         raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")
-    ends = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
-    if not isinstance(ends[0], Rotary) or ends[0] is not ends[1]:
+
+    last_steps = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
+    if not isinstance(last_steps[0], Rotary) or last_steps[0] is not last_steps[1]:
         raise ArgumentError(
-            f"the last step on queries is {ends[0]}, and on keys {ends[1]}; both must be one and "
-            "the same Rotary: "
-            "a query that looks at sinks is turned back"
+            f"the last step on queries is {last_steps[0]}, and on keys {last_steps[1]}; both "
+            "must be the same Rotary object, which rotates queries back for the sinks"
         )
     if project.key_transform is not None:
         raise ArgumentError(
-            f"project has the key_transform {project.key_transform}; keys are kept rotated here"
+            f"project has key_transform={project.key_transform}; it must be None, because the "
+            "cache stores rotated keys"
         )
     if project.cache_unsafe_reason:
         raise ArgumentError(project.cache_unsafe_reason)

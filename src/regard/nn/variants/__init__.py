@@ -1,5 +1,5 @@
-"""The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which tells
-what there is.
+"""The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which lists
+them.
 """
 
 from regard.nn.variants.bounded_memory import infini, infini_delta, streaming

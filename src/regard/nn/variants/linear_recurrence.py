@@ -1,5 +1,5 @@
-"""Named recurrent mechanisms: linear attention, retention, gated linear attention, DeltaNet and
-Gated DeltaNet.
+"""Linear recurrences: linear attention, retention, gated linear attention, DeltaNet and Gated
+DeltaNet.
 """
 
 from __future__ import annotations
@@ -44,23 +44,27 @@ def linear_attention(
     feature_map: FeatureMap = "elu+1",
     normalise: bool = True,
 ) -> Recurrent:
-    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that the past
-    fits in one matrix.
+    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that one matrix
+    stores the past.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, whatever the length (G D E without the
+    x [B,T,M] -> [B,T,M]; a cache stores G D (E + 1) values at any length (G D E without the
     normaliser).
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G, each with a state of its own; None is H. G divides H.
-        head_dim: D; None is M / H.
-        value_dim: E; None is D.
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        head_dim: the head dim D; None is M / H.
+        value_dim: the value dim E; None is D.
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS` or a function.
-        normalise: whether weights are divided by their sum.
+        normalise: whether the weights are divided by their sum.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or
-            the feature map is not known; head_dim is None and M / H is not whole.
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, the
+            feature map is unknown, or head_dim is None and M / H is not whole.
 
     >>> import torch
     >>> linear_attention(32, 4)(torch.zeros(1, 5, 32)).shape
@@ -94,22 +98,26 @@ def retention(
     base: float | None = 10000.0,
     decay: Sequence[float] | None = None,
 ) -> Recurrent:
-    """Multi-scale retention: heads that forget at fixed rates of their own, a norm per head, and an
-    output gate.
+    """Multi-scale retention: each head's state decays at a fixed rate, followed by a norm per head
+    and an output gate.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G, each with a state and a gamma; None is H. G divides H.
-        head_dim: D; None is M / H.
-        value_dim: E; None is 2 D, as in the paper.
-        base: of the rotary positions on q and k; None is without.
-        decay: gamma, one per key/value head, from 0 to 1; None is 1 - 2^(-5-g).
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state and decay; G divides H. None is H.
+        head_dim: the head dim D; None is M / H.
+        value_dim: the value dim E; None is 2 D, as in the paper.
+        base: the base of the rotary positions on q and k; None applies none.
+        decay: gamma, one number from 0 to 1 per key/value head; None is 1 - 2^(-5-g).
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1, groups does not divide heads, decay is not one number
-            from 0 to 1 per key/value head, D is odd and base is given; or head_dim is None and M /
+            from 0 to 1 per key/value head, D is odd and base is given, or head_dim is None and M /
             H is not whole.
 
     >>> retention(32, 4).describe().state.formula
@@ -147,21 +155,26 @@ def gated_linear(
     rank: int = 16,
     temperature: float = 16.0,
 ) -> Recurrent:
-    """Gated linear attention: each token decides, channel by channel, how much of the state is
-    kept.
+    """Gated linear attention: each token computes a gate that decays every channel of the state.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G, each with a state of its own; None is H. G divides H.
-        head_dim: D; None is M / 2H, as in the paper.
-        value_dim: E; None is 2 D.
-        rank, temperature: of the gates (`regard.nn.linear_recurrence.GatedLinearRule`).
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        head_dim: the head dim D; None is M / 2H, as in the paper.
+        value_dim: the value dim E; None is 2 D.
+        rank: the rank of the map to the gates.
+        temperature: a larger temperature keeps gates closer to 1
+            (`regard.nn.linear_recurrence.GatedLinearRule`).
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or
-            temperature is not above 0; head_dim is None and M / 2H is not whole.
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads,
+            temperature is not above 0, or head_dim is None and M / 2H is not whole.
 
     >>> gated_linear(32, 4).describe().state.formula
     'G D E = 4 x 4 x 8'
@@ -170,8 +183,8 @@ def gated_linear(
     """
     if head_dim is None and (heads < 1 or dim % (2 * heads)):
         raise ArgumentError(
-            f"dim {dim} is not divisible by twice {heads} heads; give head_dim, which is dim / (2 "
-            "heads) in the paper"
+            f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
+            "which is dim / (2 heads) in the paper"
         )
     D = dim // (2 * heads) if head_dim is None else head_dim
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
@@ -200,23 +213,28 @@ def delta_net(
     normalise_keys: bool = True,
     max_beta: float = 1.0,
 ) -> Recurrent:
-    """DeltaNet: linear attention that replaces what the state holds under a key, by the delta rule.
+    """DeltaNet: linear attention that replaces the value stored under a key, by the delta rule.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length. Queries, keys and values
-    pass a swish; there is no short convolution in front of it, and no output gate.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. Queries, keys and values pass a
+    swish activation. There is no short convolution before it, and no output gate.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G, each with a state of its own; None is H. G divides H.
-        head_dim: D; None is M / H.
-        value_dim: E; None is D.
-        normalise_keys: whether queries and keys are scaled to length 1. Without it nothing keeps
-            the state bounded.
-        most: the greatest strength beta, at most 2 (`regard.nn.linear_recurrence.DeltaRule`).
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        head_dim: the head dim D; None is M / H.
+        value_dim: the value dim E; None is D.
+        normalise_keys: whether queries and keys are scaled to length 1, which keeps the state
+            bounded.
+        max_beta: the upper bound of beta, above 0 and at most 2
+            (`regard.nn.linear_recurrence.DeltaRule`).
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: a size is less than 1, groups does not divide heads, most is not above 0 and
-            at most 2; or head_dim is None and M / H is not whole.
+        ArgumentError: a size is less than 1, groups does not divide heads, max_beta is out of
+            range, or head_dim is None and M / H is not whole.
 
     >>> import torch
     >>> delta_net(32, 4)(torch.zeros(1, 5, 32)).shape
@@ -248,17 +266,18 @@ def gated_delta_net(
     normalise_keys: bool = True,
     max_beta: float = 1.0,
 ) -> Recurrent:
-    """Gated DeltaNet: the delta rule on a state that each token first lets decay, and an output
-    gate.
+    """Gated DeltaNet: the delta rule on a state that decays with each token, and an output gate.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length. There is no short
-    convolution.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. There is no short convolution.
 
     Args:
-        dim, heads, groups, head_dim, value_dim, normalise_keys, most: as for `delta_net`.
+        dim, heads, groups, head_dim, value_dim, normalise_keys, max_beta: as for `delta_net`.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as `delta_net`.
+        ArgumentError: as for `delta_net`.
 
     >>> gated_delta_net(32, 4, groups=2, value_dim=16).describe().state.formula
     'G D E = 2 x 8 x 16'
@@ -276,7 +295,9 @@ def gated_delta_net(
 def _swish_qkv(
     dim: int, heads: int, groups: int, D: int, E: int, *, normalise: bool
 ) -> SeparateQKV:
-    """Queries, keys and values behind a swish; queries and keys of length 1, if asked."""
+    """Build separate projections with a swish activation; queries and keys are normalised if
+    asked.
+    """
     steps = (Swish(), L2Norm()) if normalise else (Swish(),)
     return SeparateQKV(
         HeadProjection(dim, heads, D, *steps),

@@ -1,4 +1,4 @@
-"""What the constructors of the catalogue share: the usual projection and output."""
+"""The usual projection and output map, which the constructors of the catalogue share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,20 @@ def separate_qkv(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Queries, keys and values of their own linear maps; the same steps on queries and keys."""
+    """Build separate projections to queries, keys and values.
+
+    Args:
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G.
+        head_dim: the head dim D.
+        *steps: steps on query and key heads, such as a `Rotary`.
+        value_dim: the value dim E; None is D.
+        bias: whether the linear maps have a bias.
+
+    Returns:
+        The projection.
+    """
     return SeparateQKV(
         HeadProjection(dim, heads, head_dim, *steps, bias=bias),
         HeadProjection(dim, groups, head_dim, *steps, bias=bias),
@@ -27,5 +40,5 @@ def separate_qkv(
 
 
 def output_projection(dim: int, heads: int, value_dim: int, *, bias: bool = False) -> nn.Linear:
-    """The output projection [B,T,H*E] -> [B,T,M]."""
+    """Build the output map [B,T,H*E] -> [B,T,M]."""
     return Linear(heads * value_dim, dim, bias=bias)

@@ -1,4 +1,4 @@
-"""The catalogue of mechanisms: each constructor by name, with its sentence, equation, source and
+"""The registry of the catalogue: each constructor by name, with its summary, equation, source and
 options.
 """
 
@@ -24,21 +24,21 @@ M = TypeVar("M", bound=nn.Module)
 VariantFamily: TypeAlias = Literal[
     "softmax", "latent", "linear", "memory", "selected", "cross", "additive"
 ]
-"""What a mechanism computes: which op it calls, and what its cache keeps."""
+"""The kind of a mechanism: which operation it calls, and what its cache stores."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """One mechanism of the catalogue.
 
-    Attributes:
+    Args:
         name: the constructor's name.
-        family: what kind of mechanism it is.
+        family: the kind of mechanism.
         equation: what it computes.
-        source: paper and place.
-        causal: whether position t is independent of positions behind it.
-        build: the constructor: build(dim, heads, **options) -> a module.
-        sizes: options for a small example, of `dim` 32 and 4 heads, that tests and drawings use.
+        source: the paper, with section or equation.
+        causal: whether the result at a position is independent of later positions.
+        build: the constructor, build(dim, heads, **options) -> a module.
+        example_options: options of a small example with dim 32 and 4 heads, for tests and drawings.
 
     >>> from regard.nn.variants import VARIANTS
     >>> VARIANTS["gqa"].summary
@@ -57,11 +57,18 @@ class Variant:
 
     @property
     def summary(self) -> str:
-        """What it is, in one sentence."""
+        """The description of the mechanism in one sentence."""
         return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
 
     def example(self, **options: Any) -> nn.Module:
-        """A small one: dim 32, 4 heads, and the sizes of the entry."""
+        """Build a small example: dim 32, 4 heads, and the example options.
+
+        Args:
+            **options: options that replace those of the example.
+
+        Returns:
+            The module.
+        """
         return self.build(32, 4, **{**self.example_options, **options})
 
 
@@ -69,7 +76,7 @@ RENAMED_OPTIONS = {"most": "max_beta"}
 """Former names of options, which saved configs and commands may still contain."""
 
 VARIANTS: dict[str, Variant] = {}
-"""Name -> mechanism, in the order of the files."""
+"""Every mechanism by name, in the order of definition."""
 
 
 def variant(
@@ -80,7 +87,18 @@ def variant(
     causal: bool = True,
     **sizes: Any,
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
-    """Enter a constructor into the catalogue; `sizes` are the options of its small example."""
+    """Register a constructor in the catalogue.
+
+    Args:
+        family: the kind of mechanism.
+        equation: what it computes.
+        source: the paper, with section or equation.
+        causal: whether the result at a position is independent of later positions.
+        **sizes: the options of its small example.
+
+    Returns:
+        A decorator that returns the constructor unchanged.
+    """
 
     def enter(build: Callable[P, M]) -> Callable[P, M]:
         name = build.__name__
@@ -91,7 +109,7 @@ def variant(
 
 
 def find_variant(name: str) -> Variant:
-    """An entry of the catalogue by name.
+    """Return the mechanism of this name.
 
     Raises:
         ArgumentError: no mechanism has this name.
@@ -108,10 +126,19 @@ def find_variant(name: str) -> Variant:
 
 
 def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
-    """A module of the catalogue by name.
+    """Build a mechanism of the catalogue by name.
+
+    Args:
+        name: its name in `VARIANTS`.
+        dim: the model dim M.
+        heads: the query heads H.
+        **options: the options of its constructor.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: no mechanism has this name; or what its constructor refuses.
+        ArgumentError: no mechanism has this name, or its constructor refuses the options.
 
     >>> build("mqa", 32, 4).project.shape.G
     1
@@ -120,7 +147,7 @@ def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
 
 
 def option_names(entry: Variant) -> tuple[str, ...]:
-    """The options that a constructor has, behind dim and heads.
+    """Return the names of the options of a constructor, without dim and heads.
 
     >>> from regard.nn.variants import VARIANTS
     >>> option_names(VARIANTS["gqa"])
@@ -130,20 +157,27 @@ def option_names(entry: Variant) -> tuple[str, ...]:
 
 
 def required_options(entry: Variant) -> tuple[str, ...]:
-    """The options without a default.
+    """Return the names of the options without a default.
 
     >>> from regard.nn.variants import VARIANTS
     >>> required_options(VARIANTS["sliding_window"])
     ('groups', 'window')
     """
-    found = inspect.signature(entry.build).parameters
+    parameters = inspect.signature(entry.build).parameters
     return tuple(
-        name for name in option_names(entry) if found[name].default is inspect.Parameter.empty
+        name for name in option_names(entry) if parameters[name].default is inspect.Parameter.empty
     )
 
 
 def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
-    """Options written as name=value; a value is a Python literal, or else a string.
+    """Parse options written as name=value. A value is a Python literal, or else a string.
+
+    Args:
+        settings: the texts.
+        entry: the mechanism whose options they are.
+
+    Returns:
+        Option name to value.
 
     Raises:
         ArgumentError: an entry is not name=value, or the constructor has no such option.
@@ -158,7 +192,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
         name = RENAMED_OPTIONS.get(name, name)
         if not equals or name not in option_names(entry):
             raise ArgumentError(
-                f"--set {setting}: give name=value; {entry.name} has "
+                f"--set {setting}: write name=value; {entry.name} has "
                 f"{', '.join(option_names(entry)) or 'no options'}"
                 f"{suggest(name, option_names(entry))}"
             )
@@ -170,8 +204,15 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
 
 
 def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as the constructor takes them, lists as tuples; what their values may be is its own
-    matter.
+    """Check the names and types of options, and convert lists to tuples. The constructor itself
+    checks their values.
+
+    Args:
+        entry: the mechanism.
+        options: option name to value, for example from a config file.
+
+    Returns:
+        The options under their present names.
 
     Raises:
         ArgumentError: an option is unknown, missing, or of another type than the constructor's
@@ -185,8 +226,8 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in option_names(entry):
             raise ArgumentError(
-                f"{entry.name} has no option {name!r}{suggest(name, option_names(entry), otherwise='.')} "
-                "It has "
+                f"{entry.name} has no option {name!r}"
+                f"{suggest(name, option_names(entry), otherwise='.')} It has "
                 f"{', '.join(option_names(entry)) or 'none'}"
             )
     if missing := [name for name in required_options(entry) if name not in options]:
@@ -201,8 +242,8 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a plain value is of a type; an int is a float, and a list is a tuple or a
-    sequence.
+    """Return whether a plain value has a type. An int is also a float, and a list is also a tuple
+    or a sequence.
     """
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):

@@ -1,5 +1,5 @@
-"""Selected attention: native sparse attention, mixture of block attention, and DeepSeek's top-k
-indexer.
+"""Attention to selected keys: native sparse attention, mixture of block attention, and DeepSeek's
+top-k indexer.
 """
 
 from __future__ import annotations
@@ -39,21 +39,30 @@ def nsa(
     count: int = 16,
     window: int = 512,
 ) -> NSA:
-    """Native sparse attention: compressed tokens, the blocks they point at, and a window, under
-    gates.
+    """Native sparse attention: a gated sum of attention to compressed tokens, to selected blocks
+    and to a window.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 6 G D numbers per token, of which a step reads S/d + n l' +
-    w tokens.
+    x [B,T,M] -> [B,T,M]; a cache stores 6 G D values per token, and a decoding step reads S/d + n
+    l' + w tokens.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G; G divides H. The heads of a group share their selection.
-        head_dim: D; None is M / H.
-        base: of the rotary positions.
-        compress, stride, select, count, window: `NSABlocks`: l, d, l', n and w.
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, which divide H. The heads of a group share their selection.
+        head_dim: the head dim D; None is M / H.
+        base: the base of the rotary positions.
+        compress: the number of tokens l in a compressed block.
+        stride: the distance d between the starts of compressed blocks.
+        select: the number of tokens l' in a selected block.
+        count: the number of selected blocks n.
+        window: the size w of the window.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as `gqa` and `NSABlocks`.
+        ArgumentError: a size is less than 1, groups does not divide heads, or the block sizes do
+            not fit one another (`NSABlocks`).
 
     >>> import torch
     >>> layer = nsa(32, 4, groups=2, compress=4, stride=2, select=4, count=4, window=6)
@@ -97,19 +106,22 @@ def moba(
     block: int = 512,
     topk: int = 3,
 ) -> SelectedAttention:
-    """Mixture of block attention: each query head reads its own block and the past blocks that fit
-    it best.
+    """Mixture of block attention: each query head reads its own block and the past blocks that
+    match it best.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D numbers per token, of which a step reads at most topk
-    blocks.
+    x [B,T,M] -> [B,T,M]; a cache stores 2 G D values per token, and a decoding step reads at most
+    topk blocks.
 
     Args:
-        dim, heads, groups, head_dim, base: as `gqa`.
-        block: positions per block.
-        topk: blocks per query, the own one included; 1 is the own block alone.
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        block: the number of positions in a block.
+        topk: the number of blocks per query, its own included; 1 is its own block only.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as `gqa`; block or topk is below 1.
+        ArgumentError: as for `gqa`, or block or topk is below 1.
 
     >>> moba(32, 4, groups=2, block=4, topk=2).describe(100).kv_per_token.value
     32
@@ -144,21 +156,26 @@ def dsa(
     index_dim: int = 128,
     rotary_dim: int = 64,
 ) -> SelectedAttention:
-    """Attention to the keys that a lightning indexer chose: small heads of its own score every key,
-    all heads read the best.
+    """DeepSeek sparse attention: the small heads of a lightning indexer score every key, and all
+    heads read the keys with the highest scores.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D + d numbers per token; here beside grouped heads, in
-    DeepSeek's models beside a latent (`SelectedAttention` takes any projection).
+    x [B,T,M] -> [B,T,M]; a cache stores 2 G D + d values per token. Here the indexer selects for
+    grouped heads; in DeepSeek's models it selects for latents (`SelectedAttention` takes any
+    projection).
 
     Args:
-        dim, heads, groups, head_dim, base: as `gqa`.
-        topk: keys per query.
-        index_heads, index_dim: the indexer's heads J and their dim d.
-        rotary_dim: how many of its d dims turn with the position, in halves; the others do not.
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        topk: the number of keys per query.
+        index_heads: the number of index heads J.
+        index_dim: the size d of an index head.
+        rotary_dim: how many of the d dims have rotary positions, in the layout "half".
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as `gqa`; topk or a size is below 1, or rotary_dim is odd or larger than
-            index_dim.
+        ArgumentError: as for `gqa`; or topk or a size is below 1, or rotary_dim is odd or larger
+            than index_dim.
 
     >>> layer = dsa(32, 4, groups=2, topk=4, index_heads=3, index_dim=8, rotary_dim=4)
     >>> layer.describe(100).kv_per_token
