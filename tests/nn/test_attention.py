@@ -324,7 +324,8 @@ def test_a_learned_bias_is_a_parameter_of_the_module() -> None:
     frozen = biases.Dense(torch.zeros(5, 5)) + biases.Dense(nn.Parameter(torch.zeros(5, 5)))
     with pytest.raises(
         regard.ArgumentError,
-        match=r"mixes parameters with plain tensors \(1 of 2 are parameters\); make all of them nn\.Parameter",
+        match=r"mixes parameters with plain tensors \(1 of 2 are parameters\); make all of them "
+        r"nn\.Parameter",
     ):
         build(bias=frozen)
 

@@ -210,7 +210,9 @@ def test_a_refused_call_leaves_the_cache(name: str) -> None:
         module(x, None, cache, memory_positions=PADDED)
     assert torch.equal(module(x, None, cache), usual)
     growing = Growing()
-    with pytest.raises(regard.ArgumentError, match="is Growing, which stores the tokens of a self-att"):
+    with pytest.raises(
+        regard.ArgumentError, match="is Growing, which stores the tokens of a self-att"
+    ):
         module(x, None, growing, memory=memory)
     assert len(growing) == 0
     assert isinstance(cache, Cross)
@@ -391,8 +393,10 @@ def test_errors() -> None:
         (lambda: luong(8, hidden=3), 'hidden is 3, but only score="concat" has a hidden layer'),
         (
             lambda: luong(8, memory_dim=6, score="dot"),
-            "queries have size 8 and keys have size 6; pass a linear map to 6 as query, or a "
-            "linear map as key",
+            (
+                "queries have size 8 and keys have size 6; pass a linear map to 6 as query, or a "
+                "linear map as key"
+            ),
         ),
         (
             lambda: luong(8, 3),

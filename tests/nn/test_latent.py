@@ -735,11 +735,17 @@ def test_errors() -> None:
         (lambda: build("fast"), "form is 'fast'; it must be one of naive, auto, expand, absorb"),
         (
             lambda: build(rope_dim=5),
-            "rope_dim is 5; it must be even and at least 2, since rotary turns pairs: such as 6",
+            (
+                "rope_dim is 5; it must be even and at least 2, since rotary positions rotate "
+                "pairs; use for example 6"
+            ),
         ),
         (
             lambda: build(rope_dim=0),
-            "rope_dim is 0; it must be even and at least 2, since rotary turns pairs: such as 2",
+            (
+                "rope_dim is 0; it must be even and at least 2, since rotary positions rotate "
+                "pairs; use for example 2"
+            ),
         ),
         (lambda: build(kv_rank=0), "kv_rank is 0; it must be at least 1"),
     ]

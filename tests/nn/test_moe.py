@@ -468,7 +468,11 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
             r"SoftmaxRouter\(dim=0, experts=4, k=1\): each",
         ),
         (lambda: SigmoidRouter(2, 4, 0), ArgumentError, "k=0.*at least 1"),
-        (lambda: SoftmaxRouter(2, 4, 5), ArgumentError, "k is 5; it must be at most the number of experts, 4"),
+        (
+            lambda: SoftmaxRouter(2, 4, 5),
+            ArgumentError,
+            "k is 5; it must be at most the number of experts, 4",
+        ),
         (
             lambda: SoftmaxRouter(2, 4, 1, scale=0.0),
             ArgumentError,

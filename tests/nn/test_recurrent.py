@@ -332,7 +332,10 @@ def test_errors() -> None:
         (lambda: RetentionRule(0), "RetentionRule(groups=0): groups must be at least 1"),
         (
             lambda: RetentionRule(2, [0.5]),
-            "decay has length 1; it must have one number for each of the 2 key/value heads, or be None",
+            (
+                "decay has length 1; it must have one number for each of the 2 key/value heads, or "
+                "be None"
+            ),
         ),
         (
             lambda: RetentionRule(2, [0.5, 1.5]),
@@ -370,8 +373,8 @@ def test_errors() -> None:
         (
             lambda: gated_linear(12, 4),
             (
-                "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) "
-                "in the paper"
+                "dim is 12; it must be divisible by 2 * heads = 8, or give head_dim, which is "
+                "dim / (2 heads) in the paper"
             ),
         ),
     ]

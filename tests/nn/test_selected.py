@@ -498,5 +498,7 @@ def test_errors() -> None:
         HeadProjection(8, 2, 4, follows), HeadProjection(8, 1, 4, follows), HeadProjection(8, 1, 4)
     )
     stale = SelectedAttention(project, MoBA(2, 2), nn.Linear(8, 8))
-    with pytest.raises(regard.ArgumentError, match="a cache was given, but the frequencies of Rotary"):
+    with pytest.raises(
+        regard.ArgumentError, match="a cache was given, but the frequencies of Rotary"
+    ):
         stale(torch.zeros(1, 3, 8), None, stale.new_cache())

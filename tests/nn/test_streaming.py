@@ -275,7 +275,7 @@ def test_errors() -> None:
         (
             lambda: other([rotary], [rotary], key_transform=rotary),
             regard.ArgumentError,
-            "project has the key_transform Rotary",
+            "project has key_transform=Rotary",
         ),
         (
             lambda: StreamingAttention(nn.Identity(), nn.Identity(), sinks=1, recent=2),  # type: ignore[arg-type]

@@ -358,7 +358,7 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         ),
         (
             lambda: longformer(8, 4, window=3),
-            "window is 3; it is the total width, an even number: 2 or 4",
+            "window is 3; it is the total width and must be even, such as 2 or 4",
         ),
         (
             lambda: differential(8, 2, depth=-1),

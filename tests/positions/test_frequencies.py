@@ -374,27 +374,27 @@ def test_frequencies_are_made_on_the_cpu_whatever_the_default():
         (
             lambda: rope_frequencies(8, scaling=DynamicNTK(2.0, 8)),
             ArgumentError,
-            "length is None, and DynamicNTK depends on it",
+            "length is None, but DynamicNTK depends on it",
         ),
         (
             lambda: rope_frequencies(8, scaling=DynamicYaRN(8)),
             ArgumentError,
-            "length is None, and DynamicYaRN depends",
+            "length is None, but DynamicYaRN depends",
         ),
         (
             lambda: rope_frequencies(2, scaling=NTK(2.0)),
             ArgumentError,
-            "NTK scaling of a rotary dim of 2",
+            "the rotary dim is 2; the exponent",
         ),
         (
             lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=3),
             ArgumentError,
-            "short_factor has 1 numbers and there are 4",
+            "short_factor has length 1; it must have one number for each of the 4 rotary pairs",
         ),
         (
             lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=9),
             ArgumentError,
-            "long_factor has 1 numbers and there are 4",
+            "long_factor has length 1; it must have one number for each of the 4 rotary pairs",
         ),
         (
             lambda: LongRoPE((0.0,), (1.0,), 8, 2.0),

@@ -345,7 +345,7 @@ def test_which_length(scaling):
         scaling, LongRoPE
     )
     with pytest.raises(
-        ArgumentError, match=r"length is None, and .* depends on it; pass a number to freeze"
+        ArgumentError, match=r"length is None, but .* depends on it; pass a number, which fixes"
     ):
         Rotary(8, scaling=scaling)
 

@@ -89,7 +89,8 @@ class Decoder(nn.Module):
         Raises:
             ArgumentError: there is none.
 
-        >>> Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)).require_head()
+        >>> embed = InputEmbedding(nn.Embedding(7, 4))
+        >>> Decoder(embed, [], nn.Identity(), nn.Linear(4, 7)).require_head()
         Linear(in_features=4, out_features=7, bias=True)
         """
         if self.head is None:

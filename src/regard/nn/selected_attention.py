@@ -277,8 +277,8 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
 
     @property
     def _scale(self) -> float:
-        # The scale uses the head dim of the definition: the selected form may have a longer one.
         """The factor on the scores."""
+        # The scale uses the head dim of the definition: the selected form may have a longer one.
         return self.project.shape.D**-0.5 if self.scale is None else self.scale
 
     def new_cache(self) -> Cache:
@@ -375,7 +375,8 @@ class BlockCompressor(nn.Module):
         hidden = dim if hidden is None else hidden
         if min(length, dim, hidden) < 1:
             raise ArgumentError(
-                f"BlockCompressor(length={length}, dim={dim}, hidden={hidden}): each must be at least 1"
+                f"BlockCompressor(length={length}, dim={dim}, hidden={hidden}): each must be at "
+                "least 1"
             )
         self.length, self.dim, self.hidden = length, dim, hidden
         self.places = nn.Parameter(0.02 * torch.randn(length, dim))

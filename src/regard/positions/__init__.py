@@ -1,5 +1,5 @@
-"""Positions: sinusoids, learned tables, rotary with its scalings, XPos, and how far rotary
-reaches.
+"""Positions: sinusoidal and learned embeddings, rotary embeddings with their scalings, XPos, and
+formulas for the length that a rotary base supports.
 """
 
 from regard.deprecation import renamed

@@ -292,7 +292,10 @@ def test_published_names() -> None:
             {"topk_method": "group_limited_greedy", "n_group": None},
             "n_group is None and topk_group 1; groups need both",
         ),
-        ({"topk_method": "group_limited_greedy", "n_group": 7}, "64 experts cannot be in ExpertGroups"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 7},
+            "64 experts cannot be in ExpertGroups",
+        ),
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),
         ({"norm_topk_prob": True}, "norm_topk_prob is True"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),

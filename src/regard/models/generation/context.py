@@ -45,9 +45,9 @@ class LanguageModel(Protocol):
 class Context:
     """A decoder and the caches of a batch of texts; every token is read once.
 
-    A model whose rotary frequencies follow the length is run through `regard.nn.PrefixRecomputer`: its prefix
-    is read again when they change, so that what is cached equals one pass there, too. Its prompt is
-    read in one piece.
+    A model whose rotary frequencies follow the length is run through
+    `regard.nn.PrefixRecomputer`: its prefix is read again when they change, so that what is cached
+    equals one pass there, too. Its prompt is read in one piece.
 
     Args:
         decoder: a `Decoder`.

@@ -192,7 +192,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
         name = RENAMED_OPTIONS.get(name, name)
         if not equals or name not in option_names(entry):
             raise ArgumentError(
-                f"--set {setting}: write name=value; {entry.name} has "
+                f"--set {setting}: give name=value; {entry.name} has "
                 f"{', '.join(option_names(entry)) or 'no options'}"
                 f"{suggest(name, option_names(entry))}"
             )
