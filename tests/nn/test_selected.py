@@ -483,7 +483,10 @@ def test_errors() -> None:
         ),
         (
             lambda: built(kv[:2], kv[3:]),
-            "keys has 2 entries and values has 3; each needs one for compressed, selected, window",
+            (
+                "keys has length 2 and values has length 3; each needs one for compressed, "
+                "selected, window"
+            ),
         ),
         (lambda: built([*kv[:2], HeadProjection(8, 2, 4)], kv[3:]), same),
         (lambda: built(kv[:3], kv[3:], HeadProjection(8, 2, 3)), same),

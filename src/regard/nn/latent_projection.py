@@ -151,7 +151,7 @@ class LatentProjection(ProjectionModule):
         return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """Return the queries [B,H,T,d_nope+d_rope]."""
+        """Return the queries [B,H,T,d_nope+d_rope] of hidden states x."""
         return torch.cat(self.parts(x, positions), dim=-1)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:

@@ -356,7 +356,7 @@ class SeparateQKV(ProjectionModule):
         self.cache_unsafe_reason = cache_unsafe_reason(k)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D]."""
+        """Return the queries [B,H,T,D] of hidden states x."""
         parts: dict[str, Any] = self._modules  # much faster than `self.q`
         q: Tensor = parts["q"](x, positions)
         return q
@@ -584,7 +584,7 @@ class FusedQKV(ProjectionModule):
         self._rows = _rows(heads, groups, order)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D]."""
+        """Return the queries [B,H,T,D] of hidden states x."""
         return self._run(self._heads(x, 0), positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
@@ -744,7 +744,7 @@ class EncoderStateProjection(ProjectionModule):
         self.k, self.heads, self.key_dim, self.states = key, heads, width, states
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D]."""
+        """Return the queries [B,H,T,D] of hidden states x."""
         _check_width("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.key_dim)
         return self._split(self.q(x))
 

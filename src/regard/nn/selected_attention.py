@@ -450,8 +450,8 @@ class NSA(Mixer):
         super().__init__()
         if len(keys) != 3 or len(values) != 3:
             raise ArgumentError(
-                f"keys has {len(keys)} entries and values has {len(values)}; each needs one for "
-                f"{', '.join(BRANCHES)}"
+                f"keys has length {len(keys)} and values has length {len(values)}; each needs one "
+                f"for {', '.join(BRANCHES)}"
             )
 
         shapes = {
