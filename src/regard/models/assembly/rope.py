@@ -71,7 +71,7 @@ def heads(
     whatever the scaling.
 
     Where the frequencies follow the length, keys that were rotated for another are refused on
-    recall, and the prefix has to be run again (`regard.nn.Prefix`): then decoding with a cache
+    recall, and the prefix has to be run again (`regard.nn.PrefixRecomputer`): then decoding with a cache
     equals one pass. Parameters have the same names in both cases.
 
     Args:
