@@ -331,7 +331,7 @@ def test_a_learned_bias_is_a_parameter_of_the_module() -> None:
 
 
 def test_errors() -> None:
-    need = "k and v need the same number of heads, q and k the same head dim"
+    need = "k and v must have the same number of heads, and q and k the same head dim"
     cases = [
         (
             lambda: HeadProjection(0, 1, 1),
@@ -354,13 +354,13 @@ def test_errors() -> None:
             lambda: SeparateQKV(
                 HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 4, 2)
             ),
-            f"q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2: {need}",
+            f"q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2; {need}",
         ),
         (
             lambda: SeparateQKV(
                 HeadProjection(8, 4, 2), HeadProjection(8, 2, 3), HeadProjection(8, 2, 2)
             ),
-            f"q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2: {need}",
+            f"q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2; {need}",
         ),
         (
             lambda: build(softcap=0.0),

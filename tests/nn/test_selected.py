@@ -458,7 +458,7 @@ def test_errors() -> None:
             sizes=NSABlocks(4, 2, 4, 3, 4),
         )
 
-    same = "every branch needs the same heads and dims, keys the dim of q"
+    same = "all branches must have the same heads and dims, and keys the dim of q"
     for call, message in (
         (lambda: MoBA(0, 2), "MoBA with blocks of 0 and topk 2: both must be 1 or more"),
         (lambda: moba(32, 4, groups=2, topk=0), "MoBA with blocks of 512 and topk 0"),

@@ -339,7 +339,7 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
             lambda: gpt(8, 4, groups=2, order="heads"),
             'order "heads" has one key and value per query head, not 2 for 4; use "groups"',
         ),
-        (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'; it is one of parts, heads, groups"),
+        (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'; it must be one of parts, heads, groups"),
         (lambda: FusedQKV(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
         (
             lambda: local_global(8, 4, groups=2, window=2, every=0),

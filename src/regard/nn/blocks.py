@@ -51,6 +51,8 @@ class Residual(nn.Module, ABC):
         """
         return self.dropout(x) if self.training else x
 
+    dropped = renamed_attribute("apply_dropout")
+
     @abstractmethod
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]

@@ -426,7 +426,9 @@ class LogDecay(LoadsRenamedWeights):
         self.linear = nn.Linear(dim, groups, bias=False)
         self.A_log = nn.Parameter(torch.empty(groups).uniform_(1, 16).log())
         step = torch.empty(groups).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(shift) = step
+        self.dt_bias = nn.Parameter(
+            step + torch.log(-torch.expm1(-step))
+        )  # softplus(dt_bias) = step
 
     def forward(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T"]:
         """Return the log decays [B,G,T] of tokens x [B,T,M]; they are at most 0."""

@@ -348,8 +348,8 @@ class SeparateQKV(ProjectionModule):
         check_groups(q.heads, k.heads)
         if k.heads != v.heads or q.head_dim != k.head_dim:
             raise ArgumentError(
-                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}: "
-                "k and v need the same number of heads, q and k the same head dim"
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}; "
+                "k and v must have the same number of heads, and q and k the same head dim"
             )
         self.q, self.k, self.v, self.key_transform = q, k, v, key_transform
         # Cached keys become wrong if their rotary frequencies change with the length of the text.
@@ -571,7 +571,7 @@ class FusedQKV(ProjectionModule):
         check_groups(heads, groups)
         if order not in get_args(QKVRowOrder):
             raise ArgumentError(
-                f"order is {order!r}; it is one of {', '.join(get_args(QKVRowOrder))}"
+                f"order is {order!r}; it must be one of {', '.join(get_args(QKVRowOrder))}"
             )
         if order == "heads" and heads != groups:
             raise ArgumentError(

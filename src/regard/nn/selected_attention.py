@@ -461,8 +461,8 @@ class NSA(Mixer):
         if len(shapes) > 1 or G_v != G or q.head_dim != D:
             raise ArgumentError(
                 f"q is {q.extra_repr()}, keys are {[k.extra_repr() for k in keys]}, values "
-                f"{[v.extra_repr() for v in values]}: every branch needs the same heads and dims, "
-                "keys the dim of q"
+                f"{[v.extra_repr() for v in values]}: all branches must have the same heads and "
+                "dims, and keys the dim of q"
             )
         check_groups(q.heads, G)
         self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)

@@ -71,8 +71,8 @@ def heads(
     whatever the scaling.
 
     Where the frequencies follow the length, keys that were rotated for another are refused on
-    recall, and the prefix has to be run again (`regard.nn.PrefixRecomputer`): then decoding with a cache
-    equals one pass. Parameters have the same names in both cases.
+    recall, and the prefix has to be run again (`regard.nn.PrefixRecomputer`): then decoding with a
+    cache equals one pass. Parameters have the same names in both cases.
 
     Args:
         dim, H, G, head_dim: model dim, query heads, key/value heads, and D.
