@@ -241,11 +241,11 @@ def rotary_projection(
         raise ArgumentError(f"rotary has dim {rotary.dim}; it must be the head_dim {head_dim}")
     needs = rotary.scaling is not None and rotary.scaling.needs_length
     if needs and rotary.follows_length == (policy == "frozen"):
-        wanted = "length=<number>" if policy == "frozen" else 'length="current"'
-        raise ArgumentError(f"{rotary} does not suit policy {policy!r}; construct it with {wanted}")
-    last = (rotary,) if policy == "frozen" else ()
-    q = HeadProjection(dim, heads, head_dim, *q_steps, *last, bias=bias)
-    k = HeadProjection(dim, groups, head_dim, *k_steps, *last, bias=bias)
+        length = "length=<number>" if policy == "frozen" else 'length="current"'
+        raise ArgumentError(f"{rotary} does not suit policy {policy!r}; construct it with {length}")
+    rotary_step = (rotary,) if policy == "frozen" else ()
+    q = HeadProjection(dim, heads, head_dim, *q_steps, *rotary_step, bias=bias)
+    k = HeadProjection(dim, groups, head_dim, *k_steps, *rotary_step, bias=bias)
     v = HeadProjection(dim, groups, value_dim or head_dim, bias=bias)
     if policy == "frozen":
         return SeparateQKV(q, k, v)
@@ -458,10 +458,10 @@ class PrefixRecomputer:
         Returns:
             Another prefix of the same model; changing one does not change the other.
         """
-        other = type(self)(self.model)
-        other.caches = [cache.fork() for cache in self.caches]
-        other._ids, other._positions = self._ids, self._positions
-        return other
+        copy = type(self)(self.model)
+        copy.caches = [cache.fork() for cache in self.caches]
+        copy._ids, copy._positions = self._ids, self._positions
+        return copy
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep some rows of the batch, in the given order, as `Cache.select` does.

@@ -300,12 +300,12 @@ class Router(nn.Module, ABC):
         """
         check_tensor("x", x)
         check_device("x", x, self.linear.weight, "the router")
-        wide = torch.promote_types(x.dtype, torch.float32)
-        own = self.linear.bias
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        bias = self.linear.bias
         with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.linear.weight.to(wide), None if own is None else own.to(wide)
-            check_map(x.to(wide), weight, bias)
-            return F.linear(x.to(wide), weight, bias)
+            weight, bias = self.linear.weight.to(dtype), None if bias is None else bias.to(dtype)
+            check_map(x.to(dtype), weight, bias)
+            return F.linear(x.to(dtype), weight, bias)
 
     def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:
         """Choose the k experts with the highest scores.

@@ -206,7 +206,7 @@ class InfiniAttention(Mixer):
         gate.
         """
         S = run.k.shape[2]
-        whole = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
+        combined = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
         memory_only = torch.full_like(self.gate, 1e4)
         memory = effective_row(lambda unit: self._mixed(run, unit, memory_only), run.v, head, row)
         share, local = float(self.gate[head].sigmoid()), calls[call_index].by_position(S)[head]
@@ -217,7 +217,7 @@ class InfiniAttention(Mixer):
                 MixTerm("memory", share, float(memory.sum()), explained=False),
                 MixTerm("softmax", 1 - share, float(local.sum()), explained=True),
             ),
-            whole,
+            combined,
         )
 
     def _mixed(self, run: LayerRun, values: Tensor, gate: Tensor) -> Tensor:

@@ -54,11 +54,11 @@ def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Te
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
         return F.linear(x, weight, bias)
-    wide = x.float()
+    x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
     parts = [
-        F.linear(wide, w.float(), b if b is None else b.float()).to(x.dtype)
+        F.linear(x32, w.float(), b if b is None else b.float()).to(x.dtype)
         for w, b in zip(torch.split(weight, step), biases, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

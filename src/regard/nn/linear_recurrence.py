@@ -366,8 +366,7 @@ class GatedLinearRule(nn.Module):
     def log_decay(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T D"]:
         """Return the logarithms of the gates [B,G,T,D] for tokens x [B,T,M]; they are at most 0."""
         gates = torch.unflatten(self.up(self.down(x)), -1, (self.groups, -1)).transpose(1, 2)
-        wide = gates if gates.dtype == torch.float64 else gates.float()
-        return F.logsigmoid(wide) / self.temperature
+        return F.logsigmoid(_at_least_float32(gates)) / self.temperature
 
     def forward(
         self,
@@ -548,8 +547,8 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., D]; positions are ignored."""
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+        x32 = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
     def extra_repr(self) -> str:
         """The epsilon of the norm."""

@@ -144,9 +144,9 @@ class HeadNorm(nn.Module):
             raise ArgumentError(
                 f"x is {tuple(x.shape)}; this norm needs [batch, {heads}, length, {dim}]"
             )
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)
-        weight, bias = (p.to(wide)[:, None] for p in (self.weight, self.bias))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        y = F.layer_norm(x.to(dtype), x.shape[-1:], eps=self.eps)
+        weight, bias = (p.to(dtype)[:, None] for p in (self.weight, self.bias))
         return (y * weight + bias).to(x.dtype)
 
     def extra_repr(self) -> str:

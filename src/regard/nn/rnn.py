@@ -65,8 +65,8 @@ def run_rnn(
     slot_positions = as_tensor(positions, x.device).expand(B, L)
     used = slot_positions >= 0
     # Sort tokens to the front by position; empty slots sort behind them.
-    last = torch.iinfo(slot_positions.dtype).max
-    order = slot_positions.masked_fill(~used, last).argsort(dim=1, stable=True)
+    largest = torch.iinfo(slot_positions.dtype).max
+    order = slot_positions.masked_fill(~used, largest).argsort(dim=1, stable=True)
     lengths = used.sum(1)
     x = x.masked_fill(~used[..., None], 0).gather(1, order[..., None].expand_as(x))
     packed = pack_padded_sequence(

@@ -81,8 +81,8 @@ def rope_frequencies(
         result = scaling.scale(UnscaledFrequencies(theta, base, divisor, length))
     if not proportional:
         return result
-    still = theta.new_zeros((dim - turning) // 2)
-    return result._replace(inv_freq=torch.cat((result.inv_freq, still)))
+    zeros = theta.new_zeros((dim - turning) // 2)
+    return result._replace(inv_freq=torch.cat((result.inv_freq, zeros)))
 
 
 def _check_frequencies(
@@ -262,8 +262,10 @@ class Rotary(nn.Module):
                 'which fixes the frequencies (a cache stays valid), or "current" (no cache of '
                 "rotated keys)"
             )
-        known = length if isinstance(length, int) else getattr(scaling, "original_length", None)
-        self.inv_freq, self.rotary_factor, self.softmax_factor = self._frequencies(known)
+        fixed_length = (
+            length if isinstance(length, int) else getattr(scaling, "original_length", None)
+        )
+        self.inv_freq, self.rotary_factor, self.softmax_factor = self._frequencies(fixed_length)
         self._last: tuple[object, Positions, Tensor, Tensor] | None = None
 
     def forward(

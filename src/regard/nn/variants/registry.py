@@ -232,20 +232,23 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
             )
     if missing := [name for name in required_options(entry) if name not in options]:
         raise ArgumentError(f"{entry.name} needs {', '.join(missing)}")
-    hints, written = typing.get_type_hints(entry.build), inspect.signature(entry.build).parameters
+    hints, parameters = (
+        typing.get_type_hints(entry.build),
+        inspect.signature(entry.build).parameters,
+    )
     for name, value in options.items():
         if not _fits(value, hints[name]):
             raise ArgumentError(
-                f"{name} of {entry.name} is {value!r}; it must be {written[name].annotation}"
+                f"{name} of {entry.name} is {value!r}; it must be {parameters[name].annotation}"
             )
     return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def _fits(value: Any, expected: Any) -> bool:
     """Return whether a plain value has a type. An int is also a float, and a list is also a tuple
     or a sequence.
     """
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, kind) for kind in inner)
     if origin is typing.Literal:
@@ -253,6 +256,6 @@ def _fits(value: Any, wanted: Any) -> bool:
     if isinstance(value, (list, tuple)):
         listed = isinstance(origin, type) and issubclass(origin, Sequence)
         return listed and all(_fits(x, inner[0]) for x in value)
-    if wanted is float:
+    if expected is float:
         return type(value) in (int, float)
-    return type(value) is wanted
+    return type(value) is expected
