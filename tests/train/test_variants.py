@@ -459,7 +459,7 @@ def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None
 def test_what_the_loss_does_not_reach_is_named() -> None:
     made = config("dsa")
     missed = unreached(model_of(made, 0), V, 8)
-    assert {name.split(".")[3] for name in missed} == {"select"}
+    assert {name.split(".")[3] for name in missed} == {"selector"}
     assert unreached(model_of(config("nsa"), 0), V, LENGTH) == ()
     before = torch.random.get_rng_state()
     unreached(model_of(config("causal", attention_options={"dropout": 0.5}), 0), V, 8)

@@ -737,5 +737,5 @@ def test_a_stale_key_is_refused_and_frozen_frequencies_would_differ(name: str) -
 
 
 def test_heads_of_another_size_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="rotary has dim 8; it must be the head_dim 16"):
+    with pytest.raises(ArgumentError, match="rotary is for heads of 8, and head_dim is 16"):
         heads(32, 4, 2, 16, rotary(8, 1e4, None, 64))
