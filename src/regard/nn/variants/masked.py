@@ -385,7 +385,7 @@ def bigbird(
         dim, heads, head_dim, bias: as for `mha`.
         block: the number of positions in a block.
         blocks: the number of blocks; block * blocks is the maximum length.
-        window: the number of neighbouring blocks, its own included.
+        window: the number of neighbouring blocks, its own included; odd.
         random: the number of random blocks per block.
         seed: the seed of the random blocks.
         is_causal: whether random blocks are drawn from the past, and no token sees a later one.
