@@ -301,7 +301,7 @@ class Router(nn.Module, ABC):
         check_tensor("x", x)
         check_device("x", x, self.linear.weight, "the router")
         dtype = torch.promote_types(x.dtype, torch.float32)
-        bias = self.linear.bias
+        bias: Tensor | None = self.linear.bias
         with torch.autocast(x.device.type, enabled=False):
             weight, bias = self.linear.weight.to(dtype), None if bias is None else bias.to(dtype)
             check_map(x.to(dtype), weight, bias)
