@@ -271,7 +271,7 @@ def test_published_config_and_names() -> None:
         ({"topk_group": 9}, "topk at most count, 8"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc'"),
-        ({"num_experts_per_tok": 129}, "allows 128 of the 256"),
+        ({"num_experts_per_tok": 129}, "allows a token at most 128 of 256"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"qk_head_dim": 128}, "qk_head_dim is 128"),
         (
