@@ -150,7 +150,7 @@ def test_groups_divide_heads(H: int, G: int, allowed: str) -> None:
         check_groups(H, G)
     if min(H, G) > 0:
         with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
-            regard.nn.Separate(*(regard.nn.Heads(8, n, 2) for n in (H, G, G)))
+            regard.nn.SeparateQKV(*(regard.nn.HeadProjection(8, n, 2) for n in (H, G, G)))
 
 
 def test_four_dimensions() -> None:

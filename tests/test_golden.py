@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.masks import Causal, Mask
-from regard.nn import Attention, Heads, Separate
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from tests.golden import (
     CAUSAL,
     DATA,
@@ -100,7 +100,7 @@ def attention(n: int, d: int, mask: Mask | None = None, projected: bool = False)
     """n heads of dim d over the three numbers of a token; the order of the draws is q, k, v,
     output.
     """
-    project = Separate(Heads(3, n, d), Heads(3, n, d), Heads(3, n, d))
+    project = SeparateQKV(HeadProjection(3, n, d), HeadProjection(3, n, d), HeadProjection(3, n, d))
     return Attention(project, nn.Linear(n * d, n * d) if projected else nn.Identity(), mask=mask)
 
 
@@ -245,8 +245,8 @@ def test_the_masked_scores_of_the_run() -> None:
 def test_the_shapes_of_the_run() -> None:
     shapes = RUN["shapes"]
     M, n, d = shapes["input_q"][-1], shapes["heads"], shapes["head_dim"]
-    parts = [Heads(M, n, d) for _ in range(3)]
-    module = Attention(Separate(*parts), nn.Linear(n * d, M, bias=False), mask=Causal())
+    parts = [HeadProjection(M, n, d) for _ in range(3)]
+    module = Attention(SeparateQKV(*parts), nn.Linear(n * d, M, bias=False), mask=Causal())
     with regard.Trace("pattern") as trace:
         out = module(torch.randn(shapes["input_q"]))
     assert list(out.shape) == shapes["output"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import masks, tracing
-from regard.nn import Attention, Heads, Separate
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.tracing import TAP_NAMES, Trace, named_scope, requested_taps
 from tests.rules import assert_close_rule
 
@@ -25,7 +25,7 @@ CAUSAL = masks.Causal()
 
 
 def attention() -> Attention:
-    project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2))
     return Attention(project, nn.Linear(8, 8), mask=CAUSAL)
 
 

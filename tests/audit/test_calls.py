@@ -251,7 +251,7 @@ class Normed(base.Right):
         return F.normalize(q, dim=-1) * 3, F.normalize(k, dim=-1) * 3, v
 
 
-def test_steps_around_attention_are_found_in_its_operations() -> None:
+def test_steps_attention_residual_are_found_in_its_operations() -> None:
     found = audit(Normed, **SIZES)
     assert found.clean
     assert found.exit_code == 0

@@ -11,7 +11,7 @@ from torch import nn
 
 from regard import masks
 from regard.caches import Cache, Fixed, Growing, Ring, Streaming
-from regard.nn import Attention, Heads, Separate
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.positions import Rotary
 
 CAUSAL = masks.Causal()
@@ -33,7 +33,9 @@ def no_graphs_left() -> Iterator[None]:
 
 def attention(mask: masks.Mask) -> Attention:
     rotary = Rotary(8)
-    project = Separate(Heads(16, 4, 8, rotary), Heads(16, 2, 8, rotary), Heads(16, 2, 8))
+    project = SeparateQKV(
+        HeadProjection(16, 4, 8, rotary), HeadProjection(16, 2, 8, rotary), HeadProjection(16, 2, 8)
+    )
     return Attention(project, nn.Linear(32, 16), mask=mask)
 
 

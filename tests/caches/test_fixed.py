@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import regard
 from regard import masks
 from regard.caches import Cache, Fixed, Ring, Streaming
-from regard.nn import Attention, Heads, Separate
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.positions import Rotary
 from regard.span import Span
 
@@ -140,7 +140,9 @@ placed = pytest.mark.parametrize("make, mask", PLACED.values(), ids=PLACED)
 
 def attention(mask: masks.Mask) -> Attention:
     rotary = Rotary(4)
-    project = Separate(Heads(8, 4, 4, rotary), Heads(8, 2, 4, rotary), Heads(8, 2, 3))
+    project = SeparateQKV(
+        HeadProjection(8, 4, 4, rotary), HeadProjection(8, 2, 4, rotary), HeadProjection(8, 2, 3)
+    )
     return Attention(project, nn.Linear(12, 8), mask=mask).double()
 
 

@@ -14,7 +14,7 @@ import regard
 from regard import masks
 from regard.caches import Growing, Ring, Streaming, for_reach
 from regard.masks import Reach
-from regard.nn import Attention, Heads, Separate
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.positions import Rotary
 from regard.span import Positions, Span, as_tensor
 from tests.caches.test_fixed import Allocated
@@ -104,7 +104,9 @@ def test_a_step_within_rewind_copies_no_keys() -> None:
 def test_storage_is_bounded_after_ten_windows() -> None:
     """Bug class 11, through a module: the cache that it makes for itself."""
     rotary = Rotary(4)
-    project = Separate(Heads(8, 4, 4, rotary), Heads(8, 2, 4, rotary), Heads(8, 2, 3))
+    project = SeparateQKV(
+        HeadProjection(8, 4, 4, rotary), HeadProjection(8, 2, 4, rotary), HeadProjection(8, 2, 3)
+    )
     for mask, kind, held in (
         (masks.Causal() & masks.Window(6), Ring, 6),
         (masks.Causal() & (masks.Window(6) | masks.Sinks(2)), Streaming, 8),

@@ -35,7 +35,7 @@ from regard.claims import (
 from regard.claims.training import BYTES, byte_loss, decoder, held_bytes, learn, right
 from regard.compare import Session, Store
 from regard.errors import ArgumentError
-from regard.nn import Separate
+from regard.nn import SeparateQKV
 from regard.span import Span
 from regard.train.losses import AnswerLoss
 from regard.train.tasks.base import Example, Task
@@ -297,7 +297,7 @@ def test_turned_values_are_the_formula(back: bool) -> None:
     model = positions._model(positions.WAYS[1 if back else 2], 0).double().requires_grad_(False)
     attention = model.layers[0].attention
     project = attention.project
-    assert isinstance(project, Separate)
+    assert isinstance(project, SeparateQKV)
     x, at = torch.randn(1, 6, positions.VALUES_DIM, dtype=torch.float64), Span(0, 6)
     q, k = project.query(x, at), project.remember(x, at)[0]
     p = attention_weights(q, k, mask=attention.mask)[0]

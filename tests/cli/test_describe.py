@@ -21,7 +21,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 def test_the_list_has_every_mechanism_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys)
     for name, entry in VARIANTS.items():
-        assert any(row.split()[:1] == [name] and entry.sentence in row for row in out.splitlines())
+        assert any(row.split()[:1] == [name] and entry.summary in row for row in out.splitlines())
     assert set(json.loads(said(capsys, "--json"))) == set(VARIANTS)
 
 

@@ -249,7 +249,8 @@ def test_what_the_loss_does_not_train_is_said(
     ]
     assert train(text, tmp_path / "out", "--attention", "dsa", *sizes) == 0
     assert (
-        "note: the loss has no gradient for layers.0.attention.select.q" in capsys.readouterr().err
+        "note: the loss has no gradient for layers.0.attention.selector.q"
+        in capsys.readouterr().err
     )
 
 

@@ -135,7 +135,7 @@ def test_policies_share_the_parameters(model: Model) -> None:
         assert {p.data_ptr() for p in made.parameters()} == {
             p.data_ptr() for p in network.parameters()
         }
-    assert rotary_of(network).follows, "what it was made from is as before"
+    assert rotary_of(network).follows_length, "what it was made from is as before"
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     """It has the logits of one whole pass, and is taken back: further calls say the same, whatever
     the cache.
     """
-    made = Contestant(name, name, VARIANTS[name].sizes).config(SHAPE)
+    made = Contestant(name, name, VARIANTS[name].example_options).config(SHAPE)
     model = _drawn(decoder(made))
     with torch.inference_mode():
         whole = model(speed.ids(made, 2, 21))[:, -1:]

@@ -78,7 +78,7 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
     matrices, biases, norms = of_kinds(network_of(name))
     learned = parts.get("positions", 0) if TINY[name].get("model_type") != "bert" else 2 * 24
     if name in ("gpt2", "regard, learned"):
-        biases -= learned  # `Learned` holds its table itself, not in an Embedding
+        biases -= learned  # `LearnedPositions` holds its table itself, not in an Embedding
         matrices += learned
     if name == "bert":
         biases, matrices = biases - 64 * 24, matrices + 64 * 24

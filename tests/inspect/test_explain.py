@@ -22,7 +22,7 @@ from regard.inspect.explain.captured_run import SiteRecorder
 from regard.inspect.explain.inputs_and_outputs import pool_largest
 from regard.inspect.explain.mask_reasons import why_masked
 from regard.inspect.explain.prepared_run import prepare_run
-from regard.nn import Attention, Heads, RMSNorm, Separate
+from regard.nn import Attention, HeadProjection, RMSNorm, SeparateQKV
 from regard.positions import Rotary
 from regard.span import Span
 from tests.inspect.small_model import TEXT, model
@@ -137,7 +137,7 @@ def test_the_query_follows_from_the_weights(found: dict[str, Any]) -> None:
     layer = m.decoder.layers[1]
     x = np.array(found["entering"])
     normed = (
-        x / math.sqrt((x * x).mean() + 1e-6) * layer.around_attention.norm.weight.double().numpy()
+        x / math.sqrt((x * x).mean() + 1e-6) * layer.attention_residual.norm.weight.double().numpy()
     )
     assert close(found["normed"], normed, normed.astype(np.float32))
     W = layer.attention.project.q.linear.weight.double().numpy()[h * D : (h + 1) * D]
@@ -287,8 +287,10 @@ def test_other_parts_of_attention_are_steps_of_the_chain() -> None:
     m = model()
     old = m.decoder.layers[0].attention
     rotary = Rotary(8, layout="interleaved")
-    project = Separate(
-        Heads(32, 4, 8, RMSNorm(8), rotary), Heads(32, 2, 8, RMSNorm(8), rotary), Heads(32, 2, 8)
+    project = SeparateQKV(
+        HeadProjection(32, 4, 8, RMSNorm(8), rotary),
+        HeadProjection(32, 2, 8, RMSNorm(8), rotary),
+        HeadProjection(32, 2, 8),
     )
     sink = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]), requires_grad=False)
     m.decoder.layers[0].attention = Attention(

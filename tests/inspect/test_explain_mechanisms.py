@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
 from regard.inspect.explain.captured_run import capture_site
 from regard.inspect.explain.random_model import random_model
-from regard.nn.explain import effective_row
+from regard.nn.explainable import effective_row
 from regard.nn.variants import VARIANTS
 from regard.view import explanation_text
 
@@ -149,7 +149,8 @@ def test_the_delta_rule_takes_off_what_its_keys_said_already(name: str) -> None:
     q, k = x["q"][head], x["k"][head]
     inner = torch.from_numpy(x["x"]).float()[None]
     beta = (
-        mixer.rule.strength(inner).sigmoid()[0, :, head].double().detach().numpy() * mixer.rule.most
+        mixer.rule.beta_proj(inner).sigmoid()[0, :, head].double().detach().numpy()
+        * mixer.rule.max_beta
     )
     decay = np.ones(len(k))
     if mixer.rule.decay is not None:

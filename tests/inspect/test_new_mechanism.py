@@ -19,15 +19,15 @@ from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain, record
 from regard.models import Model
-from regard.nn import Attention, Heads, Separate
-from regard.nn.explain import (
+from regard.nn import Attention, HeadProjection, SeparateQKV
+from regard.nn.explainable import (
     CallWeights,
+    ComputationStep,
     EffectiveRow,
     Explainable,
     HeadMix,
     InputSteps,
     LayerRun,
-    Link,
     MixTerm,
     ProjectionQuery,
 )
@@ -41,8 +41,8 @@ from tests.inspect.small_model import TEXT, model
 ROUNDING = 2e-5
 
 
-def heads(n: int, d: int) -> Heads:
-    return Heads(32, n, d)
+def heads(n: int, d: int) -> HeadProjection:
+    return HeadProjection(32, n, d)
 
 
 class SigmoidAttention(Mixer):
@@ -50,7 +50,7 @@ class SigmoidAttention(Mixer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.project = Separate(heads(4, 8), heads(2, 8), heads(2, 8))
+        self.project = SeparateQKV(heads(4, 8), heads(2, 8), heads(2, 8))
         self.output = nn.Linear(32, 32)
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
@@ -78,9 +78,9 @@ class ExplainedSigmoid(SigmoidAttention):
         dots, seen = k @ q, torch.arange(len(k)) <= row
         weights = self.weights(scale * dots).masked_fill(~seen, 0.0)
         scores = (
-            Link("dot", "", dots),
-            Link("scaled", "", scale * dots),
-            Link("sigmoid", "a_ij = σ(s_ij)", weights.masked_fill(~seen, -torch.inf)),
+            ComputationStep("dot", "", dots),
+            ComputationStep("scaled", "", scale * dots),
+            ComputationStep("sigmoid", "a_ij = σ(s_ij)", weights.masked_fill(~seen, -torch.inf)),
         )
         return EffectiveRow("linear", scores, weights, run.z[0, head, row], scale)
 
@@ -188,7 +188,7 @@ class ExplainedMirrored(Mirrored):
         k = self.heads.explain_steps(query.memory, query.k_positions, "k")
         v = self.v.explain_steps(query.memory, query.k_positions, "v")
         return InputSteps(
-            q, (*k, Link("mirrored", "k_j ← k_j backwards", self.last(k[-1].values))), v
+            q, (*k, ComputationStep("mirrored", "k_j ← k_j backwards", self.last(k[-1].values))), v
         )
 
     def last(self, k: Tensor) -> Tensor:

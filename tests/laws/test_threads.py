@@ -220,7 +220,7 @@ def test_rotaries() -> None:
         torch.tensor([[n, n + 1, 7], [0, 1, 2]]) for n in range(4)
     ]
     followed = Rotary(8, scaling=DynamicNTK(2.0, 4), length="current")
-    for module in (Rotary(8), followed, dynamic_rotary.RowRotary(followed)):
+    for module in (Rotary(8), followed, dynamic_rotary.PerRowRotary(followed)):
         check_crowd([lambda p=p, module=module: module(x, p) for p in where], 5)
 
 

@@ -69,11 +69,11 @@ def torch_stack(layers: Any, kind: type, cross: bool) -> list[Any]:
         ):
             bias.zero_()
         give(other.self_attn, block.attention)
-        norms = [block.around_attention.norm]
+        norms = [block.attention_residual.norm]
         if cross:
             give(other.multihead_attn, block.cross)
-            norms.append(block.around_cross.norm)
-        for i, norm in enumerate([*norms, block.around_feed_forward.norm]):
+            norms.append(block.cross_residual.norm)
+        for i, norm in enumerate([*norms, block.feed_forward_residual.norm]):
             getattr(other, f"norm{i + 1}").load_state_dict(norm.state_dict())
         other.linear1.load_state_dict(block.feed_forward.up.state_dict())
         other.linear2.load_state_dict(block.feed_forward.down.state_dict())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import regard
 from regard import Trace
 from regard.models.rnn import RecurrentEncoderDecoder, recurrent
-from regard.nn.rnn import BahdanauDecoder, PlainDecoder, RecurrentDecoder, scan
+from regard.nn.rnn import BahdanauDecoder, PlainDecoder, RecurrentDecoder, run_rnn
 from regard.nn.variants import bahdanau
 from regard.span import Span
 from tests.oracles.additive import additive
@@ -213,22 +213,22 @@ def test_scan_runs_in_the_order_of_positions() -> None:
     for make in (nn.RNN, nn.GRU, nn.LSTM):
         rnn: Any = make(3, 4, 2, batch_first=True, bidirectional=True).double()
         x = torch.randn(2, 5, 3).double()
-        usual, after = scan(rnn, x)
+        usual, after = run_rnn(rnn, x)
         order = torch.tensor([3, 0, 4, 1, 2])
-        out, other = scan(rnn, x[:, order], order[None])
+        out, other = run_rnn(rnn, x[:, order], order[None])
         assert close(out, usual[:, order])
         for a, b in zip(after, other, strict=True):
             assert close(a, b)
         start = tuple(torch.randn_like(part) for part in after)
-        blind, kept = scan(rnn, torch.full_like(x, math.nan), torch.full((2, 5), -1), start)
+        blind, kept = run_rnn(rnn, torch.full_like(x, math.nan), torch.full((2, 5), -1), start)
         assert blind.eq(0).all()
         assert all(torch.equal(a, b) for a, b in zip(start, kept, strict=True)), (
             "no token, no change"
         )
-        nothing, same = scan(rnn, x[:, :0], None, start)
+        nothing, same = run_rnn(rnn, x[:, :0], None, start)
         assert nothing.shape == (2, 0, 8)
         assert same is start
-        assert close(scan(rnn, x, Span(-2, 5))[0][:, 2:], scan(rnn, x[:, 2:])[0])
+        assert close(run_rnn(rnn, x, Span(-2, 5))[0][:, 2:], run_rnn(rnn, x[:, 2:])[0])
 
 
 def test_gradients_pass_through_padding() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import regard
 from regard import biases, masks
 from regard.caches import Growing
-from regard.nn import Attention, Block, Heads, PreNorm, RMSNorm, Separate, SwiGLU
+from regard.nn import Attention, Block, HeadProjection, PreNorm, RMSNorm, SeparateQKV, SwiGLU
 from regard.nn.projections import Projection
 from regard.positions import Rotary
 from regard.span import Span
@@ -44,7 +44,9 @@ def random(module: nn.Module, seed: int = 0) -> Any:
 
 
 def build(M: int = 12, H: int = 4, G: int = 2, D: int = 6, E: int = 4, **options: Any) -> Attention:
-    project = Separate(Heads(M, H, D), Heads(M, G, D), Heads(M, G, E, bias=True))
+    project = SeparateQKV(
+        HeadProjection(M, H, D), HeadProjection(M, G, D), HeadProjection(M, G, E, bias=True)
+    )
     return random(Attention(project, nn.Linear(H * E, M), **options))
 
 
@@ -109,7 +111,7 @@ def test_steps_run_in_the_order_given() -> None:
     modules.
     """
     rotary, norm = Rotary(6), random(RMSNorm(6))
-    first, second = Heads(12, 4, 6, norm, rotary), Heads(12, 4, 6, rotary, norm)
+    first, second = HeadProjection(12, 4, 6, norm, rotary), HeadProjection(12, 4, 6, rotary, norm)
     second.load_state_dict(
         {k.replace("steps.0", "steps.1"): v for k, v in first.state_dict().items()}
     )
@@ -119,7 +121,7 @@ def test_steps_run_in_the_order_given() -> None:
     assert torch.equal(second(x, positions), norm(rotary(split, positions)))
     assert float((first(x, positions) - second(x, positions)).detach().abs().max()) > 0.1
     flat = random(RMSNorm(24), seed=1)
-    whole = Heads(12, 4, 6, flat=flat)
+    whole = HeadProjection(12, 4, 6, flat=flat)
     whole.linear.load_state_dict(first.linear.state_dict())
     assert torch.equal(
         whole(x, positions), flat(x @ first.linear.weight.T).unflatten(-1, (4, 6)).transpose(1, 2)
@@ -128,7 +130,9 @@ def test_steps_run_in_the_order_given() -> None:
 
 def test_positions_reach_rotary_and_mask() -> None:
     rotary = Rotary(6)
-    project = Separate(Heads(12, 4, 6, rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6))
+    project = SeparateQKV(
+        HeadProjection(12, 4, 6, rotary), HeadProjection(12, 2, 6, rotary), HeadProjection(12, 2, 6)
+    )
     module = random(Attention(project, nn.Linear(24, 12), mask=CAUSAL & masks.Window(3))).double()
     x = torch.randn(1, 6, 12, dtype=torch.float64)
     here, there = module(x), module(x, Span(1000, 6))
@@ -144,7 +148,9 @@ def test_positions_reach_rotary_and_mask() -> None:
 
 def test_a_cache_in_any_chunks_is_one_pass() -> None:
     rotary = Rotary(6)
-    project = Separate(Heads(12, 4, 6, rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6))
+    project = SeparateQKV(
+        HeadProjection(12, 4, 6, rotary), HeadProjection(12, 2, 6, rotary), HeadProjection(12, 2, 6)
+    )
     module = random(Attention(project, nn.Linear(24, 12), mask=CAUSAL)).double()
     x = torch.randn(2, 40, 12, dtype=torch.float64)
     whole = module(x)
@@ -188,8 +194,10 @@ def test_dropout_is_off_in_eval_and_repeats_in_training() -> None:
 
 def test_state_dict_is_parameters_only() -> None:
     rotary = Rotary(6)
-    project = Separate(
-        Heads(12, 4, 6, RMSNorm(6), rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6)
+    project = SeparateQKV(
+        HeadProjection(12, 4, 6, RMSNorm(6), rotary),
+        HeadProjection(12, 2, 6, rotary),
+        HeadProjection(12, 2, 6),
     )
     module = Attention(
         project,
@@ -316,16 +324,23 @@ def test_a_learned_bias_is_a_parameter_of_the_module() -> None:
     frozen = biases.DenseBias(torch.zeros(5, 5)) + biases.DenseBias(nn.Parameter(torch.zeros(5, 5)))
     with pytest.raises(
         regard.ArgumentError,
-        match=r"holds 1 parameters among 2 tensors; make all of them nn\.Parameter",
+        match=r"mixes parameters with plain tensors \(1 of 2 are parameters\); make all of them "
+        r"nn\.Parameter",
     ):
         build(bias=frozen)
 
 
 def test_errors() -> None:
-    need = "k and v need the same number of heads, q and k the same head dim"
+    need = "k and v must have the same number of heads, and q and k the same head dim"
     cases = [
-        (lambda: Heads(0, 1, 1), "Heads(dim=0, heads=1, head_dim=1): each must be at least 1"),
-        (lambda: Heads(1, 1, -1), "Heads(dim=1, heads=1, head_dim=-1): each must be at least 1"),
+        (
+            lambda: HeadProjection(0, 1, 1),
+            "HeadProjection(dim=0, heads=1, head_dim=1): each must be at least 1",
+        ),
+        (
+            lambda: HeadProjection(1, 1, -1),
+            "HeadProjection(dim=1, heads=1, head_dim=-1): each must be at least 1",
+        ),
         (lambda: RMSNorm(0), "RMSNorm(0, eps=1e-06): dim must be at least 1 and eps at least 0"),
         (
             lambda: RMSNorm(4, eps=-1.0),
@@ -336,12 +351,16 @@ def test_errors() -> None:
             "RMSNorm(4, eps=nan): dim must be at least 1 and eps at least 0",
         ),
         (
-            lambda: Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 4, 2)),
-            f"q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2: {need}",
+            lambda: SeparateQKV(
+                HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 4, 2)
+            ),
+            f"q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2; {need}",
         ),
         (
-            lambda: Separate(Heads(8, 4, 2), Heads(8, 2, 3), Heads(8, 2, 2)),
-            f"q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2: {need}",
+            lambda: SeparateQKV(
+                HeadProjection(8, 4, 2), HeadProjection(8, 2, 3), HeadProjection(8, 2, 2)
+            ),
+            f"q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2; {need}",
         ),
         (
             lambda: build(softcap=0.0),

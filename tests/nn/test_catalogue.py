@@ -208,7 +208,7 @@ def test_gradients(name: str) -> None:
     module(x).square().sum().backward()
     without = [n for n, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]
     # an indexer chooses, and a choice has no gradient: it learns by a loss of its own
-    assert [n for n in without if not n.startswith("select.")] == [], "nothing reaches these"
+    assert [n for n in without if not n.startswith("selector.")] == [], "nothing reaches these"
 
 
 @pytest.mark.full(keep="each")
@@ -308,7 +308,7 @@ def test_a_refused_call_changes_no_cache(name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_entry_says_what_it_is(name: str) -> None:
     entry = VARIANTS[name]
-    assert entry.sentence.endswith(".")
+    assert entry.summary.endswith(".")
     assert "=" in entry.equation or ":" in entry.equation or "over" in entry.equation
     assert re.search(r"\d{4}", entry.source), "a source has a year"
     doc = entry.build.__doc__ or ""

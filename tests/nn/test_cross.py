@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard import Trace
 from regard.caches import Cross, Growing
-from regard.nn.cross import AdditiveAttention, CrossAttention
-from regard.nn.gated import Gated
-from regard.nn.projections import Heads, Projection, States
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention
+from regard.nn.gated_projections import GatedProjection
+from regard.nn.projections import EncoderStateProjection, HeadProjection, Projection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
 from tests.oracles.additive import additive
@@ -65,7 +65,7 @@ def heads(x: Tensor, n: int) -> Tensor:
 
 def written_out(module: Any, x: Tensor, memory: Tensor, oracle: bool) -> Tensor:
     """From the weights alone, in fp64 by the oracle, or as plain math in the dtype of x."""
-    if isinstance(module.project, States):
+    if isinstance(module.project, EncoderStateProjection):
         n, key = module.project.heads, module.project.k
         q = heads(
             x if isinstance(module.project.q, nn.Identity) else x @ module.project.q.weight.T, n
@@ -80,7 +80,7 @@ def written_out(module: Any, x: Tensor, memory: Tensor, oracle: bool) -> Tensor:
                 (memory, module.project.v),
             )
         )
-    scale = 1.0 if module.project.__class__ is States else q.shape[-1] ** -0.5
+    scale = 1.0 if module.project.__class__ is EncoderStateProjection else q.shape[-1] ** -0.5
     if not oracle:
         n = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
@@ -196,7 +196,7 @@ def test_a_refused_call_leaves_the_cache(name: str) -> None:
     module = random(KINDS[name]())
     x, memory = inputs()
     cache = module.new_cache()
-    with pytest.raises(regard.ArgumentError, match="there is no memory to attend to: give memory"):
+    with pytest.raises(regard.ArgumentError, match="there is no memory to attend to; pass memory"):
         module(x, None, cache)
     with pytest.raises(regard.ArgumentError, match="there is no memory to attend to"):
         module(x)
@@ -206,11 +206,13 @@ def test_a_refused_call_leaves_the_cache(name: str) -> None:
     usual = module(x, None, cache, memory=memory)
     with pytest.raises(regard.ArgumentError, match="written once, and holds 7 slots"):
         module(x, None, cache, memory=memory + 1)
-    with pytest.raises(regard.ArgumentError, match="memory_positions were given without memory"):
+    with pytest.raises(regard.ArgumentError, match="memory_positions is given without memory"):
         module(x, None, cache, memory_positions=PADDED)
     assert torch.equal(module(x, None, cache), usual)
     growing = Growing()
-    with pytest.raises(regard.ArgumentError, match="a Growing cache, which belongs to self-att"):
+    with pytest.raises(
+        regard.ArgumentError, match="is Growing, which stores the tokens of a self-att"
+    ):
         module(x, None, growing, memory=memory)
     assert len(growing) == 0
     assert isinstance(cache, Cross)
@@ -336,7 +338,7 @@ def test_describe() -> None:
         == "2 x 288 (matrices of the query) + 2 H S (D + E) = 2 x 4 x 7 x (3 + 3)"
     )
     assert told.parameters.value == 2 * M * M + 2 * 6 * M3
-    gated = CrossAttention(Gated(module.project, Heads(M, H, 3)), module.output)
+    gated = CrossAttention(GatedProjection(module.project, HeadProjection(M, H, 3)), module.output)
     assert gated.describe(7).flops_per_token.value == told.flops_per_token.value + 2 * M * M
 
     told = random(luong(M, memory_dim=M3)).describe(7)
@@ -364,11 +366,11 @@ def test_catalogue() -> None:
 
 
 def test_states_is_a_projection() -> None:
-    states = States(nn.Linear(6, 8), 8)
+    states = EncoderStateProjection(nn.Linear(6, 8), 8)
     assert isinstance(states, Projection)
     z = torch.randn(1, 1, 2, 8)
     assert torch.equal(states.postprocess(z, z), z)
-    assert "1 heads, keys of 8, states of 8" in repr(states)
+    assert "1 head, keys of 8, states of 8" in repr(states)
 
 
 def test_positions_of_queries_matter_to_masks_only() -> None:
@@ -391,22 +393,25 @@ def test_errors() -> None:
         (lambda: luong(8, hidden=3), 'hidden is 3, but only score="concat" has a hidden layer'),
         (
             lambda: luong(8, memory_dim=6, score="dot"),
-            "queries have 8 numbers and keys 6; give a linear map to 6 for the query, or a key map",
+            (
+                "queries have size 8 and keys have size 6; pass a linear map to 6 as query, or a "
+                "linear map as key"
+            ),
         ),
         (
             lambda: luong(8, 3),
-            "3 heads for keys of 8 and states of 8; both must be multiples of heads, at least 1",
+            "heads is 3; it must be at least 1 and divide the key size 8 and the state size 8",
         ),
         (
             lambda: bahdanau(8, 2, hidden=7),
-            "2 heads for keys of 7 and states of 8; both must be multiples of heads, at least 1",
+            "heads is 2; it must be at least 1 and divide the key size 7 and the state size 8",
         ),
         (lambda: bahdanau(0), "dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, memory_dim=0), "memory_dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, hidden=-1), "hidden is -1; it must be at least 1"),
         (
-            lambda: States(8, 6, key=nn.Linear(5, 8)),
-            "the key map takes 5 numbers, but states have 6",
+            lambda: EncoderStateProjection(8, 6, key=nn.Linear(5, 8)),
+            "the key map has in_features=5; it must be the state size 6",
         ),
         (
             lambda: cross_attention(8, 4, groups=3),
@@ -421,7 +426,7 @@ def test_errors() -> None:
         ),
         (
             lambda: cross_attention(8, 4, memory_dim=-2),
-            "Heads(dim=-2, heads=4, head_dim=2): each must be at least 1",
+            "HeadProjection(dim=-2, heads=4, head_dim=2): each must be at least 1",
         ),
     ]
     for make, message in cases:

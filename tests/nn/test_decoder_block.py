@@ -19,11 +19,11 @@ from regard import Trace
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.blocks import Block, DecoderBlock, PostNorm, PreNorm, Residual
-from regard.nn.embedding import Embed, Sinusoidal
+from regard.nn.embedding import InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import FeedForward
 from regard.nn.variants import cross_attention
-from regard.nn.variants.parts import join, separate
-from regard.positions import Learned
+from regard.nn.variants.projections import output_projection, separate_qkv
+from regard.positions import LearnedPositions
 from regard.span import Span
 from tests.rules import assert_close_rule
 
@@ -47,7 +47,9 @@ def random(module: nn.Module) -> Any:
 
 def attention(mask: Causal | None) -> Attention:
     D = M // H
-    return Attention(separate(M, H, H, D, bias=True), join(M, H, D, bias=True), mask=mask)
+    return Attention(
+        separate_qkv(M, H, H, D, bias=True), output_projection(M, H, D, bias=True), mask=mask
+    )
 
 
 def paths(kind: type[Residual], n: int) -> list[Residual]:
@@ -88,12 +90,12 @@ def torch_block(block: Any, kind: type[Residual], activation: Any = F.relu) -> A
     give(other.self_attn, block.attention)
     other.linear1.load_state_dict(block.feed_forward.up.state_dict())
     other.linear2.load_state_dict(block.feed_forward.down.state_dict())
-    other.norm1.load_state_dict(block.around_attention.norm.state_dict())
+    other.norm1.load_state_dict(block.attention_residual.norm.state_dict())
     if cross:
         give(other.multihead_attn, block.cross)
-        other.norm2.load_state_dict(block.around_cross.norm.state_dict())
+        other.norm2.load_state_dict(block.cross_residual.norm.state_dict())
     last = other.norm3 if cross else other.norm2
-    last.load_state_dict(block.around_feed_forward.norm.state_dict())
+    last.load_state_dict(block.feed_forward_residual.norm.state_dict())
     return other
 
 
@@ -142,7 +144,7 @@ def test_a_decoder_block_with_caches_in_any_chunks_is_one_pass(name: str) -> Non
             parts.append(block(x[:, start : start + n], None, caches, **source))
             start += n
         assert close(torch.cat(parts, 1), whole)
-        assert (len(caches.own), len(caches.cross)) == (9, 6)
+        assert (len(caches.self_attention), len(caches.cross)) == (9, 6)
 
 
 def test_a_refused_call_leaves_both_caches() -> None:
@@ -151,11 +153,13 @@ def test_a_refused_call_leaves_both_caches() -> None:
     caches = block.new_caches()
     with pytest.raises(regard.ArgumentError, match="there is no memory to attend to"):
         block(x, None, caches)
-    assert (len(caches.own), len(caches.cross)) == (0, 0), "the self-attention had stored already"
+    assert (len(caches.self_attention), len(caches.cross)) == (0, 0), (
+        "the self-attention had stored already"
+    )
     usual = block(x, None, caches, memory=memory)
     with pytest.raises(regard.ArgumentError, match="written once"):
         block(x, None, caches, memory=memory)
-    assert (len(caches.own), len(caches.cross)) == (3, 6)
+    assert (len(caches.self_attention), len(caches.cross)) == (3, 6)
     assert torch.equal(block(x, memory=memory), usual)
 
 
@@ -206,34 +210,38 @@ def test_feed_forward() -> None:
 def test_embed() -> None:
     embedding = nn.Embedding(7, 4).double()
     ids, positions = torch.tensor([[5, -100, 6]]), torch.tensor([[0, -1, 1]])
-    out = Embed(embedding, Sinusoidal(4), scale=2.0)(ids, positions)
+    out = InputEmbedding(embedding, SinusoidalPositions(4), scale=2.0)(ids, positions)
     row = [math.sin(1), math.cos(1), math.sin(0.01), math.cos(0.01)]
     right = 2 * embedding.weight[6] + torch.tensor(row, dtype=torch.float64)
     assert float((out[0, 2] - right).abs().max()) < 1e-15
     assert torch.equal(
-        Embed(embedding, Sinusoidal(4), scale=2.0)(ids[:, :1], Span(0, 1)), out[:, :1]
+        InputEmbedding(embedding, SinusoidalPositions(4), scale=2.0)(ids[:, :1], Span(0, 1)),
+        out[:, :1],
     )
-    learned = Learned(8, 4)
+    learned = LearnedPositions(8, 4)
     assert torch.equal(
-        Embed(embedding, learned)(ids[:, :1]), embedding(ids[:, :1]) + learned(Span(0, 1))
+        InputEmbedding(embedding, learned)(ids[:, :1]), embedding(ids[:, :1]) + learned(Span(0, 1))
     )
-    assert Embed(embedding.bfloat16(), Sinusoidal(4))(ids[:, :1]).dtype == torch.bfloat16
-    assert "scale=2" in repr(Embed(embedding, Sinusoidal(4), scale=2.0))
-    assert list(Sinusoidal(4).state_dict()) == []
+    assert (
+        InputEmbedding(embedding.bfloat16(), SinusoidalPositions(4))(ids[:, :1]).dtype
+        == torch.bfloat16
+    )
+    assert "scale=2" in repr(InputEmbedding(embedding, SinusoidalPositions(4), scale=2.0))
+    assert list(SinusoidalPositions(4).state_dict()) == []
     cases = [
         (
-            lambda: Embed(embedding, Sinusoidal(4))(ids[0]),
+            lambda: InputEmbedding(embedding, SinusoidalPositions(4))(ids[0]),
             "ids are (3,); they must be [batch, length]: use ids[None]",
         ),
         (
-            lambda: Embed(embedding, Sinusoidal(4), scale=math.nan),
+            lambda: InputEmbedding(embedding, SinusoidalPositions(4), scale=math.nan),
             "scale is nan; it must be finite",
         ),
         (
-            lambda: Embed(embedding, Sinusoidal(4), dropout=1.5),
+            lambda: InputEmbedding(embedding, SinusoidalPositions(4), dropout=1.5),
             "dropout is 1.5; it must be at least 0 and less than 1",
         ),
-        (lambda: Sinusoidal(0), "dim is 0; it must be at least 1"),
+        (lambda: SinusoidalPositions(0), "dim is 0; it must be at least 1"),
     ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
@@ -242,7 +250,7 @@ def test_embed() -> None:
 
 
 def test_embedding_dropout_is_off_in_eval() -> None:
-    embed = Embed(nn.Embedding(7, 4), Sinusoidal(4), dropout=0.5)
+    embed = InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4), dropout=0.5)
     ids = torch.arange(7)[None]
     assert torch.equal(embed.eval()(ids), embed(ids))
     assert embed.train()(ids).eq(0).any()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import regard
 from regard.caches import Growing, State
-from regard.nn import Heads, Separate
-from regard.nn.recurrent import Decay, Delta, Recurrent, Swish, UnitLength
+from regard.nn import HeadProjection, SeparateQKV
+from regard.nn.linear_recurrence import DeltaRule, L2Norm, LogDecay, Recurrent, Swish
 from regard.nn.variants import build, delta_net, gated_delta_net
 from regard.span import Span
 from tests.oracles.delta import delta
@@ -54,11 +54,11 @@ def written_out(module: Any, x: Tensor, *, unit: bool = True, most: float = 1.0)
     if unit:
         q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     rule = module.rule
-    beta = most / (1 + torch.exp(-(x @ rule.strength.weight.T)))
+    beta = most / (1 + torch.exp(-(x @ rule.beta_proj.weight.T)))
     g = None
     if rule.decay is not None:
-        step = torch.log(1 + torch.exp(x @ rule.decay.linear.weight.T + rule.decay.shift))
-        g = (-torch.exp(rule.decay.rate) * step).transpose(1, 2)
+        step = torch.log(1 + torch.exp(x @ rule.decay.linear.weight.T + rule.decay.dt_bias))
+        g = (-torch.exp(rule.decay.A_log) * step).transpose(1, 2)
     z = delta(q, k, v, beta.transpose(1, 2), g).out.to(x.dtype)
     z = z / torch.sqrt((z * z).mean(-1, keepdim=True) + 1e-6) * module.norm.weight
     if module.gate is not None:
@@ -70,10 +70,10 @@ def written_out(module: Any, x: Tensor, *, unit: bool = True, most: float = 1.0)
 def test_the_modules_are_their_formulas() -> None:
     x = torch.randn(2, 9, 12)
     for make in BOTH:
-        for options in ({}, {"normalise_keys": False, "most": 2.0}):
+        for options in ({}, {"normalise_keys": False, "max_beta": 2.0}):
             module = random(make(12, 4, **SIZES, **options)).requires_grad_(False)
             module.project.k.linear.weight.data /= 8  # without a norm, keys must be short
-            given = {"unit": "most" not in options, "most": options.get("most", 1.0)}
+            given = {"unit": "max_beta" not in options, "most": options.get("max_beta", 1.0)}
             usual = written_out(module, x, **given)
             exact = written_out(copy.deepcopy(module).double(), x.double(), **given)
             for backend in ("auto", "reference", "recurrent", "chunk", "parallel"):
@@ -173,8 +173,8 @@ def test_describe() -> None:
 
 
 def test_decays_start_as_in_mamba_2_and_stay_below_0() -> None:
-    decay = Decay(8, 1000).requires_grad_(False)
-    rate, step = decay.rate.exp(), F.softplus(decay.shift)
+    decay = LogDecay(8, 1000).requires_grad_(False)
+    rate, step = decay.A_log.exp(), F.softplus(decay.dt_bias)
     for x, low, high in ((rate, 1, 16), (step, 0.001, 0.1)):
         assert low * 0.999 <= float(x.min()) < low * 1.2
         assert high * 0.9 < float(x.max()) <= high * 1.001
@@ -189,14 +189,14 @@ def test_decays_start_as_in_mamba_2_and_stay_below_0() -> None:
 def test_steps() -> None:
     x = torch.randn(2, 3, 5, dtype=torch.float64)
     assert float((Swish()(x, None) - silu(x)).abs().max()) < 1e-15
-    unit = UnitLength(eps=1e-2)
+    unit = L2Norm(eps=1e-2)
     assert (
         float((unit(x) - x / (x.square().sum(-1, keepdim=True) + 1e-2).sqrt()).abs().max()) < 1e-15
     )
     assert unit(torch.zeros(1, 4)).eq(0).all()
     half = torch.full((1, 4), 300.0, dtype=torch.float16)  # its squares overflow in fp16
-    assert torch.equal(UnitLength()(half), torch.full((1, 4), 0.5, dtype=torch.float16))
-    assert repr(unit) == "UnitLength(eps=0.01)"
+    assert torch.equal(L2Norm()(half), torch.full((1, 4), 0.5, dtype=torch.float16))
+    assert repr(unit) == "L2Norm(eps=0.01)"
 
 
 @pytest.mark.full
@@ -253,33 +253,39 @@ def test_gated_delta_net_is_the_layer_of_qwen3_next_without_its_convolution() ->
     ):
         heads.linear.weight.copy_(weight.flatten(0, 1))
     b, a = other.in_proj_ba.weight.unflatten(0, (H, 2)).unbind(1)
-    mine.rule.strength.weight.copy_(b)
+    mine.rule.beta_proj.weight.copy_(b)
     mine.rule.decay.linear.weight.copy_(a)
-    mine.rule.decay.rate.copy_(other.A_log)
-    mine.rule.decay.shift.copy_(other.dt_bias)
+    mine.rule.decay.A_log.copy_(other.A_log)
+    mine.rule.decay.dt_bias.copy_(other.dt_bias)
     mine.norm.weight.copy_(other.norm.weight)
     mine.output.weight.copy_(other.out_proj.weight)
     x = torch.randn(2, 70, M)
     exact = written_out(copy.deepcopy(mine).double(), x.double())
     assert_close_rule(mine(x), [other(x), written_out(mine, x)], exact)
-    mine.rule.decay.rate.zero_()
+    mine.rule.decay.A_log.zero_()
     with pytest.raises(AssertionError, match="error"):
         assert_close_rule(mine(x), other(x), exact)
 
 
 def test_errors() -> None:
-    project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 3))
+    project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 3))
     output = nn.Linear(12, 8)
     cases = [
-        (lambda: Decay(8, 0), "Decay(dim=8, groups=0): each must be at least 1"),
-        (lambda: Delta(0, 1), "Delta(dim=0, groups=1): each must be at least 1"),
-        (lambda: Delta(8, 2, most=2.5), "most is 2.5; it must be greater than 0 and at most 2"),
-        (lambda: Delta(8, 2, most=0.0), "most is 0.0; it must be greater than 0 and at most 2"),
-        (lambda: UnitLength(eps=-1.0), "UnitLength(eps=-1.0): eps must be at least 0"),
-        (lambda: UnitLength(eps=math.nan), "UnitLength(eps=nan): eps must be at least 0"),
+        (lambda: LogDecay(8, 0), "LogDecay(dim=8, groups=0): each must be at least 1"),
+        (lambda: DeltaRule(0, 1), "DeltaRule(dim=0, groups=1): each must be at least 1"),
         (
-            lambda: Recurrent(project, Delta(8, 2), output, gate=Heads(8, 4, 2)),
-            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",
+            lambda: DeltaRule(8, 2, max_beta=2.5),
+            "max_beta is 2.5; it must be greater than 0 and at most 2",
+        ),
+        (
+            lambda: DeltaRule(8, 2, max_beta=0.0),
+            "max_beta is 0.0; it must be greater than 0 and at most 2",
+        ),
+        (lambda: L2Norm(eps=-1.0), "L2Norm(eps=-1.0): eps must be at least 0"),
+        (lambda: L2Norm(eps=math.nan), "L2Norm(eps=nan): eps must be at least 0"),
+        (
+            lambda: Recurrent(project, DeltaRule(8, 2), output, gate=HeadProjection(8, 4, 2)),
+            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule returns",
         ),
         (
             lambda: delta_net(12, 4, groups=3),

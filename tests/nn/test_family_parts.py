@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.nn import Fused, SwiGLU
-from regard.nn.blocks import NormedPath, PreNorm
+from regard.nn import FusedQKV, SwiGLU
+from regard.nn.blocks import NormedResidual, PreNorm
 from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.projections import Clipped
+from regard.nn.projections import ClippedQKV
 from regard.positions import Rotary
 from tests.rules import assert_close_rule
 
@@ -154,8 +154,8 @@ def test_clipped(order: Any) -> None:
     """
     H, D, limit = 2, 4, 0.8
     rotary = Rotary(D)
-    project = random(Clipped(M, H, H, D, limit=limit, order=order, steps=[rotary])).double()
-    free = Fused(M, H, H, D, order=order).double()
+    project = random(ClippedQKV(M, H, H, D, limit=limit, order=order, steps=[rotary])).double()
+    free = FusedQKV(M, H, H, D, order=order).double()
     free.linear = project.linear
     x, where = randn(1, 6, M).double(), torch.arange(3, 9)[None]
     parts = (free.query(x, where), *free.remember(x, where))
@@ -183,16 +183,16 @@ def test_a_limit_must_be_above_zero() -> None:
     for limit in (0.0, -1.0):
         with pytest.raises(
             ArgumentError,
-            match=r"limit is .*; it must be above 0: leave the clipping out otherwise",
+            match=r"limit is .*; it must be above 0; use FusedQKV for no clipping",
         ):
-            Clipped(M, 2, 2, 4, limit=limit)
+            ClippedQKV(M, 2, 2, 4, limit=limit)
 
 
 @torch.no_grad()
 def test_normed_path() -> None:
     norm = random(nn.LayerNorm(M)).double()
     x = randn(2, 3, M).double()
-    found = NormedPath(norm)(x, torch.sin)
+    found = NormedResidual(norm)(x, torch.sin)
     for b in range(2):
         for t in range(3):
             row = x[b, t].tolist()
@@ -208,8 +208,8 @@ def test_gradients() -> None:
     x = randn(2, 3, M).double().requires_grad_()
     layer = random(GatedFeedForward(M, HIDDEN, nn.GELU("tanh"))).double()
     head = random(CappedLogits(M, 4, cap=3.0)).double()
-    path = NormedPath(random(nn.LayerNorm(M)).double())
-    clipped = random(Clipped(M, 2, 2, 4, limit=0.8)).double()
+    path = NormedResidual(random(nn.LayerNorm(M)).double())
+    clipped = random(ClippedQKV(M, 2, 2, 4, limit=0.8)).double()
     calls: list[Callable[[Tensor], Any]] = [
         layer,
         head,
@@ -221,7 +221,7 @@ def test_gradients() -> None:
 
 
 def test_dropout_is_on_what_is_added_only() -> None:
-    path = NormedPath(nn.Identity(), dropout=0.5)
+    path = NormedResidual(nn.Identity(), dropout=0.5)
     x = torch.ones(1, 100, 1)
     assert set(path(x, lambda n: n).flatten().tolist()) == {1.0, 3.0}
     assert set(path.eval()(x, lambda n: n).flatten().tolist()) == {2.0}

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 import regard
 from regard.caches import Growing, Memory, State
 from regard.cost import infini_flops, infini_state
-from regard.nn import Heads, InfiniAttention, Separate
+from regard.nn import HeadProjection, InfiniAttention, SeparateQKV
 from regard.nn.variants import VARIANTS, infini, infini_delta
 from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
@@ -28,7 +28,9 @@ UPDATES = ["linear", "delta"]
 
 def build(H: int = 4, G: int = 2, D: int = 6, E: int = 5, **options: Any) -> Any:
     """Random weights, a random gate, segments of 4."""
-    project = Separate(Heads(12, H, D), Heads(12, G, D), Heads(12, G, E))
+    project = SeparateQKV(
+        HeadProjection(12, H, D), HeadProjection(12, G, D), HeadProjection(12, G, E)
+    )
     module = InfiniAttention(
         project, nn.Linear(H * E, 12), **{"segment": 4, "rotary": Rotary(D), **options}
     ).double()
@@ -322,8 +324,12 @@ def test_the_catalogue(name: str) -> None:
 
 
 def test_errors() -> None:
-    project = Separate(Heads(12, 4, 6), Heads(12, 2, 6), Heads(12, 2, 5))
-    rotated = Separate(Heads(12, 4, 6), Heads(12, 2, 6, Rotary(6)), Heads(12, 2, 5))
+    project = SeparateQKV(
+        HeadProjection(12, 4, 6), HeadProjection(12, 2, 6), HeadProjection(12, 2, 5)
+    )
+    rotated = SeparateQKV(
+        HeadProjection(12, 4, 6), HeadProjection(12, 2, 6, Rotary(6)), HeadProjection(12, 2, 5)
+    )
     follows = Rotary(6, scaling=DynamicNTK(2.0, 8), length="current")
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: build(segment=0), regard.ArgumentError, "segment is 0; it must be 1 or more"),
@@ -340,7 +346,7 @@ def test_errors() -> None:
         (
             lambda: build(rotary=Rotary(8)),
             regard.ArgumentError,
-            "rotary is for heads of 8, and queries have 6",
+            "rotary has dim 8; it must be the head dim 6 of the queries",
         ),
         (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
         (
@@ -360,7 +366,7 @@ def test_errors() -> None:
         (
             lambda: build()(tokens(), cache=Memory(8)),
             regard.ArgumentError,
-            "the cache has segments of 8, and the module of 4; use new_cache()",
+            "the cache has segment=8, but the module has segment=4; use new_cache()",
         ),
         (lambda: Memory(0), regard.ArgumentError, "segment is 0; it must be at least 1"),
         (lambda: Memory(True), regard.ArgumentTypeError, "segment is bool; it must be an int"),

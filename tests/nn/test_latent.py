@@ -19,8 +19,12 @@ from regard.caches import Cache, Contents, Fixed, Growing, Parts
 from regard.caches import Latent as LatentCache
 from regard.cost import attention_flops
 from regard.cost import latent as cost
-from regard.nn import Attention, Latent, Separate
-from regard.nn.latent import Absorbed, LowRank, Naive
+from regard.nn import Attention, LatentProjection, SeparateQKV
+from regard.nn.latent_projection import (
+    AbsorbedLatentProjection,
+    LowRankProjection,
+    NaiveLatentProjection,
+)
 from regard.nn.projections import HasForms, Projection, select_form
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
@@ -62,7 +66,7 @@ def weights_of(layer: Any) -> oracle.Weights:
     """The matrices of a layer, for the oracle."""
     p, down = layer.project, (None, None)
     up = p.q
-    if isinstance(p.q, LowRank):
+    if isinstance(p.q, LowRankProjection):
         down, up = (p.q.down.weight, p.q.norm.weight), p.q.up
     return oracle.Weights(
         *down,
@@ -312,8 +316,12 @@ def test_auto_takes_the_cheaper_form() -> None:
     assert chosen == {True, False}
     layer = build()
     assert select_form(layer.project, 40, 40) is layer.project
-    assert isinstance(select_form(layer.project, 1, 40), Absorbed)
-    for form, kind in (("naive", Naive), ("expand", Latent), ("absorb", Absorbed)):
+    assert isinstance(select_form(layer.project, 1, 40), AbsorbedLatentProjection)
+    for form, kind in (
+        ("naive", NaiveLatentProjection),
+        ("expand", LatentProjection),
+        ("absorb", AbsorbedLatentProjection),
+    ):
         assert {type(select_form(build(form).project, *n)) for n in ((1, 9), (9, 9))} == {kind}
 
 
@@ -424,7 +432,7 @@ def test_the_default_scale_is_that_of_the_defined_heads() -> None:
 # Negative controls: each is a mistake somebody shipped.
 
 
-class RotaryInFront(Latent):
+class RotaryInFront(LatentProjection):
     """Turns the first dims of a query, where it has its part without position."""
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -434,7 +442,7 @@ class RotaryInFront(Latent):
         return q[..., : self.nope_dim], q[..., self.nope_dim :]
 
 
-class NormOverAll(Latent):
+class NormOverAll(LatentProjection):
     """Norms the latent after the shared key was put beside it."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
@@ -511,7 +519,7 @@ def test_a_mistake_is_caught(form: str, mistake: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", [RotaryInFront, NormOverAll])
-def test_a_mistaken_projection_is_caught(kind: type[Latent]) -> None:
+def test_a_mistaken_projection_is_caught(kind: type[LatentProjection]) -> None:
     layer = build()
     rotary = layer.project.rotary
     wrong = kind(M, H, rotary, kv_rank=6, nope_dim=5, value_dim=7)
@@ -618,7 +626,9 @@ def test_state_dict_is_parameters_and_fits_every_form() -> None:
 
 
 def test_maps_down_may_have_a_bias() -> None:
-    latent = Latent(M, H, Rotary(4), kv_rank=6, nope_dim=5, value_dim=7, q_rank=8, bias=True)
+    latent = LatentProjection(
+        M, H, Rotary(4), kv_rank=6, nope_dim=5, value_dim=7, q_rank=8, bias=True
+    )
     biased = [name for name in latent.state_dict() if name.endswith("bias")]
     assert biased == ["q.down.bias", "kv_down.bias"]
 
@@ -674,27 +684,28 @@ def test_a_refused_call_leaves_the_cache(form: str) -> None:
 
 def test_a_rotary_that_follows_the_length_takes_no_cache() -> None:
     rotary = Rotary(4, scaling=DynamicNTK(2.0, 8), length="current")
-    latent = Latent(M, H, rotary, kv_rank=6, nope_dim=5, value_dim=7)
+    latent = LatentProjection(M, H, rotary, kv_rank=6, nope_dim=5, value_dim=7)
     layer = Attention(latent, nn.Linear(H * 7, M), mask=masks.Causal())
     assert layer(torch.randn(1, 12, M)).shape == (1, 12, M)
-    for form in (latent, Absorbed(latent)):
+    for form in (latent, AbsorbedLatentProjection(latent)):
         assert form.cache_unsafe_reason is not None
-    with pytest.raises(regard.ArgumentError, match=r"a cache was given, but .* follows the length"):
+    with pytest.raises(regard.ArgumentError, match=r"a cache was given, but .* follow the length"):
         layer(torch.randn(1, 2, M), None, Growing())
 
 
 def test_projections_have_one_protocol() -> None:
     latent = build().project
-    for project in (latent, Absorbed(latent), build("naive").project):
+    for project in (latent, AbsorbedLatentProjection(latent), build("naive").project):
         assert isinstance(project, Projection)
     assert isinstance(latent, HasForms)
     plain_one = VARIANTS["gqa"].example().project
-    assert isinstance(plain_one, Separate)
+    assert isinstance(plain_one, SeparateQKV)
     assert not isinstance(plain_one, HasForms)
     assert select_form(plain_one, 1, 5) is plain_one
     x = torch.randn(1, 3, M)
     assert torch.equal(
-        Absorbed(latent).remember(x, Span(0, 3))[0], latent.remember(x, Span(0, 3))[0]
+        AbsorbedLatentProjection(latent).remember(x, Span(0, 3))[0],
+        latent.remember(x, Span(0, 3))[0],
     )
 
 
@@ -707,9 +718,9 @@ def test_the_entry_of_the_catalogue() -> None:
 
 
 def test_errors() -> None:
-    def latent(**sizes: Any) -> Latent:
+    def latent(**sizes: Any) -> LatentProjection:
         given = {"dim": M, "heads": H, "kv_rank": 6, "nope_dim": 5, "value_dim": 7, **sizes}
-        return Latent(given.pop("dim"), given.pop("heads"), Rotary(4), **given)
+        return LatentProjection(given.pop("dim"), given.pop("heads"), Rotary(4), **given)
 
     cases: list[tuple[Callable[[], object], str]] = [
         *[
@@ -718,17 +729,23 @@ def test_errors() -> None:
         ],
         (
             lambda: latent(q_rank=-2),
-            "q_rank is -2; it must be at least 1; None makes queries without a latent",
+            "q_rank is -2; it must be at least 1; None computes queries without a latent",
         ),
-        (lambda: latent(form="fast"), "form is 'fast'; it is one of auto, expand, absorb"),
-        (lambda: build("fast"), "form is 'fast'; it is one of naive, auto, expand, absorb"),
+        (lambda: latent(form="fast"), "form is 'fast'; it must be one of auto, expand, absorb"),
+        (lambda: build("fast"), "form is 'fast'; it must be one of naive, auto, expand, absorb"),
         (
             lambda: build(rope_dim=5),
-            "rope_dim is 5; it must be even and at least 2, since rotary turns pairs: such as 6",
+            (
+                "rope_dim is 5; it must be even and at least 2, since rotary positions rotate "
+                "pairs; use for example 6"
+            ),
         ),
         (
             lambda: build(rope_dim=0),
-            "rope_dim is 0; it must be even and at least 2, since rotary turns pairs: such as 2",
+            (
+                "rope_dim is 0; it must be even and at least 2, since rotary positions rotate "
+                "pairs; use for example 2"
+            ),
         ),
         (lambda: build(kv_rank=0), "kv_rank is 0; it must be at least 1"),
     ]

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from regard.nn import linear as module
-from regard.nn.linear import FEW, Linear, linear
+from regard.nn.linear import FP16_MATMUL_ROWS, Linear, linear
 from tests.rules import assert_close_rule
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, FEW - 1, FEW, 70])
+@pytest.mark.parametrize("rows", [1, FP16_MATMUL_ROWS - 1, FP16_MATMUL_ROWS, 70])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("block", [module.BLOCK, 96, 1])
+@pytest.mark.parametrize("block", [module.CONVERTED_BLOCK, 96, 1])
 def test_linear(dtype: torch.dtype, rows: int, bias: bool, block: int) -> None:
     make = torch.Generator().manual_seed(rows)
     x, w = (torch.randn(n, 48, generator=make) for n in (rows, 10))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.feed_forward import (
     ClippedSwiGLU,
-    Groups,
+    ExpertGroups,
     MoE,
     Router,
     SigmoidRouter,
@@ -30,12 +30,12 @@ ROUTERS: dict[str, tuple[type[Router], dict[str, Any]]] = {
     "softmax over the chosen, bias": (SoftmaxRouter, {"k": 3, "normalise": True, "bias": True}),
     "one expert": (SoftmaxRouter, {"k": 1, "scale": 1.5}),
     "all experts": (SoftmaxRouter, {"k": N}),
-    "groups by their best": (SoftmaxRouter, {"k": 3, "groups": Groups(4, 2), "scale": 16.0}),
-    "groups filled": (SoftmaxRouter, {"k": 4, "groups": Groups(4, 2), "normalise": True}),
+    "groups by their best": (SoftmaxRouter, {"k": 3, "groups": ExpertGroups(4, 2), "scale": 16.0}),
+    "groups filled": (SoftmaxRouter, {"k": 4, "groups": ExpertGroups(4, 2), "normalise": True}),
     "sigmoid": (SigmoidRouter, {"k": 3}),
     "sigmoid, groups by their best two": (
         SigmoidRouter,
-        {"k": 3, "groups": Groups(2, 1, best=2), "normalise": True, "scale": 2.5},
+        {"k": 3, "groups": ExpertGroups(2, 1, best=2), "normalise": True, "scale": 2.5},
     ),
 }
 
@@ -71,7 +71,7 @@ def routing(router: Any, x: list[float]) -> dict[int, float]:
     options = {
         "normalise": router.normalise,
         "scale": router.scale,
-        "groups": None if g is None else (g.count, g.kept, g.best),
+        "groups": None if g is None else (g.count, g.topk, g.best),
     }
     if isinstance(router, SigmoidRouter):
         return oracle.sigmoid_routing(logits, rows_of(router.correction), router.k, **options)
@@ -197,7 +197,7 @@ def test_of_equal_scores_the_first_are_chosen(kind: type[Router]) -> None:
 
 @pytest.mark.parametrize("kind", [SoftmaxRouter, SigmoidRouter])
 def test_of_equal_groups_the_first_are_kept(kind: type[Router]) -> None:
-    router = kind(2, 12, 4, groups=Groups(4, 2, best=1))
+    router = kind(2, 12, 4, groups=ExpertGroups(4, 2, best=1))
     router.linear.weight.data.zero_()
     assert router(torch.ones(2, 2)).experts.tolist() == [[0, 1, 2, 3]] * 2
     router.linear.weight.data[[4, 11]] = 1.0
@@ -217,7 +217,7 @@ def test_a_correction_chooses_and_does_not_weigh() -> None:
 
 def test_a_group_below_zero_is_still_a_group() -> None:
     """Corrected scores may be negative: those of groups that are not kept must not win as zeros."""
-    router = SigmoidRouter(2, 4, 2, groups=Groups(2, 1, best=2))
+    router = SigmoidRouter(2, 4, 2, groups=ExpertGroups(2, 1, best=2))
     router.linear.weight.data.zero_()
     router.correction.data.copy_(torch.tensor([-3.0, -4.0, -9.0, -9.0]))
     assert router(torch.ones(1, 2)).experts.tolist() == [[0, 1]]
@@ -410,7 +410,7 @@ WRONG: dict[str, tuple[str, Any]] = {
     "groups off": ("groups by their best", lambda r: setattr(r, "groups", None)),
     "groups by their best one": (
         "sigmoid, groups by their best two",
-        lambda r: setattr(r, "groups", Groups(2, 1, best=1)),
+        lambda r: setattr(r, "groups", ExpertGroups(2, 1, best=1)),
     ),
     "no renormalisation": (
         "softmax over the chosen, bias",
@@ -449,7 +449,7 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
     moe = build("sigmoid, groups by their best two", shared=True)
     assert (
         repr(moe.router).splitlines()[1]
-        == "  3 of 8, Groups(count=2, kept=1, best=2), normalise, scale=2.5"
+        == "  3 of 8, ExpertGroups(count=2, topk=1, best=2), normalise, scale=2.5"
     )
     assert repr(SoftmaxRouter(2, 4, 1)).splitlines()[1] == "  1 of 4"
     assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
@@ -468,7 +468,11 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
             r"SoftmaxRouter\(dim=0, experts=4, k=1\): each",
         ),
         (lambda: SigmoidRouter(2, 4, 0), ArgumentError, "k=0.*at least 1"),
-        (lambda: SoftmaxRouter(2, 4, 5), ArgumentError, "k is 5; there are 4 experts"),
+        (
+            lambda: SoftmaxRouter(2, 4, 5),
+            ArgumentError,
+            "k is 5; it must be at most the number of experts, 4",
+        ),
         (
             lambda: SoftmaxRouter(2, 4, 1, scale=0.0),
             ArgumentError,
@@ -476,27 +480,27 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
         ),
         (lambda: SoftmaxRouter(2, 4, 1, scale="2"), ArgumentTypeError, "scale is str"),
         (
-            lambda: SoftmaxRouter(2, 6, 1, groups=Groups(4, 2)),
+            lambda: SoftmaxRouter(2, 6, 1, groups=ExpertGroups(4, 2)),
             ArgumentError,
-            "6 experts cannot be in Groups",
+            "6 experts cannot be in ExpertGroups",
         ),
         (
-            lambda: SigmoidRouter(2, 6, 1, groups=Groups(6, 2, best=2)),
+            lambda: SigmoidRouter(2, 6, 1, groups=ExpertGroups(6, 2, best=2)),
             ArgumentError,
             "at least best",
         ),
         (
-            lambda: SigmoidRouter(2, 8, 5, groups=Groups(4, 2)),
+            lambda: SigmoidRouter(2, 8, 5, groups=ExpertGroups(4, 2)),
             ArgumentError,
-            "k is 5; Groups.*allows 4 of the 8",
+            "k is 5; ExpertGroups.*allows a token at most 4 of 8",
         ),
-        (lambda: Groups(0, 1), ArgumentError, "each must be at least 1"),
-        (lambda: Groups(2, 3), ArgumentError, "kept at most count, 2"),
-        (lambda: Groups(2, 1, best=0), ArgumentError, "best=0"),
+        (lambda: ExpertGroups(0, 1), ArgumentError, "each must be at least 1"),
+        (lambda: ExpertGroups(2, 3), ArgumentError, "topk at most count, 2"),
+        (lambda: ExpertGroups(2, 1, best=0), ArgumentError, "best=0"),
         (
             lambda: MoE(SoftmaxRouter(2, 4, 1), [SwiGLU(2, 3)] * 3),
             ArgumentError,
-            "among 4 experts, and there are 3",
+            "for 4 experts, but experts has 3",
         ),
         (lambda: ClippedSwiGLU(2, 3, limit=-1.0), ArgumentError, "limit is -1.0"),
         (lambda: ClippedSwiGLU(2, 3, alpha=float("nan")), ArgumentError, "alpha is nan"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from regard.nn import Block, Heads, PreNorm, RMSNorm, SwiGLU
+from regard.nn import Block, HeadProjection, PreNorm, RMSNorm, SwiGLU
 from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
 from regard.nn.variants import gqa
@@ -76,22 +76,22 @@ def test_a_hook_on_every_part_is_called() -> None:
 
 
 def test_a_hook_on_the_flat_part_changes_the_heads() -> None:
-    heads, x = Heads(8, 2, 4), torch.randn(1, 3, 8)
+    heads, x = HeadProjection(8, 2, 4), torch.randn(1, 3, 8)
     before = heads(x, None)
     heads.flat.register_forward_hook(lambda _module, _args, y: 2 * y)
     assert torch.allclose(heads(x, None), 2 * before)
 
 
 def test_replaced_parts_are_used() -> None:
-    feed, heads, x = FeedForward(8, 16), Heads(8, 2, 4), torch.randn(1, 3, 8)
+    feed, heads, x = FeedForward(8, 16), HeadProjection(8, 2, 4), torch.randn(1, 3, 8)
     feed.down, heads.linear = nn.Linear(16, 8), nn.Linear(8, 8)  # type: ignore[assignment]
     assert torch.allclose(feed(x), feed.down(feed.up(x).relu()))
     joined = heads(x, None).transpose(1, 2).flatten(2)
     assert torch.allclose(joined, heads.linear(x))
     module = block()
     module._modules["feed_forward"] = nn.Identity()
-    changed = module.around_attention(x, lambda normed: module.attention(normed, None))
-    assert torch.allclose(module(x), changed + module.around_feed_forward.norm(changed))
+    changed = module.attention_residual(x, lambda normed: module.attention(normed, None))
+    assert torch.allclose(module(x), changed + module.feed_forward_residual.norm(changed))
 
 
 @pytest.mark.full

@@ -19,16 +19,16 @@ from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
     Block,
-    Embed,
-    Heads,
-    Prefix,
+    HeadProjection,
+    InputEmbedding,
+    PrefixRecomputer,
     PreNorm,
     RMSNorm,
-    Separate,
+    SeparateQKV,
     SwiGLU,
-    rotary_heads,
+    rotary_projection,
 )
-from regard.nn.dynamic_rotary import PreRope, RowRotary, changes, lengths
+from regard.nn.dynamic_rotary import PerRowRotary, PreRopeQKV, frequencies_change, row_lengths
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
 from tests.rules import assert_close_rule
@@ -51,7 +51,7 @@ def rotary(scaling: Scaling, policy: str) -> Rotary:
 
 
 def layer(scaling: Scaling, policy: str, seed: int = 0) -> Attention:
-    project = rotary_heads(M, H, G, D, rotary(scaling, policy), policy=policy)  # type: ignore[arg-type]
+    project = rotary_projection(M, H, G, D, rotary(scaling, policy), policy=policy)  # type: ignore[arg-type]
     return filled(Attention(project, nn.Linear(H * D, M, bias=False), mask=masks.Causal()), seed)
 
 
@@ -67,14 +67,14 @@ def filled(module: nn.Module, seed: int = 0) -> nn.Module:  # type: ignore[misc]
 def naive(scaling: Scaling, seed: int = 0) -> Attention:
     """What `Attention` refuses: rotated keys in a cache, whose frequencies followed each call."""
     r = rotary(scaling, "pre_rope")
-    project = Naive(Heads(M, H, D, r), Heads(M, G, D, r), Heads(M, G, D))
+    project = Naive(HeadProjection(M, H, D, r), HeadProjection(M, G, D, r), HeadProjection(M, G, D))
     return filled(Attention(project, nn.Linear(H * D, M, bias=False), mask=masks.Causal()), seed)
 
 
-class Naive(Separate):
+class Naive(SeparateQKV):
     """Says that its keys do not go stale, and is wrong."""
 
-    def __init__(self, *heads: Heads) -> None:
+    def __init__(self, *heads: HeadProjection) -> None:
         super().__init__(*heads)
         self.cache_unsafe_reason = None
 
@@ -156,9 +156,11 @@ def test_the_naive_cache_is_wrong_and_refused(name: str) -> None:
     assert float((module(x)[0, -1] - right).abs().max()) < 1e-12
     assert float((out[0, -1] - right).abs().max()) > 1e-2
     r = rotary(scaling, "pre_rope")
-    honest = Separate(Heads(M, H, D, r), Heads(M, G, D, r), Heads(M, G, D))
+    honest = SeparateQKV(
+        HeadProjection(M, H, D, r), HeadProjection(M, G, D, r), HeadProjection(M, G, D)
+    )
     refused = Attention(honest, nn.Linear(H * D, M), mask=masks.Causal()).double()
-    with pytest.raises(regard.ArgumentError, match="remember keys before they are rotated"):
+    with pytest.raises(regard.ArgumentError, match="cache keys before they are rotated"):
         refused(x, None, Growing())
 
 
@@ -214,7 +216,7 @@ def decoder(scaling: Scaling, policy: str, layers: int = 3) -> Decoder:
         Block(layer(scaling, policy), SwiGLU(M, 20), PreNorm(RMSNorm(M)), PreNorm(RMSNorm(M)))
         for _ in range(layers)
     ]
-    made = Decoder(Embed(nn.Embedding(20, M)), blocks, RMSNorm(M), nn.Linear(M, 20))
+    made = Decoder(InputEmbedding(nn.Embedding(20, M)), blocks, RMSNorm(M), nn.Linear(M, 20))
     return filled(made, 1).eval()  # type: ignore[return-value]
 
 
@@ -238,7 +240,7 @@ def test_a_model_of_several_layers(name: str) -> None:
     got = {}
     for policy, model in models.items():
         caches = model.new_caches()
-        prefix = Prefix(model)
+        prefix = PrefixRecomputer(model)
         call = prefix if policy == "recompute" else lambda x, m=model, c=caches: m(x, None, c)
         got[policy] = torch.stack(steps(call, ids, chunks))
     one_pass = {p: torch.stack([m(ids[:, :n])[:, -1] for n in ends]) for p, m in models.items()}
@@ -260,15 +262,15 @@ def test_when_the_prefix_is_run_again() -> None:
         (NTK, (6, 9), 1),
         (LONG, (15,), 0),
     ):
-        prefix = Prefix(decoder(scaling, "recompute", 1))
+        prefix = PrefixRecomputer(decoder(scaling, "recompute", 1))
         steps(prefix, torch.randint(20, (1, TOTAL)), chunks)
         assert prefix.reruns == reruns
         assert [len(cache) for cache in prefix.caches] == [TOTAL]
 
 
 def test_a_refused_call_leaves_the_prefix_as_it_was() -> None:
-    prefix, ids = Prefix(decoder(LONG, "recompute", 1)), torch.randint(20, (1, 8))
-    whole = Prefix(decoder(LONG, "recompute", 1))
+    prefix, ids = PrefixRecomputer(decoder(LONG, "recompute", 1)), torch.randint(20, (1, 8))
+    whole = PrefixRecomputer(decoder(LONG, "recompute", 1))
     prefix(ids[:, :4])
     for wrong in (
         torch.full((1, 1), 99),
@@ -287,9 +289,8 @@ def test_without_prefix_a_stale_key_is_refused() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         module(x[:, 6:7], None, cache)
     assert str(error.value) == (
-        "a key was rotated for length 4, and the frequencies of length 7 are others; run the "
-        "whole prefix again "
-        "(regard.nn.Prefix), or choose another policy"
+        "a cached key was rotated for length 4, but length 7 has other frequencies; run the "
+        "whole prefix again (regard.nn.PrefixRecomputer), or choose another policy"
     )
     assert len(cache) == 6
     padded = torch.tensor([[-1, -1, 6]])  # padding has no frequencies
@@ -355,7 +356,7 @@ def test_dynamic_yarn_changes_its_factor_too() -> None:
     project = {}
     for policy in LATE:
         r = Rotary(D, 100.0, scaling=scaling, length="current")
-        project[policy] = filled(rotary_heads(M, H, G, D, r, policy=policy))  # type: ignore[arg-type]
+        project[policy] = filled(rotary_projection(M, H, G, D, r, policy=policy))  # type: ignore[arg-type]
     x, keys = torch.randn(1, TOTAL, M).double(), {}
     for policy, made in project.items():
         cache = Growing()
@@ -383,7 +384,7 @@ def test_all_policies_have_the_same_parameters_and_copies_work() -> None:
 
 def test_steps_sizes_and_figures() -> None:
     norms = RMSNorm(D), RMSNorm(D)
-    project = rotary_heads(
+    project = rotary_projection(
         M,
         H,
         G,
@@ -398,11 +399,11 @@ def test_steps_sizes_and_figures() -> None:
     assert list(project.q.steps) == [norms[0]]
     assert list(project.k.steps) == [norms[1]]
     assert project.v.linear.bias is not None
-    assert isinstance(project, PreRope)
+    assert isinstance(project, PreRopeQKV)
     assert layer(NTK, "re_rotate").describe(64).kv_per_token.value == 2 * G * D + 1
     # a scaling without a length goes with every policy
-    plain = rotary_heads(M, H, G, D, Rotary(D), policy="frozen")
-    late = rotary_heads(M, H, G, D, Rotary(D), policy="pre_rope")
+    plain = rotary_projection(M, H, G, D, Rotary(D), policy="frozen")
+    late = rotary_projection(M, H, G, D, Rotary(D), policy="pre_rope")
     late.load_state_dict(plain.state_dict())
     x = torch.randn(1, 4, M)
     first, then = (p.recall(p.remember(x, Span(3, 4)), Span(3, 4))[0] for p in (plain, late))
@@ -410,52 +411,52 @@ def test_steps_sizes_and_figures() -> None:
 
 
 def test_lengths_and_changes() -> None:
-    assert lengths(Span(-3, 2)) == (0,)
-    assert lengths(Span(5, 0)) == (0,)
-    assert lengths(torch.zeros(2, 0, dtype=torch.int64)) == (0, 0)
-    assert lengths(torch.tensor([[-1, -1], [3, 1]])) == (0, 4)
-    turn = RowRotary(rotary(NTK, "pre_rope"))
-    assert not changes(turn, (3, 4), (5, 6))
-    assert changes(turn, (3, 4), (5, 7))
-    assert changes(turn, (7,), (7, 8))
-    assert not changes(nn.Linear(2, 2), (7,), (9,))
-    assert not changes(RowRotary(Rotary(D)), (7,), (9000,))
+    assert row_lengths(Span(-3, 2)) == (0,)
+    assert row_lengths(Span(5, 0)) == (0,)
+    assert row_lengths(torch.zeros(2, 0, dtype=torch.int64)) == (0, 0)
+    assert row_lengths(torch.tensor([[-1, -1], [3, 1]])) == (0, 4)
+    turn = PerRowRotary(rotary(NTK, "pre_rope"))
+    assert not frequencies_change(turn, (3, 4), (5, 6))
+    assert frequencies_change(turn, (3, 4), (5, 7))
+    assert frequencies_change(turn, (7,), (7, 8))
+    assert not frequencies_change(nn.Linear(2, 2), (7,), (9,))
+    assert not frequencies_change(PerRowRotary(Rotary(D)), (7,), (9000,))
 
 
 def test_gradients_pass_the_rotation() -> None:
     with torch.enable_grad():
-        turn = RowRotary(rotary(NTK, "pre_rope"))
+        turn = PerRowRotary(rotary(NTK, "pre_rope"))
         x = torch.randn(2, 1, 3, D).double().requires_grad_()
         p = torch.tensor([[0, 1, 2], [7, 8, 9]])
         assert torch.autograd.gradcheck(lambda x: turn(x, p), (x,))
         old = torch.tensor([[3, 3, 3], [8, 8, 10]])
-        assert torch.autograd.gradcheck(lambda x: turn.again(x, p, old, (3, 10)), (x,))
+        assert torch.autograd.gradcheck(lambda x: turn.rerotate(x, p, old, (3, 10)), (x,))
 
 
 def test_errors() -> None:
     cases = [
         (
-            lambda: rotary_heads(M, H, G, D, rotary(NTK, "x"), policy="late"),  # type: ignore[arg-type]
+            lambda: rotary_projection(M, H, G, D, rotary(NTK, "x"), policy="late"),  # type: ignore[arg-type]
             "policy is 'late'; it must be one of pre_rope, re_rotate, frozen, recompute",
         ),
         (
-            lambda: rotary_heads(M, H, G, 4, rotary(NTK, "x")),
-            "rotary is for heads of 8, and head_dim is 4",
+            lambda: rotary_projection(M, H, G, 4, rotary(NTK, "x")),
+            "rotary has dim 8; it must be the head_dim 4",
         ),
         (
-            lambda: rotary_heads(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
+            lambda: rotary_projection(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
             (
-                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it "
-                'with length="current"'
+                f"{Rotary(D, scaling=NTK, length=9)} does not suit policy 'pre_rope'; "
+                'construct it with length="current"'
             ),
         ),
         (
-            lambda: rotary_heads(M, H, G, D, rotary(NTK, "x"), policy="frozen"),
-            f"{rotary(NTK, 'x')} does not go with policy 'frozen'; make it with length=<number>",
+            lambda: rotary_projection(M, H, G, D, rotary(NTK, "x"), policy="frozen"),
+            f"{rotary(NTK, 'x')} does not suit policy 'frozen'; construct it with length=<number>",
         ),
         (
             lambda: layer(NTK, "pre_rope").project.query(torch.zeros(1, 2, M).double(), None),
-            "positions are None; rotary heads need them",
+            "positions is None; a projection with rotary positions needs them",
         ),
     ]
     for call, message in cases:

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 
 import regard
 from regard.caches import Growing, State
-from regard.nn import Heads, Separate
+from regard.nn import HeadProjection, SeparateQKV
+from regard.nn.linear_recurrence import (
+    GatedLinearRule,
+    LinearAttentionRule,
+    Recurrent,
+    RetentionRule,
+)
 from regard.nn.norms import HeadNorm
-from regard.nn.recurrent import Features, Gated, Recurrent, Retention
 from regard.nn.variants import gated_linear, linear_attention, retention
 from regard.span import Span
 from tests.oracles.linear import linear
@@ -64,9 +69,9 @@ def written_out(module: Any, x: Tensor, *, normalise: bool = True) -> Tensor:
     """The sums over pairs by the oracle's loops, all else by the papers' formulas."""
     q, k, v = (heads(part, x) for part in (module.project.q, module.project.k, module.project.v))
     rule, root = module.rule, 1 / math.sqrt(q.shape[-1])
-    if isinstance(rule, Features):
+    if isinstance(rule, LinearAttentionRule):
         z = linear(q, k, v, feature_map="elu+1", normalise=normalise).out.to(x.dtype)
-    elif isinstance(rule, Retention):
+    elif isinstance(rule, RetentionRule):
         g = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(k.shape[1])])
         g = g.double()[None, :, None, None].expand(k.shape)
         z = linear(turned(q), turned(k), v, log_decay=g, scale=root).out.to(x.dtype)
@@ -140,7 +145,7 @@ def test_options_change_what_they_say() -> None:
     q, k, v = (heads(part, x) for part in (one.project.q, one.project.k, one.project.v))
     z, _ = regard.linear.linear_attention(q, k, v, feature_map="identity", normalise=False)
     assert float((one.rule(x, q, k, v, None, None, "auto")[0] - z / 2).abs().max()) < 1e-12
-    own = Features(nn.Sequential(nn.Linear(4, 4), nn.Softplus()))
+    own = LinearAttentionRule(nn.Sequential(nn.Linear(4, 4), nn.Softplus()))
     assert len(list(own.parameters())) == 2, "a learned feature map is part of the module"
     assert own.extra_repr() == "a function, normalise=True"
 
@@ -295,7 +300,7 @@ def test_head_norm(dtype: torch.dtype) -> None:
 
 
 def test_gates_are_the_paper_s() -> None:
-    rule, x = random(Gated(8, 2, 3, rank=5, temperature=4.0)), torch.randn(2, 5, 8)
+    rule, x = random(GatedLinearRule(8, 2, 3, rank=5, temperature=4.0)), torch.randn(2, 5, 8)
     g = rule.log_decay(x)
     alpha = torch.sigmoid(rule.up(rule.down(x))) ** (1 / 4)
     assert torch.allclose(g.exp().transpose(1, 2).flatten(2), alpha, atol=1e-6)
@@ -306,7 +311,7 @@ def test_gates_are_the_paper_s() -> None:
 
 
 def test_errors() -> None:
-    project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 3))
+    project = SeparateQKV(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 3))
     cases = [
         (
             lambda: HeadNorm(0, 4),
@@ -317,34 +322,42 @@ def test_errors() -> None:
             "HeadNorm(1, 4, eps=nan): heads and dim must be at least 1 and eps at least 0",
         ),
         (
-            lambda: Features("elu"),
+            lambda: LinearAttentionRule("elu"),
             (
                 "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, "
                 "softmax, or a function of a tensor"
             ),
         ),
-        (lambda: Features(scale=math.nan), "scale is nan; it must be finite"),
-        (lambda: Retention(0), "Retention(groups=0): groups must be at least 1"),
+        (lambda: LinearAttentionRule(scale=math.nan), "scale is nan; it must be finite"),
+        (lambda: RetentionRule(0), "RetentionRule(groups=0): groups must be at least 1"),
         (
-            lambda: Retention(2, [0.5]),
-            "decay has 1 numbers for 2 key/value heads; give one per head, or None",
+            lambda: RetentionRule(2, [0.5]),
+            (
+                "decay has length 1; it must have one number for each of the 2 key/value heads, or "
+                "be None"
+            ),
         ),
         (
-            lambda: Retention(2, [0.5, 1.5]),
-            "decay of head 1 is 1.5; it must be from 0, which keeps nothing, to 1, which keeps all",
+            lambda: RetentionRule(2, [0.5, 1.5]),
+            "decay of head 1 is 1.5; it must be from 0 (forget at once) to 1 (never forget)",
         ),
         (
-            lambda: Retention(1, [math.nan]),
-            "decay of head 0 is nan; it must be from 0, which keeps nothing, to 1, which keeps all",
+            lambda: RetentionRule(1, [math.nan]),
+            "decay of head 0 is nan; it must be from 0 (forget at once) to 1 (never forget)",
         ),
         (
-            lambda: Gated(8, 2, 0),
-            "Gated(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1",
+            lambda: GatedLinearRule(8, 2, 0),
+            "GatedLinearRule(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1",
         ),
-        (lambda: Gated(8, 2, 2, temperature=0.0), "temperature is 0.0; it must be greater than 0"),
         (
-            lambda: Recurrent(project, Retention(2), nn.Linear(12, 8), gate=Heads(8, 4, 2)),
-            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",
+            lambda: GatedLinearRule(8, 2, 2, temperature=0.0),
+            "temperature is 0.0; it must be greater than 0",
+        ),
+        (
+            lambda: Recurrent(
+                project, RetentionRule(2), nn.Linear(12, 8), gate=HeadProjection(8, 4, 2)
+            ),
+            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule returns",
         ),
         (
             lambda: linear_attention(12, 4, groups=3),
@@ -360,8 +373,8 @@ def test_errors() -> None:
         (
             lambda: gated_linear(12, 4),
             (
-                "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) "
-                "in the paper"
+                "dim is 12; it must be divisible by 2 * heads = 8, or give head_dim, which is "
+                "dim / (2 heads) in the paper"
             ),
         ),
     ]
@@ -370,5 +383,5 @@ def test_errors() -> None:
             make()
         assert str(error.value) == message
     with pytest.raises(regard.ArgumentTypeError, match="feature_map is int; it must be a name"):
-        Features(3)
-    assert repr(Retention(2, [0.5, 1])) == "Retention(decay=[0.5, 1.0])"
+        LinearAttentionRule(3)
+    assert repr(RetentionRule(2, [0.5, 1])) == "RetentionRule(decay=[0.5, 1.0])"

@@ -18,18 +18,18 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 import regard
 from regard.caches import Growing
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
-from regard.nn import Heads, Latent, Separate
-from regard.nn.selected import (
+from regard.nn import HeadProjection, LatentProjection, SeparateQKV
+from regard.nn.selected_attention import (
     NSA,
-    Compress,
+    BlockCompressor,
     Indexer,
+    KeySelector,
     MoBA,
     SelectedAttention,
-    Selector,
     indexer_losses,
 )
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.selected import dsa, moba, nsa
+from regard.nn.variants.selected_keys import dsa, moba, nsa
 from regard.ops.selection import NSABlocks
 from regard.positions import Rotary, rope_frequencies
 from regard.span import Positions, Span, as_tensor
@@ -56,7 +56,7 @@ def oracle_heads(module: Any, x: Tensor, positions: Positions) -> Tensor:
         return oracle_nsa(module, x, positions, at)
     q = module.project.query(x, positions)
     k, v = module.project.remember(x, positions)
-    select = module.select
+    select = module.selector
     if isinstance(select, MoBA):
         chosen = oracle.moba(q, k, select.size, select.topk, at, at)
     else:
@@ -210,7 +210,7 @@ def test_enough_capacity_is_dense_causal_attention() -> None:
         module.gate.weight.zero_()  # one gate open, the others shut
         module.gate.bias.fill_(-math.inf)
         module.gate.bias[4 * branch : 4 * branch + 4] = math.inf
-        project = Separate(module.q, module.keys[branch], module.values[branch])
+        project = SeparateQKV(module.q, module.keys[branch], module.values[branch])
         dense = regard.nn.Attention(project, module.output, mask=regard.masks.Causal())
         assert float((module(x) - dense(x)).abs().max()) < 1e-12
 
@@ -220,7 +220,7 @@ def test_gradients_where_the_choice_is_stable(name: str) -> None:
     torch.manual_seed(3)
     module = make(name)
     x = torch.randn(1, 7, M, dtype=torch.float64, requires_grad=True)
-    learned = [p for n, p in module.named_parameters() if "select" not in n][:3]
+    learned = [p for n, p in module.named_parameters() if "selector" not in n][:3]
 
     def run(x: Tensor, *_: Tensor) -> Tensor:
         return module(x)[..., :4]
@@ -228,7 +228,7 @@ def test_gradients_where_the_choice_is_stable(name: str) -> None:
     assert torch.autograd.gradcheck(run, (x, *learned), fast_mode=True)
     module(x).sum().backward()
     for n, p in module.named_parameters():
-        if n.startswith("select."):
+        if n.startswith("selector."):
             assert p.grad is None, "an indexer learns from its own loss alone"
         else:
             assert p.grad is not None, n
@@ -246,11 +246,11 @@ def test_the_indexer_learns_from_its_loss_alone() -> None:
         before.mean().backward()
         assert x.grad is None
         assert all(
-            p.grad is None for n, p in module.named_parameters() if not n.startswith("select.")
+            p.grad is None for n, p in module.named_parameters() if not n.startswith("selector.")
         )
-        assert all(p.grad.ne(0).any() for p in module.select.parameters())
+        assert all(p.grad.ne(0).any() for p in module.selector.parameters())
         module.zero_grad()
-    optimiser = torch.optim.Adam(module.select.parameters(), lr=0.01)
+    optimiser = torch.optim.Adam(module.selector.parameters(), lr=0.01)
     first = float(indexer_losses(module, x, chosen=False).detach().mean())
     for _ in range(30):
         optimiser.zero_grad()
@@ -260,7 +260,7 @@ def test_the_indexer_learns_from_its_loss_alone() -> None:
     assert float(loss.detach()) < 0.7 * first
     with pytest.raises(
         regard.ArgumentError,
-        match="the layer selects by MoBA; only an Indexer has a loss of its own",
+        match="the layer's selector is MoBA; only an Indexer has a loss",
     ):
         indexer_losses(make("moba"), x.double())
 
@@ -276,7 +276,7 @@ def test_the_indexer_is_the_published_one() -> None:
         index_topk=5,
     )
     theirs = DeepseekV32Indexer(config, 0).double()
-    ours = make("dsa", topk=5, index_heads=16, index_dim=16, rotary_dim=8).select
+    ours = make("dsa", topk=5, index_heads=16, index_dim=16, rotary_dim=8).selector
     ours.q.linear.weight.copy_(theirs.wq_b.weight)
     ours.k.linear.weight.copy_(theirs.wk.weight)
     ours.k.flat.load_state_dict(theirs.k_norm.state_dict())
@@ -304,9 +304,9 @@ def test_the_indexer_is_the_published_one() -> None:
 @torch.no_grad()
 def test_an_indexer_beside_a_latent() -> None:
     latent = make("mla").project
-    assert isinstance(latent, Latent)
+    assert isinstance(latent, LatentProjection)
     select, output = (
-        make("dsa", topk=T).select,
+        make("dsa", topk=T).selector,
         nn.Linear(latent.shape.H * latent.shape.E, M).double(),
     )
     module = SelectedAttention(latent, select, output)
@@ -390,12 +390,12 @@ def test_counts_equal_what_is_seen() -> None:
         x, at = torch.randn(1, context, M, dtype=torch.float64), Span(context - 1, 1)
         for name in ("moba", "dsa"):
             module = make(name)
-            memory = module.select.remember(x, Span(0, context))
+            memory = module.selector.remember(x, Span(0, context))
             q = module.project.query(x[:, -1:], at)
             k, _ = module.project.remember(x, Span(0, context))
-            mask = module.select.choose(q, k, x[:, -1:], memory, at, Span(0, context))
+            mask = module.selector.choose(q, k, x[:, -1:], memory, at, Span(0, context))
             seen = mask.visible(at, Span(0, context))
-            assert seen.eq(module.select.spec.tokens(context).value).all()
+            assert seen.eq(module.selector.spec.tokens(context).value).all()
         with regard.Trace("pattern") as trace:
             make("nsa")(x)
         found = [
@@ -433,55 +433,63 @@ def test_descriptions() -> None:
 
 
 def test_parts_are_selectors() -> None:
-    assert isinstance(MoBA(4, 2), Selector)
-    assert isinstance(make("dsa").select, Selector)
+    assert isinstance(MoBA(4, 2), KeySelector)
+    assert isinstance(make("dsa").selector, KeySelector)
     assert repr(MoBA(4, 2)) == "MoBA(blocks of 4, topk=2)"
-    assert "topk=4" in repr(make("dsa").select)
+    assert "topk=4" in repr(make("dsa").selector)
     assert "4 tokens" in repr(make("nsa").compress_key)
 
 
 def test_errors() -> None:
-    heads = Heads(8, 2, 4)
-    kv = [Heads(8, 1, 4) for _ in range(6)]
+    heads = HeadProjection(8, 2, 4)
+    kv = [HeadProjection(8, 1, 4) for _ in range(6)]
 
-    def built(keys: list[Heads], values: list[Heads], q: Heads = heads) -> NSA:
+    def built(
+        keys: list[HeadProjection], values: list[HeadProjection], q: HeadProjection = heads
+    ) -> NSA:
         return NSA(
             q,
             keys,
             values,
-            compress_key=Compress(4, 4),
-            compress_value=Compress(4, 4),
+            compress_key=BlockCompressor(4, 4),
+            compress_value=BlockCompressor(4, 4),
             gate=nn.Linear(8, 6),
             output=nn.Linear(8, 8),
             sizes=NSABlocks(4, 2, 4, 3, 4),
         )
 
-    same = "every branch needs the same heads and dims, keys the dim of q"
+    same = "all branches must have the same heads and dims, and keys the dim of q"
     for call, message in (
         (lambda: MoBA(0, 2), "MoBA with blocks of 0 and topk 2: both must be 1 or more"),
         (lambda: moba(32, 4, groups=2, topk=0), "MoBA with blocks of 512 and topk 0"),
         (lambda: dsa(32, 4, groups=2, topk=0), "topk is 0; it must be 1 or more"),
         (
-            lambda: Indexer(heads, Heads(8, 2, 4), nn.Linear(8, 2), topk=3),
+            lambda: Indexer(heads, HeadProjection(8, 2, 4), nn.Linear(8, 2), topk=3),
             (
-                "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 "
-                "heads of 4, and weight must give 2"
+                "index q is 2 heads of 4, k is 2 heads of 4, weight has out_features=2; k must "
+                "be 1 head of 4, and weight must have out_features=2"
             ),
         ),
-        (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weights for 3 heads"),
+        (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weight has out_features=3"),
         (
             lambda: nsa(32, 4, groups=2, stride=12),
             "compress 32, stride 12, select 64: stride must divide both",
         ),
         (lambda: nsa(32, 4, groups=2, count=2), "count is 2, fewer than the forced blocks"),
         (lambda: nsa(32, 4, groups=3), "4 query heads are not divisible by 3 key/value heads"),
-        (lambda: Compress(0, 4), "Compress(length=0, dim=4, hidden=4): each must be at least 1"),
+        (
+            lambda: BlockCompressor(0, 4),
+            "BlockCompressor(length=0, dim=4, hidden=4): each must be at least 1",
+        ),
         (
             lambda: built(kv[:2], kv[3:]),
-            "2 keys and 3 values; give one each for compressed, selected, window",
+            (
+                "keys has length 2 and values has length 3; each needs one for compressed, "
+                "selected, window"
+            ),
         ),
-        (lambda: built([*kv[:2], Heads(8, 2, 4)], kv[3:]), same),
-        (lambda: built(kv[:3], kv[3:], Heads(8, 2, 3)), same),
+        (lambda: built([*kv[:2], HeadProjection(8, 2, 4)], kv[3:]), same),
+        (lambda: built(kv[:3], kv[3:], HeadProjection(8, 2, 3)), same),
     ):
         with pytest.raises(regard.ArgumentError) as error:
             call()
@@ -489,7 +497,11 @@ def test_errors() -> None:
     follows = Rotary(
         4, length="current", scaling=regard.positions.DynamicNTK(2.0, original_length=8)
     )
-    project = Separate(Heads(8, 2, 4, follows), Heads(8, 1, 4, follows), Heads(8, 1, 4))
+    project = SeparateQKV(
+        HeadProjection(8, 2, 4, follows), HeadProjection(8, 1, 4, follows), HeadProjection(8, 1, 4)
+    )
     stale = SelectedAttention(project, MoBA(2, 2), nn.Linear(8, 8))
-    with pytest.raises(regard.ArgumentError, match="a cache was given, but Rotary"):
+    with pytest.raises(
+        regard.ArgumentError, match="a cache was given, but the frequencies of Rotary"
+    ):
         stale(torch.zeros(1, 3, 8), None, stale.new_cache())

@@ -110,8 +110,8 @@ def test_autocast_converts_as_ever() -> None:
 def test_what_torch_would_broadcast_or_convert() -> None:
     for heads, dim, x in ((4, 8, (1, 1, 3, 8)), (1, 8, (1, 4, 3, 8)), (4, 1, (1, 4, 3, 8))):
         message = (
-            rf"^x is \({', '.join(map(str, x))}\); it must be \[batch, {heads}, length, "
-            rf"{dim}\], as the norm of"
+            rf"^x is \({', '.join(map(str, x))}\); this norm needs \[batch, {heads}, length, "
+            rf"{dim}\]"
         )
         with pytest.raises(regard.ArgumentError, match=message):
             nn.HeadNorm(heads, dim)(torch.randn(x))

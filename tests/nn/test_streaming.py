@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.caches import Growing, Streaming
-from regard.nn import Attention, Heads, Separate, StreamingAttention
+from regard.nn import Attention, HeadProjection, SeparateQKV, StreamingAttention
 from regard.nn.variants import VARIANTS, streaming
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Span
@@ -26,7 +26,9 @@ from tests.rules import assert_close_rule
 
 def build(sinks: int = 2, recent: int = 5, rotary: Rotary | None = None, **options: Any) -> Any:
     rotary = Rotary(6) if rotary is None else rotary
-    project = Separate(Heads(12, 4, 6, rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 5))
+    project = SeparateQKV(
+        HeadProjection(12, 4, 6, rotary), HeadProjection(12, 2, 6, rotary), HeadProjection(12, 2, 5)
+    )
     module = StreamingAttention(
         project, nn.Linear(20, 12), sinks=sinks, recent=recent, **options
     ).double()
@@ -233,10 +235,15 @@ def test_errors() -> None:
     rotary = Rotary(6)
 
     def other(q: list[nn.Module], k: list[nn.Module], **options: Any) -> StreamingAttention:
-        project = Separate(Heads(12, 4, 6, *q), Heads(12, 2, 6, *k), Heads(12, 2, 5), **options)
+        project = SeparateQKV(
+            HeadProjection(12, 4, 6, *q),
+            HeadProjection(12, 2, 6, *k),
+            HeadProjection(12, 2, 5),
+            **options,
+        )
         return StreamingAttention(project, nn.Linear(20, 12), sinks=1, recent=2)
 
-    same = "both must be one and the same Rotary: a query that looks at sinks is turned back"
+    same = "both must be the same Rotary object, which rotates queries back for the sinks"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: build(-1), regard.ArgumentError, "sinks is -1; it must be 0 or more"),
         (
@@ -268,12 +275,12 @@ def test_errors() -> None:
         (
             lambda: other([rotary], [rotary], key_transform=rotary),
             regard.ArgumentError,
-            "project has the key_transform Rotary",
+            "project has key_transform=Rotary",
         ),
         (
             lambda: StreamingAttention(nn.Identity(), nn.Identity(), sinks=1, recent=2),  # type: ignore[arg-type]
             regard.ArgumentTypeError,
-            "project is Identity; it must be a Separate",
+            "project is Identity; it must be a SeparateQKV",
         ),
     ]
     for make, kind, message in cases:

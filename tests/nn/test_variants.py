@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.errors import ArgumentError
-from regard.nn import Attention, Heads, Separate
-from regard.nn.gated import Differential, Gated
-from regard.nn.latent import Latent
+from regard.nn import Attention, HeadProjection, SeparateQKV
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.latent_projection import LatentProjection
 from regard.nn.longformer import Longformer
-from regard.nn.projections import Fused, PerHead
+from regard.nn.projections import FusedQKV, PerHeadProjection
 from regard.nn.variants import (
     bigbird,
     build,
@@ -135,8 +135,8 @@ def test_heads_one_by_one_are_heads_stacked() -> None:
     split = made(mha_per_head(DIM, 4, bias=True))
     whole, x = stacked(split), tokens(T)
     assert_near(whole(x), split(x))
-    assert isinstance(whole.project.q, Heads)
-    assert not isinstance(whole.project.q, PerHead)
+    assert isinstance(whole.project.q, HeadProjection)
+    assert not isinstance(whole.project.q, PerHeadProjection)
     assert torch.equal(whole.project.q.linear.weight[8:16], split.project.q.linear[1].weight)
     mixed = stacked(split)
     with torch.no_grad():
@@ -235,7 +235,8 @@ def test_longformer_by_loops(is_causal: bool, step: int) -> None:
     module = made(longformer(DIM, 4, window=4, positions=(2, 7), step=step, is_causal=is_causal))
     x, every = tokens(T, B=1), Span(0, T)
     near_, wide = (
-        [part.query(x, every), *part.remember(x, every)] for part in (module.local, module.globally)
+        [part.query(x, every), *part.remember(x, every)]
+        for part in (module.local_project, module.global_project)
     )
     at = torch.arange(T)
     glob = (at == 2) | (at == 7)
@@ -253,8 +254,8 @@ def test_longformer_by_loops(is_causal: bool, step: int) -> None:
 def copy_of_local(module: Any, step: int) -> Longformer:
     """Wrong: global tokens use the projection of the others."""
     return Longformer(
-        module.local,
-        module.local,
+        module.local_project,
+        module.local_project,
         module.output,
         positions=(2, 7),
         window=3,
@@ -332,7 +333,7 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         ),
         (
             lambda: mha(0, 4, head_dim=2),
-            "Heads(dim=0, heads=4, head_dim=2): each must be at least 1",
+            "HeadProjection(dim=0, heads=4, head_dim=2): each must be at least 1",
         ),
         (lambda: mha(8, 2, dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (lambda: weightless(0), "dim is 0; it must be at least 1"),
@@ -340,8 +341,8 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
             lambda: gpt(8, 4, groups=2, order="heads"),
             'order "heads" has one key and value per query head, not 2 for 4; use "groups"',
         ),
-        (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'; it is one of parts, heads, groups"),
-        (lambda: Fused(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
+        (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'; it must be one of parts, heads, groups"),
+        (lambda: FusedQKV(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
         (
             lambda: local_global(8, 4, groups=2, window=2, every=0),
             "layer is 0 and every is 0; they must be at least 0 and 1",
@@ -359,33 +360,42 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         ),
         (
             lambda: longformer(8, 4, window=3),
-            "window is 3; it is the total width, an even number: 2 or 4",
+            "window is 3; it is the total width and must be even, such as 2 or 4",
         ),
         (
             lambda: differential(8, 2, depth=-1),
             (
-                "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth -1: q needs 2 H "
-                "heads, k twice the heads of v and the head dim of q, depth at least 0"
+                "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth is -1; q "
+                "must have an even number of heads, k must have twice the heads of v and the head "
+                "dim of q, and depth must be at least 0"
             ),
         ),
         (
-            lambda: Differential(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)),
+            lambda: DifferentialProjection(
+                HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2)
+            ),
             (
-                "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth 0: q needs 2 H "
-                "heads, k twice the heads of v and the head dim of q, depth at least 0"
+                "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth is 0; q "
+                "must have an even number of heads, k must have twice the heads of v and the head "
+                "dim of q, and depth must be at least 0"
             ),
         ),
         (
-            lambda: Gated(Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), Heads(8, 4, 1)),
-            "gate is 4 heads of 1; it must be 4 heads of 2, as attention gives",
+            lambda: GatedProjection(
+                SeparateQKV(
+                    HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2)
+                ),
+                HeadProjection(8, 4, 1),
+            ),
+            "gate is 4 heads of 1; it must be 4 heads of 2, as attention returns",
         ),
         (
             lambda: build("longformer", 8, 4, window=4)(
                 torch.zeros(1, 3, 8), None, gqa(8, 4, groups=2).new_cache()
             ),
             (
-                "this Longformer looks ahead, so that no token is final before the last; give no "
-                "cache, or make it causal with ahead=None"
+                "this Longformer sees later tokens, so earlier results change as tokens are "
+                "added; pass no cache, or make it causal with ahead=None"
             ),
         ),
     ],
@@ -397,9 +407,13 @@ def test_bad_sizes_are_refused(make: Any, message: str) -> None:
 
 
 def test_two_projections_of_other_shapes_make_no_longformer() -> None:
-    local, other = (Separate(*(Heads(8, n, 2) for _ in range(3))) for n in (2, 4))
-    with pytest.raises(ArgumentError, match=r"^local is ProjectionShape\(H=2.*both need the same"):
-        Longformer(local, other, nn.Identity(), window=2)
+    local_project, other = (
+        SeparateQKV(*(HeadProjection(8, n, 2) for _ in range(3))) for n in (2, 4)
+    )
+    with pytest.raises(
+        ArgumentError, match=r"^local_project is ProjectionShape\(H=2.*both need the same"
+    ):
+        Longformer(local_project, other, nn.Identity(), window=2)
 
 
 def test_a_padded_slot_of_a_global_position_is_not_global() -> None:
@@ -410,11 +424,15 @@ def test_a_padded_slot_of_a_global_position_is_not_global() -> None:
 
 def test_a_gate_leaves_a_latent_its_forms() -> None:
     """One query against many keys is absorbed, gated or not, and both forms give the same."""
-    latent = Latent(DIM, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
+    latent = LatentProjection(DIM, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
     module = made(
-        Attention(Gated(latent, Heads(DIM, 4, 8)), nn.Linear(DIM, DIM), mask=masks.Causal())
+        Attention(
+            GatedProjection(latent, HeadProjection(DIM, 4, 8)),
+            nn.Linear(DIM, DIM),
+            mask=masks.Causal(),
+        )
     )
-    assert isinstance(module.project.select_form(40, 40), Gated)
+    assert isinstance(module.project.select_form(40, 40), GatedProjection)
     assert module.project.select_form(1, 40).shape.G == 1
     x, cache = tokens(T), module.new_cache()
     with torch.no_grad():

@@ -14,7 +14,7 @@ from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.projections import Fused
+from regard.nn.projections import FusedQKV
 from regard.nn.variants import alibi, gpt
 from regard.positions import Rotary
 from tests.parity import layers
@@ -35,7 +35,7 @@ def names(fused: str, output: str, *, bias: bool = True) -> dict[str, str]:
 
 def fused(order: Any, groups: int = H, *, rotary_dim: int | None = None, bias: bool = True) -> Any:
     steps = [] if rotary_dim is None else [Rotary(D, rotary_dim=rotary_dim)]
-    project = Fused(M, H, groups, D, order=order, steps=steps, bias=bias)
+    project = FusedQKV(M, H, groups, D, order=order, steps=steps, bias=bias)
     return Attention(project, nn.Linear(M, M, bias=bias), mask=Causal())
 
 
@@ -169,7 +169,7 @@ def test_six_heads_have_slopes_between_those_of_four() -> None:
 def other_order(order: Any) -> Change:
     def change(ours: Any) -> Any:
         old = ours.project
-        made = Fused(M, H, old.groups, D, order=order, steps=tuple(old.steps))
+        made = FusedQKV(M, H, old.groups, D, order=order, steps=tuple(old.steps))
         made.linear = old.linear
         ours.project = made
 

@@ -26,7 +26,7 @@ class Long:
         self.theirs = layers.model("Longformer", SIZES | {"attention_window": list(WINDOWS)})
         self.layer, self.positions = layer, positions
         made = longformer(M, H, window=WINDOWS[layer], positions=positions)
-        named = names({"": "local", "_global": "globally"})
+        named = names({"": "local_project", "_global": "global_project"})
         self.ours: Any = copy_weights(parts(self.theirs, layer), made, named)
 
     def run(self, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,17 +88,17 @@ def one_key_less(ours: Any) -> None:
 
 
 def no_global_projections(ours: Any) -> None:
-    ours.globally = ours.local
+    ours.global_project = ours.local_project
 
 
 def own_queries_only(ours: Any) -> None:
     """Global queries on the keys of the others."""
-    ours.globally.k = ours.local.k
+    ours.global_project.k = ours.local_project.k
 
 
 def global_keys_for_all(ours: Any) -> None:
     """And the other way about: global keys, where others look at everything."""
-    ours.local.k = ours.globally.k
+    ours.local_project.k = ours.global_project.k
 
 
 def globals_unseen(ours: Any) -> None:

@@ -148,7 +148,7 @@ def segments_left_out(network: Any) -> None:
 
 def last_norm_in_front(network: Any) -> None:
     layer = network.encoder.layers[-1]
-    layer.around_feed_forward = regard.nn.PreNorm(layer.around_feed_forward.norm)
+    layer.feed_forward_residual = regard.nn.PreNorm(layer.feed_forward_residual.norm)
 
 
 @pytest.mark.parametrize("change", [gelu_with_tanh, segments_left_out, last_norm_in_front])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.nn.feed_forward import (
     ClippedSwiGLU,
-    Groups,
+    ExpertGroups,
     MoE,
     Router,
     SigmoidRouter,
@@ -130,7 +130,7 @@ def deepseek_v2_groups() -> tuple[MoE, Callable[[Tensor], Tensor]]:
     theirs = v2(
         topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0
     )
-    return deepseek(SoftmaxRouter(M, N, 3, groups=Groups(4, 2), scale=16.0), theirs)
+    return deepseek(SoftmaxRouter(M, N, 3, groups=ExpertGroups(4, 2), scale=16.0), theirs)
 
 
 def deepseek_v3() -> tuple[MoE, Callable[[Tensor], Tensor]]:
@@ -147,7 +147,7 @@ def deepseek_v3() -> tuple[MoE, Callable[[Tensor], Tensor]]:
         topk_group=2,
         routed_scaling_factor=2.5,
     )
-    router = SigmoidRouter(M, N, 3, groups=Groups(4, 2, best=2), normalise=True, scale=2.5)
+    router = SigmoidRouter(M, N, 3, groups=ExpertGroups(4, 2, best=2), normalise=True, scale=2.5)
     return deepseek(router, random(DeepseekV3MoE(config)))
 
 
@@ -207,10 +207,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no groups": ("deepseek_v2_groups", lambda m: setattr(m.router, "groups", None)),
     "groups by two": (
         "deepseek_v2_groups",
-        lambda m: setattr(m.router, "groups", Groups(4, 2, best=2)),
+        lambda m: setattr(m.router, "groups", ExpertGroups(4, 2, best=2)),
     ),
     "not scaled": ("deepseek_v2_groups", lambda m: setattr(m.router, "scale", 1.0)),
-    "groups by one": ("deepseek_v3", lambda m: setattr(m.router, "groups", Groups(4, 2))),
+    "groups by one": ("deepseek_v3", lambda m: setattr(m.router, "groups", ExpertGroups(4, 2))),
     "weights of corrected scores": (
         "deepseek_v3",
         lambda m: setattr(m.router, "forward", corrected_weights.__get__(m.router)),

@@ -16,7 +16,7 @@ from regard.positions import (
     NTK,
     DynamicNTK,
     DynamicYaRN,
-    Linear,
+    LinearScaling,
     Llama3,
     LongRoPE,
     YaRN,
@@ -294,7 +294,9 @@ def test_partial_and_proportional_quarter_are_two_things():
     assert torch.equal(whole, rope_frequencies(128).inv_freq)
     assert not rope_frequencies(128, rotary_dim=0, proportional=True).inv_freq.any()
     assert rope_frequencies(128, rotary_dim=0).inv_freq.shape == (0,)
-    slow = rope_frequencies(128, rotary_dim=32, proportional=True, scaling=Linear(8.0)).inv_freq
+    slow = rope_frequencies(
+        128, rotary_dim=32, proportional=True, scaling=LinearScaling(8.0)
+    ).inv_freq
     assert torch.equal(slow, proportional / 8)
 
 
@@ -312,7 +314,7 @@ def test_laws_of_the_scalings(pairs, base, factor, length):
         return rope_frequencies(dim, base, scaling=scaling, length=length).inv_freq
 
     one_ulp = {"rtol": 1e-14, "atol": 0.0}
-    assert torch.equal(scaled(Linear(factor)), theta / factor)
+    assert torch.equal(scaled(LinearScaling(factor)), theta / factor)
     torch.testing.assert_close(scaled(NTK(1.0)), theta, **one_ulp)
     torch.testing.assert_close(scaled(DynamicNTK(factor, length), length), theta, **one_ulp)
     torch.testing.assert_close(scaled(Llama3(1.0, 1.0, 4.0, length)), theta, **one_ulp)
@@ -372,27 +374,27 @@ def test_frequencies_are_made_on_the_cpu_whatever_the_default():
         (
             lambda: rope_frequencies(8, scaling=DynamicNTK(2.0, 8)),
             ArgumentError,
-            "length is None, and DynamicNTK depends on it",
+            "length is None, but DynamicNTK depends on it",
         ),
         (
             lambda: rope_frequencies(8, scaling=DynamicYaRN(8)),
             ArgumentError,
-            "length is None, and DynamicYaRN depends",
+            "length is None, but DynamicYaRN depends",
         ),
         (
             lambda: rope_frequencies(2, scaling=NTK(2.0)),
             ArgumentError,
-            "NTK scaling of a rotary dim of 2",
+            "the rotary dim is 2; the exponent",
         ),
         (
             lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=3),
             ArgumentError,
-            "short_factor has 1 numbers and there are 4",
+            "short_factor has length 1; it must have one number for each of the 4 rotary pairs",
         ),
         (
             lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=9),
             ArgumentError,
-            "long_factor has 1 numbers and there are 4",
+            "long_factor has length 1; it must have one number for each of the 4 rotary pairs",
         ),
         (
             lambda: LongRoPE((0.0,), (1.0,), 8, 2.0),
@@ -405,8 +407,12 @@ def test_frequencies_are_made_on_the_cpu_whatever_the_default():
             "original_length is 1; it must be above 1",
         ),
         (lambda: LongRoPE((1.0,), (1.0,), 8, 2.0, -1.0), ArgumentError, "attention_factor is -1.0"),
-        (lambda: Linear(0.0), ArgumentError, "factor is 0.0; it must be above 0"),
-        (lambda: Linear(None), ArgumentTypeError, "factor is None; it must be a number above 0"),
+        (lambda: LinearScaling(0.0), ArgumentError, "factor is 0.0; it must be above 0"),
+        (
+            lambda: LinearScaling(None),
+            ArgumentTypeError,
+            "factor is None; it must be a number above 0",
+        ),
         (lambda: NTK(-1.0), ArgumentError, "factor is -1.0"),
         (lambda: DynamicNTK(1.0, 0), ArgumentError, "original_length is 0"),
         (

@@ -7,7 +7,7 @@ import torch
 
 from regard.positions import (
     DynamicNTK,
-    Linear,
+    LinearScaling,
     Llama3,
     LongRoPE,
     Rotary,
@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import (
 
 EXT = tuple(1 + 0.1 * i for i in range(32)), tuple(1 + 0.7 * i for i in range(32))
 CASES = [
-    (Linear(3.0), {"rope_type": "linear", "factor": 3.0}, None),
+    (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}, None),
     (DynamicNTK(2.0, 4096), {"rope_type": "dynamic", "factor": 2.0}, 100),
     (DynamicNTK(2.0, 4096), {"rope_type": "dynamic", "factor": 2.0}, 9000),
     (
@@ -126,7 +126,7 @@ def test_partial_and_proportional_rotary():
     partial, _ = ROPE_INIT_FUNCTIONS["linear"](
         config({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.25}), "cpu"
     )
-    ours = rope_frequencies(64, scaling=Linear(2.0), rotary_dim=16).inv_freq
+    ours = rope_frequencies(64, scaling=LinearScaling(2.0), rotary_dim=16).inv_freq
     torch.testing.assert_close(ours, partial.double(), rtol=1e-6, atol=0)
     proportional, _ = ROPE_INIT_FUNCTIONS["proportional"](
         config({"rope_type": "proportional", "partial_rotary_factor": 0.25}), "cpu"

@@ -22,7 +22,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.positions import (
     DynamicNTK,
     DynamicYaRN,
-    Linear,
+    LinearScaling,
     LongRoPE,
     Rotary,
     YaRN,
@@ -145,7 +145,7 @@ def test_drift_under_a_shift_of_every_position():
 
 def test_interpolation_is_dividing_positions():
     x = torch.randn(1, 2, 5, 8, dtype=F64)
-    slow = rope_frequencies(8, scaling=Linear(4.0)).inv_freq
+    slow = rope_frequencies(8, scaling=LinearScaling(4.0)).inv_freq
     assert torch.equal(
         rotate(x, torch.arange(0, 20, 4)[None], slow),
         rotate(x, Span(0, 5), rope_frequencies(8).inv_freq),
@@ -345,7 +345,7 @@ def test_which_length(scaling):
         scaling, LongRoPE
     )
     with pytest.raises(
-        ArgumentError, match=r"length is None, and .* depends on it; pass a number to freeze"
+        ArgumentError, match=r"length is None, but .* depends on it; pass a number, which fixes"
     ):
         Rotary(8, scaling=scaling)
 

@@ -125,7 +125,7 @@ def test_a_table_that_forgets_what_it_depends_on_is_caught(
 ) -> None:
     from regard.positions import rotary as module
 
-    whole = module._key
-    monkeypatch.setattr(module, "_key", lambda x, where: forget(whole(x, where)))
+    whole = module._table_key
+    monkeypatch.setattr(module, "_table_key", lambda x, where: forget(whole(x, where)))
     with pytest.raises((AssertionError, RuntimeError)):
         every_table()

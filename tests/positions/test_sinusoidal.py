@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.positions import Learned, sinusoidal
+from regard.positions import LearnedPositions, sinusoidal
 from regard.span import Span
 
 F64 = torch.float64
@@ -67,7 +67,7 @@ def test_shapes_and_dtypes():
 
 
 def test_learned():
-    learned = Learned(4, 3)
+    learned = LearnedPositions(4, 3)
     found = learned(torch.tensor([[3, -1, 0], [-1, -1, 2]]))
     assert torch.equal(
         found[0], torch.stack((learned.weight[3], torch.zeros(3), learned.weight[0]))
@@ -79,10 +79,10 @@ def test_learned():
     assert learned(torch.zeros(1, 0, dtype=torch.int64)).shape == (1, 0, 3)
     found.sum().backward()
     assert learned.weight.grad[:, 0].tolist() == [1, 0, 1, 1]
-    offset = Learned(4, 3, offset=2)
+    offset = LearnedPositions(4, 3, offset=2)
     assert offset.weight.shape == (6, 3)
     assert torch.equal(offset(Span(3, 1))[0, 0], offset.weight[5])
-    assert str(offset) == "Learned(4, 3, offset=2)"
+    assert str(offset) == "LearnedPositions(4, 3, offset=2)"
     compiled = torch.compile(learned, fullgraph=True, backend="aot_eager")
     positions = torch.tensor([[3, -1]])
     assert torch.equal(compiled(positions), learned(positions))
@@ -92,21 +92,37 @@ def test_learned():
     "call, error, message",
     [
         (
-            lambda: Learned(4, 3)(Span(2, 3)),
+            lambda: LearnedPositions(4, 3)(Span(2, 3)),
             ArgumentError,
             "position 4 has no vector: .* positions 0 to 3",
         ),
-        (lambda: Learned(4, 3, offset=2)(Span(4, 1)), ArgumentError, "position 4 has no vector"),
-        (lambda: Learned(4, 3)(torch.tensor([[0, 7]])), ArgumentError, "position 7 has no vector"),
         (
-            lambda: Learned(4, 3)(torch.tensor([0.0])[None]),
+            lambda: LearnedPositions(4, 3, offset=2)(Span(4, 1)),
+            ArgumentError,
+            "position 4 has no vector",
+        ),
+        (
+            lambda: LearnedPositions(4, 3)(torch.tensor([[0, 7]])),
+            ArgumentError,
+            "position 7 has no vector",
+        ),
+        (
+            lambda: LearnedPositions(4, 3)(torch.tensor([0.0])[None]),
             ArgumentTypeError,
             "positions is float32",
         ),
-        (lambda: Learned(4, 3)(torch.tensor([0, 1])), ArgumentError, r"positions is \(2,\)"),
-        (lambda: Learned(4, 3)(torch.tensor(1)), ArgumentError, r"positions is \(\)"),
-        (lambda: Learned(4, 3)(3), ArgumentTypeError, "positions is int"),
-        (lambda: Learned(0, 3), ArgumentError, r"Learned\(0, 3, offset=0\): max_len and dim"),
+        (
+            lambda: LearnedPositions(4, 3)(torch.tensor([0, 1])),
+            ArgumentError,
+            r"positions is \(2,\)",
+        ),
+        (lambda: LearnedPositions(4, 3)(torch.tensor(1)), ArgumentError, r"positions is \(\)"),
+        (lambda: LearnedPositions(4, 3)(3), ArgumentTypeError, "positions is int"),
+        (
+            lambda: LearnedPositions(0, 3),
+            ArgumentError,
+            r"LearnedPositions\(0, 3, offset=0\): max_len and dim",
+        ),
         (lambda: sinusoidal(-1, 4), ArgumentError, "Span length is -1"),
         (lambda: sinusoidal(3, 0), ArgumentError, "dim is 0; it must be at least 1"),
         (lambda: sinusoidal(3, 4, base=0.0), ArgumentError, "base is 0.0; it must be above 0"),

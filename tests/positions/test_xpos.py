@@ -78,11 +78,11 @@ def test_empty_slots_dtypes_and_compile():
     [
         (
             lambda: XPos(64, "query")(torch.ones(1, 1, 1, 64).half(), Span(4533, 1)),
-            "position 4533 is 4533 from the center 0; XPos reaches 4532 in float16",
+            "4533 from the center 0, but in float16 the scale of XPos overflows beyond 4532",
         ),
         (
             lambda: XPos(64, "key")(torch.ones(1, 1, 1, 64), torch.tensor([[40_000]])),
-            "position 40000 is 40000 from the center 0; XPos reaches 36260 in float32",
+            "40000 from the center 0, but in float32 the scale of XPos overflows beyond 36260",
         ),
         (
             lambda: XPos(64, "key", center=50_000)(torch.ones(1, 1, 1, 64), Span(3, 1)),

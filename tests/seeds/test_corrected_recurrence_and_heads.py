@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.masks import Causal
-from regard.nn.rnn import scan
+from regard.nn.rnn import run_rnn
 from regard.nn.variants import mha
 from regard.span import Span
 from tests.golden import DATA, tensor
@@ -130,7 +130,7 @@ def test_forgetting_and_vanishing_gradients_are_two_things() -> None:
     x = torch.zeros(2, 60, 1, dtype=torch.float64)
     x[0, 0], x[1, 0] = 1.0, -1.0
     x.requires_grad_()
-    states, (final,) = scan(one_unit(5.0, 5.0), x)
+    states, (final,) = run_rnn(one_unit(5.0, 5.0), x)
     assert states[:, -1, 0].detach().sign().tolist() == [1.0, -1.0]
     assert float(states[:, -1].detach().abs().min()) > 0.999, "nothing is forgotten"
     (slope,) = torch.autograd.grad(final.sum(), x)
@@ -138,7 +138,7 @@ def test_forgetting_and_vanishing_gradients_are_two_things() -> None:
     # h_t = h_{t-1} + x_t, in the range where tanh is a line
     small = 1e-6 * torch.tensor([[3.0, 0, 0, 0], [0, 0, 3.0, 0]], dtype=torch.float64)[..., None]
     small.requires_grad_()
-    _, (final,) = scan(one_unit(1.0, 1.0), small)
+    _, (final,) = run_rnn(one_unit(1.0, 1.0), small)
     (slope,) = torch.autograd.grad(final.sum(), small)
     assert apart(slope, torch.ones_like(slope)) < 1e-9, "the gradient is whole"
     assert apart(final[0, 0], final[0, 1]) < 1e-15, "which input it was is forgotten"
@@ -147,7 +147,7 @@ def test_forgetting_and_vanishing_gradients_are_two_things() -> None:
 def influence(rnn: nn.RNNBase, x: Tensor) -> Tensor:
     """How much each input moves what is carried at the end."""
     x = x.clone().requires_grad_()
-    _, carried = scan(rnn, x)
+    _, carried = run_rnn(rnn, x)
     (slope,) = torch.autograd.grad(carried[-1].sum(), x)
     return slope.abs().amax((0, 2))
 

@@ -386,14 +386,14 @@ MODULES: dict[str, Call] = {
         bound="H D",
         loose=("x:dtype",),
     ),
-    "Heads": Call(parts.Heads(M, H, D), X | {"positions": None}, bound="M"),
-    "PerHead": Call(parts.PerHead(M, H, D), X | {"positions": None}, bound="M"),
+    "HeadProjection": Call(parts.HeadProjection(M, H, D), X | {"positions": None}, bound="M"),
+    "PerHeadProjection": Call(parts.PerHeadProjection(M, H, D), X | {"positions": None}, bound="M"),
     **{
         kind.__name__: Call(path(kind), X, FREE, bound="M", free=("x:rank",))
-        for kind in (parts.PreNorm, parts.PostNorm, parts.OutputNorm, parts.NormedPath)
+        for kind in (parts.PreNorm, parts.PostNorm, parts.OutputNorm, parts.NormedResidual)
     },
-    "Sandwich": Call(
-        path(lambda norm: parts.Sandwich(norm, parts.RMSNorm(M))),
+    "SandwichNorm": Call(
+        path(lambda norm: parts.SandwichNorm(norm, parts.RMSNorm(M))),
         X,
         FREE,
         bound="M",
@@ -401,8 +401,10 @@ MODULES: dict[str, Call] = {
     ),
     "MoE": Call(moe(parts.SoftmaxRouter), X, FREE, bound="M", free=("x:rank",)),
     "MoE, sigmoid": Call(moe(parts.SigmoidRouter), X, FREE, bound="M", free=("x:rank",)),
-    "Embed": Call(
-        parts.Embed(nn.Embedding(11, M), parts.Sinusoidal(M), segments=nn.Embedding(2, M)).eval(),
+    "InputEmbedding": Call(
+        parts.InputEmbedding(
+            nn.Embedding(11, M), parts.SinusoidalPositions(M), segments=nn.Embedding(2, M)
+        ).eval(),
         {"ids": at(T), "positions": at(T), "segments": at(T) % 2},
         {"positions": "B T", "segments": "B T"},
         loose=("positions:device",),

@@ -29,7 +29,7 @@ from regard.models.families import family, type_of
 from regard.models.families.regard import Config, build
 from regard.models.save import save
 from regard.nn.variants import VARIANTS, gqa, infini, t5
-from regard.nn.variants.registry import checked
+from regard.nn.variants.registry import check_options
 from regard.span import Span
 from regard.train import Batches, Settings, fit, next_token_loss
 from regard.train.run import config_of, model_of, unreached
@@ -40,7 +40,9 @@ V, LENGTH = 19, 23
 
 
 def config(name: str, **more: Any) -> Config:
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in VARIANTS[name].sizes.items()}
+    options = {
+        k: list(v) if isinstance(v, tuple) else v for k, v in VARIANTS[name].example_options.items()
+    }
     more.setdefault("attention_options", options)
     return Config(V, 32, 48, 2, 4, name, max_position_embeddings=LENGTH, **more)
 
@@ -225,7 +227,7 @@ TAKES = {
 @pytest.mark.full(keep=7)
 @pytest.mark.parametrize("name", TAKES)
 def test_which_positions_a_mechanism_takes(name: str) -> None:
-    layer = layer_of(name, 32, 4, VARIANTS[name].sizes)
+    layer = layer_of(name, 32, 4, VARIANTS[name].example_options)
     assert "".join(s[0] for s in schemes(layer)) == TAKES[name]
     takes = {"rope": ["rope"], "alibi": ["alibi"], "none": ["learned", "sinusoidal", "none"]}
     allowed = {p for s in schemes(layer) for p in takes[s]}
@@ -311,7 +313,7 @@ def test_windows_that_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"streaming does not take window 4: .* are sinks, rec"):
         config("streaming", window=4)
     with pytest.raises(ArgumentError, match=r"^NSA takes no window beside what it keeps itself"):
-        windowed(layer_of("nsa", 32, 4, VARIANTS["nsa"].sizes), 4)
+        windowed(layer_of("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)
     with pytest.raises(
         ArgumentError, match="nsa has a window of its own: give it the option window=4"
     ):
@@ -375,7 +377,10 @@ def test_options_that_are_refused(name: str, options: dict[str, Any], message: s
 
 def test_options_may_be_integers_for_floats_and_lists_for_tuples() -> None:
     entry = VARIANTS["retention"]
-    assert checked(entry, {"decay": [0.5, 1], "base": None}) == {"decay": (0.5, 1), "base": None}
+    assert check_options(entry, {"decay": [0.5, 1], "base": None}) == {
+        "decay": (0.5, 1),
+        "base": None,
+    }
     with pytest.raises(ArgumentError, match="hidden_size is 0; it must be at least 1"):
         Config(V, 0, 48, 2, 4, "mqa")
 
@@ -454,7 +459,7 @@ def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None
 def test_what_the_loss_does_not_reach_is_named() -> None:
     made = config("dsa")
     missed = unreached(model_of(made, 0), V, 8)
-    assert {name.split(".")[3] for name in missed} == {"select"}
+    assert {name.split(".")[3] for name in missed} == {"selector"}
     assert unreached(model_of(config("nsa"), 0), V, LENGTH) == ()
     before = torch.random.get_rng_state()
     unreached(model_of(config("causal", attention_options={"dropout": 0.5}), 0), V, 8)

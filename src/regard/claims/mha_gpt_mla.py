@@ -21,7 +21,7 @@ from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
 from regard.claims.timing import ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
-from regard.nn import Attention, Fused, Separate
+from regard.nn import Attention, FusedQKV, SeparateQKV
 from regard.nn.variants import gpt, mha, mla
 from regard.view.charts import Line, Picture
 
@@ -191,8 +191,8 @@ def _pair() -> tuple[Attention, Attention]:
     """Fused and separate, with the same weights."""
     fused, apart = gpt(DIM, HEADS, bias=False).eval(), mha(DIM, HEADS, is_causal=True).eval()
     rows, parts = fused.project, apart.project
-    assert isinstance(rows, Fused)
-    assert isinstance(parts, Separate)
+    assert isinstance(rows, FusedQKV)
+    assert isinstance(parts, SeparateQKV)
     with torch.no_grad():
         rows.linear.weight.copy_(
             torch.cat([part.linear.weight for part in (parts.q, parts.k, parts.v)])

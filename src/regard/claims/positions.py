@@ -32,7 +32,7 @@ from regard.claims.claim import (
 from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Separate
+from regard.nn import Attention, SeparateQKV
 from regard.nn.variants import mha
 from regard.positions import Rotary, long_term_decay, rope_frequencies, rotate, sinusoidal
 from regard.span import Positions, Span
@@ -268,7 +268,7 @@ VALUES_DIM, VALUES_HEADS, VALUES_SEEDS = 64, 4, 3
 VALUES_STEPS, VALUES_CONTEXT = 200, 96
 
 
-class TurnedValues(Separate):
+class TurnedValues(SeparateQKV):
     """A projection that rotates its values too, not only its queries and keys.
 
     Attention asks for the queries of a call first, so the projection keeps their positions for
@@ -284,7 +284,7 @@ class TurnedValues(Separate):
     torch.Size([1, 2, 3, 8])
     """
 
-    def __init__(self, before: Separate, *, back: bool) -> None:
+    def __init__(self, before: SeparateQKV, *, back: bool) -> None:
         super().__init__(before.q, before.k, before.v)
         self.back = back
         self.rotary = Rotary(before.v.head_dim)
@@ -314,7 +314,7 @@ def _model(way: str, seed: int) -> Decoder:
         assert isinstance(attention, Attention)
         if way != WAYS[0]:
             before = attention.project
-            assert isinstance(before, Separate)
+            assert isinstance(before, SeparateQKV)
             attention.project = TurnedValues(before, back=way == WAYS[1])
     return model
 

@@ -31,7 +31,7 @@ from regard.claims.claim import (
 )
 from regard.claims.training import BYTES, byte_loss, decoder, gradient_norms
 from regard.compare.experiment import Numbers
-from regard.nn import Attention, Separate
+from regard.nn import Attention, SeparateQKV
 from regard.view.charts import Line, Picture
 
 DIMS = (4, 16, 64, 256, 1024, 4096)
@@ -285,7 +285,7 @@ def _trained(dim: int, way: str, seed: int, count: int) -> dict[str, float]:
         attention = layer.attention
         assert isinstance(attention, Attention)
         project = attention.project
-        assert isinstance(project, Separate)
+        assert isinstance(project, SeparateQKV)
         attention.scale = _scale(way, dim)
         with (
             torch.no_grad()

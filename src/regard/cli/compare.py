@@ -263,7 +263,7 @@ def _listing() -> str:
     lines = ["mechanisms"]
     for one in contestants(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
-        lines.append(f"  {one.name:<12} {VARIANTS[one.attention].sentence}")
+        lines.append(f"  {one.name:<12} {VARIANTS[one.attention].summary}")
         lines.append(f"  {'':<12} {one.attention}({options})")
     lines.append("lessons")
     lines.append(f"  {'text':<12} The next byte of a text.")

@@ -47,18 +47,18 @@ def describe(
     example.
     """
     from regard.nn.variants import VARIANTS
-    from regard.nn.variants.registry import find, parse
+    from regard.nn.variants.registry import find_variant, parse_options
 
     if name is None:
         found = {
-            entry.name: {"family": entry.family, "about": entry.sentence}
+            entry.name: {"family": entry.family, "about": entry.summary}
             for entry in VARIANTS.values()
         }
         typer.echo(json_format.dumps(found) if json else _list(found))
         return
     try:
-        entry = find(name)
-        options = {**entry.sizes, **parse(option or [], entry)}
+        entry = find_variant(name)
+        options = {**entry.example_options, **parse_options(option or [], entry)}
         told = _describe(entry, dim, heads, options, context)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -112,7 +112,7 @@ def _page(
         f"{key}={value}" for key, value in {"dim": dim, "heads": heads, **options}.items()
     )
     lines = [
-        f"{entry.name}: {entry.sentence}",
+        f"{entry.name}: {entry.summary}",
         "",
         f"  {entry.equation}",
         "",

@@ -307,9 +307,9 @@ def mechanism(
 ) -> PreparedRun:
     """A reading of the text by a mechanism of the catalogue, with random weights."""
     from regard.inspect.explain.random_model import random_model
-    from regard.nn.variants.registry import find, parse
+    from regard.nn.variants.registry import find_variant, parse_options
 
-    options = parse(settings or (), find(name))
+    options = parse_options(settings or (), find_variant(name))
     found = random_model(name, text, options=options, seed=seed, target=target)
     _check_length(found)
     return found

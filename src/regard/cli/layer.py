@@ -96,7 +96,7 @@ def _found(
 ) -> list[LayerStages]:
     from regard import masks
     from regard.inspect.explain.layer_stages import default_options, run_layers
-    from regard.nn.variants.registry import find, parse
+    from regard.nn.variants.registry import find_variant, parse_options
 
     if settings and len(names) > 1:
         raise ArgumentError(
@@ -104,7 +104,10 @@ def _found(
         )
     options = None
     if settings:
-        options = {**default_options(names[0], dim, heads), **parse(settings, find(names[0]))}
+        options = {
+            **default_options(names[0], dim, heads),
+            **parse_options(settings, find_variant(names[0])),
+        }
     return run_layers(
         names,
         dim=dim,

@@ -22,9 +22,9 @@ from regard.models.convert.context import Extension, to_context
 from regard.models.convert.layer import Checkpoint
 from regard.models.decoder import Decoder
 from regard.models.model import Model
-from regard.nn import Attention, Prefix
-from regard.nn.dynamic_rotary import PreRope, Recomputed, ReRotate
-from regard.nn.projections import Separate
+from regard.nn import Attention, PrefixRecomputer
+from regard.nn.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
+from regard.nn.projections import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
 from regard.text_table import format_table as aligned
 from regard.view import html_page
@@ -230,7 +230,7 @@ def under(network: Decoder, policy: Keeping, target: int) -> Decoder:
     for layer in made.layers:
         attention = layer.attention
         project = attention.project if isinstance(attention, Attention) else None
-        if not isinstance(project, Recomputed):
+        if not isinstance(project, RecomputedQKV):
             raise ArgumentError(
                 "the frequencies of this model do not follow the length, and any cache suits it; "
                 "policies are for the method dynamic"
@@ -239,17 +239,17 @@ def under(network: Decoder, policy: Keeping, target: int) -> Decoder:
     return made.eval()
 
 
-def _project(project: Recomputed, policy: Keeping, target: int) -> Separate:
+def _project(project: RecomputedQKV, policy: Keeping, target: int) -> SeparateQKV:
     if policy == "recompute":
         return project
     if policy in ("pre_rope", "re_rotate"):
-        kind = PreRope if policy == "pre_rope" else ReRotate
+        kind = PreRopeQKV if policy == "pre_rope" else ReRotatedQKV
         return kind(project.q, project.k, project.v, project.key_transform)
     for heads in (project.q, project.k):
         heads.steps.append(
             _rotary(project.key_transform.rotary, target if policy == "frozen" else None)
         )
-    found = Separate(project.q, project.k, project.v)
+    found = SeparateQKV(project.q, project.k, project.v)
     found.cache_unsafe_reason = None  # to show what is refused otherwise
     return found
 
@@ -273,7 +273,7 @@ def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Number
 
     Args:
         network: a decoder; one that follows the length under "recompute" is run through
-            `regard.nn.Prefix`.
+            `regard.nn.PrefixRecomputer`.
         ids: N tokens, of which `start` are read at once and the others one by one.
         start: at least 1 and less than N.
 
@@ -311,9 +311,9 @@ def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Number
     }
 
 
-def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], Prefix | None]:
-    if any(isinstance(module, Recomputed) for module in network.modules()):
-        prefix = Prefix(network)
+def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], PrefixRecomputer | None]:
+    if any(isinstance(module, RecomputedQKV) for module in network.modules()):
+        prefix = PrefixRecomputer(network)
         return prefix, prefix
     caches = network.new_caches()
     return lambda ids: network(ids, None, caches), None
@@ -331,7 +331,7 @@ def policies(
         target: as `under`.
     """
     rotary = rotary_of(network)
-    if not rotary.follows:
+    if not rotary.follows_length:
         return {"as it is": consistency(network, ids, start)}
     return {policy: consistency(under(network, policy, target), ids, start) for policy in POLICIES}
 

@@ -13,7 +13,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly.mechanism import decoders, entry_of
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
-from regard.nn.variants.registry import parse
+from regard.nn.variants.registry import parse_options
 
 SINKS = 4
 """First tokens that "sinks" never forgets (arXiv 2309.17453, section 3.2)."""
@@ -195,7 +195,7 @@ def _contestant(name: str, shape: Shape) -> Contestant:
             "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
         )
     parts = [part for part in settings.split(",") if part]
-    return Contestant(name, attention, parse(parts, entry_of(attention)))
+    return Contestant(name, attention, parse_options(parts, entry_of(attention)))
 
 
 def parameters(config: Config) -> int:

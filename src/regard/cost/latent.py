@@ -13,7 +13,7 @@ from regard.cost.softmax import EVERY_EARLIER_KEY, Visible, attention_flops, cau
 from regard.cost.spec import Figure, Spec, Weights
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
-"""How queries meet the latents (`regard.nn.Latent`)."""
+"""How queries meet the latents (`regard.nn.LatentProjection`)."""
 
 
 def latent_numbers(kv_rank: int, rope_dim: int) -> int:

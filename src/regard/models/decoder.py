@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, rollback_on_error
 from regard.errors import ArgumentError
-from regard.nn import Block, Embed
+from regard.nn import Block, InputEmbedding
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope
@@ -20,7 +20,7 @@ class Decoder(nn.Module):
     """ids -> embedding -> blocks -> norm -> logits.
 
     Args:
-        embed: an `Embed`: called as embed(ids, positions).
+        embed: an `InputEmbedding`: called as embed(ids, positions).
         layers: blocks, called as block(x, positions, cache).
         norm: behind the last block: a norm, or an `nn.Identity` for post-norm blocks.
         head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them. None, as in
@@ -31,13 +31,17 @@ class Decoder(nn.Module):
             logits are asked for, and there is no head.
 
     >>> import torch
-    >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
+    >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
     >>> decoder(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 7])
     """
 
     def __init__(
-        self, embed: Embed, layers: Sequence[Block], norm: nn.Module, head: nn.Module | None
+        self,
+        embed: InputEmbedding,
+        layers: Sequence[Block],
+        norm: nn.Module,
+        head: nn.Module | None,
     ) -> None:
         super().__init__()
         self.embed, self.layers = embed, nn.ModuleList(layers)
@@ -73,7 +77,7 @@ class Decoder(nn.Module):
         arguments as `forward`.
 
         >>> import torch
-        >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
+        >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
         >>> decoder.hidden(torch.tensor([[1, 2]])).shape
         torch.Size([1, 2, 4])
         """
@@ -85,7 +89,8 @@ class Decoder(nn.Module):
         Raises:
             ArgumentError: there is none.
 
-        >>> Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)).require_head()
+        >>> embed = InputEmbedding(nn.Embedding(7, 4))
+        >>> Decoder(embed, [], nn.Identity(), nn.Linear(4, 7)).require_head()
         Linear(in_features=4, out_features=7, bias=True)
         """
         if self.head is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.nn.blocks import Block
-from regard.nn.embedding import Embed
+from regard.nn.embedding import InputEmbedding
 from regard.span import Positions, Span
 from regard.tracing import named_scope
 
@@ -21,7 +21,7 @@ class Encoder(nn.Module):
     """ids -> embedding with positions -> blocks -> norm -> states.
 
     Args:
-        embed: an `Embed`.
+        embed: an `InputEmbedding`.
         layers: blocks, called as block(x, positions).
         norm: behind the last block: an `nn.Identity` for post-norm blocks, a norm for pre-norm
             ones.
@@ -31,14 +31,14 @@ class Encoder(nn.Module):
 
     >>> import torch
     >>> from regard.nn.embedding import Sinusoidal
-    >>> encoder = Encoder(Embed(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
+    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
     >>> encoder(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), figure 1, left half.
     """
 
-    def __init__(self, embed: Embed, layers: Sequence[Block], norm: nn.Module) -> None:
+    def __init__(self, embed: InputEmbedding, layers: Sequence[Block], norm: nn.Module) -> None:
         super().__init__()
         self.embed, self.layers, self.norm = embed, nn.ModuleList(layers), norm
 
@@ -80,7 +80,7 @@ class HeadedEncoder(nn.Module):
         ArgumentError: when called: what is asked for was not trained.
 
     >>> from regard.nn.embedding import Sinusoidal
-    >>> encoder = Encoder(Embed(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
+    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
     >>> model = HeadedEncoder(encoder, head=nn.Linear(4, 7))
     >>> model.logits(model(torch.tensor([[1, 2]]))).shape
     torch.Size([1, 2, 7])

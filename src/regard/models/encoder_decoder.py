@@ -16,11 +16,11 @@ from regard.masks import Causal
 from regard.models.encoder import Encoder
 from regard.nn.attention import Attention
 from regard.nn.blocks import Block, BlockCaches, DecoderBlock, PostNorm, PreNorm, Residual
-from regard.nn.embedding import Embed, Sinusoidal
+from regard.nn.embedding import InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
 from regard.nn.variants.cross import cross_attention
-from regard.nn.variants.parts import join, separate
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import named_scope
@@ -32,7 +32,7 @@ class EncoderDecoder(nn.Module):
 
     Args:
         encoder: an `Encoder`.
-        embed: the `Embed` of the target; it may be the encoder's.
+        embed: the `InputEmbedding` of the target; it may be the encoder's.
         layers: decoder blocks.
         norm: behind the last of them, as in `Encoder`.
         head: a module [B,T,M] -> [B,T,V]; give it the weight of the embedding to tie them.
@@ -56,7 +56,7 @@ class EncoderDecoder(nn.Module):
     def __init__(
         self,
         encoder: Encoder,
-        embed: Embed,
+        embed: InputEmbedding,
         layers: Sequence[DecoderBlock],
         norm: nn.Module,
         head: nn.Module,
@@ -119,7 +119,9 @@ class EncoderDecoder(nn.Module):
                 "per layer"
             )
         if positions is None:
-            positions = caches[0].own.next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
+            positions = (
+                caches[0].self_attention.next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
+            )
         if not caches or is_compiling():
             return self._decode(ids, caches, positions, memory, memory_positions, backend)
         with rollback_on_error(*(cache for pair in caches for cache in pair), layers=True):
@@ -202,14 +204,18 @@ def transformer(
         return nn.LayerNorm(dim) if residual is PreNorm else nn.Identity()
 
     def own(mask: Causal | None) -> Attention:
-        return Attention(separate(dim, heads, heads, D), join(dim, heads, D), mask=mask)
+        return Attention(
+            separate_qkv(dim, heads, heads, D), output_projection(dim, heads, D), mask=mask
+        )
 
     def feed() -> FeedForward:
         return FeedForward(dim, wide, activation)
 
     embedding = nn.Embedding(vocabulary, dim)
     nn.init.normal_(embedding.weight, std=dim**-0.5)  # of size 1 once it is scaled
-    embed = Embed(embedding, Sinusoidal(dim), scale=math.sqrt(dim), dropout=dropout)
+    embed = InputEmbedding(
+        embedding, SinusoidalPositions(dim), scale=math.sqrt(dim), dropout=dropout
+    )
     head = Linear(dim, vocabulary, bias=False)
     head.weight = embedding.weight
     encoder = Encoder(embed, [Block(own(None), feed(), *paths(2)) for _ in range(layers)], last())

@@ -14,14 +14,14 @@ from regard.errors import ArgumentError
 from regard.models.generation.beam import greedy
 from regard.nn.rnn import (
     BahdanauDecoder,
-    Carried,
-    Hidden,
+    DecoderState,
+    EncodedSource,
+    HiddenState,
     LuongDecoder,
     PlainDecoder,
     RecurrentDecoder,
-    Source,
-    check_network,
-    scan,
+    check_rnn,
+    run_rnn,
 )
 from regard.nn.variants.cross import bahdanau, luong
 from regard.span import Positions, Span
@@ -38,8 +38,8 @@ class Encoded(NamedTuple):
     hidden: what the decoder starts from, each part [layers, B, R].
     """
 
-    source: Source
-    hidden: Hidden
+    source: EncodedSource
+    hidden: HiddenState
 
 
 class RecurrentEncoderDecoder(nn.Module):
@@ -78,7 +78,7 @@ class RecurrentEncoderDecoder(nn.Module):
         bridge: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        check_network(encoder)
+        check_rnn(encoder)
         for name in ("mode", "num_layers", "hidden_size", "proj_size"):
             ours, theirs = getattr(encoder, name), getattr(decoder.rnn, name)
             if ours != theirs:
@@ -108,19 +108,19 @@ class RecurrentEncoderDecoder(nn.Module):
         change nothing.
         """
         x, positions = self._embed(ids, positions)
-        states, hidden = scan(self.encoder, x, positions)
+        states, hidden = run_rnn(self.encoder, x, positions)
         ways = 2 if self.encoder.bidirectional else 1
         h, *cell = (torch.unflatten(part, 0, (-1, ways))[:, -1] for part in hidden)
         h = h if self.bridge is None else torch.tanh(self.bridge(h))
-        return Encoded(Source(states, positions), (h, *cell))
+        return Encoded(EncodedSource(states, positions), (h, *cell))
 
-    def begin(self, encoded: Encoded) -> Carried:
+    def begin(self, encoded: Encoded) -> DecoderState:
         """What the decoder carries in front of the first token of the target."""
         return self.decoder.begin(encoded.hidden, encoded.source)
 
     def step(
-        self, ids: Int[Tensor, "B T"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T V"], Carried]:
+        self, ids: Int[Tensor, "B T"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T V"], DecoderState]:
         """Logits for the token after each of the next ids [B,T], any number of them, and what is
         carried behind them.
         """

@@ -189,7 +189,9 @@ class Seq2Seq(Tokenized):
             return logits
 
         def reorder(rows: Tensor) -> None:
-            if not torch.equal(rows, torch.arange(caches[0].own.batch or 0, device=rows.device)):
+            if not torch.equal(
+                rows, torch.arange(caches[0].self_attention.batch or 0, device=rows.device)
+            ):
                 for cache in (cache for pair in caches for cache in pair):
                     cache.select(rows)
 

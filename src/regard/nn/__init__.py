@@ -7,52 +7,53 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from regard.deprecation import renamed
 from regard.nn.attention import Attention
 from regard.nn.blocks import (
     Block,
     BlockCaches,
     DecoderBlock,
-    NormedPath,
+    NormedResidual,
     OutputNorm,
     ParallelBlock,
     PostNorm,
     PreNorm,
     Residual,
-    Sandwich,
+    SandwichNorm,
 )
-from regard.nn.cross import AdditiveAttention, CrossAttention
-from regard.nn.dynamic_rotary import Prefix, rotary_heads
-from regard.nn.embedding import CappedLogits, Embed, Sinusoidal
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention
+from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
+from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
 from regard.nn.feed_forward import (
     ClippedSwiGLU,
+    ExpertGroups,
     FeedForward,
     GatedFeedForward,
-    Groups,
     MoE,
     Router,
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.gated import Differential, Gated
-from regard.nn.infini import InfiniAttention
-from regard.nn.latent import Latent
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.infini_attention import InfiniAttention
+from regard.nn.latent_projection import LatentProjection
 from regard.nn.linear import Linear
+from regard.nn.linear_recurrence import Recurrent
 from regard.nn.longformer import Longformer
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.projections import (
-    Clipped,
-    Fused,
-    Heads,
-    PerHead,
+    ClippedQKV,
+    EncoderStateProjection,
+    FusedQKV,
+    HeadProjection,
+    IdentityProjection,
+    PerHeadProjection,
     Projection,
-    Separate,
-    States,
-    Unprojected,
+    SeparateQKV,
 )
-from regard.nn.recurrent import Recurrent
-from regard.nn.selected import NSA, SelectedAttention
-from regard.nn.streaming import StreamingAttention
+from regard.nn.selected_attention import NSA, SelectedAttention
+from regard.nn.streaming_attention import StreamingAttention
 
 if TYPE_CHECKING:
     from regard.nn import variants
@@ -64,53 +65,78 @@ __all__ = [
     "Block",
     "BlockCaches",
     "CappedLogits",
-    "Clipped",
+    "ClippedQKV",
     "ClippedSwiGLU",
     "CrossAttention",
     "DecoderBlock",
-    "Differential",
-    "Embed",
+    "DifferentialProjection",
+    "EncoderStateProjection",
+    "ExpertGroups",
     "FeedForward",
-    "Fused",
-    "Gated",
+    "FusedQKV",
     "GatedFeedForward",
-    "Groups",
+    "GatedProjection",
     "HeadNorm",
-    "Heads",
+    "HeadProjection",
+    "IdentityProjection",
     "InfiniAttention",
-    "Latent",
+    "InputEmbedding",
+    "LatentProjection",
     "Linear",
     "Longformer",
     "MoE",
-    "NormedPath",
+    "NormedResidual",
     "OffsetRMSNorm",
     "OutputNorm",
     "ParallelBlock",
-    "PerHead",
+    "PerHeadProjection",
     "PostNorm",
     "PreNorm",
-    "Prefix",
+    "PrefixRecomputer",
     "Projection",
     "RMSNorm",
     "Recurrent",
     "Residual",
     "Router",
-    "Sandwich",
+    "SandwichNorm",
     "SelectedAttention",
-    "Separate",
+    "SeparateQKV",
     "SigmoidRouter",
-    "Sinusoidal",
+    "SinusoidalPositions",
     "SoftmaxRouter",
-    "States",
     "StreamingAttention",
     "SwiGLU",
-    "Unprojected",
-    "rotary_heads",
+    "rotary_projection",
     "variants",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "variants":  # it imports all of the parts
+def _load_variants(name: str) -> Any:
+    if name == "variants":  # it imports every part of this package
         return importlib.import_module("regard.nn.variants")
     raise AttributeError(f"module 'regard.nn' has no attribute {name!r}")
+
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Clipped": "ClippedQKV",
+        "Differential": "DifferentialProjection",
+        "Embed": "InputEmbedding",
+        "Fused": "FusedQKV",
+        "Gated": "GatedProjection",
+        "Groups": "ExpertGroups",
+        "Heads": "HeadProjection",
+        "Latent": "LatentProjection",
+        "NormedPath": "NormedResidual",
+        "PerHead": "PerHeadProjection",
+        "Prefix": "PrefixRecomputer",
+        "Sandwich": "SandwichNorm",
+        "Separate": "SeparateQKV",
+        "Sinusoidal": "SinusoidalPositions",
+        "States": "EncoderStateProjection",
+        "Unprojected": "IdentityProjection",
+        "rotary_heads": "rotary_projection",
+    },
+    otherwise=_load_variants,
+)

@@ -1,4 +1,7 @@
-"""Softmax attention as a module: one small class, assembled from parts."""
+"""Softmax attention as a module: one class that is assembled from a projection, a mask, a bias and
+an
+output map.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,30 @@ from regard.tracing import is_tracing, tap
 
 
 class Attention(Mixer):
-    """project -> remember -> recall -> attend -> output.
+    """Softmax attention over the tokens of one sequence and the tokens in a cache.
 
-    q = query(x);  memory = remember(x), kept by the cache with its positions;
-    k, v = recall(memory, positions);
-    z = postprocess(attend(q, k, v), x);  out = output(z, heads joined)
-    a projection with several forms does this in the one for these lengths
-    (`regard.nn.projections.HasForms`)
+    q = query(x);  memory = remember(x), which the cache stores with its positions;
+    k, v = recall(memory, k_positions);
+    z = postprocess(attend(q, k, v), x);  out = output(heads of z concatenated)
+
+    A projection with several equivalent forms (`regard.nn.projections.HasForms`) is used in the
+    form
+    that it selects for the number of queries and keys of the call.
 
     Args:
-        project: a `Projection`: query heads H, key/value heads G and every step on a head are its
-            matter.
+        project: a `Projection`. It defines the query heads H, the key/value heads G and every step
+            on a
+            head, such as a norm or a rotary embedding.
         output: a module [B,T,H*E] -> [B,T,M].
-        mask: a rule on positions, or None: every key.
-        scale: None is 1/sqrt(D).
-        softcap: None, or the cap c of c tanh(s / c).
-        bias: an additive bias on scores; its tensors are parameters of the module if they are
-            `nn.Parameter`.
-        sink: None, or a parameter [H]: one logit per head that takes part in the denominator only.
-        dropout: on the weights, in training only.
+        mask: a mask on positions (`regard.masks`); None lets every query see every key.
+        scale: the factor on the scores; None is 1/sqrt(D).
+        softcap: the cap c of c tanh(s / c), which keeps scores within (-c, c); None applies no cap.
+        bias: an additive bias on the scores (`regard.biases`). Its tensors are parameters of this
+            module if they are `nn.Parameter`.
+        sink: a parameter [H] with one logit per head, which is added to the softmax denominator
+            only;
+            None adds nothing.
+        dropout: the probability of dropping an attention weight, in training only.
 
     Raises:
         ArgumentError: scale, softcap or dropout is out of range, or a bias mixes parameters with
@@ -44,9 +52,9 @@ class Attention(Mixer):
 
     >>> import torch
     >>> from regard import masks
-    >>> from regard.nn import Heads, Separate
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> attention = Attention(project, torch.nn.Linear(8, 8), mask=masks.Causal())
+    >>> from regard.nn import HeadProjection, SeparateQKV
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
+    >>> attention = Attention(SeparateQKV(q, k, v), torch.nn.Linear(8, 8), mask=masks.Causal())
     >>> attention(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
 
@@ -72,51 +80,62 @@ class Attention(Mixer):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.project, self.output = project, output
         self.mask, self.bias, self.sink = mask, bias, sink
-        learned = () if bias is None else bias.tensors()
-        self.bias_tensors = nn.ParameterList(x for x in learned if isinstance(x, nn.Parameter))
-        if 0 < len(self.bias_tensors) < len(learned):
+        tensors = () if bias is None else bias.tensors()
+        self.bias_tensors = nn.ParameterList(x for x in tensors if isinstance(x, nn.Parameter))
+        if 0 < len(self.bias_tensors) < len(tensors):
             raise ArgumentError(
-                f"{bias} holds {len(self.bias_tensors)} parameters among {len(learned)} tensors; "
-                "make all of them nn.Parameter (requires_grad=False freezes one)"
+                f"{bias} mixes parameters with plain tensors ({len(self.bias_tensors)} of "
+                f"{len(tensors)} are parameters); make all of them nn.Parameter "
+                "(requires_grad=False freezes one)"
             )
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
-        self._usual = project.shape.D**-0.5
+        self._default_scale = project.shape.D**-0.5
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds."""
+        """Attend from x [B,T,M] to its own tokens and to the tokens in the cache."""
         project = self.project
-        memory, seen = project.remember(x, positions), positions
+        memory, k_positions = project.remember(x, positions), positions
         if cache is not None:
             if project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {project.cache_unsafe_reason}")
-            memory, seen = cache.update(memory, positions)
-        return self._answer(x, positions, memory, seen, backend)
+            memory, k_positions = cache.update(memory, positions)
+        return self._attend_and_project(x, positions, memory, k_positions, backend)
 
-    def _answer(
-        self, x: Tensor, positions: Positions, memory: Parts, seen: Positions, backend: str
+    def _attend_and_project(
+        self, x: Tensor, positions: Positions, memory: Parts, k_positions: Positions, backend: str
     ) -> Tensor:
-        """What x finds in memory, wherever that came from."""
-        project, heard = self.project, is_tracing()
+        """Attend from x [B,T,M] to `memory`, whose tokens are at `k_positions`, and apply the
+        output map.
+        """
+        project, is_traced = self.project, is_tracing()
         if hasattr(type(project), "select_form"):
-            project = select_form(project, x.shape[1], slot_count(seen))
+            project = select_form(project, x.shape[1], slot_count(k_positions))
         q = project.query(x, positions)
         if hasattr(type(project), "adjust_query"):
-            q = adjust_query(project, q, positions, seen)
-        q = tap("q", q) if heard else q
-        k, v = project.recall(memory, seen)
-        if heard:
+            q = adjust_query(project, q, positions, k_positions)
+        q = tap("q", q) if is_traced else q
+        k, v = project.recall(memory, k_positions)
+        if is_traced:
             k, v = tap("k", k), tap("v", v)
-        z = project.postprocess(self._attend(q, k, v, positions, seen, backend), x)
-        z = tap("z", z) if heard else z
+        z = project.postprocess(self._attend(q, k, v, positions, k_positions, backend), x)
+        z = tap("z", z) if is_traced else z
         out: Tensor = self.output(z.transpose(1, 2).flatten(2))
-        return tap("out", out) if heard else out
+        return tap("out", out) if is_traced else out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, seen: Positions, backend: str
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        k_positions: Positions,
+        backend: str,
     ) -> Tensor:
-        """q [B,H,T,D] at positions, k and v at those seen -> [B,H,T,E]."""
-        # by the dims of a head as defined: a form may have longer ones
-        scale = self._usual if self.scale is None else self.scale
+        """Attend from queries [B,H,T,D] to keys and values at `k_positions`; return heads
+        [B,H,T,E].
+        """
+        # The scale uses the head dim of the definition: the selected form may have a longer one.
+        scale = self._default_scale if self.scale is None else self.scale
         return attend(
             q,
             k,
@@ -128,33 +147,34 @@ class Attention(Mixer):
             sink=self.sink,
             dropout=self.dropout if self.training else 0.0,
             q_positions=positions,
-            k_positions=seen,
+            k_positions=k_positions,
             backend=backend,
         )
 
     def new_cache(self) -> Cache:
-        """An empty cache that keeps what the mask may still show: everything, or the last
-        tokens.
+        """Return an empty cache that stores every token that the mask can still show: all or the
+        last ones.
         """
         return for_reach(reach(self.mask))
 
     @property
     def spec(self) -> Spec:
-        """The cost of this layer: what the projection remembers, for the tokens that the mask still
-        shows.
+        """The cost of this layer: its parameters, what a cache stores, and the FLOPs for the keys
+        that the
+        mask shows.
         """
         return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
-        """The bias over the parameters of this module, which a copy or a move of it has
-        replaced.
+        """Return the bias with this module's present parameters: copying or moving a module
+        replaces them.
         """
         if self.bias is None or not len(self.bias_tensors):
             return self.bias
         return self.bias.with_tensors(tuple(self.bias_tensors))
 
     def extra_repr(self) -> str:
-        """What is not a module: mask, bias, scale, softcap, dropout."""
+        """The mask, bias, scale, softcap and dropout that differ from the defaults."""
         shown = {"mask": self.mask, "bias": self.bias, "scale": self.scale, "softcap": self.softcap}
         parts = [f"{name}={value}" for name, value in shown.items() if value is not None]
         return ", ".join([*parts, *([f"dropout={self.dropout}"] if self.dropout else [])])

@@ -1,9 +1,10 @@
-"""Transformer blocks: residual paths with their norms, encoder and decoder blocks, and parallel
-blocks.
+"""Transformer blocks: residual connections with their norms, encoder and decoder blocks, and
+parallel blocks.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,20 +14,22 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number
 from regard.caches import Cache, rollback_on_error
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.nn.attention import Attention
-from regard.nn.cross import CrossAttention
+from regard.nn.cross_attention import CrossAttention
 from regard.nn.mixer import Mixer
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.process_state import is_compiling
 from regard.span import Positions
 from regard.tracing import named_scope
 
 
 class Residual(nn.Module, ABC):
-    """A path around a sublayer, with a norm and with dropout on what the sublayer adds.
+    """Base class of residual connections: a path around a sublayer, with a norm and dropout.
 
     Args:
         norm: a module [B,T,M] -> [B,T,M].
-        dropout: on the sublayer's output, in training only.
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     Raises:
         ArgumentError: dropout is out of range.
@@ -37,21 +40,42 @@ class Residual(nn.Module, ABC):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
-    def dropped(self, x: Tensor) -> Tensor:
-        """The sublayer's output, with dropout in training."""
+    def apply_dropout(self, x: Tensor) -> Tensor:
+        """Apply dropout to the sublayer's output in training.
+
+        Args:
+            x: the sublayer's output [B,T,M].
+
+        Returns:
+            The output with dropout, or unchanged in evaluation.
+        """
         return self.dropout(x) if self.training else x
+
+    dropped = renamed_attribute("apply_dropout")
 
     @abstractmethod
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] and what the sublayer makes of it."""
+        """Apply the sublayer with its residual connection.
+
+        Args:
+            x: hidden states [B,T,M].
+            sublayer: a function [B,T,M] -> [B,T,M].
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
 
 
 class PreNorm(Residual):
-    """The sublayer sees a normed x, and the path itself is left alone: x + sublayer(norm(x)).
+    """Pre-norm residual connection: the sublayer reads a normalised x, x + sublayer(norm(x)).
 
-    A stack of these ends in a norm of its own.
+    A stack of these needs a norm after its last block.
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
@@ -63,14 +87,18 @@ class PreNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x + sublayer(norm(x))."""
+        """Compute x + sublayer(norm(x)) for hidden states [B,T,M]."""
         norm: Any = self._modules["norm"]
         y = sublayer(norm(x))
         return x + (self.dropout(y) if self.training else y)
 
 
 class PostNorm(Residual):
-    """The sum is normed, path included: norm(x + sublayer(x)).
+    """Post-norm residual connection: the sum is normalised, norm(x + sublayer(x)).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
@@ -82,33 +110,41 @@ class PostNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """norm(x + sublayer(x))."""
-        result: Float[Tensor, "B T M"] = self.norm(x + self.dropped(sublayer(x)))
+        """Compute norm(x + sublayer(x)) for hidden states [B,T,M]."""
+        result: Float[Tensor, "B T M"] = self.norm(x + self.apply_dropout(sublayer(x)))
         return result
 
 
-class NormedPath(Residual):
-    """The sublayer sees a normed x, and so does the path: n + sublayer(n), n = norm(x).
+class NormedResidual(Residual):
+    """Residual connection in which both terms use the normalised x: n + sublayer(n), n = norm(x).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
-    >>> NormedPath(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    >>> NormedResidual(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
-    Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have
-    checkpoints of BLOOM.
+    Source: Shoeybi et al. 2019 (arXiv 1909.08053), an option of its released code
+    (`apply_residual_connection_post_layernorm`), which checkpoints of BLOOM use.
     """
 
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """norm(x) + sublayer(norm(x))."""
+        """Compute norm(x) + sublayer(norm(x)) for hidden states [B,T,M]."""
         normed = self.norm(x)
-        result: Float[Tensor, "B T M"] = normed + self.dropped(sublayer(normed))
+        result: Float[Tensor, "B T M"] = normed + self.apply_dropout(sublayer(normed))
         return result
 
 
 class OutputNorm(Residual):
-    """What the sublayer adds is normed, and nothing else: x + norm(sublayer(x)).
+    """Residual connection in which only the sublayer's output is normalised: x + norm(sublayer(x)).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
     >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
@@ -120,20 +156,21 @@ class OutputNorm(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x + norm(sublayer(x))."""
-        return x + self.dropped(self.norm(sublayer(x)))
+        """Compute x + norm(sublayer(x)) for hidden states [B,T,M]."""
+        return x + self.apply_dropout(self.norm(sublayer(x)))
 
 
-class Sandwich(Residual):
-    """A norm on either side of the sublayer: x + after(sublayer(norm(x))).
+class SandwichNorm(Residual):
+    """Residual connection with a norm before and a norm after the sublayer: x +
+    after(sublayer(norm(x))).
 
     Args:
-        norm: in front of the sublayer.
-        after: behind it.
-        dropout: on what is added, in training only.
+        norm: the norm before the sublayer.
+        after: the norm on the sublayer's output.
+        dropout: the dropout probability on the sublayer's output, in training only.
 
     >>> import torch
-    >>> path = Sandwich(nn.LayerNorm(2), nn.LayerNorm(2))
+    >>> path = SandwichNorm(nn.LayerNorm(2), nn.LayerNorm(2))
     >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
 
@@ -148,27 +185,28 @@ class Sandwich(Residual):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """x + after(sublayer(norm(x)))."""
-        return x + self.dropped(self.after(sublayer(self.norm(x))))
+        """Compute x + after(sublayer(norm(x))) for hidden states [B,T,M]."""
+        return x + self.apply_dropout(self.after(sublayer(self.norm(x))))
 
 
-class Block(nn.Module):
-    """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of
-    an encoder without a mask.
+class Block(LoadsRenamedWeights):
+    """A Transformer block: attention, then a feed-forward layer, each with a residual connection.
 
-    x = around_attention(x, attention);  x = around_feed_forward(x, feed_forward)
+    x = attention_residual(x, attention);  x = feed_forward_residual(x, feed_forward)
+
+    With a causal mask in its attention it is a decoder block, without a mask an encoder block.
 
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        around_attention, around_feed_forward: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`,
-            `Sandwich`.
+        attention_residual, feed_forward_residual: residual connections: `PreNorm`, `PostNorm`,
+            `OutputNorm` or `SandwichNorm`.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import mha
-    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
-    >>> block = Block(mha(8, 2), nn.Linear(8, 8), *paths)
+    >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> block = Block(mha(8, 2), nn.Linear(8, 8), *residuals)
     >>> block(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
@@ -176,16 +214,26 @@ class Block(nn.Module):
     2002.04745), figure 1b.
     """
 
+    renamed_weights = {
+        "around_attention": "attention_residual",
+        "around_feed_forward": "feed_forward_residual",
+    }
+    around_attention = renamed_attribute("attention_residual")
+    around_feed_forward = renamed_attribute("feed_forward_residual")
+
+    @renamed_parameters(
+        around_attention="attention_residual", around_feed_forward="feed_forward_residual"
+    )
     def __init__(
         self,
         attention: Mixer,
         feed_forward: nn.Module,
-        around_attention: Residual,
-        around_feed_forward: Residual,
+        attention_residual: Residual,
+        feed_forward_residual: Residual,
     ) -> None:
         super().__init__()
-        self.around_attention, self.attention = around_attention, attention
-        self.around_feed_forward, self.feed_forward = around_feed_forward, feed_forward
+        self.attention_residual, self.attention = attention_residual, attention
+        self.feed_forward_residual, self.feed_forward = feed_forward_residual, feed_forward
 
     def forward(
         self,
@@ -195,31 +243,45 @@ class Block(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]."""
-        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.attention`
+        """Apply the block to hidden states [B,T,M].
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of their tokens; by default they continue the cache.
+            cache: the cache of this block's attention, or None.
+            backend: the kernel by name; "auto" chooses.
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
+        parts: dict[str, Any] = self._modules  # much faster than `self.attention`
         attention = parts["attention"]
-        x = parts["around_attention"](
+        x = parts["attention_residual"](
             x, lambda normed: attention(normed, positions, cache, backend=backend)
         )
-        result: Float[Tensor, "B T M"] = parts["around_feed_forward"](x, parts["feed_forward"])
+        result: Float[Tensor, "B T M"] = parts["feed_forward_residual"](x, parts["feed_forward"])
         return result
 
     def new_cache(self) -> Cache:
-        """An empty cache of the kind that suits the attention."""
+        """Return an empty cache that suits the attention.
+
+        Returns:
+            The cache of `attention.new_cache()`.
+        """
         return self.attention.new_cache()
 
 
 class ParallelBlock(Block):
-    """Both sublayers read the same x, and what they give is added to it at once.
+    """A Transformer block whose attention and feed-forward layer read the same x:
+    x + attention(norm_1(x)) + feed_forward(norm_2(x)).
 
-    x + attention(norm_1(x)) + feed_forward(norm_2(x)): of each `PreNorm` path only the norm and the
-    dropout are used.
+    The arguments are those of `Block`. Only the norm and the dropout of each `PreNorm` are used.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import mha
-    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
-    >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *paths)(torch.zeros(1, 3, 8)).shape
+    >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *residuals)(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
     Source: Wang and Komatsuzaki 2021 (GPT-J); Black et al. 2022 (arXiv 2204.06745), section 2.1,
@@ -234,65 +296,88 @@ class ParallelBlock(Block):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]."""
-        mixed = self.around_attention(
+        """Apply both sublayers to hidden states [B,T,M] and add their outputs."""
+        mixed = self.attention_residual(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
-        path = self.around_feed_forward
+        path = self.feed_forward_residual
         out: Tensor = mixed + path.dropout(self.feed_forward(path.norm(x)))
         return out
 
 
 class BlockCaches(NamedTuple):
-    """What a decoder block remembers.
+    """The two caches of a `DecoderBlock`.
 
-    own: of the target so far.
-    cross: of the source, written once.
+    Args:
+        self_attention: the cache of the target tokens so far.
+        cross: the cache of the source's keys and values, which is written once.
     """
 
-    own: Cache
+    self_attention: Cache
     cross: Cache
 
+    @property
+    def own(self) -> Cache:
+        """The former name of `self_attention`, which goes with the next release."""
+        message = "BlockCaches.own is now BlockCaches.self_attention"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.self_attention
 
-class DecoderBlock(nn.Module):
-    """Self-attention, attention to an encoder's memory, then feed-forward, each with its residual
-    path.
 
-    Taps of the two attentions stand at the places `attention` and `cross`.
+class DecoderBlock(LoadsRenamedWeights):
+    """A decoder block with self-attention, attention to an encoder's memory and a feed-forward
+    layer, each with a residual connection.
+
+    A trace finds the taps of the two attentions at the places `attention` and `cross`.
 
     Args:
         attention: an `Attention` with a causal mask.
         cross: a `CrossAttention`.
         feed_forward: a module [B,T,M] -> [B,T,M].
-        around_attention, around_cross, around_feed_forward: `PostNorm` or `PreNorm`.
+        attention_residual, cross_residual, feed_forward_residual: `PreNorm` or `PostNorm`.
 
     Raises:
-        ArgumentError: as `CrossAttention`: no memory, or two. The caches are left as they were.
+        ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
+            although the cache holds one. The caches are left as they were.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import cross_attention, mha
-    >>> paths = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
-    >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *paths)
+    >>> residuals = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
+    >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *residuals)
     >>> block(torch.zeros(1, 3, 8), memory=torch.zeros(1, 5, 8)).shape
     torch.Size([1, 3, 8])
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
     """
 
+    renamed_weights = {
+        "around_attention": "attention_residual",
+        "around_cross": "cross_residual",
+        "around_feed_forward": "feed_forward_residual",
+    }
+    around_attention = renamed_attribute("attention_residual")
+    around_cross = renamed_attribute("cross_residual")
+    around_feed_forward = renamed_attribute("feed_forward_residual")
+
+    @renamed_parameters(
+        around_attention="attention_residual",
+        around_cross="cross_residual",
+        around_feed_forward="feed_forward_residual",
+    )
     def __init__(
         self,
         attention: Attention,
         cross: CrossAttention,
         feed_forward: nn.Module,
-        around_attention: Residual,
-        around_cross: Residual,
-        around_feed_forward: Residual,
+        attention_residual: Residual,
+        cross_residual: Residual,
+        feed_forward_residual: Residual,
     ) -> None:
         super().__init__()
-        self.attention, self.around_attention = attention, around_attention
-        self.cross, self.around_cross = cross, around_cross
-        self.feed_forward, self.around_feed_forward = feed_forward, around_feed_forward
+        self.attention, self.attention_residual = attention, attention_residual
+        self.cross, self.cross_residual = cross, cross_residual
+        self.feed_forward, self.feed_forward_residual = feed_forward, feed_forward_residual
 
     def forward(
         self,
@@ -304,14 +389,25 @@ class DecoderBlock(nn.Module):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]; memory [B,S,M3] is given once where there are caches, and else
-        every time.
+        """Apply the block to target states [B,T,M].
+
+        Args:
+            x: hidden states of the target [B,T,M].
+            positions: positions of the target tokens; by default they continue the cache.
+            caches: the caches of this block, or None.
+            memory: states of the source [B,S,M3], given in the first call with caches, and in every
+                call without.
+            memory_positions: positions of the source tokens; -1 marks padding.
+            backend: the kernel by name; "auto" chooses.
+
+        Returns:
+            The new hidden states [B,T,M].
         """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
         with rollback_on_error(
             *caches, layers=True
-        ):  # both: the second may refuse what the first has stored
+        ):  # of both caches: the cross-attention may raise after the self-attention has stored
             return self._forward(x, positions, caches, memory, memory_positions, backend)
 
     def _forward(
@@ -323,28 +419,32 @@ class DecoderBlock(nn.Module):
         memory_positions: Positions | None,
         backend: str,
     ) -> Tensor:
-        own, other = caches if caches is not None else (None, None)
-        if positions is None and own is not None:
-            positions = own.next(x.shape[1])
+        self_cache, cross_cache = caches if caches is not None else (None, None)
+        if positions is None and self_cache is not None:
+            positions = self_cache.next(x.shape[1])
         with named_scope("attention"):
-            x = self.around_attention(
-                x, lambda x: self.attention(x, positions, own, backend=backend)
+            x = self.attention_residual(
+                x, lambda x: self.attention(x, positions, self_cache, backend=backend)
             )
         with named_scope("cross"):
-            x = self.around_cross(
+            x = self.cross_residual(
                 x,
                 lambda x: self.cross(
                     x,
                     positions,
-                    other,
+                    cross_cache,
                     memory=memory,
                     memory_positions=memory_positions,
                     backend=backend,
                 ),
             )
-        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        out: Tensor = self.feed_forward_residual(x, self.feed_forward)
         return out
 
     def new_caches(self) -> BlockCaches:
-        """Empty caches for a target and its source."""
+        """Return empty caches for a target and its source.
+
+        Returns:
+            The two caches as `BlockCaches`.
+        """
         return BlockCaches(self.attention.new_cache(), self.cross.new_cache())

@@ -1,5 +1,6 @@
-"""Rotary embeddings whose frequencies depend on the length of the text, used together with a
-cache.
+"""Rotary embeddings whose frequencies follow the length of the text (DynamicNTK, DynamicYaRN,
+LongRoPE), used together with a cache. A policy decides what happens to cached keys that were
+rotated for a shorter length.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Parts
 from regard.errors import ArgumentError
-from regard.nn.projections import Heads, ProjectionShape, Separate
+from regard.nn.projections import HeadProjection, ProjectionShape, SeparateQKV
 from regard.positions import Rotary, rope_frequencies
-from regard.positions.rotary import turn
+from regard.positions.rotary import apply_rotary
 from regard.positions.scalings import Scaling
 from regard.span import Positions, Span, as_tensor, concat_positions, next_positions
 
-Lengths: TypeAlias = tuple[int, ...]
-"""One past the largest position of each row; one number where all rows have the same positions."""
+RowLengths: TypeAlias = tuple[int, ...]
+"""One more than the largest position of each row; a single number if all rows share positions."""
 
 
-def lengths(positions: Positions) -> Lengths:
-    """One past the largest position of each row, at least 0.
+def row_lengths(positions: Positions) -> RowLengths:
+    """Return one more than the largest position of each row, at least 0.
 
-    >>> lengths(Span(3, 4)), lengths(torch.tensor([[-1, 0, 1], [4, 5, 6]]))
+    Args:
+        positions: a `Span`, or integers [B or 1, L].
+
+    Returns:
+        The lengths, one per row; a single one if all rows share their positions.
+
+    >>> row_lengths(Span(3, 4)), row_lengths(torch.tensor([[-1, 0, 1], [4, 5, 6]]))
     ((7,), (2, 7))
     """
     if isinstance(positions, Span):
@@ -37,44 +44,52 @@ def lengths(positions: Positions) -> Lengths:
     return tuple((positions.amax(1) + 1).clamp(min=0).tolist())
 
 
-def by_row(lengths: Lengths, rows: int) -> Lengths:
-    """A length for each row.
+def broadcast_lengths(lengths: RowLengths, rows: int) -> RowLengths:
+    """Repeat a single length for every row.
 
-    >>> by_row((5,), 2)
+    >>> broadcast_lengths((5,), 2)
     (5, 5)
     """
     return lengths * rows if len(lengths) == 1 else lengths
 
 
-def changes(module: nn.Module, old: Lengths, new: Lengths) -> bool:
-    """Whether a rotary of the module has other frequencies for the new lengths of the rows than for
-    the old.
+def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> bool:
+    """Return whether a rotary of the module has other frequencies for the new lengths than for the
+    old.
+
+    Args:
+        module: a module that may contain `PerRowRotary`s.
+        old: the old length of each row.
+        new: the new length of each row.
+
+    Returns:
+        Whether any rotary changes for any row.
 
     >>> from regard.positions import LongRoPE
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
-    >>> rotary = RowRotary(Rotary(4, scaling=scaling, length="current"))
-    >>> [changes(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
+    >>> rotary = PerRowRotary(Rotary(4, scaling=scaling, length="current"))
+    >>> [frequencies_change(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
     [False, True, False]
     """
     rows = max(len(old), len(new))
-    pairs = set(zip(by_row(old, rows), by_row(new, rows), strict=True))
-    rotaries = [m for m in module.modules() if isinstance(m, RowRotary)]
-    return any(not rotary.same(a, b) for rotary in rotaries for a, b in pairs)
+    pairs = set(zip(broadcast_lengths(old, rows), broadcast_lengths(new, rows), strict=True))
+    rotaries = [m for m in module.modules() if isinstance(m, PerRowRotary)]
+    return any(not rotary.same_frequencies(a, b) for rotary in rotaries for a, b in pairs)
 
 
-class RowRotary(nn.Module):
-    """A rotary whose frequencies are those of the length of each row.
+class PerRowRotary(nn.Module):
+    """A rotary embedding whose frequencies are those of the length of each row.
 
     angle = position * inv_freq_i(length of the row)
 
     Args:
-        rotary: the scheme; its own length plays no part.
+        rotary: the scheme; its own `length` is not used.
 
     >>> from regard.positions import DynamicNTK
-    >>> turned = RowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
+    >>> rotary = PerRowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
     >>> x = torch.ones(2, 1, 2, 4)
-    >>> both = turned(x, torch.tensor([[2, 3], [8, 9]]))
-    >>> torch.equal(both[:1], turned(x[:1], torch.tensor([[2, 3]])))
+    >>> both = rotary(x, torch.tensor([[2, 3], [8, 9]]))
+    >>> torch.equal(both[:1], rotary(x[:1], torch.tensor([[2, 3]])))
     True
     """
 
@@ -85,56 +100,74 @@ class RowRotary(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
-        """Turn x by its positions, with the frequencies of the largest position of each row."""
-        inv_freq, factor = self._table(lengths(positions))
+        """Rotate x [B,H,L,D] by its positions, with the frequencies for the largest position of
+        each row.
+        """
+        inv_freq, factor = self._table(row_lengths(positions))
         return self._turn(x, positions, inv_freq[:, None], factor[:, None])
 
-    def again(
+    def rerotate(
         self,
         x: Float[Tensor, "B H L D"],
         positions: Positions,
         old: Int[Tensor, "b L"] | Int[Tensor, "b 1"],
-        new: Lengths,
+        new: RowLengths,
     ) -> Float[Tensor, "B H L D"]:
-        """x was turned for the lengths `old`: turn it by what is missing to those of its rows now.
+        """Rotate x further, from the frequencies of the lengths `old` to those of the lengths
+        `new`.
 
-        R(p f_new) = R(p (f_new - f_old)) R(p f_old), in real arithmetic; x is rounded once more.
+        R(p f_new) = R(p (f_new - f_old)) R(p f_old) in real arithmetic; x is rounded once more.
+
+        Args:
+            x: vectors [B,H,L,D] that were rotated for the lengths `old`.
+            positions: their positions.
+            old: the length that each vector was rotated for, [b,L] or [b,1].
+            new: the new length of each row.
+
+        Returns:
+            The vectors [B,H,L,D], as rotated for the lengths `new`.
         """
-        if all(self.same(0, n) for n in new):  # frequencies that changed do not come back
+        if all(
+            self.same_frequencies(0, n) for n in new
+        ):  # changed frequencies never return to those of length 0
             return x
-        known, where = torch.unique(old, return_inverse=True)
-        before, scale = self._table(tuple(known.tolist()))
-        after, factor = self._table(new)
-        turned = after[:, None] - before[where.to(before.device)]
-        return self._turn(x, positions, turned, factor[:, None] / scale[where.to(scale.device)])
+        lengths, index = torch.unique(old, return_inverse=True)
+        old_freq, old_factor = self._table(tuple(lengths.tolist()))
+        new_freq, new_factor = self._table(new)
+        difference = new_freq[:, None] - old_freq[index.to(old_freq.device)]
+        ratio = new_factor[:, None] / old_factor[index.to(old_factor.device)]
+        return self._turn(x, positions, difference, ratio)
 
-    def same(self, old: int, new: int) -> bool:
-        """Whether two lengths have the same frequencies and factor."""
+    def same_frequencies(self, old: int, new: int) -> bool:
+        """Return whether two lengths have the same frequencies and factor."""
         (first, a), (second, b) = self._frequencies(old), self._frequencies(new)
         return a == b and torch.equal(first, second)
 
     def _turn(self, x: Tensor, positions: Positions, inv_freq: Tensor, factor: Tensor) -> Tensor:
-        """By position * inv_freq [b,L or 1,n], times factor [b,L or 1]; angles in fp64."""
+        """Rotate x by position * inv_freq [b,L or 1,n], times factor [b,L or 1]; the angles are
+        in fp64.
+        """
         device = torch.device("cpu") if x.device.type == "mps" else x.device  # mps has no fp64
         p = as_tensor(positions, device).to(device, torch.float64)
         angle, factor = p[..., None] * inv_freq.to(device), factor.to(device)[..., None]
         cos, sin = ((y * factor)[:, None].to(x.device, x.dtype) for y in (angle.cos(), angle.sin()))
-        return turn(x, cos, sin, self.rotary.layout)
+        return apply_rotary(x, cos, sin, self.rotary.layout)
 
-    def _table(self, rows: Lengths) -> tuple[Tensor, Tensor]:
-        """inv_freq [R,n] and factor [R] of so many lengths, fp64."""
+    def _table(self, rows: RowLengths) -> tuple[Tensor, Tensor]:
+        """Return inv_freq [R,n] and the factor [R] of R lengths, in fp64."""
         inv_freq, factor = zip(*(self._frequencies(n) for n in rows), strict=True)
         return torch.stack(inv_freq), torch.tensor(factor, dtype=torch.float64)
 
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
+        """Return the frequencies and the factor of one length."""
         r = self.rotary
-        return _known(
+        return _cached_frequencies(
             r.dim, r.base, r.scaling, r.rotary_dim, proportional=r.proportional, length=length
         )
 
 
 @lru_cache(maxsize=1 << 16)
-def _known(
+def _cached_frequencies(
     dim: int,
     base: float,
     scaling: Scaling | None,
@@ -143,212 +176,234 @@ def _known(
     proportional: bool,
     length: int,
 ) -> tuple[Tensor, float]:
-    found = rope_frequencies(
+    """Return the frequencies and the rotary factor of a scheme at one length."""
+    frequencies = rope_frequencies(
         dim, base, scaling=scaling, rotary_dim=rotary_dim, proportional=proportional, length=length
     )
-    return found.inv_freq, found.rotary_factor
+    return frequencies.inv_freq, frequencies.rotary_factor
 
 
-Policy: TypeAlias = Literal["pre_rope", "re_rotate", "frozen", "recompute"]
-"""What becomes of keys that were rotated for a shorter length."""
+KeyPolicy: TypeAlias = Literal["pre_rope", "re_rotate", "frozen", "recompute"]
+"""What happens to cached keys that were rotated for a shorter length (`rotary_projection`)."""
 
 
-def rotary_heads(
+def rotary_projection(
     dim: int,
     heads: int,
     groups: int,
     head_dim: int,
     rotary: Rotary,
     *,
-    policy: Policy = "pre_rope",
+    policy: KeyPolicy = "pre_rope",
     q_steps: Sequence[nn.Module] = (),
     k_steps: Sequence[nn.Module] = (),
     value_dim: int | None = None,
     bias: bool = False,
-) -> Separate:
-    """Rotary queries, keys and values under a policy for a cache; all policies have the same
-    parameters.
+) -> SeparateQKV:
+    """Build a projection with rotary positions and a policy for cached keys. The parameters are the
+    same under all policies.
 
     Args:
-        dim, heads, groups, head_dim: M, H, G and D.
-        rotary: with length="current" where its scaling depends on the length; with a number for
-            "frozen".
-        policy: above.
-        q_steps, k_steps: steps on queries and keys in front of the rotation, such as norms.
-        value_dim: E; None is D.
-        bias: whether the linear maps have one.
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G.
+        head_dim: the head dim D.
+        rotary: the rotary embedding. If its scaling depends on the length, it needs
+            length="current", or length=<number> for the policy "frozen".
+        policy: what happens to cached keys when the length changes the frequencies. "pre_rope":
+            keys are cached before rotation and rotated in every call; "re_rotate": keys are cached
+            rotated and rotated further; "frozen": the frequencies never change; "recompute": such
+            keys are refused, and `PrefixRecomputer` runs the prefix again.
+        q_steps, k_steps: steps on queries and on keys before the rotation, such as norms.
+        value_dim: the value dim E; None is D.
+        bias: whether the linear maps have a bias.
+
+    Returns:
+        The projection.
 
     Raises:
-        ArgumentError: the policy is unknown, the rotary is for another head dim, or its length is
-            not one for the policy; or what `Separate` refuses.
+        ArgumentError: the policy is unknown, the rotary is for another head dim or its length does
+            not suit the policy, or the heads do not fit one another.
 
     >>> from regard.positions import DynamicNTK
     >>> rotary = Rotary(8, scaling=DynamicNTK(2.0, 16), length="current")
-    >>> project = rotary_heads(32, 4, 2, 8, rotary, policy="re_rotate")
+    >>> project = rotary_projection(32, 4, 2, 8, rotary, policy="re_rotate")
     >>> project.cache_unsafe_reason, project.shape.memory
     (None, (16, 16, 1))
 
     Source: section 3.3 of Peng et al. 2023 (arXiv 2309.00071): cache keys before they are rotated.
     """
-    if policy not in get_args(Policy):
+    if policy not in get_args(KeyPolicy):
         raise ArgumentError(
-            f"policy is {policy!r}; it must be one of {', '.join(get_args(Policy))}"
+            f"policy is {policy!r}; it must be one of {', '.join(get_args(KeyPolicy))}"
         )
     if rotary.dim != head_dim:
-        raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
+        raise ArgumentError(f"rotary has dim {rotary.dim}; it must be the head_dim {head_dim}")
     needs = rotary.scaling is not None and rotary.scaling.needs_length
-    if needs and rotary.follows == (policy == "frozen"):
-        wanted = "length=<number>" if policy == "frozen" else 'length="current"'
-        raise ArgumentError(f"{rotary} does not go with policy {policy!r}; make it with {wanted}")
-    last = (rotary,) if policy == "frozen" else ()
-    q = Heads(dim, heads, head_dim, *q_steps, *last, bias=bias)
-    k = Heads(dim, groups, head_dim, *k_steps, *last, bias=bias)
-    v = Heads(dim, groups, value_dim or head_dim, bias=bias)
+    if needs and rotary.follows_length == (policy == "frozen"):
+        length = "length=<number>" if policy == "frozen" else 'length="current"'
+        raise ArgumentError(f"{rotary} does not suit policy {policy!r}; construct it with {length}")
+    rotary_step = (rotary,) if policy == "frozen" else ()
+    q = HeadProjection(dim, heads, head_dim, *q_steps, *rotary_step, bias=bias)
+    k = HeadProjection(dim, groups, head_dim, *k_steps, *rotary_step, bias=bias)
+    v = HeadProjection(dim, groups, value_dim or head_dim, bias=bias)
     if policy == "frozen":
-        return Separate(q, k, v)
-    kinds = {"pre_rope": PreRope, "re_rotate": ReRotate, "recompute": Recomputed}
-    return kinds[policy](q, k, v, RowRotary(rotary))
+        return SeparateQKV(q, k, v)
+    kinds = {"pre_rope": PreRopeQKV, "re_rotate": ReRotatedQKV, "recompute": RecomputedQKV}
+    return kinds[policy](q, k, v, PerRowRotary(rotary))
 
 
-class PreRope(Separate):
-    """Keys are remembered before rotation, and rotated on recall with the frequencies of the length
-    of that moment.
+class PreRopeQKV(SeparateQKV):
+    """A projection that caches keys before rotation. When keys are recalled, they are rotated with
+    the frequencies for the present length.
 
-    For one layer with given keys and values, what the last query finds equals one pass at its
-    length. See the module.
+    In a single layer, the result of the last query then equals a run of the whole text in one call.
 
     Args:
-        q, k, v: `Heads` without a rotary.
-        rotary: the rotary.
+        q, k, v: `HeadProjection`s without a rotary.
+        rotary: the rotary embedding of queries and keys.
 
     >>> from regard.span import Span
-    >>> rotary = RowRotary(Rotary(4))
-    >>> project = PreRope(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), rotary)
+    >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
+    >>> project = PreRopeQKV(q, k, v, PerRowRotary(Rotary(4)))
     >>> x = torch.randn(1, 3, 8)
     >>> torch.equal(project.remember(x, Span(5, 3))[0], project.k(x, None))
     True
     """
 
-    key_transform: RowRotary
+    key_transform: PerRowRotary
 
-    def __init__(self, q: Heads, k: Heads, v: Heads, rotary: RowRotary) -> None:
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, rotary: PerRowRotary
+    ) -> None:
         super().__init__(q, k, v, key_transform=rotary)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """q [B,H,T,D], rotated for the length that the call itself shows."""
-        result: Tensor = self.key_transform(self.q(x, positions), _given(positions))
+        """Return queries [B,H,T,D] that are rotated for the length of the call alone."""
+        result: Tensor = self.key_transform(self.q(x, positions), _require_positions(positions))
         return result
 
-    def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
-        """Queries rotated with the frequencies of the largest key position, where that is another
-        length than their own.
+    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
+        """Rotate queries further to the frequencies for the largest key position, if that length
+        differs.
         """
-        old, new = lengths(positions), lengths(seen)
+        old, new = row_lengths(positions), row_lengths(k_positions)
         rows = max(len(old), len(new))
-        if by_row(old, rows) == by_row(new, rows):
+        if broadcast_lengths(old, rows) == broadcast_lengths(new, rows):
             return q
-        return self.key_transform.again(
+        return self.key_transform.rerotate(
             q, positions, torch.tensor(old, device=q.device)[:, None], new
         )
 
 
-class ReRotate(PreRope):
-    """Keys are remembered rotated, with the length that they were rotated for; recall turns them by
-    R(new - old).
+class ReRotatedQKV(PreRopeQKV):
+    """A projection that caches rotated keys together with the length that they were rotated for.
+    When keys are recalled, they are rotated further by R(new - old).
 
-    Equal to `PreRope` in real arithmetic. While the frequencies stay (up to the trained length),
-    recall costs nothing. What is remembered is never replaced, so that roundings do not add up.
+    This equals `PreRopeQKV` in real arithmetic. It costs nothing while the frequencies are
+    unchanged, that is up to the trained length. Cached keys are never overwritten, so rounding
+    errors do not accumulate.
 
     Args:
-        q, k, v, rotary: as `PreRope`.
+        q, k, v, rotary: as for `PreRopeQKV`.
 
     >>> from regard.span import Span
-    >>> project = ReRotate(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), RowRotary(Rotary(4)))
+    >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
+    >>> project = ReRotatedQKV(q, k, v, PerRowRotary(Rotary(4)))
     >>> [m.shape for m in project.remember(torch.randn(1, 3, 8), Span(5, 3))]
     [torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3, 4]), torch.Size([1, 1, 3, 1])]
     """
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """k [B,G,S,D] rotated, v [B,G,S,E], and the length [B,1,S,1] that k was rotated for."""
-        positions = _given(positions)
+        """Return rotated keys [B,G,S,D], values [B,G,S,E], and the length [B,1,S,1] of the keys'
+        rotation.
+        """
+        positions = _require_positions(positions)
         k, v = super().remember(x, positions)
-        length = torch.tensor(lengths(positions), device=x.device)[:, None, None, None]
+        length = torch.tensor(row_lengths(positions), device=x.device)[:, None, None, None]
         return self.key_transform(k, positions), v, length.expand(x.shape[0], 1, x.shape[1], 1)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys as one pass would rotate them now, and values."""
+        """Return the keys as one pass would rotate them now, and the values."""
         k, v, length = memory
-        positions = _given(positions)
-        return self.key_transform.again(k, positions, length[:, 0, :, 0], lengths(positions)), v
+        positions = _require_positions(positions)
+        return self.key_transform.rerotate(
+            k, positions, length[:, 0, :, 0], row_lengths(positions)
+        ), v
 
     @property
     def shape(self) -> ProjectionShape:
-        """As `Separate`, and one number per token more."""
-        whole = super().shape
-        return whole._replace(memory=(*whole.memory, 1))
+        """The sizes of a `SeparateQKV`, with one more cached value per token for the length."""
+        shape = super().shape
+        return shape._replace(memory=(*shape.memory, 1))
 
 
-class Recomputed(ReRotate):
-    """Keys are remembered rotated, and refused once the frequencies have changed: the prefix has to
-    be run again (`regard.nn.Prefix`).
+class RecomputedQKV(ReRotatedQKV):
+    """A projection that caches rotated keys and refuses them once the frequencies have changed: the
+    prefix must then be run again (`regard.nn.PrefixRecomputer`).
 
     Args:
-        q, k, v, rotary: as `PreRope`.
+        q, k, v, rotary: as for `PreRopeQKV`.
 
     Raises:
-        ArgumentError: from `recall`, when a key was rotated with other frequencies than those of
-            the length now.
+        ArgumentError: from `recall`, if a key was rotated with frequencies other than those of the
+            present length.
 
     >>> from regard.span import Span
-    >>> project = Recomputed(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), RowRotary(Rotary(4)))
+    >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
+    >>> project = RecomputedQKV(q, k, v, PerRowRotary(Rotary(4)))
     >>> memory = project.remember(torch.randn(1, 3, 8), Span(0, 3))
     >>> torch.equal(project.recall(memory, Span(0, 3))[0], memory[0])
     True
     """
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys and values as they were remembered."""
+        """Return keys and values as they were stored."""
         k, v, length = memory
-        positions = _given(positions)
-        now = lengths(positions)
-        if not all(self.key_transform.same(0, n) for n in now):
-            held = torch.where(as_tensor(positions, k.device) >= 0, length[:, 0, :, 0], -1)
-            for row, n in zip(held.tolist(), by_row(now, len(held)), strict=True):
+        positions = _require_positions(positions)
+        now = row_lengths(positions)
+        if not all(self.key_transform.same_frequencies(0, n) for n in now):
+            rotated_for = torch.where(as_tensor(positions, k.device) >= 0, length[:, 0, :, 0], -1)
+            for row, n in zip(
+                rotated_for.tolist(), broadcast_lengths(now, len(rotated_for)), strict=True
+            ):
                 for old in set(row) - {-1}:
-                    if not self.key_transform.same(old, n):
+                    if not self.key_transform.same_frequencies(old, n):
                         raise ArgumentError(
-                            f"a key was rotated for length {old}, and the frequencies of length "
-                            f"{n} are others; run the whole "
-                            "prefix again (regard.nn.Prefix), or choose another policy"
+                            f"a cached key was rotated for length {old}, but length {n} has other "
+                            "frequencies; run the whole prefix again "
+                            "(regard.nn.PrefixRecomputer), or choose another policy"
                         )
         return k, v
 
 
-def _given(positions: Positions | None) -> Positions:
+def _require_positions(positions: Positions | None) -> Positions:
+    """Return the positions, or raise an `ArgumentError` if they are None."""
     if positions is None:
-        raise ArgumentError("positions are None; rotary heads need them")
+        raise ArgumentError("positions is None; a projection with rotary positions needs them")
     return positions
 
 
-class Prefix:
-    """A model and its caches under the policy "recompute" (`regard.nn.dynamic_rotary`): the whole
-    prefix is run again whenever the frequencies change.
+class PrefixRecomputer:
+    """A model with its caches under the policy "recompute" of `rotary_projection`: the whole prefix
+    is run again whenever a new length changes the rotary frequencies.
 
-    For every call, the logits of its tokens equal those of one pass over the prefix. A call whose
-    length changes the frequencies costs a pass over all n tokens: with `LongRoPE` once, at L -> L +
-    1; with `DynamicNTK` at every token behind L, so that N tokens cost about N^2 / 2 tokens of
-    work. A call that raises changes nothing.
+    The logits of every call equal those of one pass over the whole prefix. A call that changes the
+    frequencies costs a pass over all n tokens. With `LongRoPE` this happens once, when the text
+    becomes longer than the trained length L; with `DynamicNTK` it happens for every token after L,
+    so that N tokens cost about N^2 / 2 token steps. A call that raises changes nothing.
 
     Args:
-        model: a `Decoder`, or what has its `forward` and `new_caches`.
+        model: a `Decoder`, or another module with the same `forward` and `new_caches`.
 
     Attributes:
-        caches: those of the prefix so far.
+        caches: the caches of the prefix so far.
         reruns: how often the prefix was run again.
 
     >>> from regard.models.decoder import Decoder
-    >>> from regard.nn.embedding import Embed
-    >>> prefix = Prefix(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
+    >>> from regard.nn.embedding import InputEmbedding
+    >>> embed = InputEmbedding(nn.Embedding(7, 4))
+    >>> prefix = PrefixRecomputer(Decoder(embed, [], nn.Identity(), nn.Linear(4, 7)))
     >>> prefix(torch.tensor([[1, 2]]), Span(0, 2)).shape, prefix.reruns
     (torch.Size([1, 2, 7]), 0)
 
@@ -365,38 +420,55 @@ class Prefix:
     def __call__(
         self, ids: Int[Tensor, "B T"], positions: Positions | None = None, **options: Any
     ) -> Tensor:
-        """Logits [B,T,V] for the token after each of ids [B,T], which continue the prefix; options
-        are the model's.
+        """Append tokens to the prefix and return the logits after each of them.
+
+        Args:
+            ids: token ids [B,T].
+            positions: their positions; by default they continue the prefix.
+            **options: further arguments of the model's `forward`.
+
+        Returns:
+            The logits [B,T,V].
         """
         T = ids.shape[1]
         positions = next_positions(self._positions, T) if positions is None else positions
         logits: Tensor
         if self._ids is None:
             logits = self.model(ids, positions, self.caches, **options)
-            whole, where = ids, positions
+            all_ids, all_positions = ids, positions
         else:
-            whole, where = (
+            all_ids, all_positions = (
                 torch.cat([self._ids, ids], 1),
                 concat_positions(self._positions, positions),
             )
-            if changes(self.model, lengths(self._positions), lengths(where)):
+            if frequencies_change(
+                self.model, row_lengths(self._positions), row_lengths(all_positions)
+            ):
                 caches = self.model.new_caches()  # type: ignore[operator]
-                logits = self.model(whole, where, caches, **options)[:, -T:]
+                logits = self.model(all_ids, all_positions, caches, **options)[:, -T:]
                 self.caches, self.reruns = caches, self.reruns + 1
             else:
                 logits = self.model(ids, positions, self.caches, **options)
-        self._ids, self._positions = whole, where
+        self._ids, self._positions = all_ids, all_positions
         return logits
 
-    def fork(self) -> Prefix:
-        """Another prefix of the same model; what is done to one does not change the other."""
-        other = type(self)(self.model)
-        other.caches = [cache.fork() for cache in self.caches]
-        other._ids, other._positions = self._ids, self._positions
-        return other
+    def fork(self) -> PrefixRecomputer:
+        """Copy the prefix.
+
+        Returns:
+            Another prefix of the same model; changing one does not change the other.
+        """
+        copy = type(self)(self.model)
+        copy.caches = [cache.fork() for cache in self.caches]
+        copy._ids, copy._positions = self._ids, self._positions
+        return copy
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
-        """Keep these rows of the batch, in this order, as `Cache.select` does."""
+        """Keep some rows of the batch, in the given order, as `Cache.select` does.
+
+        Args:
+            rows: the indices of the rows.
+        """
         for cache in self.caches:
             cache.select(rows)
         if self._ids is None:

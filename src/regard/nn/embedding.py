@@ -1,5 +1,5 @@
-"""The two ends of a model: token embeddings with positions, and the map from hidden states to
-logits.
+"""The input and the output of a model: token embeddings with positions, and the linear maps from
+hidden states to logits.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from regard.positions import sinusoidal
 from regard.span import Positions, Span, find_empty_slots
 
 
-class Sinusoidal(nn.Module):
-    """`regard.positions.sinusoidal` as a module: nothing learned, no longest length.
+class SinusoidalPositions(nn.Module):
+    """Sinusoidal position embeddings as a module (`regard.positions.sinusoidal`). It has no
+    parameters and no maximum length.
 
-    >>> [round(x, 4) for x in Sinusoidal(4)(Span(1, 1)).flatten().tolist()]
+    Args:
+        dim: the model dim M.
+
+    Raises:
+        ArgumentError: dim is less than 1.
+
+    >>> [round(x, 4) for x in SinusoidalPositions(4)(Span(1, 1)).flatten().tolist()]
     [0.8415, 0.5403, 0.01, 1.0]
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
@@ -31,34 +38,38 @@ class Sinusoidal(nn.Module):
         self.dim = dim
 
     def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
-        """positions [B or 1, L] -> [B or 1, L, M], in fp64."""
+        """Return the vectors [B or 1, L, M] of positions [B or 1, L], in fp64."""
         return sinusoidal(positions, self.dim, dtype=torch.float64)
 
     def extra_repr(self) -> str:
-        """The size."""
+        """The size of a vector."""
         return str(self.dim)
 
 
-class Embed(nn.Module):
-    """ids -> scale * embedding + positions + segments, then a norm, then dropout: each part but the
-    first may be absent.
+class InputEmbedding(nn.Module):
+    """The input embedding of a model: token, position and segment embeddings, then a norm and
+    dropout.
 
     x_t = norm(scale * E[id_t] + P[position_t] + S[segment_t])
 
+    Only the token embedding is required.
+
     Args:
         embedding: an `nn.Embedding` [V, M]; several models may share one.
-        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or
-            `positions.Learned`.
-        scale: the factor on the embedding, sqrt(M) in the first Transformer; in half precision it
-            is rounded, too.
-        segments: an `nn.Embedding` [n, M]: which of the texts of the input a token belongs to.
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: in training only.
+        positional: a module from positions [B,L] to vectors [B or 1, L, M], such as
+            `SinusoidalPositions` or `positions.LearnedPositions`; None adds nothing.
+        scale: the factor on the token embedding, sqrt(M) in the first Transformer. It is rounded to
+            the dtype of the embedding.
+        segments: an `nn.Embedding` [n, M] for the segment (text of the input) that a token belongs
+            to.
+        norm: a module [B,T,M] -> [B,T,M]; None is identity.
+        dropout: the dropout probability, in training only.
 
     Raises:
-        ArgumentError: ids are not [B,T]; or segments are given, and there is no embedding for them.
+        ArgumentError: scale or dropout is out of range; when called, ids are not [B,T], or segments
+            are passed to a model without an embedding for them.
 
-    >>> Embed(nn.Embedding(7, 4), Sinusoidal(4))(torch.tensor([[1, 2]])).shape
+    >>> InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4; segments: Devlin et
@@ -88,8 +99,15 @@ class Embed(nn.Module):
         positions: Positions | None = None,
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """ids [B,T] at positions, 0..T-1 by default, of segment 0 by default -> [B,T,M]; the id of
-        a slot at position -1 means nothing.
+        """Embed token ids.
+
+        Args:
+            ids: token ids [B,T]; the id at position -1 (an empty slot) is ignored.
+            positions: positions of the tokens; 0..T-1 by default.
+            segments: segment ids [B,T]; 0 by default.
+
+        Returns:
+            The embeddings [B,T,M].
         """
         self._check_ids("ids", ids)
         if ids.ndim != 2:
@@ -111,11 +129,14 @@ class Embed(nn.Module):
         if self.segments is not None:
             x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
         elif segments is not None:
-            raise ArgumentError("segments are given, and this embedding has none; leave them out")
+            raise ArgumentError(
+                "segments are given, but this model has no segment embedding; leave them out"
+            )
         out: Tensor = self.dropout(self.norm(x))
         return out
 
     def _check_ids(self, name: str, ids: Tensor) -> None:
+        """Check that ids are an integer tensor on the device of the embedding."""
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise ArgumentTypeError(
@@ -124,19 +145,19 @@ class Embed(nn.Module):
         check_device(name, ids, self.embedding.weight, "the embedding")
 
     def extra_repr(self) -> str:
-        """The scale."""
+        """The factor on the token embedding."""
         return f"scale={self.scale:g}"
 
 
 class CappedLogits(Linear):
-    """A linear head whose logits stay below a cap in size.
+    """An output head whose logits are softly capped.
 
     logits = c tanh((W x) / c)
 
     Args:
         dim: the model dim M.
-        vocabulary: how many logits V.
-        cap: c, above 0.
+        vocabulary: the number of logits V.
+        cap: the cap c, above 0; logits stay within (-c, c).
 
     Raises:
         ArgumentError: cap is not above 0.
@@ -154,24 +175,24 @@ class CappedLogits(Linear):
         self.cap = cap
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L V"]:
-        """Logits [..., V] of hidden states [..., M]."""
+        """Return the logits [..., V] of hidden states [..., M]."""
         return self.cap * torch.tanh(super().forward(x) / self.cap)
 
     def extra_repr(self) -> str:
-        """The sizes and the cap."""
+        """The sizes of the matrix and the cap."""
         return f"{super().extra_repr()}, cap={self.cap:g}"
 
 
 class ScaledLogits(Linear):
-    """A linear head that scales what it is given, as a head does that shares its weight with an
-    embedding of size 1.
+    """An output head that scales the hidden states, for a weight that is tied to an embedding of
+    variance 1.
 
     logits = W (scale x)
 
     Args:
         dim: the model dim M.
-        vocabulary: how many logits V.
-        scale: finite; M^-0.5 in T5.
+        vocabulary: the number of logits V.
+        scale: a finite factor, M^-0.5 in T5.
 
     Raises:
         ArgumentError: scale is not finite.
@@ -189,9 +210,9 @@ class ScaledLogits(Linear):
         self.scale = scale
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L V"]:
-        """Logits [..., V] of hidden states [..., M]."""
+        """Return the logits [..., V] of hidden states [..., M]."""
         return super().forward(x * self.scale)
 
     def extra_repr(self) -> str:
-        """The sizes and the scale."""
+        """The sizes of the matrix and the factor."""
         return f"{super().extra_repr()}, scale={self.scale:g}"

@@ -1,5 +1,5 @@
-"""Feed-forward layers, which a block applies to each position on its own: one network, plain or
-gated, or a mixture of experts with its routers.
+"""Feed-forward layers, which a block applies to each position separately: one network, plain or
+gated, or a mixture of experts with its router.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from regard.argument_checks import check_device, check_number, check_tensor
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.ops.gemv import check_linear_map
+from regard.units import plural
 
 
 class FeedForward(nn.Module):
-    """The plain feed-forward layer: wide, a nonlinearity, and back.
+    """The feed-forward layer of a Transformer: a linear map up, a nonlinearity, and a linear map
+    down.
 
     y = W_2 f(W_1 x + b_1) + b_2
 
     Args:
         dim: the model dim M.
-        hidden: the width between, 4 M in the first Transformer.
-        activation: f, a module; None is ReLU, as in the first Transformer. BERT and GPT-2 have
+        hidden: the hidden size, 4 M in the first Transformer.
+        activation: the module f; None is ReLU, as in the first Transformer. BERT and GPT-2 use
             `nn.GELU()`.
-        bias: whether the two linear maps have one.
+        bias: whether the two linear maps have a bias.
 
     >>> import torch
     >>> layer = FeedForward(8, 32, nn.GELU())
@@ -49,23 +52,23 @@ class FeedForward(nn.Module):
         self.down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """x [..., M] -> [..., M]."""
-        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.down`
+        """Map hidden states [..., M] to [..., M]."""
+        parts: dict[str, Any] = self._modules  # much faster than `self.down`
         result: Float[Tensor, "*L M"] = parts["down"](parts["activation"](parts["up"](x)))
         return result
 
 
 class GatedFeedForward(nn.Module):
-    """A feed-forward layer whose width is gated: any activation makes the gate.
+    """A gated feed-forward layer (GLU) with any activation.
 
     y = W_down (f(W_gate x) * W_up x)
 
     Args:
         dim: the model dim M.
-        hidden: the width between; 8/3 M keeps the parameters of a plain layer of width 4 M.
-        activation: f, a module: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` is
+        hidden: the hidden size; 8/3 M keeps the number of parameters of a plain layer of size 4 M.
+        activation: the module f: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` gives
             `SwiGLU`.
-        bias: whether the three linear maps have one.
+        bias: whether the three linear maps have a bias.
 
     >>> import torch
     >>> GatedFeedForward(8, 16, nn.GELU("tanh"))(torch.zeros(1, 2, 8)).abs().sum().item()
@@ -82,8 +85,8 @@ class GatedFeedForward(nn.Module):
         self.down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """x [..., M] -> [..., M]."""
-        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.down`
+        """Map hidden states [..., M] to [..., M]."""
+        parts: dict[str, Any] = self._modules  # much faster than `self.down`
         result: Float[Tensor, "*L M"] = parts["down"](
             parts["activation"](parts["gate"](x)) * parts["up"](x)
         )
@@ -97,8 +100,8 @@ class SwiGLU(GatedFeedForward):
 
     Args:
         dim: the model dim M.
-        hidden: the width between; 8/3 M keeps the parameters of a plain layer of width 4 M.
-        bias: whether the three linear maps have one.
+        hidden: the hidden size; 8/3 M keeps the number of parameters of a plain layer of size 4 M.
+        bias: whether the three linear maps have a bias.
 
     >>> import torch
     >>> SwiGLU(8, 16)(torch.zeros(1, 2, 8)).abs().sum().item()
@@ -112,16 +115,17 @@ class SwiGLU(GatedFeedForward):
 
 
 class ClippedSwiGLU(nn.Module):
-    """The experts of gpt-oss: gated, both halves clipped, and the linear one moved by 1.
+    """The expert network of gpt-oss: a gated layer whose two halves are clipped, with 1 added to
+    the linear half.
 
     y = W_down ((clip(u, -limit, limit) + 1) * g sigmoid(alpha g)) + b_down
     g = min(W_gate x + b_gate, limit),  u = W_up x + b_up
 
     Args:
         dim: the model dim M.
-        hidden: the width between.
-        limit: where the halves are clipped; the gate from above only.
-        alpha: the slope within the sigmoid; 1.702 makes it near to GELU.
+        hidden: the hidden size.
+        limit: the clipping limit; the gate is clipped from above only.
+        alpha: the factor inside the sigmoid; 1.702 approximates GELU.
 
     Raises:
         ArgumentError: limit or alpha is not a positive number.
@@ -143,7 +147,7 @@ class ClippedSwiGLU(nn.Module):
         self.down = Linear(hidden, dim)
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """x [..., M] -> [..., M]."""
+        """Map hidden states [..., M] to [..., M]."""
         gate = self.gate(x).clamp(max=self.limit)
         up = self.up(x).clamp(-self.limit, self.limit)
         result: Float[Tensor, "*L M"] = self.down(
@@ -152,17 +156,17 @@ class ClippedSwiGLU(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """The limit and the slope."""
+        """The clipping limit and the factor inside the sigmoid."""
         return f"limit={self.limit:g}, alpha={self.alpha:g}"
 
 
 class Routing(NamedTuple):
-    """What a router says of N tokens.
+    """The choice of a router for N tokens.
 
     Attributes:
-        weights: what each chosen expert counts, fp32 or better, [N, k].
-        experts: which experts those are, the best first, each at most once for a token, int64 [N,
-            k].
+        weights: the weight of each chosen expert [N,k], in fp32 or better.
+        experts: the indices of the chosen experts [N,k], int64, the best first and without
+            repetition.
 
     >>> Routing(torch.tensor([[0.75, 0.25]]), torch.tensor([[3, 1]])).experts.tolist()
     [[3, 1]]
@@ -173,66 +177,82 @@ class Routing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Experts in groups of equal size, of which a token may use the best few.
+class ExpertGroups:
+    """Group-limited routing: experts are in groups of equal size, and a token may use the best
+    groups only.
 
-    A group's score is the sum of its `best` highest expert scores; experts of the `kept` groups
-    with the highest are allowed. Of equal groups the first are kept.
+    The score of a group is the sum of its `best` highest expert scores. A token may use the experts
+    of the `topk` groups with the highest scores; of groups with equal scores the first are taken.
 
     Args:
-        count: how many groups there are; expert e is in group e // (experts / count).
-        kept: how many of them a token may use.
-        best: how many experts speak for their group: 1 in DeepSeek-V2, 2 in DeepSeek-V3.
+        count: the number of groups; expert e is in group e // (experts / count).
+        topk: how many groups a token may use.
+        best: how many of a group's highest expert scores make up its score: 1 in DeepSeek-V2, 2 in
+            DeepSeek-V3.
 
     Raises:
-        ArgumentError: a number is less than 1, or more groups are kept than there are.
+        ArgumentError: a number is less than 1, or topk is larger than count.
 
     >>> scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
-    >>> Groups(2, 1).allowed(scores).tolist(), Groups(2, 1, best=2).allowed(scores).tolist()
-    ([[True, True, False, False]], [[False, False, True, True]])
+    >>> ExpertGroups(2, 1).allowed(scores).tolist()
+    [[True, True, False, False]]
+    >>> ExpertGroups(2, 1, best=2).allowed(scores).tolist()
+    [[False, False, True, True]]
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.2.2; DeepSeek-AI 2024 (arXiv 2412.19437),
     section 2.1.2.
     """
 
     count: int
-    kept: int
+    topk: int
     best: int = 1
+    kept = renamed_attribute("topk")
 
     def __post_init__(self) -> None:
-        if min(self.count, self.kept, self.best) < 1 or self.kept > self.count:
+        if min(self.count, self.topk, self.best) < 1 or self.topk > self.count:
             raise ArgumentError(
-                f"{self}: each must be at least 1, and kept at most count, {self.count}"
+                f"{self}: each must be at least 1, and topk at most count, {self.count}"
             )
 
     def allowed(self, scores: Float[Tensor, "N n"]) -> Bool[Tensor, "N n"]:
-        """Scores of n experts -> which of them a token may use."""
+        """Return which experts a token may use.
+
+        Args:
+            scores: the scores of the experts [N,n].
+
+        Returns:
+            Whether each expert is in one of the token's best groups [N,n].
+        """
         by_group = scores.unflatten(-1, (self.count, -1))
-        groups = _first(by_group.topk(self.best).values.sum(-1), self.kept)
-        kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
-        return kept[..., None].expand(by_group.shape).flatten(-2)
+        groups = _stable_topk(by_group.topk(self.best).values.sum(-1), self.topk)
+
+        is_allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
+        return is_allowed[..., None].expand(by_group.shape).flatten(-2)
+
+
+ExpertGroups.__init__ = renamed_parameters(kept="topk")(ExpertGroups.__init__)  # type: ignore[method-assign]
 
 
 class Router(nn.Module, ABC):
-    """A linear map gives each of n experts a logit; the k with the highest scores serve the token.
+    """Base class of routers: a linear map computes a logit for each of n experts, and the k experts
+    with the highest scores are chosen.
 
-    Logits are computed in fp32 or better whatever the model's dtype and under autocast too, since
-    rounding one may change who is chosen. Of equal scores the first experts are chosen, so that a
-    choice never depends on the kernel.
+    Logits are computed in fp32 or better, whatever the model's dtype and also under autocast,
+    because rounding can change the choice. Of experts with equal scores the first are chosen, so
+    that the choice does not depend on the kernel.
 
     Args:
         dim: the model dim M.
-        experts: how many experts there are, n.
-        k: how many serve a token.
+        experts: the number of experts n.
+        k: how many experts are chosen per token.
         normalise: whether the weights of a token sum to `scale`.
-        bias: whether the linear map has one.
-        groups: which experts may be chosen; None allows all.
+        bias: whether the linear map has a bias.
+        groups: restricts the choice to the best groups of experts; None allows all.
         scale: a factor on the weights.
 
     Raises:
-        ArgumentError: a size is less than 1; k is more than the experts there are, or than the kept
-            groups have; the groups are not of one size, or smaller than `best`; scale is not a
-            positive number.
+        ArgumentError: a size is less than 1; k is larger than the number of allowed experts; the
+            groups are not of equal size, or smaller than `best`; scale is not a positive number.
     """
 
     def __init__(
@@ -243,7 +263,7 @@ class Router(nn.Module, ABC):
         *,
         normalise: bool = False,
         bias: bool = False,
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -252,7 +272,7 @@ class Router(nn.Module, ABC):
                 f"{type(self).__name__}(dim={dim}, experts={experts}, k={k}): each must be at "
                 "least 1"
             )
-        _check_choice(experts, k, groups)
+        _check_topk(experts, k, groups)
         check_number("scale", scale, 0, float("inf"), "a finite number above 0")
         self.experts, self.k, self.normalise = experts, k, normalise
         self.groups, self.scale = groups, scale
@@ -260,29 +280,49 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """x [N,M] -> weights [N,k] and experts [N,k]."""
+        """Choose experts for tokens.
+
+        Args:
+            x: hidden states [N,M].
+
+        Returns:
+            The weights [N,k] and the indices of the chosen experts [N,k].
+        """
 
     def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
-        """x [N,M] -> one number per expert [N,n], in fp32 or better."""
+        """Compute the logits of the experts, in fp32 or better.
+
+        Args:
+            x: hidden states [N,M].
+
+        Returns:
+            The logits [N,n].
+        """
         check_tensor("x", x)
         check_device("x", x, self.linear.weight, "the router")
-        wide = torch.promote_types(x.dtype, torch.float32)
-        own = self.linear.bias
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        bias: Tensor | None = self.linear.bias
         with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.linear.weight.to(wide), None if own is None else own.to(wide)
-            check_linear_map(x.to(wide), weight, bias)
-            return F.linear(x.to(wide), weight, bias)
+            weight, bias = self.linear.weight.to(dtype), None if bias is None else bias.to(dtype)
+            check_linear_map(x.to(dtype), weight, bias)
+            return F.linear(x.to(dtype), weight, bias)
 
     def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:
-        """The k highest scores [N,n] in the groups that the scores `groups_by` allow -> experts,
-        int64 [N,k].
+        """Choose the k experts with the highest scores.
+
+        Args:
+            scores: the scores of the experts [N,n].
+            groups_by: the scores [N,n] by which groups of experts are compared.
+
+        Returns:
+            The indices of the chosen experts [N,k], int64.
         """
         if self.groups is not None:
             scores = scores.masked_fill(~self.groups.allowed(groups_by), -torch.inf)
-        return _first(scores, self.k)
+        return _stable_topk(scores, self.k)
 
     def extra_repr(self) -> str:
-        """How many experts of how many, and from which groups."""
+        """The number of chosen and of all experts, the groups, the normalisation and the factor."""
         groups = "" if self.groups is None else f", {self.groups}"
         normalise = ", normalise" if self.normalise else ""
         scale = "" if self.scale == 1 else f", scale={self.scale:g}"
@@ -290,15 +330,15 @@ class Router(nn.Module, ABC):
 
 
 class SoftmaxRouter(Router):
-    """Weights are a softmax of the logits, over all experts or over the chosen ones.
+    """A router whose weights are a softmax of the logits, over all experts or over the chosen ones.
 
     l = W x + b;  C = the k experts with the highest l
     w_e = scale exp(l_e) / sum_{j in all} exp(l_j),
     or with `normalise` w_e = scale exp(l_e) / sum_{j in C} exp(l_j)
 
-    The second is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then softmax"
-    (gpt-oss): the same numbers. The first is Switch's, DeepSeek-V2's, and Qwen-MoE's with
-    norm_topk_prob false.
+    With `normalise` this is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then
+    softmax" (gpt-oss), which give the same numbers. Without it, it is the router of Switch, of
+    DeepSeek-V2, and of Qwen-MoE with norm_topk_prob false.
 
     Groups are compared by the softmax over all experts. The arguments are those of `Router`.
 
@@ -313,10 +353,10 @@ class SoftmaxRouter(Router):
     """
 
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """x [N,M] -> weights [N,k] and experts [N,k]."""
+        """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
         logits = self.logits(x)
         shares = logits.softmax(-1)
-        # by the logits: shares that differ may round to the same number
+        # Compare logits, because different shares may round to the same number.
         chosen = self.choose(logits, shares)
         if self.normalise:
             weights = logits.gather(-1, chosen).softmax(-1)
@@ -326,15 +366,28 @@ class SoftmaxRouter(Router):
 
 
 class SigmoidRouter(Router):
-    """Each expert has a score of its own; a correction per expert takes part in the choice alone.
+    """A router with a sigmoid score per expert, and a correction per expert that affects the choice
+    but not the weights.
 
     s = sigmoid(W x);  C = the k experts with the highest s + correction
     w_e = scale s_e,  or with `normalise`  scale s_e / (sum_{j in C} s_j + 1e-20)
 
-    The correction is not trained by gradient: it is raised for experts that are used too little,
-    and so is a parameter without a gradient. Loaders and optimisers should keep it in fp32.
+    The correction balances the load: training raises it for experts that are chosen too rarely,
+    without a gradient. It is a parameter with requires_grad=False, and should stay in fp32.
 
-    Groups are compared by their corrected scores. The arguments are those of `Router`.
+    Groups are compared by their corrected scores.
+
+    Args:
+        dim: the model dim M.
+        experts: the number of experts n.
+        k: how many experts are chosen per token.
+        normalise: whether the weights of a token sum to `scale`.
+        bias: whether the linear map has a bias.
+        groups: restricts the choice to the best groups of experts; None allows all.
+        scale: a factor on the weights.
+
+    Raises:
+        ArgumentError: an argument does not suit `Router`.
 
     >>> router = SigmoidRouter(1, 2, 1)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
@@ -354,7 +407,7 @@ class SigmoidRouter(Router):
         *,
         normalise: bool = False,
         bias: bool = False,
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
         scale: float = 1.0,
     ) -> None:
         super().__init__(
@@ -363,7 +416,7 @@ class SigmoidRouter(Router):
         self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """x [N,M] -> weights [N,k] and experts [N,k]."""
+        """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
         scores = self.logits(x).sigmoid()
         corrected = scores.detach() + self.correction.detach()
         chosen = self.choose(corrected, corrected)
@@ -373,48 +426,49 @@ class SigmoidRouter(Router):
         return Routing(weights * self.scale, chosen)
 
 
-def _check_choice(experts: int, k: int, groups: Groups | None) -> None:
+def _check_topk(experts: int, k: int, groups: ExpertGroups | None) -> None:
+    """Check that k experts can be chosen from this number of experts in these groups."""
     if groups is None:
         if k > experts:
-            raise ArgumentError(f"k is {k}; there are {experts} experts to choose from")
+            raise ArgumentError(f"k is {k}; it must be at most the number of experts, {experts}")
         return
     size, rest = divmod(experts, groups.count)
     if rest or groups.best > size:
         raise ArgumentError(
-            f"{experts} experts cannot be in {groups}: groups are of one size, and that is at "
-            "least best"
+            f"{plural(experts, 'expert')} cannot be in {groups}: groups must have equal sizes, "
+            "each at least best"
         )
-    if k > groups.kept * size:
+    if k > groups.topk * size:
         raise ArgumentError(
-            f"k is {k}; {groups} allows {groups.kept * size} of the {experts} experts to a token"
+            f"k is {k}; {groups} allows a token at most {groups.topk * size} of {experts}"
         )
 
 
-def _first(scores: Tensor, k: int) -> Tensor:
-    """The places of the k largest, of equal ones the first (`topk` gives any); a NaN counts as the
-    largest.
+def _stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest scores. Of equal scores the first are returned, unlike
+    `torch.topk`; a NaN counts as the largest.
     """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 class MoE(nn.Module):
-    """The experts that a router chose for a token, weighted and summed, beside an expert that
-    serves all.
+    """A mixture of experts: the weighted sum of the expert networks that a router chooses for each
+    token, plus an optional expert for all tokens.
 
     y = sum_{e in C(x)} w_e(x) expert_e(x)  (+ shared(x))
 
-    Tokens are gathered per expert: an expert computes its own tokens alone, and one that nobody
-    chose computes nothing. A token's sum runs over its experts in ascending order, in fp32 or
-    better, whatever the batch and the device. Which experts are used is read from the device once a
-    call, so that a compiled graph breaks there.
+    Tokens are gathered by expert: an expert computes only its own tokens, and an expert without
+    tokens computes nothing. The sum for a token runs over its experts in ascending order, in fp32
+    or better, whatever the batch and the device. The choice is read from the device once per call,
+    which breaks a compiled graph.
 
     Args:
-        router: a `Router` over as many experts as there are.
+        router: a `Router` for this number of experts.
         experts: feed-forward modules [n,M] -> [n,M], such as `SwiGLU` or `ClippedSwiGLU`.
-        shared: a feed-forward module for every token, or None.
+        shared: a feed-forward module that is applied to every token, or None.
 
     Raises:
-        ArgumentError: the router chooses among another number of experts.
+        ArgumentError: the router is for another number of experts.
 
     >>> from regard.nn.feed_forward import SwiGLU
     >>> from regard.nn.feed_forward import SoftmaxRouter
@@ -432,31 +486,34 @@ class MoE(nn.Module):
         super().__init__()
         if router.experts != len(experts):
             raise ArgumentError(
-                f"the router chooses among {router.experts} experts, and there are {len(experts)}"
+                f"the router is for {plural(router.experts, 'expert')}, but experts has "
+                f"{len(experts)}"
             )
         self.router, self.experts, self.shared = router, nn.ModuleList(experts), shared
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """x [..., M] -> [..., M]."""
+        """Map hidden states [..., M] to [..., M]."""
         rows = x.reshape(-1, x.shape[-1])
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        for expert, tokens, weights in _assigned(*self.router(rows)):
+        for expert, tokens, weights in _tokens_by_expert(*self.router(rows)):
             if tokens is None:
                 y = y + self.experts[expert](rows) * weights
             else:
-                # a token stands there once: its sum has the order of this loop on every device
+                # A token occurs once per expert, so every device adds in the order of this loop.
                 y.index_add_(0, tokens, (self.experts[expert](rows[tokens]) * weights).to(y.dtype))
         if self.shared is not None:
             y = y + self.shared(rows)
         return y.to(x.dtype).reshape(x.shape)
 
 
-def _assigned(weights: Tensor, experts: Tensor) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-    """Of a routing, the experts that are used in ascending order, their tokens [n], None for all,
-    and weights [n,1].
+def _tokens_by_expert(
+    weights: Tensor, experts: Tensor
+) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+    """Yield each used expert of a routing in ascending order, the indices of its tokens [n] (None
+    for all tokens), and their weights [n,1].
     """
     k = experts.shape[1]
-    if len(experts) == 1:  # decoding: there is nothing to gather
+    if len(experts) == 1:  # one token, as in decoding: nothing to gather
         for expert, slot in sorted(zip(experts[0].tolist(), range(k), strict=True)):
             yield expert, None, weights[:, slot, None]
         return

@@ -1,4 +1,4 @@
-"""A linear map that is fast on a CPU in half precision, too."""
+"""Linear maps that are also fast on a CPU in half precision."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from regard.ops.gemv import check_linear_map, try_gemv
 
-FEW = 16
-"""Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
-BLOCK = 1 << 23
-"""Numbers of a weight that are converted at a time: 32 MiB in fp32."""
+FP16_MATMUL_ROWS = 16
+"""The number of rows from which fp16 matrices are multiplied in fp32 on a CPU."""
+CONVERTED_BLOCK = 1 << 23
+"""How many numbers of a weight are converted at a time: 32 MiB in fp32."""
 
 
 def linear(
@@ -20,17 +20,23 @@ def linear(
     weight: Float[Tensor, "N M"],
     bias: Float[Tensor, " N"] | None = None,
     *,
-    block: int = BLOCK,
+    block: int = CONVERTED_BLOCK,
 ) -> Float[Tensor, "*L N"]:
-    """y = W x + b.
+    """Compute y = W x + b.
 
-    A few rows on a CPU are `regard.ops.gemv`, which reads weights at the memory's speed in every
-    dtype. Torch's product of an fp16 matrix with many rows is three times slower than in fp32
-    (LOG.md): from `FEW` rows on the weight is converted block by block, and the result is rounded
-    once.
+    On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
+    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows three times slower than
+    fp32 ones (LOG.md), so from `FP16_MATMUL_ROWS` rows on the weight is converted to fp32 block by
+    block, and the result is rounded once.
 
     Args:
-        block: numbers of a weight that are converted at a time.
+        x: inputs [..., M].
+        weight: the matrix W [N, M].
+        bias: the vector b [N], or None.
+        block: how many numbers of the weight are converted at a time.
+
+    Returns:
+        The outputs [..., N].
 
     Raises:
         ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
@@ -43,35 +49,40 @@ def linear(
 
 
 def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """W x + b by torch's products of matrices."""
+    """Compute W x + b by torch's matrix products."""
     check_linear_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
-    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
+    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
         return F.linear(x, weight, bias)
-    wide = x.float()
+    x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
     parts = [
-        F.linear(wide, w.float(), b if b is None else b.float()).to(x.dtype)
+        F.linear(x32, w.float(), b if b is None else b.float()).to(x.dtype)
         for w, b in zip(torch.split(weight, step), biases, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear`, computed by `linear`.
+    """A `torch.nn.Linear` that is computed by `regard.nn.linear.linear`.
+
+    Args:
+        in_features: the input size M.
+        out_features: the output size N.
+        bias: whether there is a bias.
 
     >>> Linear(3, 2)(torch.zeros(1, 3)).shape
     torch.Size([1, 2])
     """
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
-        """x [..., in] -> [..., out]."""
-        # Read from the dictionary, which takes a fifth of the time of `self.weight`.
-        held = self._parameters
-        weight: Tensor | None = held.get("weight")
-        bias: Tensor | None = held.get("bias")
-        if weight is None or "bias" not in held:  # a parametrization makes them on demand
+        """Map x [..., M] to [..., N]."""
+        # Reading the dictionary takes a fifth of the time of `self.weight`.
+        parameters = self._parameters
+        weight: Tensor | None = parameters.get("weight")
+        bias: Tensor | None = parameters.get("bias")
+        if weight is None or "bias" not in parameters:  # a parametrization computes them on access
             weight, bias = self.weight, self.bias
         y = try_gemv(x, weight, bias)
-        return _many_rows(x, weight, bias, BLOCK) if y is None else y
+        return _many_rows(x, weight, bias, CONVERTED_BLOCK) if y is None else y

@@ -1,4 +1,6 @@
-"""Longformer: a window for most tokens, and a few global tokens with projections of their own."""
+"""Longformer attention: a window for most tokens, and a few global tokens with projections of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +9,58 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Growing, Parts
 from regard.cost.softmax import SoftmaxSpec
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
-from regard.nn.explain import Explainable, InputSteps, ProjectionQuery
+from regard.nn.explainable import Explainable, InputSteps, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import tap
 
 
-class Longformer(Mixer):
-    """Every token sees its window and the global tokens; a global token sees everything, by other
-    projections.
+class Longformer(LoadsRenamedWeights, Mixer):
+    """Longformer attention: every token sees its window and the global tokens; a global token sees
+    all tokens, through separate projections.
 
     z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for other tokens;
     z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t
 
     Args:
-        local: the projection of most tokens; the keys of global tokens that others see are its
-            keys, too.
-        globally: the projection of the global queries, with keys and values of its own for all
+        local_project: the projection of all tokens except global queries. Other tokens see the
+            global tokens through its keys and values, too.
+        global_project: the projection of the global queries, with separate keys and values for all
             tokens.
         output: a module [B,T,H*E] -> [B,T,M].
         positions: the positions of the global tokens.
-        window: how many keys a token sees looking back, its own included, and `ahead` of it.
-        ahead: keys behind the token that it sees; None makes the layer causal, for generation.
-        step: of a dilated window, which has gaps: every step-th key, as many as without gaps.
+        window: how many keys a token sees up to and including itself.
+        ahead: how many later keys a token sees; None makes the layer causal, as generation needs.
+        step: the dilation of the window: a token sees every step-th key, as many keys as without
+            dilation.
 
     Raises:
-        ArgumentError: the two projections differ in shape, or a mask refuses its numbers.
+        ArgumentError: the two projections differ in shape, or a size is out of range for its mask.
 
-    >>> from regard.nn import Heads, Separate
-    >>> make = lambda: Separate(Heads(8, 2, 4), Heads(8, 2, 4), Heads(8, 2, 4))
-    >>> layer = Longformer(make(), make(), nn.Linear(8, 8), positions=(0,), window=3, ahead=2)
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> local, other = separate_qkv(8, 2, 2, 4), separate_qkv(8, 2, 2, 4)
+    >>> layer = Longformer(local, other, nn.Linear(8, 8), positions=(0,), window=3, ahead=2)
     >>> layer(torch.zeros(1, 7, 8)).shape
     torch.Size([1, 7, 8])
 
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
 
+    renamed_weights = {"local": "local_project", "globally": "global_project"}
+    local = renamed_attribute("local_project")
+    globally = renamed_attribute("global_project")
+
+    @renamed_parameters(local="local_project", globally="global_project")
     def __init__(
         self,
-        local: Projection,
-        globally: Projection,
+        local_project: Projection,
+        global_project: Projection,
         output: nn.Module,
         *,
         positions: tuple[int, ...] = (0,),
@@ -59,100 +69,124 @@ class Longformer(Mixer):
         step: int = 1,
     ) -> None:
         super().__init__()
-        if local.shape != globally.shape:
+        if local_project.shape != global_project.shape:
             raise ArgumentError(
-                f"local is {local.shape}, globally {globally.shape}; both need the same shape"
+                f"local_project is {local_project.shape}, global_project is "
+                f"{global_project.shape}; both need the same shape"
             )
-        self.local, self.globally, self.output = local, globally, output
+        self.local_project, self.global_project, self.output = local_project, global_project, output
         self.globals = Global(positions)
         self.causal = ahead is None
-        gaps, reach = Dilated(window, step), (window - 1) * step + 1
-        near: Mask = Window(reach) if ahead is None else Window(reach, ahead=ahead * step)
+        dilated, reach = Dilated(window, step), (window - 1) * step + 1
+        window_mask: Mask = Window(reach) if ahead is None else Window(reach, ahead=ahead * step)
         if step != 1:
-            near = near & gaps
-        # others see global keys; that a global query sees everything is the second mask's matter
-        self.mask: Mask = near | self.globals
+            window_mask = window_mask & dilated
+        # Every query sees the global keys; the second mask is for global queries, which see all.
+        self.mask: Mask = window_mask | self.globals
         self.global_mask: Mask | None = None
         if self.causal:
             self.mask, self.global_mask = Causal() & self.mask, Causal()
 
-    replaces_calls = True  # a global query's second call is its answer
+    replaces_calls = True  # the second call for a global query replaces the first
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The steps of the local projection, or of the global one in the second call of a query."""
-        project = self.globally if query.number else self.local
+        """Return the steps of the local projection, or of the global one for the second call of
+        a query.
+        """
+        project = self.global_project if query.call_index else self.local_project
         return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse a cache where the layer looks ahead.
+        """Check that the layer is causal, as a cache requires.
 
         Raises:
-            ArgumentError: it does.
+            ArgumentError: the layer sees later tokens.
         """
         if not self.causal:
             raise ArgumentError(
-                "this Longformer looks ahead, so that no token is final before the last; "
-                "give no cache, or make it causal with ahead=None"
+                "this Longformer sees later tokens, so earlier results change as tokens are added; "
+                "pass no cache, or make it causal with ahead=None"
             )
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal
-        layers only).
+        """Attend from x [B,T,M] to its own tokens and, in a causal layer, to the tokens in the
+        cache.
         """
-        near, far = self.local.remember(x, positions), self.globally.remember(x, positions)
-        memory, seen, n = (*near, *far), positions, len(near)
+        local_memory = self.local_project.remember(x, positions)
+        global_memory = self.global_project.remember(x, positions)
+        memory, k_positions, n = (*local_memory, *global_memory), positions, len(local_memory)
         if cache is not None:
-            memory, seen = cache.update(memory, positions)
-        q = tap("q", self.local.query(x, positions))
-        k, v = self.local.recall(memory[:n], seen)
+            memory, k_positions = cache.update(memory, positions)
+        q = tap("q", self.local_project.query(x, positions))
+        k, v = self.local_project.recall(memory[:n], k_positions)
         z = attend(
             q,
             tap("k", k),
             tap("v", v),
             mask=self.mask,
             q_positions=positions,
-            k_positions=seen,
+            k_positions=k_positions,
             backend=backend,
         )
-        z = tap("z", self._replace(z, x, positions, memory[n:], seen, backend))
+        z = tap("z", self._replace(z, x, positions, memory[n:], k_positions, backend))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def _replace(
-        self, z: Tensor, x: Tensor, positions: Positions, far: Parts, seen: Positions, backend: str
+        self,
+        z: Tensor,
+        x: Tensor,
+        positions: Positions,
+        memory: Parts,
+        k_positions: Positions,
+        backend: str,
     ) -> Tensor:
-        """z with the rows of global tokens as the global projection has them."""
+        """Return heads z [B,H,T,E] with the rows of global tokens computed by the global
+        projection.
+        """
         rows = self._rows(positions)
-        if rows is not None:  # known without reading a tensor: the few rows alone are computed
+        if (
+            rows is not None
+        ):  # the rows are known without reading a tensor, so only they are computed
             if not len(rows):
                 return z
-            at = torch.tensor(rows, device=x.device)
-            x, positions = x[:, at], as_tensor(positions, x.device)[:, at]
-        q = self.globally.query(x, positions)
-        k, v = self.globally.recall(far, seen)
-        wide = attend(
-            q, k, v, mask=self.global_mask, q_positions=positions, k_positions=seen, backend=backend
+
+            index = torch.tensor(rows, device=x.device)
+            x, positions = x[:, index], as_tensor(positions, x.device)[:, index]
+        q = self.global_project.query(x, positions)
+        k, v = self.global_project.recall(memory, k_positions)
+
+        global_z = attend(
+            q,
+            k,
+            v,
+            mask=self.global_mask,
+            q_positions=positions,
+            k_positions=k_positions,
+            backend=backend,
         )
         if rows is not None:
-            return z.index_copy(2, at, wide)
-        return torch.where(self.globals.has(as_tensor(positions))[:, None, :, None], wide, z)
+            return z.index_copy(2, index, global_z)
+        return torch.where(self.globals.has(as_tensor(positions))[:, None, :, None], global_z, z)
 
     def _rows(self, positions: Positions) -> list[int] | None:
-        """Which rows are global tokens; None where positions are in a tensor."""
+        """Return the indices of the global tokens in the call; None if the positions are in a
+        tensor.
+        """
         if not isinstance(positions, Span):
             return None
         first = positions.start
         return [p - first for p in self.globals.positions if first <= p < positions.stop]
 
     def new_cache(self) -> Cache:
-        """An empty cache that keeps everything: global keys may stand anywhere, and global queries
-        see all.
+        """Return an empty cache that stores all tokens, since global queries and keys reach any
+        distance.
         """
         return Growing()
 
     @property
     def spec(self) -> SoftmaxSpec:
         """The cost of this layer: both projections are cached, and a decoded token that is not
-        global reads one.
+        global reads one of them.
         """
-        shape, visible = self.local.shape, MaskVisibility(self.mask, keeps_all=True)
+        shape, visible = self.local_project.shape, MaskVisibility(self.mask, keeps_all=True)
         return SoftmaxSpec(count_weights(self), 2 * shape.parts, shape.heads, visible)

@@ -1,5 +1,6 @@
-"""The base class of all mechanisms: default positions, a cache that a refused call leaves
-unchanged, and the cost.
+"""The base class of all attention mechanisms: default positions, rollback of the cache after a
+refused
+call, and the cost of a layer.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from regard.cost import Description, Spec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
-from regard.nn.explain import Explainable
+from regard.nn.explainable import Explainable
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 
 
 class Mixer(Explainable, nn.Module):
-    """A module that lets the tokens of a sequence see one another, x [B,T,M] -> [B,T,M2].
+    """Base class of the modules that mix the tokens of a sequence, x [B,T,M] -> [B,T,M2].
 
-    A mechanism writes `mix`, `new_cache` and `spec`, and `check_cache` if not every cache will do;
-    and what of `Explainable` differs from the defaults.
+    A subclass implements `mix`, `new_cache` and `spec`. It overrides `check_cache` if some caches
+    do
+    not suit it, and those methods of `Explainable` whose defaults do not fit.
     """
 
     def forward(
@@ -35,17 +37,23 @@ class Mixer(Explainable, nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Mix x [B,T,M] at its positions with itself and with what the cache holds, which
-        afterwards holds x, too.
+        """Mix x [B,T,M] with itself and with the tokens in the cache, to which x is added.
 
-        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that
-        is refused leaves the cache as it was.
+        A call that raises leaves the cache as it was.
 
         Args:
-            x: hidden states; slots at position -1 are no tokens.
-            positions: a Span, or integers [B or 1, T].
-            cache: from `new_cache`, or another that holds what is needed.
-            backend: the kernel, or the form of a recurrence, or "auto".
+            x: hidden states [B,T,M]; a slot at position -1 holds no token.
+            positions: a `Span`, or integers [B or 1, T]. The default continues behind the last
+                token of
+                each row of the cache, or is 0..T-1 without a cache.
+            cache: a cache from `new_cache`, or another one that stores what is needed.
+            backend: the kernel by name, or the form of a recurrence; "auto" chooses.
+
+        Returns:
+            The mixed states [B,T,M2].
+
+        Raises:
+            ArgumentError: x is not 3-D, or the cache does not suit the mechanism.
         """
         if x.ndim != 3:
             raise ArgumentError(
@@ -63,25 +71,31 @@ class Mixer(Explainable, nn.Module):
 
     @abstractmethod
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """The mechanism itself: x [B,T,M] at positions -> [B,T,M2]."""
+        """Apply the mechanism to x [B,T,M] at `positions`; return [B,T,M2]."""
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse a cache that cannot serve."""
+        """Raise an `ArgumentError` if this mechanism cannot use the cache; by default it can use
+        any.
+        """
 
     @abstractmethod
     def new_cache(self) -> Cache:
-        """An empty cache of the kind that suits it."""
+        """Return an empty cache of the kind that suits this mechanism."""
 
     @property
     @abstractmethod
     def spec(self) -> Spec:
-        """The cost of this layer, with the parameters that it really has."""
+        """The cost of this layer, with the number of parameters that it really has."""
 
     def describe(self, context: int = 4096) -> Description:
-        """The parameters, the cached values and the FLOPs of this layer when it decodes one token.
+        """Compute the parameters, the cached values and the FLOPs of this layer when it decodes one
+        token.
 
         Args:
-            context: the number of tokens up to the decoded one, its own included.
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The figures, each with its formula.
 
         Raises:
             ArgumentError: the context is less than 1.
@@ -90,13 +104,15 @@ class Mixer(Explainable, nn.Module):
 
 
 def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
-    """The parameters of a module, by kind.
+    """Count the parameters of a module by kind.
 
     Args:
-        module: a module; weights of its linear maps count as matrices, one-dimensional weights of
-            norms as norms.
-        apart: modules inside it whose linear maps a decoded token does not apply exactly once
+        module: weights of its linear maps count as matrices, parameters of its norms as norms.
+        apart: submodules whose linear maps are not applied exactly once per decoded token
             (`Weights.apart`).
+
+    Returns:
+        The numbers of parameters in matrices, biases, norms and separate matrices.
 
     >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
     Weights(matrices=6, biases=2, norms=4, apart=0)
@@ -114,16 +130,17 @@ def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
 
 
 def _matrices(module: nn.Module) -> int:
+    """Count the weights of all linear maps in a module."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
 @dataclass(frozen=True)
 class MaskVisibility:
-    """How many keys a mask shows (`regard.cost.softmax.Visible`).
+    """How many keys a mask shows to a query (`regard.cost.softmax.Visible`).
 
     Attributes:
         mask: the mask; None shows every key.
-        keeps_all: whether a cache holds all tokens, whatever the mask shows.
+        keeps_all: whether the cache stores all tokens, even those that the mask no longer shows.
 
     >>> from regard.masks import Causal, Window
     >>> visible = MaskVisibility(Causal() & Window(8))
@@ -136,19 +153,20 @@ class MaskVisibility:
 
     @property
     def bound(self) -> int | None:
-        """The most tokens that the mask may still show; None if it has no bound, or if all are
-        kept.
-        """
+        """The largest number of tokens that a cache needs to store; None if there is no limit."""
         return None if self.keeps_all else reach(self.mask).tokens
 
     def seen(self, context: int) -> int:
-        """How many keys the token at position context - 1 sees, in the head that sees most."""
+        """Return how many keys the token at position context - 1 sees, in the head that sees the
+        most.
+        """
         return int(self._counts(Span(context - 1, 1), context).max())
 
     def pairs(self, context: int) -> int:
-        """The query-key pairs of the head that has most."""
+        """Return the number of visible query-key pairs, in the head that has the most."""
         return int(self._counts(Span(0, context), context).sum(-1).max())
 
     def _counts(self, queries: Span, context: int) -> Tensor:
+        """Count the visible keys of each query for the first `context` keys."""
         mask = self.mask if self.mask is not None else Full()
         return mask.visible(queries, Span(0, context))

@@ -1,4 +1,4 @@
-"""Norms."""
+"""Normalisation layers: RMS norm, RMS norm with an offset weight, and group norm per head."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from regard.argument_checks import check_device, check_tensor
 from regard.errors import ArgumentError
 from regard.ops.rms_norm import rms_norm
+from regard.units import plural
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root mean square of the last dimension, times a learned weight.
+    """Root mean square normalisation with a learned weight.
 
-    y = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 or better.
+    y = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 or better
 
     Args:
         dim: the size of the last dimension.
@@ -40,30 +41,37 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a
-        head.
+        """Normalise x [..., dim].
+
+        Args:
+            x: a tensor [..., dim].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+
+        Returns:
+            The normalised tensor [..., dim].
         """
-        held = self._parameters  # as in `regard.nn.linear`
-        weight = held.get("weight")
+        parameters = self._parameters  # as in `regard.nn.linear`
+        weight = parameters.get("weight")
         if weight is None:
             weight = self.weight
         return rms_norm(x, weight, self.eps)
 
     def extra_repr(self) -> str:
-        """The size and eps."""
+        """The dimension and the epsilon."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class OffsetRMSNorm(RMSNorm):
-    """An `RMSNorm` whose weight is 1 + w, so that weight decay pulls it to 1, not to 0.
+    """An `RMSNorm` whose factor is 1 + weight, so that weight decay pulls the factor to 1.
 
     y = x / sqrt(mean(x^2) + eps) * (1 + weight), computed in fp32 or better
 
     Args:
-        dim, eps: as `RMSNorm`.
+        dim: the size of the last dimension.
+        eps: added to the mean square.
 
     Raises:
-        ArgumentError: as `RMSNorm`.
+        ArgumentError: dim is less than 1, or eps is negative.
 
     >>> OffsetRMSNorm(4, eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
@@ -77,16 +85,15 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
-        held = self._parameters  # as in `regard.nn.linear`
-        weight = held.get("weight")
+        parameters = self._parameters  # as in `regard.nn.linear`
+        weight = parameters.get("weight")
         if weight is None:
             weight = self.weight
         return rms_norm(x, weight, self.eps, 1.0)
 
 
 class HeadNorm(nn.Module):
-    """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a
-    weight and a bias per channel.
+    """Group norm with one group per head, and a weight and a bias per channel.
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias,
     over the last dimension, in fp32 or better
@@ -118,26 +125,31 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token by itself.
+        """Normalise each head of each token separately.
+
+        Args:
+            x: heads [B,H,T,E].
+
+        Returns:
+            The normalised heads [B,H,T,E].
 
         Raises:
-            ArgumentError, ArgumentTypeError: x is no floating tensor [batch, heads, length, dim] of
-                these heads and this dim.
+            ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
+                length, dim] with these heads and this dim.
         """
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape
         if x.ndim != 4 or (x.shape[1], x.shape[3]) != (heads, dim):
             raise ArgumentError(
-                f"x is {tuple(x.shape)}; it must be [batch, {heads}, length, {dim}], as the norm "
-                f"of {heads} heads of {dim} takes it"
+                f"x is {tuple(x.shape)}; this norm needs [batch, {heads}, length, {dim}]"
             )
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)
-        weight, bias = (p.to(wide)[:, None] for p in (self.weight, self.bias))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        y = F.layer_norm(x.to(dtype), x.shape[-1:], eps=self.eps)
+        weight, bias = (p.to(dtype)[:, None] for p in (self.weight, self.bias))
         return (y * weight + bias).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The sizes and eps."""
+        """The number of heads, their size and the epsilon."""
         heads, dim = self.weight.shape
-        return f"{heads} heads of {dim}, eps={self.eps}"
+        return f"{plural(heads, 'head')} of {dim}, eps={self.eps}"

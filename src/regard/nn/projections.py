@@ -1,5 +1,5 @@
-"""Projections: how hidden states become queries, what a cache stores, and how stored memory becomes
-keys and values.
+"""Projections: modules that turn hidden states into queries, into the parts that a cache stores
+("memory"), and stored memory back into keys and values.
 """
 
 from __future__ import annotations
@@ -16,96 +16,148 @@ from regard.caches import Parts
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import HeadShape, Spec, Weights
 from regard.errors import ArgumentError
-from regard.nn.explain import (
+from regard.nn.explainable import (
+    ComputationStep,
+    ComputationSteps,
     Explainable,
     InputSteps,
-    Link,
-    Links,
     ProjectionQuery,
     first_rotary,
-    projected,
+    projection_step,
     run_steps,
 )
 from regard.nn.linear import Linear, linear
 from regard.positions import Rotary
 from regard.span import Positions
+from regard.units import plural
 
 
 @runtime_checkable
 class Projection(Protocol):
-    """From hidden states to queries, to memory, and from memory to keys and values."""
+    """The interface of a projection: hidden states to queries and memory, and memory to keys and
+    values.
+    """
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """x [B,T,M] -> q [B,H,T,D]."""
+        """Compute the queries of hidden states.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of their tokens.
+
+        Returns:
+            The queries [B,H,T,D].
+        """
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """x [B,S,M] -> what a cache stores per position, parts [B,n,S,d]."""
+        """Compute what a cache stores for hidden states.
+
+        Args:
+            x: hidden states [B,S,M].
+            positions: positions of their tokens.
+
+        Returns:
+            The parts that a cache stores, each [B,n,S,d]: keys and values, or for MLA one latent.
+        """
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
+        """Compute keys and values from stored memory.
+
+        Args:
+            memory: the parts that `remember` returned, possibly of several calls.
+            positions: positions of their tokens.
+
+        Returns:
+            The keys [B,G,S,D] and the values [B,G,S,E].
+        """
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """The result of attention [B,H,T,E] -> the heads that the output joins. x [B,T,M] are the
-        hidden states that the queries were made from.
+        """Transform the result of attention before the output map, for example by a gate.
+
+        Args:
+            z: the result of attention [B,H,T,E].
+            x: the hidden states [B,T,M] that the queries were made from.
+
+        Returns:
+            The heads that the output map joins.
         """
 
     @property
     def shape(self) -> ProjectionShape:
-        """The sizes that its queries, keys, values and memory have."""
+        """The sizes of its queries, keys, values and memory."""
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """Why a cache must not keep what it remembers, or None if it may."""
+        """Why a cache must not store what `remember` returns; None if it may."""
 
 
 @runtime_checkable
 class HasForms(Projection, Protocol):
-    """A projection with several forms that are equal in exact arithmetic; the lengths of a call
-    decide which is used. Latents, for example, are expanded or not.
+    """A projection with several forms that are equal in exact arithmetic, such as latents that are
+    expanded or whose queries absorb the expansion. The lengths of a call decide which form is used.
 
-    All forms remember the same, so that they share a cache.
+    All forms remember the same memory, so they can share a cache.
     """
 
     def select_form(self, queries: int, keys: int) -> Projection:
-        """The form for so many queries against so many keys in memory."""
+        """Return the form for this number of queries and of keys in memory."""
 
     def spec(self, weights: Weights, visible: Visible) -> Spec:
-        """The cost of attention through this projection, by the form that has fewer FLOPs."""
+        """Return the cost of attention through this projection, in the form that needs fewer
+        FLOPs.
+        """
 
 
 def select_form(project: Projection, queries: int, keys: int) -> Projection:
-    """The form of a projection for so many queries against so many keys: itself, unless it
-    `HasForms`.
+    """Return the form of a projection for this number of queries and keys.
+
+    Args:
+        project: a projection.
+        queries: the number of queries T.
+        keys: the number of keys S in memory.
+
+    Returns:
+        The selected form if the projection `HasForms`, otherwise the projection itself.
     """
-    # asked of the class, since isinstance would evaluate every property
+    # The class is checked, because isinstance would evaluate every property.
     has_forms = hasattr(type(project), "select_form")
     return cast("HasForms", project).select_form(queries, keys) if has_forms else project
 
 
 @runtime_checkable
 class AdjustsQuery(Projection, Protocol):
-    """A projection whose queries depend on where the keys in memory stand, such as rotary
-    frequencies that follow the length.
+    """A projection whose queries depend on the positions of the keys in memory, such as one with
+    rotary frequencies that follow the length of the text.
     """
 
-    def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
-        """Queries [B,H,T,D] at positions -> those for keys at the positions seen."""
+    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
+        """Return the queries [B,H,T,D] at `positions`, adjusted to keys at `k_positions`."""
 
 
-def adjust_query(project: Projection, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
-    """Queries for keys at the positions seen: as they are, unless the projection adjusts them
-    (`AdjustsQuery`).
+def adjust_query(
+    project: Projection, q: Tensor, positions: Positions, k_positions: Positions
+) -> Tensor:
+    """Adjust queries to the positions of the keys, if the projection does so (`AdjustsQuery`).
+
+    Args:
+        project: a projection.
+        q: queries [B,H,T,D].
+        positions: positions of the queries.
+        k_positions: positions of the keys.
+
+    Returns:
+        The adjusted queries, or `q` itself.
     """
     adjusts = hasattr(type(project), "adjust_query")
-    return cast("AdjustsQuery", project).adjust_query(q, positions, seen) if adjusts else q
+    return cast("AdjustsQuery", project).adjust_query(q, positions, k_positions) if adjusts else q
 
 
 class ProjectionShape(NamedTuple):
-    """The sizes of what a projection makes.
+    """The sizes of the tensors that a projection computes.
 
     Attributes:
-        H, G, D, E: query heads, key/value heads, query/key dim, value dim.
-        memory: numbers that one token takes in a cache, part by part.
+        H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
+        memory: the values that a cache stores per token, part by part.
 
     >>> ProjectionShape(H=4, G=2, D=8, E=8, memory=(16, 16)).memory
     (16, 16)
@@ -119,51 +171,57 @@ class ProjectionShape(NamedTuple):
 
     @property
     def heads(self) -> HeadShape:
-        """The heads, as `regard.cost` has them."""
+        """The sizes of the heads, in the type that `regard.cost` uses."""
         return HeadShape(self.H, self.G, self.D, self.E)
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """What a cache holds of one token, as `regard.cost` has it."""
+        """The heads and dims of each part that a cache stores per token, in the type that
+        `regard.cost` uses.
+        """
         if self.memory == (self.G * self.D, self.G * self.E):
             return self.heads.parts
         return tuple((1, size) for size in self.memory)
 
 
 def attention_spec(project: Projection, weights: Weights, visible: Visible) -> Spec:
-    """The cost of softmax attention through a projection.
+    """Return the cost of softmax attention through a projection.
 
     Args:
-        project: the projection; one with several forms says its cost itself.
-        weights: the parameters of the layer, counted.
-        visible: the keys that a query sees.
+        project: the projection; one with several forms computes its cost itself.
+        weights: the number of parameters of the layer.
+        visible: the number of keys that a query sees.
+
+    Returns:
+        The cost specification of the layer.
     """
     if isinstance(project, HasForms):
         return project.spec(weights, visible)
     return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
 
 
-class Heads(nn.Module):
-    """A linear map, split into heads, then steps on each head in the order given.
+class HeadProjection(nn.Module):
+    """A linear map whose output is split into heads, followed by a list of steps on each head.
 
-    x [B,L,M] -> W x + b -> (flat norm) -> [B,n,L,d] -> step(., positions) -> ...
+    x [B,L,M] -> W x + b -> flat(.) -> split into heads [B,n,L,d] -> step(., positions) -> ...
 
-    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D,
-    rotary, RMSNorm(D))` after.
+    The steps run in the given order: `HeadProjection(M, H, D, RMSNorm(D), rotary)` normalises
+    before it rotates, `HeadProjection(M, H, D, rotary, RMSNorm(D))` after.
 
     Args:
         dim: the model dim M.
         heads: the number of heads n.
         head_dim: the size of one head d; heads * head_dim need not be M.
-        *steps: modules called as step(x [B,n,L,d], positions).
-        flat: a module on [B,L,n*d] before the split, such as a norm over all heads.
-        bias: whether the linear map has one.
+        *steps: modules called as step(x [B,n,L,d], positions), such as a norm or a `Rotary`.
+        flat: a module on [B,L,n*d] before the split, such as a norm over all heads; None is
+            identity.
+        bias: whether the linear map has a bias.
 
     Raises:
         ArgumentError: a size is less than 1.
 
     >>> import torch
-    >>> Heads(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
+    >>> HeadProjection(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 4, 5, 3])
     """
 
@@ -179,7 +237,8 @@ class Heads(nn.Module):
         super().__init__()
         if min(dim, heads, head_dim) < 1:
             raise ArgumentError(
-                f"Heads(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at least 1"
+                f"HeadProjection(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at "
+                "least 1"
             )
         self.heads, self.head_dim = heads, head_dim
         self.linear = Linear(dim, heads * head_dim, bias=bias)
@@ -189,15 +248,22 @@ class Heads(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
-        """Project, split, and run the steps.
+        """Apply the linear map, split its output into heads, and run the steps.
+
+        Args:
+            x: hidden states [B,L,M].
+            positions: positions of their tokens, for the steps; None if no step needs them.
+
+        Returns:
+            The heads [B,n,L,d].
 
         Raises:
-            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] of the dim and dtype of
-                the map.
+            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] with the dim and dtype
+                of the linear map.
         """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
-        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.linear`
+        parts: dict[str, Any] = self._modules  # much faster than `self.linear`
         y, flat = parts["linear"](x), parts["flat"]
         if type(flat) is not nn.Identity or flat._forward_hooks or flat._forward_pre_hooks:
             y = flat(y)
@@ -209,116 +275,158 @@ class Heads(nn.Module):
 
     def explain_steps(
         self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
-    ) -> Links:
-        """The linear map, then each step on the heads, each [n,L,d] of x [1,L,M]."""
+    ) -> ComputationSteps:
+        """Compute the linear map and each step on the heads, for an explanation.
+
+        Args:
+            x: hidden states of one sequence [1,L,M].
+            positions: positions of their tokens.
+            letter: whether the heads are queries, keys or values.
+
+        Returns:
+            The steps, each with its values [n,L,d].
+        """
         heads = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim))
         flat = "" if isinstance(self.flat, nn.Identity) else f"{type(self.flat).__name__.lower()} "
-        first = projected(letter, heads.transpose(1, 2)[0], flat)
+        first = projection_step(letter, heads.transpose(1, 2)[0], flat)
         return run_steps(self.steps, (first,), positions, letter)
 
     def extra_repr(self) -> str:
-        """The number of heads and their size."""
-        return f"{self.heads} heads of {self.head_dim}"
+        """The number of heads and the head dim."""
+        return f"{plural(self.heads, 'head')} of {self.head_dim}"
 
 
-class Separate(Explainable, nn.Module):
-    """Queries, keys and values each from heads of their own; keys and values are remembered as the
-    heads made them.
+class ProjectionModule(Explainable, nn.Module):
+    """Base class of the projections of this package; `Projection` says what each method does."""
+
+    def query(self, x: Tensor, positions: Positions) -> Tensor:
+        """Compute the queries [B,H,T,D] of hidden states x [B,T,M]."""
+        raise NotImplementedError
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Compute the parts [B,n,S,d] that a cache stores for hidden states x [B,S,M]."""
+        raise NotImplementedError
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute keys [B,G,S,D] and values [B,G,S,E] from stored memory."""
+        raise NotImplementedError
+
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """Return the heads z [B,H,T,E] unchanged, as attention computed them."""
+        return z
+
+
+class SeparateQKV(ProjectionModule):
+    """Queries, keys and values from three separate projections. A cache stores the keys and values.
 
     Args:
-        q: `Heads` that make H query heads.
-        k, v: `Heads` that make G key and value heads; G divides H.
-        key_transform: a step on keys when they are recalled, such as a rotary whose frequencies
-            follow the length: keys are then remembered without it (`regard.nn.dynamic_rotary`).
+        q: a `HeadProjection` to H query heads.
+        k, v: `HeadProjection`s to G key and value heads; G divides H.
+        key_transform: a step that keys pass when they are recalled instead of before they are
+            stored, such as a rotary whose frequencies follow the length
+            (`regard.nn.dynamic_rotary`).
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
 
     >>> import torch
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> [m.shape[1] for m in project.remember(torch.zeros(1, 5, 8), None)]
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
+    >>> project = SeparateQKV(q, k, v)
+    >>> [part.shape[1] for part in project.remember(torch.zeros(1, 5, 8), None)]
     [2, 2]
     """
 
     def __init__(
-        self, q: Heads, k: Heads, v: Heads, *, key_transform: nn.Module | None = None
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        v: HeadProjection,
+        *,
+        key_transform: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_groups(q.heads, k.heads)
         if k.heads != v.heads or q.head_dim != k.head_dim:
             raise ArgumentError(
-                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}: "
-                "k and v need the same number of heads, q and k the same head dim"
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}; "
+                "k and v must have the same number of heads, and q and k the same head dim"
             )
         self.q, self.k, self.v, self.key_transform = q, k, v, key_transform
-        # keys rotated by frequencies of the present length go stale when it grows
+        # Cached keys become wrong if their rotary frequencies change with the length of the text.
         self.cache_unsafe_reason = cache_unsafe_reason(k)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """q [B,H,T,D]."""
-        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.q`
+        """Return the queries [B,H,T,D] of hidden states x."""
+        parts: dict[str, Any] = self._modules  # much faster than `self.q`
         q: Tensor = parts["q"](x, positions)
         return q
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """k [B,G,S,D], before `key_transform`, and v [B,G,S,E]."""
+        """Return the keys [B,G,S,D], before `key_transform`, and the values [B,G,S,E]."""
         parts: dict[str, Any] = self._modules
         return parts["k"](x, positions), parts["v"](x, positions)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys, after `key_transform`, and values."""
+        """Return the keys, after `key_transform`, and the values."""
         k, v = memory
         return (k if self.key_transform is None else self.key_transform(k, positions)), v
 
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Heads as attention gave them."""
-        return z
-
     @property
     def shape(self) -> ProjectionShape:
-        """H, G, D, E, and what a token takes: G D and G E numbers."""
+        """H, G, D and E; a cache stores G D + G E values per token."""
         G, D, E = self.k.heads, self.k.head_dim, self.v.head_dim
         return ProjectionShape(self.q.heads, G, D, E, (G * D, G * E))
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The heads' own steps, and the late step behind those of queries and keys."""
+        """Return the steps of the three projections, with `key_transform` as the last one of
+        queries and keys.
+        """
         q = self.q.explain_steps(query.x, query.positions, "q")
         k = self.k.explain_steps(query.memory, query.k_positions, "k")
         v = self.v.explain_steps(query.memory, query.k_positions, "v")
-        late = [] if self.key_transform is None else [self.key_transform]
-        q = run_steps(late, q, query.positions, "q")
-        k = run_steps(late, k, query.k_positions, "k")
-        return InputSteps(q, k, v, first_rotary([*self.q.steps, *late]))
+        transforms = [] if self.key_transform is None else [self.key_transform]
+        q = run_steps(transforms, q, query.positions, "q")
+        k = run_steps(transforms, k, query.k_positions, "k")
+        return InputSteps(q, k, v, first_rotary([*self.q.steps, *transforms]))
 
 
 def cache_unsafe_reason(heads: nn.Module) -> str | None:
-    """Why a cache must not keep the keys of these heads, or None if it may."""
+    """Return why a cache must not store the keys of a projection, or None if it may.
+
+    Args:
+        heads: a module that may contain a `Rotary` whose frequencies follow the length of each
+            call.
+
+    Returns:
+        The reason as a sentence, or None.
+    """
     for step in heads.modules():
-        if isinstance(step, Rotary) and step.follows:
+        if isinstance(step, Rotary) and step.follows_length:
             return (
-                f"{step} follows the length of each call, so that keys rotated before are stale; "
-                "freeze its length, or "
-                "remember keys before they are rotated (regard.nn.dynamic_rotary)"
+                f"the frequencies of {step} follow the length of each call, so cached keys would "
+                "be rotated by other frequencies than new ones; freeze its length, or cache keys "
+                "before they are rotated (regard.nn.dynamic_rotary)"
             )
     return None
 
 
-Order: TypeAlias = Literal["parts", "heads", "groups"]
-"""How the rows of a fused matrix are laid out: [all q | all k | all v] as in GPT-2 and Phi-3, [q k
-v] head by head as in GPT-NeoX and BLOOM, or [its queries, k, v] group by group as in Falcon-40B.
-The shapes are equal: only the order tells."""
+QKVRowOrder: TypeAlias = Literal["parts", "heads", "groups"]
+"""The order of the rows in a fused QKV matrix. "parts": all queries, all keys, all values, as in
+GPT-2 and Phi-3; "heads": q, k, v of each head in turn, as in GPT-NeoX and BLOOM; "groups": the
+queries, the key and the value of each group in turn, as in Falcon-40B. All three have one shape, so
+the order cannot be inferred from it."""
 
 
-class Unprojected(nn.Module):
-    """Queries, keys and values are the tokens themselves, one head as wide as the model: attention
-    without weights.
+class IdentityProjection(ProjectionModule):
+    """Queries, keys and values are the hidden states themselves, in one head: attention without
+    weights.
 
     q = k = v = x
 
     Args:
         dim: the model dim M.
 
-    >>> Unprojected(3).query(torch.ones(1, 2, 3), None).shape
+    >>> IdentityProjection(3).query(torch.ones(1, 2, 3), None).shape
     torch.Size([1, 1, 2, 3])
 
     Source: Raschka 2024, "Build a Large Language Model (From Scratch)", section 3.3.
@@ -333,46 +441,43 @@ class Unprojected(nn.Module):
         self.dim = dim
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """x as one head [B,1,T,M]."""
+        """Return x as one head [B,1,T,M]."""
         return self._head(x)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """x, once: it serves as key and as value."""
+        """Return x once, as one head [B,1,S,M]; it serves as key and as value."""
         return (self._head(x),)
 
     def _head(self, x: Tensor) -> Tensor:
+        """Check that x is [batch, length, dim] and insert a head axis."""
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, {self.dim}]")
         return x[:, None]
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """What was remembered, twice."""
+        """Return the stored states as keys and as values."""
         return memory[0], memory[0]
-
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """The head as it is."""
-        return z
 
     @property
     def shape(self) -> ProjectionShape:
-        """One head of M; a token takes M numbers."""
+        """One head of size M; a cache stores M values per token."""
         return ProjectionShape(1, 1, self.dim, self.dim, (self.dim,))
 
 
-class PerHead(Heads):
-    """Heads with a linear map each, side by side: the same function as `Heads`, which stacks their
-    matrices.
+class PerHeadProjection(HeadProjection):
+    """A `HeadProjection` with a separate linear map for each head. It computes the same function as
+    a `HeadProjection`, which stacks these matrices into one.
 
     x [B,L,M] -> [W_1 x; ...; W_n x] as [B,n,L,d], then the steps
 
     Args:
-        dim, heads, head_dim, bias: as for `Heads`.
-        *steps: as for `Heads`.
+        dim, heads, head_dim, bias: as for `HeadProjection`.
+        *steps: as for `HeadProjection`.
 
     Raises:
-        ArgumentError: as for `Heads`.
+        ArgumentError: a size is less than 1.
 
-    >>> split = PerHead(6, 2, 3)
+    >>> split = PerHeadProjection(6, 2, 3)
     >>> x = torch.randn(1, 4, 6)
     >>> torch.allclose(split(x, None), split.stack()(x, None), atol=1e-6)
     True
@@ -380,21 +485,26 @@ class PerHead(Heads):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2: W_i^Q, W_i^K, W_i^V of each head.
     """
 
-    linear: SideBySide  # type: ignore[assignment]  # in place of one matrix
+    linear: ConcatenatedLinears  # type: ignore[assignment]  # instead of one matrix
 
     def __init__(
         self, dim: int, heads: int, head_dim: int, *steps: nn.Module, bias: bool = False
     ) -> None:
         super().__init__(dim, heads, head_dim, *steps, bias=bias)
-        self.linear = SideBySide(Linear(dim, head_dim, bias=bias) for _ in range(heads))
+        self.linear = ConcatenatedLinears(Linear(dim, head_dim, bias=bias) for _ in range(heads))
 
-    def stack(self) -> Heads:
-        """The same heads from one matrix, the heads' rows below one another; the steps are
-        shared.
+    def stack(self) -> HeadProjection:
+        """Stack the matrices of the heads into one.
+
+        Returns:
+            A `HeadProjection` that computes the same heads; it has copies of the matrices and
+            shares the steps.
         """
         maps = self.linear.maps()
         weight, bias = maps[0].weight, maps[0].bias is not None
-        heads = Heads(weight.shape[1], self.heads, self.head_dim, *self.steps, bias=bias).to(weight)
+        heads = HeadProjection(
+            weight.shape[1], self.heads, self.head_dim, *self.steps, bias=bias
+        ).to(weight)
         with torch.no_grad():
             heads.linear.weight.copy_(torch.cat([m.weight for m in maps]))
             if bias:
@@ -402,40 +512,42 @@ class PerHead(Heads):
         return heads
 
 
-class SideBySide(nn.ModuleList):
-    """Several linear maps of one input; what they give stands side by side.
+class ConcatenatedLinears(nn.ModuleList):
+    """Several linear maps of the same input, whose outputs are concatenated.
 
-    >>> SideBySide([nn.Linear(3, 2), nn.Linear(3, 4)])(torch.zeros(5, 3)).shape
+    >>> ConcatenatedLinears([nn.Linear(3, 2), nn.Linear(3, 4)])(torch.zeros(5, 3)).shape
     torch.Size([5, 6])
     """
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
-        """x [..., M] -> [..., sum of the widths]."""
+        """Map x [..., M] to [..., N], where N is the sum of the output widths."""
         return torch.cat([linear(x) for linear in self], dim=-1)
 
     def maps(self) -> list[nn.Linear]:
-        """The linear maps."""
+        """Return the linear maps as a list."""
         return [linear for linear in self if isinstance(linear, nn.Linear)]
 
 
-class Fused(Explainable, nn.Module):
-    """Queries, keys and values from the rows of one matrix.
+class FusedQKV(ProjectionModule):
+    """Queries, keys and values from the rows of one weight matrix.
 
     [q; k; v] = W x + b, with the rows in the given order
 
     Args:
         dim: the model dim M.
-        heads, groups: query heads H, and key/value heads G that divide them.
-        head_dim: the size of one head.
-        order: how the rows are laid out.
+        heads: the query heads H.
+        groups: the key/value heads G, which divide H.
+        head_dim: the size of one head D.
+        order: how the rows of the matrix are ordered, see `QKVRowOrder`: "parts", "heads" or
+            "groups".
         steps: modules on query heads and on key heads, called as step(x [B,n,L,d], positions).
-        bias: whether the linear map has one.
+        bias: whether the linear map has a bias.
 
     Raises:
         ArgumentError: a size is less than 1, G does not divide H, the order is unknown, or is
             "heads" with G != H.
 
-    >>> fused = Fused(8, 4, 2, 2)
+    >>> fused = FusedQKV(8, 4, 2, 2)
     >>> fused.linear.weight.shape
     torch.Size([16, 8])
     """
@@ -449,7 +561,7 @@ class Fused(Explainable, nn.Module):
         groups: int,
         head_dim: int,
         *,
-        order: Order = "parts",
+        order: QKVRowOrder = "parts",
         steps: Sequence[nn.Module] = (),
         bias: bool = True,
     ) -> None:
@@ -457,8 +569,10 @@ class Fused(Explainable, nn.Module):
         if min(dim, head_dim) < 1:
             raise ArgumentError(f"dim is {dim} and head_dim {head_dim}; each must be at least 1")
         check_groups(heads, groups)
-        if order not in get_args(Order):
-            raise ArgumentError(f"order is {order!r}; it is one of {', '.join(get_args(Order))}")
+        if order not in get_args(QKVRowOrder):
+            raise ArgumentError(
+                f"order is {order!r}; it must be one of {', '.join(get_args(QKVRowOrder))}"
+            )
         if order == "heads" and heads != groups:
             raise ArgumentError(
                 f'order "heads" has one key and value per query head, not {groups} for {heads}; '
@@ -470,33 +584,31 @@ class Fused(Explainable, nn.Module):
         self._rows = _rows(heads, groups, order)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """q [B,H,T,D]."""
+        """Return the queries [B,H,T,D] of hidden states x."""
         return self._run(self._heads(x, 0), positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """k [B,G,S,D] and v [B,G,S,D]."""
+        """Return the keys [B,G,S,D] and the values [B,G,S,D]."""
         return self._run(self._heads(x, 1), positions), self._heads(x, 2)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys and values, as remembered."""
+        """Return keys and values as they were stored."""
         k, v = memory
         return k, v
 
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Heads as attention gave them."""
-        return z
-
     @property
     def shape(self) -> ProjectionShape:
-        """H, G, D = E; a token takes 2 G D numbers."""
+        """H, G and D, with E = D; a cache stores 2 G D values per token."""
         D = self.head_dim
         return ProjectionShape(self.heads, self.groups, D, D, (self.groups * D,) * 2)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The rows of the matrix that make each of them, and the steps on queries and keys."""
-        q = (projected("q", self._heads(query.x, 0)[0]),)
-        k = (projected("k", self._heads(query.memory, 1)[0]),)
-        v = (projected("v", self._heads(query.memory, 2)[0]),)
+        """Return the rows of the matrix for queries, keys and values, and the steps on queries
+        and keys.
+        """
+        q = (projection_step("q", self._heads(query.x, 0)[0]),)
+        k = (projection_step("k", self._heads(query.memory, 1)[0]),)
+        v = (projection_step("v", self._heads(query.memory, 2)[0]),)
         return InputSteps(
             run_steps(self.steps, q, query.positions, "q"),
             run_steps(self.steps, k, query.k_positions, "k"),
@@ -504,10 +616,10 @@ class Fused(Explainable, nn.Module):
             first_rotary(self.steps),
         )
 
-    def _heads(self, x: Tensor, which: int) -> Tensor:
-        """The heads of one of q, k, v: [B,n,L,D]."""
-        D, rows = self.head_dim, self._rows[which]
-        if self.order == "parts":  # a run of rows: a view
+    def _heads(self, x: Tensor, part: int) -> Tensor:
+        """Compute the queries (`part` 0), the keys (1) or the values (2): [B,n,L,D]."""
+        D, rows = self.head_dim, self._rows[part]
+        if self.order == "parts":  # the rows are contiguous: a view
             first, n = rows[0] * D, len(rows)
             weight = self.linear.weight[first : first + n * D]
             bias = self.linear.bias[first : first + n * D] if self.linear.bias is not None else None
@@ -518,19 +630,19 @@ class Fused(Explainable, nn.Module):
         return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
 
     def _run(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Apply the steps to heads x [B,n,L,D]."""
         for step in self.steps:
             x = step(x, positions)
         return x
 
     def extra_repr(self) -> str:
-        """The heads and the order of the rows."""
-        return f"{self.heads} and {self.groups} heads of {self.head_dim}, order={self.order!r}"
+        """The numbers of heads, the head dim and the order of the rows."""
+        heads = f"{plural(self.heads, 'query head')} and {plural(self.groups, 'key/value head')}"
+        return f"{heads} of {self.head_dim}, order={self.order!r}"
 
 
-def _rows(heads: int, groups: int, order: Order) -> tuple[list[int], list[int], list[int]]:
-    """Which heads of the fused matrix are queries, keys and values, in the order of their own
-    heads.
-    """
+def _rows(heads: int, groups: int, order: QKVRowOrder) -> tuple[list[int], list[int], list[int]]:
+    """Return the rows of heads in the fused matrix that are queries, keys and values."""
     if order == "parts":
         marks = [0] * heads + [1] * groups + [2] * groups
     else:
@@ -539,20 +651,20 @@ def _rows(heads: int, groups: int, order: Order) -> tuple[list[int], list[int], 
     return q, k, v
 
 
-class Clipped(Fused):
-    """A `Fused` projection whose queries, keys and values are clipped before the steps.
+class ClippedQKV(FusedQKV):
+    """A `FusedQKV` projection whose queries, keys and values are clipped before the steps.
 
     [q; k; v] = clip(W x + b, -c, c)
 
     Args:
-        dim, heads, groups, head_dim, order, steps, bias: as for `Fused`.
-        limit: c, above 0.
+        dim, heads, groups, head_dim, order, steps, bias: as for `FusedQKV`.
+        limit: the limit c, above 0.
 
     Raises:
-        ArgumentError: limit is not above 0; or as `Fused`.
+        ArgumentError: limit is not above 0, or an argument does not suit `FusedQKV`.
 
     >>> import torch
-    >>> clipped = Clipped(8, 4, 4, 2, limit=0.5, bias=False)
+    >>> clipped = ClippedQKV(8, 4, 4, 2, limit=0.5, bias=False)
     >>> float(clipped.query(1e6 * torch.ones(1, 3, 8), None).detach().abs().max())
     0.5
 
@@ -567,39 +679,38 @@ class Clipped(Fused):
         head_dim: int,
         *,
         limit: float,
-        order: Order = "parts",
+        order: QKVRowOrder = "parts",
         steps: Sequence[nn.Module] = (),
         bias: bool = True,
     ) -> None:
-        check_number("limit", limit, 0, float("inf"), "above 0: leave the clipping out otherwise")
+        check_number("limit", limit, 0, float("inf"), "above 0; use FusedQKV for no clipping")
         super().__init__(dim, heads, groups, head_dim, order=order, steps=steps, bias=bias)
         self.limit = limit
 
-    def _heads(self, x: Tensor, which: int) -> Tensor:
-        return super()._heads(x, which).clamp(-self.limit, self.limit)
+    def _heads(self, x: Tensor, part: int) -> Tensor:
+        return super()._heads(x, part).clamp(-self.limit, self.limit)
 
     def extra_repr(self) -> str:
-        """The heads, the order of the rows and the limit."""
+        """The numbers of heads, the head dim, the order of the rows and the limit."""
         return f"{super().extra_repr()}, limit={self.limit:g}"
 
 
-class States(Explainable, nn.Module):
-    """Values are the remembered states themselves; keys are too, unless they have a map of their
-    own.
+class EncoderStateProjection(ProjectionModule):
+    """Values are the states of an encoder themselves; keys are too, unless they have a linear map.
 
     q = query map(x);  k = key map(h), or h;  v = h; each split into heads.
 
     Args:
-        query: the size of x, or a module [B,T,M] -> [B,T,H*D], such as a linear map.
-        states: the size of one state h.
-        heads: H; every size is divided among them. The papers have one.
-        key: a linear map of h to H*D, or None: keys are the states, and a cache keeps them once.
+        query: the size of x, or a linear map [B,T,M] -> [B,T,H*D].
+        states: the size of one encoder state h.
+        heads: the number of heads H, which divides every size. The papers use one.
+        key: a linear map of h to H*D; None uses the states as keys, and a cache stores them once.
 
     Raises:
         ArgumentError: a size is not a multiple of heads, or queries and keys differ in size.
 
     >>> import torch
-    >>> states = States(nn.Linear(6, 8), 8)  # h_t^T W h_s: W may stand on the query's side
+    >>> states = EncoderStateProjection(nn.Linear(6, 8), 8)  # the score h_t^T W h_s
     >>> states.query(torch.ones(1, 2, 6), None).shape, states.shape.memory
     (torch.Size([1, 1, 2, 8]), (8,))
 
@@ -613,70 +724,70 @@ class States(Explainable, nn.Module):
         self, query: int | nn.Linear, states: int, *, heads: int = 1, key: nn.Linear | None = None
     ) -> None:
         super().__init__()
-        made = query if isinstance(query, int) else query.out_features
+        width = query if isinstance(query, int) else query.out_features
         keys = states if key is None else key.out_features
-        if made != keys:
+        if width != keys:
             raise ArgumentError(
-                f"queries have {made} numbers and keys {keys}; give a linear map to {keys} for "
-                "the query, or a key map"
+                f"queries have size {width} and keys have size {keys}; pass a linear map to {keys} "
+                "as query, or a linear map as key"
             )
-        if heads < 1 or made < 1 or made % heads or states % heads:
+        if heads < 1 or width < 1 or width % heads or states % heads:
             raise ArgumentError(
-                f"{heads} heads for keys of {keys} and states of {states}; both must be multiples "
-                "of heads, at least 1"
+                f"heads is {heads}; it must be at least 1 and divide the key size {keys} and the "
+                f"state size {states}"
             )
         if key is not None and key.in_features != states:
             raise ArgumentError(
-                f"the key map takes {key.in_features} numbers, but states have {states}"
+                f"the key map has in_features={key.in_features}; it must be the state size {states}"
             )
         self.q: nn.Module = nn.Identity() if isinstance(query, int) else query
-        self.k, self.heads, self.made, self.states = key, heads, made, states
+        self.k, self.heads, self.key_dim, self.states = key, heads, width, states
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """q [B,H,T,D]."""
-        _check_last("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.made)
+        """Return the queries [B,H,T,D] of hidden states x."""
+        _check_width("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.key_dim)
         return self._split(self.q(x))
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """The states [B,H,S,E], behind the keys [B,H,S,D] where those are something else."""
-        _check_last("memory", x, self.states)
+        """Return the states [B,H,S,E], after the keys [B,H,S,D] if those have a map of their
+        own.
+        """
+        _check_width("memory", x, self.states)
         states = self._split(x)
         return (states,) if self.k is None else (self._split(self.k(x)), states)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Return the stored keys and values."""
         return memory[0], memory[-1]
-
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Heads as attention gave them."""
-        return z
 
     @property
     def shape(self) -> ProjectionShape:
-        """H heads of keys and of states; a token takes one state, and its keys where they have a
-        map.
+        """H heads of keys and of states; a cache stores one state per token, and its keys if
+        they have a map.
         """
-        memory = (self.states,) if self.k is None else (self.made, self.states)
+        memory = (self.states,) if self.k is None else (self.key_dim, self.states)
         H = self.heads
-        return ProjectionShape(H, H, self.made // H, self.states // H, memory)
+        return ProjectionShape(H, H, self.key_dim // H, self.states // H, memory)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The maps of queries and keys; the values are the states."""
+        """Return the linear maps of queries and keys; the values are the states."""
         k, v = self.recall(self.remember(query.memory, None), None)
         return InputSteps(
-            (Link("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
-            (Link("projected", "k_j = W_K h_j", k[0]),),
-            (Link("state", "v_j = h_j", v[0]),),
+            (ComputationStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
+            (ComputationStep("projected", "k_j = W_K h_j", k[0]),),
+            (ComputationStep("state", "v_j = h_j", v[0]),),
         )
 
     def _split(self, x: Tensor) -> Tensor:
+        """Split the last dimension of x [B,L,n] into heads [B,H,L,n/H]."""
         return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """Heads and sizes."""
-        return f"{self.heads} heads, keys of {self.made}, states of {self.states}"
+        """The number of heads and the sizes of keys and states."""
+        return f"{plural(self.heads, 'head')}, keys of {self.key_dim}, states of {self.states}"
 
 
-def _check_last(name: str, x: Tensor, dim: int) -> None:
+def _check_width(name: str, x: Tensor, dim: int) -> None:
+    """Check that x is [batch, length, dim] with this dim."""
     if x.ndim != 3 or x.shape[-1] != dim:
         raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be [batch, length, {dim}]")

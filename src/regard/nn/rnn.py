@@ -14,129 +14,138 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from regard.caches import Cross
 from regard.errors import ArgumentError
-from regard.nn.cross import AdditiveAttention, CrossAttention, recollect
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention, project_memory
 from regard.span import Positions, Span, as_tensor, slice_positions
 
 X = TypeVar("X", Tensor, PackedSequence)
 
-Hidden: TypeAlias = tuple[Tensor, ...]
-"""What a recurrent network carries, each part [layers * directions, B, R]: h, and the cell c of an
-LSTM.
-"""
+HiddenState: TypeAlias = tuple[Tensor, ...]
+"""The hidden state of a recurrent network, each part [layers * directions, B, R]: h, and the cell
+state c of an LSTM."""
 
 
-def scan(
+def run_rnn(
     rnn: nn.RNNBase,
     x: Float[Tensor, "B L M"],
     positions: Positions | None = None,
-    hidden: Hidden | None = None,
-) -> tuple[Float[Tensor, "B L R"], Hidden]:
+    hidden: HiddenState | None = None,
+) -> tuple[Float[Tensor, "B L R"], HiddenState]:
     """Run a recurrent network over the tokens of each row, in the order of their positions.
 
-    h_t = f(h_{t-1}, x_t) over the slots at positions >= 0; other slots are passed over, wherever
-    they stand, and get 0.
+    h_t = f(h_{t-1}, x_t) over the slots at positions >= 0. Empty slots are skipped wherever they
+    are, and their states are 0.
 
     Args:
         rnn: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
-        x: [B,L,M].
-        positions: a `Span`, or [B or 1, L] with -1 where a slot holds nothing; None: every slot
-            holds a token.
-        hidden: to start from; None is zeros.
+        x: inputs [B,L,M].
+        positions: a `Span`, or [B or 1, L] with -1 for an empty slot; None: every slot holds a
+            token.
+        hidden: the initial hidden state; None is zeros.
 
     Returns:
-        The states at each slot [B,L,R], R counting both directions, and what is carried behind the
-        last token.
+        The states at each slot [B,L,R], where R counts both directions, and the hidden state after
+        the last token.
 
     >>> rnn = nn.GRU(2, 3, batch_first=True)
     >>> x = torch.randn(1, 2, 2)
     >>> padded = torch.cat([torch.full((1, 1, 2), torch.nan), x], 1)
-    >>> torch.allclose(scan(rnn, padded, torch.tensor([[-1, 0, 1]]))[0][:, 1:], rnn(x)[0])
+    >>> torch.allclose(run_rnn(rnn, padded, torch.tensor([[-1, 0, 1]]))[0][:, 1:], rnn(x)[0])
     True
 
     Source: Elman 1990, "Finding structure in time"; Hochreiter and Schmidhuber 1997, "Long
     short-term memory"; Cho et al. 2014 (arXiv 1406.1078), section 2.3.
     """
     B, L, _ = x.shape
-    before = _zeros(rnn, x) if hidden is None else hidden
+    before = _initial_hidden(rnn, x) if hidden is None else hidden
     if not L:
         size = (rnn.proj_size or rnn.hidden_size) * (2 if rnn.bidirectional else 1)
         return x.new_zeros(B, 0, size), before
     if positions is None or (isinstance(positions, Span) and positions.start >= 0):
-        return _run(rnn, x, before)
-    where = as_tensor(positions, x.device).expand(B, L)
-    used = where >= 0
-    # tokens to the front in the order of their positions; a stable sort leaves empty slots behind
-    # them
-    order = where.masked_fill(~used, torch.iinfo(where.dtype).max).argsort(dim=1, stable=True)
+        return _call_rnn(rnn, x, before)
+    slot_positions = as_tensor(positions, x.device).expand(B, L)
+    used = slot_positions >= 0
+    # Sort tokens to the front by position; empty slots sort behind them.
+    largest = torch.iinfo(slot_positions.dtype).max
+    order = slot_positions.masked_fill(~used, largest).argsort(dim=1, stable=True)
     lengths = used.sum(1)
     x = x.masked_fill(~used[..., None], 0).gather(1, order[..., None].expand_as(x))
     packed = pack_padded_sequence(
         x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
     )
-    made, after = _run(rnn, packed, before)
-    out, _ = pad_packed_sequence(made, batch_first=True, total_length=L)
+    packed_out, after = _call_rnn(rnn, packed, before)
+    out, _ = pad_packed_sequence(packed_out, batch_first=True, total_length=L)
     back = order.argsort(1)[..., None].expand_as(out)
     out = out.gather(1, back).masked_fill(~used[..., None], 0)
-    # a row without tokens was run over one slot of zeros, because torch takes no empty row
-    blind = (lengths == 0)[None, :, None]
-    return out, tuple(torch.where(blind, old, new) for old, new in zip(before, after, strict=True))
+    # torch accepts no empty row, so a row without tokens was run over one slot of zeros
+    is_empty = (lengths == 0)[None, :, None]
+    return out, tuple(
+        torch.where(is_empty, old, new) for old, new in zip(before, after, strict=True)
+    )
 
 
-def check_network(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
-    """A network takes [B,L,M], and has as many directions as it must."""
+def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
+    """Check that a recurrent network takes [B,L,M] and has an allowed number of directions.
+
+    Raises:
+        ArgumentError: it is not batch_first, or is bidirectional where directions is 1.
+    """
     if not rnn.batch_first:
-        raise ArgumentError(f"{rnn} takes [length, batch, dim]; make it with batch_first=True")
+        raise ArgumentError(f"{rnn} takes [length, batch, dim]; construct it with batch_first=True")
     if directions == 1 and rnn.bidirectional:
         raise ArgumentError(
-            f"{rnn} is bidirectional, and a decoder cannot read what it has yet to write; "
-            "make it with bidirectional=False"
+            f"{rnn} is bidirectional, but a decoder cannot read later tokens; construct it with "
+            "bidirectional=False"
         )
 
 
-def _run(rnn: nn.RNNBase, x: X, hidden: Hidden) -> tuple[X, Hidden]:
-    """torch gives and takes (h, c) for an LSTM, and h alone for the others."""
-    given = hidden if isinstance(rnn, nn.LSTM) else hidden[0]
-    out, after = rnn(x, given)
+def _call_rnn(rnn: nn.RNNBase, x: X, hidden: HiddenState) -> tuple[X, HiddenState]:
+    """Call the network with the hidden state in the form that torch uses: (h, c) for an LSTM,
+    else h.
+    """
+    state = hidden if isinstance(rnn, nn.LSTM) else hidden[0]
+    out, after = rnn(x, state)
     return out, after if isinstance(rnn, nn.LSTM) else (after,)
 
 
-def _zeros(rnn: nn.RNNBase, x: Tensor) -> Hidden:
-    """What a network carries in front of the first token."""
+def _initial_hidden(rnn: nn.RNNBase, x: Tensor) -> HiddenState:
+    """Return the hidden state of zeros before the first token."""
     n = rnn.num_layers * (2 if rnn.bidirectional else 1)
     sizes = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][: 1 + isinstance(rnn, nn.LSTM)]
     return tuple(x.new_zeros(n, x.shape[0], size) for size in sizes)
 
 
-class Source(NamedTuple):
-    """What an encoder gives to a decoder.
+class EncodedSource(NamedTuple):
+    """The output of an encoder for a decoder.
 
-    states: [B,S,R], one per slot of the source.
-    positions: [B or 1, S] or a `Span`; -1 is padding.
+    Attributes:
+        states: the encoder states [B,S,R], one per slot of the source.
+        positions: their positions [B or 1, S] or a `Span`; -1 is padding.
     """
 
     states: Tensor
     positions: Positions
 
 
-class Carried(NamedTuple):
-    """What a recurrent decoder carries from one step to the next; the step makes a new one, and
-    changes nothing in it.
+class DecoderState(NamedTuple):
+    """The state of a recurrent decoder between two steps. A step returns a new one and does not
+    change it.
 
-    hidden: of the network.
-    cross: the source as its attention remembers it, or None where there is no attention.
+    Attributes:
+        hidden: the hidden state of the network.
+        cross: the cached keys and values of the source, or None without attention.
     """
 
-    hidden: Hidden
+    hidden: HiddenState
     cross: Cross | None
 
 
 class RecurrentDecoder(nn.Module, ABC):
-    """From embedded target tokens to features, one per token; what it does with the source is the
-    kind's matter.
+    """Base class of recurrent decoders: embedded target tokens to features, one per token.
+    Subclasses define how the source is used.
 
     Args:
-        rnn: the network, batch_first=True, one direction.
-        attention: from its states to the encoder's, or None.
+        rnn: the network, batch_first=True and with one direction.
+        attention: the attention from the decoder's states to the encoder's, or None.
 
     Raises:
         ArgumentError: the network is bidirectional, or not batch_first.
@@ -146,49 +155,58 @@ class RecurrentDecoder(nn.Module, ABC):
         self, rnn: nn.RNNBase, attention: CrossAttention | AdditiveAttention | None = None
     ) -> None:
         super().__init__()
-        check_network(rnn, directions=1)
+        check_rnn(rnn, directions=1)
         self.rnn, self.attention = rnn, attention
 
-    def begin(self, hidden: Hidden, source: Source) -> Carried:
-        """In front of the first token: the state in which the encoder ended, and its states as
-        attention remembers them.
+    def begin(self, hidden: HiddenState, source: EncodedSource) -> DecoderState:
+        """Return the state before the first token.
+
+        Args:
+            hidden: the last hidden state of the encoder.
+            source: the encoder's states, whose keys are computed once for all steps.
+
+        Returns:
+            The initial state of the decoder.
         """
         if self.attention is None:
-            return Carried(hidden, None)
+            return DecoderState(hidden, None)
         cache = self.attention.new_cache()  # keys are computed once for all steps
-        recollect(self.attention.project, source.states, source.positions, cache)
-        return Carried(hidden, cache)
+        project_memory(self.attention.project, source.states, source.positions, cache)
+        return DecoderState(hidden, cache)
 
-    def look(self, s: Float[Tensor, "B T R"], carried: Carried) -> Float[Tensor, "B T R2"]:
-        """The contexts that states find in the source."""
-        assert self.attention is not None, "a decoder without attention looked at its source"
+    def attend_to_source(
+        self, s: Float[Tensor, "B T R"], carried: DecoderState
+    ) -> Float[Tensor, "B T R2"]:
+        """Return the contexts [B,T,R2] that the attention computes for decoder states s [B,T,R]."""
+        assert self.attention is not None, "this decoder has no attention"
         context: Tensor = self.attention(s, None, carried.cross)
         return context
 
     @abstractmethod
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
-        """y [B,T,M] -> features [B,T,F], and what is carried behind the last token."""
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
+        """Map target embeddings y [B,T,M] to features [B,T,F]; also return the state after the
+        last token.
+        """
 
 
 class PlainDecoder(RecurrentDecoder):
-    """Without attention: all that the decoder knows of the source is the state in which the encoder
-    ended.
+    """A recurrent decoder without attention: it sees only the encoder's last hidden state.
 
     s_0 = encoder's last state;  s_t = f(s_{t-1}, y_{t-1});  features s_t
 
     Args:
-        rnn: the network, batch_first=True, one direction.
+        rnn: the network, batch_first=True and with one direction.
 
     Raises:
         ArgumentError: the network is bidirectional, or not batch_first.
 
     >>> from regard.span import Span
     >>> decoder = PlainDecoder(nn.GRU(3, 4, batch_first=True))
-    >>> source = Source(torch.zeros(1, 5, 4), Span(0, 5))
-    >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
+    >>> source = EncodedSource(torch.zeros(1, 5, 4), Span(0, 5))
+    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
+    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
     >>> features.shape
     torch.Size([1, 2, 4])
 
@@ -196,27 +214,27 @@ class PlainDecoder(RecurrentDecoder):
     """
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
-        """y [B,T,M] -> the states [B,T,R]."""
-        s, hidden = scan(self.rnn, y, positions, carried.hidden)
-        return s, Carried(hidden, carried.cross)
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
+        """Map target embeddings y [B,T,M] to the network's states [B,T,R]."""
+        s, hidden = run_rnn(self.rnn, y, positions, carried.hidden)
+        return s, DecoderState(hidden, carried.cross)
 
 
 class LuongDecoder(RecurrentDecoder):
-    """Attention from the present state, behind the network: all steps of a given target are one
-    call.
+    """A recurrent decoder with attention from the current state, after the network. All steps of a
+    known target are computed in one call.
 
     s_t = f(s_{t-1}, y_{t-1});  c_t = attention(s_t, h);  features tanh(W_c [c_t; s_t])
 
-    Without input feeding (section 3.3 of the paper), which would make each step wait for the one
-    before.
+    Input feeding (section 3.3 of the paper) is left out, since it would make each step depend on
+    the one before.
 
     Args:
-        rnn: the network, batch_first=True, one direction.
-        attention: from its states to the encoder's, such as `luong(...)`.
+        rnn: the network, batch_first=True and with one direction.
+        attention: the attention from its states to the encoder's, such as `luong(...)`.
         states: the size of a context c_t.
-        features: the size of what is given out; None is that of s_t.
+        features: the size of the features; None is that of s_t.
 
     Raises:
         ArgumentError: the network is bidirectional, or not batch_first.
@@ -224,10 +242,10 @@ class LuongDecoder(RecurrentDecoder):
     >>> from regard.nn.variants import luong
     >>> from regard.span import Span
     >>> decoder = LuongDecoder(nn.GRU(3, 4, batch_first=True), luong(4, memory_dim=6), 6)
-    >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
-    >>> features.shape, len(carried.cross)
+    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
+    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
+    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
+    >>> features.shape, len(state.cross)
     (torch.Size([1, 2, 4]), 5)
 
     Source: Luong et al. 2015 (arXiv 1508.04025), equations 5 to 8.
@@ -245,26 +263,26 @@ class LuongDecoder(RecurrentDecoder):
         self.combine = nn.Linear(states + R, R if features is None else features, bias=False)
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
-        """y [B,T,M] -> attentional states [B,T,F]."""
-        s, hidden = scan(self.rnn, y, positions, carried.hidden)
-        c = self.look(s, carried)
-        return torch.tanh(self.combine(torch.cat([c, s], -1))), Carried(hidden, carried.cross)
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
+        """Map target embeddings y [B,T,M] to attentional states [B,T,F]."""
+        s, hidden = run_rnn(self.rnn, y, positions, carried.hidden)
+        c = self.attend_to_source(s, carried)
+        return torch.tanh(self.combine(torch.cat([c, s], -1))), DecoderState(hidden, carried.cross)
 
 
 class BahdanauDecoder(RecurrentDecoder):
-    """Attention from the previous state, in front of the network: what was found takes part in the
-    next state.
+    """A recurrent decoder with attention from the previous state, before the network: the context
+    is an input of the next state.
 
     c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);
     features maxout(U s_t + V y_{t-1} + C c_t + b)
 
     Args:
-        rnn: the network over [y; c], batch_first=True, one direction.
-        attention: from its states to the encoder's, such as `bahdanau(...)`.
+        rnn: the network over [y; c], batch_first=True and with one direction.
+        attention: the attention from its states to the encoder's, such as `bahdanau(...)`.
         states: the size of a context c_t.
-        features: the size of what is given out; None is that of s_t.
+        features: the size of the features; None is that of s_t.
 
     Raises:
         ArgumentError: the network is bidirectional, or not batch_first.
@@ -272,10 +290,10 @@ class BahdanauDecoder(RecurrentDecoder):
     >>> from regard.nn.variants import bahdanau
     >>> from regard.span import Span
     >>> decoder = BahdanauDecoder(nn.GRU(9, 4, batch_first=True), bahdanau(4, memory_dim=6), 6)
-    >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
-    >>> features.shape, len(carried.cross)
+    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
+    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
+    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
+    >>> features.shape, len(state.cross)
     (torch.Size([1, 2, 4]), 5)
 
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), equation 4, appendix A.2.2.
@@ -293,17 +311,20 @@ class BahdanauDecoder(RecurrentDecoder):
         self.read = nn.Linear(R + rnn.input_size, 2 * (R if features is None else features))
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T F"], Carried]:
-        """y [B,T,M] -> features [B,T,F], step by step."""
-        hidden, found = carried.hidden, []
+        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
+        """Map target embeddings y [B,T,M] to features [B,T,F], step by step."""
+        hidden, outputs = carried.hidden, []
         for t in range(y.shape[1]):
-            before = hidden[0][-1][:, None]  # of the top layer, [B,1,R]
-            seen = torch.cat([y[:, t : t + 1], self.look(before, carried)], -1)
-            where = None if positions is None else slice_positions(positions, slice(t, t + 1))
-            s, hidden = scan(self.rnn, seen, where, hidden)
-            found.append(torch.cat([s, seen], -1))
-        joined = torch.cat(found, 1) if found else y.new_zeros(y.shape[0], 0, self.read.in_features)
-        return torch.unflatten(self.read(joined), -1, (-1, 2)).amax(-1), Carried(
+            before = hidden[0][-1][:, None]  # the state of the top layer, [B,1,R]
+
+            step_input = torch.cat([y[:, t : t + 1], self.attend_to_source(before, carried)], -1)
+            position = None if positions is None else slice_positions(positions, slice(t, t + 1))
+            s, hidden = run_rnn(self.rnn, step_input, position, hidden)
+            outputs.append(torch.cat([s, step_input], -1))
+        joined = (
+            torch.cat(outputs, 1) if outputs else y.new_zeros(y.shape[0], 0, self.read.in_features)
+        )
+        return torch.unflatten(self.read(joined), -1, (-1, 2)).amax(-1), DecoderState(
             hidden, carried.cross
         )

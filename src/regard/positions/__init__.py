@@ -1,13 +1,14 @@
-"""Positions: sinusoids, learned tables, rotary with its scalings, XPos, and how far rotary
-reaches.
+"""Positions: sinusoidal and learned embeddings, rotary embeddings with their scalings, XPos, and
+formulas for the length that a rotary base supports.
 """
 
+from regard.deprecation import renamed
 from regard.positions.rotary import Rotary, rope_frequencies, rotate
 from regard.positions.scalings import (
     NTK,
     DynamicNTK,
     DynamicYaRN,
-    Linear,
+    LinearScaling,
     Llama3,
     LongRoPE,
     RopeFrequencies,
@@ -22,15 +23,15 @@ from regard.positions.scalings import (
     small_bases,
     yarn_mscale,
 )
-from regard.positions.sinusoidal import Learned, sinusoidal
+from regard.positions.sinusoidal import LearnedPositions, sinusoidal
 from regard.positions.xpos import XPos, xpos_reach, xpos_zeta
 
 __all__ = [
     "NTK",
     "DynamicNTK",
     "DynamicYaRN",
-    "Learned",
-    "Linear",
+    "LearnedPositions",
+    "LinearScaling",
     "Llama3",
     "LongRoPE",
     "RopeFrequencies",
@@ -52,3 +53,5 @@ __all__ = [
     "xpos_zeta",
     "yarn_mscale",
 ]
+
+__getattr__ = renamed(__name__, {"Learned": "LearnedPositions", "Linear": "LinearScaling"})

@@ -13,8 +13,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.argument_checks import check_number, check_positions, check_tensor
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.positions.scalings import Linear, RopeFrequencies, Scaling, Unscaled, plain
+from regard.positions.scalings import (
+    LinearScaling,
+    RopeFrequencies,
+    Scaling,
+    UnscaledFrequencies,
+    base_frequencies,
+)
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
@@ -28,21 +35,26 @@ def rope_frequencies(
     proportional: bool = False,
     length: int | None = None,
 ) -> RopeFrequencies:
-    """Radians per position of each rotary pair, fp64, and the factors on cos and sin and on the
-    softmax scale.
+    """Compute the rotary frequencies of each pair of dims, and the factors on cos and sin and on
+    the softmax scale.
 
-    theta_i = base^(-2i/d), i < rotary_dim / 2, with d = rotary_dim; if proportional, d = dim and
-    the pairs beyond rotary_dim / 2 stand still (frequency 0). Then the scaling.
+    theta_i = base^(-2i/d), i < rotary_dim / 2, with d = rotary_dim. If proportional, d = dim, and
+    the pairs from rotary_dim / 2 on have frequency 0. The scaling is applied to theta.
 
     Args:
         dim: the head dim D, even.
-        base: b.
-        scaling: one of `Linear`, `NTK`, `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3`, `LongRoPE`.
-        rotary_dim: how many dims turn, all by default.
-        proportional: whether to divide exponents by the head dim: p-RoPE, as in Gemma 4. The result
-            then has D/2 pairs, so that with layout "half" other dims turn than under partial
-            rotary.
-        length: how long the sequence is; for the scalings that depend on it.
+        base: the base b.
+        scaling: a scaling of the frequencies for longer contexts: `LinearScaling`, `NTK`,
+            `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3` or `LongRoPE`; None applies none.
+        rotary_dim: how many dims rotate; all by default.
+        proportional: whether exponents are divided by the head dim: p-RoPE, as in Gemma 4. The
+            result then has D/2 pairs, so with layout "half" the rotated dims differ from those of
+            partial rotary.
+        length: the length of the sequence, for scalings that depend on it.
+
+    Returns:
+        The frequencies in radians per position, fp64 [rotary_dim / 2] or [D / 2], with both
+        factors.
 
     Raises:
         ArgumentError: dim or rotary_dim is odd or out of range, base is not above 1, or the scaling
@@ -62,15 +74,15 @@ def rope_frequencies(
     turning = dim if rotary_dim is None else rotary_dim
     _check_frequencies(dim, base, turning, scaling, length, proportional=proportional)
     divisor = dim if proportional else turning
-    theta = plain(base, divisor, turning // 2)
+    theta = base_frequencies(base, divisor, turning // 2)
     if scaling is None:
         result = RopeFrequencies(theta, 1.0, 1.0)
     else:
-        result = scaling.scale(Unscaled(theta, base, divisor, length))
+        result = scaling.scale(UnscaledFrequencies(theta, base, divisor, length))
     if not proportional:
         return result
-    still = theta.new_zeros((dim - turning) // 2)
-    return result._replace(inv_freq=torch.cat((result.inv_freq, still)))
+    zeros = theta.new_zeros((dim - turning) // 2)
+    return result._replace(inv_freq=torch.cat((result.inv_freq, zeros)))
 
 
 def _check_frequencies(
@@ -82,6 +94,7 @@ def _check_frequencies(
     *,
     proportional: bool,
 ) -> None:
+    """Check the arguments of `rope_frequencies`."""
     if dim < 2 or dim % 2:
         raise ArgumentError(f"dim is {dim}; rotary pairs need an even head dim of at least 2")
     if not 0 <= turning <= dim or turning % 2:
@@ -96,17 +109,16 @@ def _check_frequencies(
             f"scaling is {type(scaling).__name__}; it must be a scaling of regard.positions, such "
             "as YaRN(...), or None"
         )
-    if proportional and not isinstance(scaling, Linear | None):
+    if proportional and not isinstance(scaling, LinearScaling | None):
         raise ArgumentError(
-            f"scaling {type(scaling).__name__} with proportional=True is not defined anywhere; "
-            "use Linear or None"
+            f"scaling {type(scaling).__name__} with proportional=True is not defined; "
+            "use LinearScaling or None"
         )
 
 
 Layout: TypeAlias = Literal["half", "interleaved"]
-"""Which dims make pair i: (i, i + d/2), as in Hugging Face's Llama and GPT-NeoX, or (2i, 2i + 1),
-as in GPT-J and Meta's.
-"""
+"""Which dims form pair i. "half": (i, i + d/2), as in Hugging Face's Llama and GPT-NeoX;
+"interleaved": (2i, 2i + 1), as in GPT-J and Meta's Llama."""
 
 
 def rotate(
@@ -117,37 +129,40 @@ def rotate(
     layout: Layout = "half",
     factor: float = 1.0,
 ) -> Float[Tensor, "B H L D"]:
-    """Turn the first 2n dims of each head by its position, and pass the rest.
+    """Rotate the first 2n dims of each head by its position; the other dims are unchanged.
 
     (a, b) -> factor (a cos - b sin, b cos + a sin), angle = position * inv_freq_i for pair i
 
     The angle, its cos and its sin are computed in fp64 whatever the dtype of x, and cos and sin are
-    then cast to it: positions stay distinct at any length. Scores of rotated queries and keys
-    depend on the difference of positions only. The angle of an empty slot (-1) is finite, and means
-    nothing.
+    then cast to it, so positions stay distinct at any length. Scores of rotated queries and keys
+    depend on the difference of their positions only. The result at an empty slot (-1) is finite and
+    has no meaning.
 
     Args:
-        x: queries or keys.
-        positions: a Span, or integers [B or 1, L].
-        inv_freq: radians per position, from `rope_frequencies`; 2n <= D.
-        layout: which dims make a pair; it must be the one the weights were trained with.
-        factor: the rotary factor.
+        x: queries or keys [B,H,L,D].
+        positions: a `Span`, or integers [B or 1, L].
+        inv_freq: radians per position [n], from `rope_frequencies`; 2n <= D.
+        layout: which dims form a pair: "half" or "interleaved", as the weights were trained.
+        factor: the factor on cos and sin.
+
+    Returns:
+        The rotated queries or keys [B,H,L,D].
 
     Raises:
-        ArgumentError: x is not 4-D, inv_freq not 1-D or too long, positions do not fit, or layout
-            is unknown.
+        ArgumentError: x is not 4-D, inv_freq is not 1-D or too long, positions do not fit, or
+            layout is unknown.
         ArgumentTypeError: x, inv_freq or positions have a wrong type.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[None, None, None]
-    >>> turned = rotate(x, Span(1, 1), rope_frequencies(4).inv_freq)
-    >>> [round(y, 6) for y in turned.flatten().tolist()]
+    >>> rotated = rotate(x, Span(1, 1), rope_frequencies(4).inv_freq)
+    >>> [round(y, 6) for y in rotated.flatten().tolist()]
     [-1.984111, 1.959901, 2.462378, 4.0198]
 
     Source: Su et al. 2021 (arXiv 2104.09864), equation 34 (interleaved); in halves: GPT-NeoX.
     """
-    _check(x, positions, layout, inv_freq)
+    _check_rotate(x, positions, layout, inv_freq)
     check_number("factor", factor, -math.inf, math.inf, "finite")
-    return turn(x, *cos_sin(positions, inv_freq, x.dtype, x.device, factor), layout)
+    return apply_rotary(x, *cos_sin(positions, inv_freq, x.dtype, x.device, factor), layout)
 
 
 def cos_sin(
@@ -157,16 +172,18 @@ def cos_sin(
     device: torch.device,
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """factor * cos and factor * sin of position * inv_freq, each [B or 1, 1, L, n] in the dtype."""
-    where = torch.device("cpu") if device.type == "mps" else device  # mps has no fp64
-    p = as_tensor(positions, where).to(where, torch.float64)
-    angle = p[:, None, :, None] * inv_freq.to(where, torch.float64)
+    """Return factor * cos and factor * sin of position * inv_freq, each [B or 1, 1, L, n] in the
+    dtype.
+    """
+    compute_device = torch.device("cpu") if device.type == "mps" else device  # mps has no fp64
+    p = as_tensor(positions, compute_device).to(compute_device, torch.float64)
+    angle = p[:, None, :, None] * inv_freq.to(compute_device, torch.float64)
     cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
     return cos.to(device), sin.to(device)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair of the first 2n dims."""
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Rotate each pair of the first 2n dims of x: (a, b) -> (a cos - b sin, b cos + a sin)."""
     n = cos.shape[-1]
     if layout == "half":
         a, b = x[..., :n], x[..., n : 2 * n]
@@ -178,36 +195,36 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """`rotate` as a step of a head. Its frequencies are no parameter and no buffer: no cast and no
-    checkpoint touches them.
+    """A rotary embedding (RoPE) as a step on heads. Its frequencies are neither a parameter nor a
+    buffer, so casts and checkpoints do not change them.
 
-    **Length.** A scaling that depends on the length (`DynamicNTK`, `DynamicYaRN`, `LongRoPE`) must
-    be told which:
+    **Length.** A scaling that depends on the length (`DynamicNTK`, `DynamicYaRN`, `LongRoPE`) needs
+    `length`:
 
-    - a number, "frozen": the frequencies of that length for every position and call. Whatever is
-        cached stays valid.
-    - "current": the largest position of the call, plus 1, over the whole batch. Keys that an
-      earlier call rotated under a shorter length are then stale: right for a single pass, wrong
-      with a cache of rotated keys. With positions in a tensor it reads them, which breaks a
-      compiled graph; with a `Span` it does not.
+    - a number: the frequencies of that length are used for every position and call. Cached keys
+      stay valid.
+    - "current": the length is the largest position of the call plus 1, over the whole batch. Keys
+      that an earlier call rotated for a shorter length then have other frequencies, so this suits a
+      single pass and not a cache of rotated keys. Positions in a tensor are read, which breaks a
+      compiled graph; a `Span` is not.
 
     Args:
         dim: the head dim D.
         base, scaling, rotary_dim, proportional: as in `rope_frequencies`.
-        layout: "half" or "interleaved".
-        length: above; ignored by scalings that do not depend on it.
+        layout: which dims form a pair: "half" or "interleaved".
+        length: as above; ignored by scalings that do not depend on it.
 
     Attributes:
-        inv_freq: fp64, on the device of the module. With "current", those of the trained length, as
-            the factors.
-        rotary_factor: multiplies cos and sin; applied here.
-        softmax_factor: the attention's scale has to be multiplied by it; not applied here.
-        follows: whether the frequencies follow the length of each call, so that rotated keys must
-            not be cached.
+        inv_freq: the frequencies in fp64, on the device of the module. With "current", they and the
+            factors are those of the trained length.
+        rotary_factor: the factor on cos and sin, which this module applies.
+        softmax_factor: a factor for the scale of the attention, which this module does not apply.
+        follows_length: whether the frequencies follow the length of each call, so that rotated keys
+            must not be cached.
 
     Raises:
-        ArgumentError: as `rope_frequencies`; layout is unknown; or the scaling needs a length and
-            has none.
+        ArgumentError: an argument does not suit `rope_frequencies`, layout is unknown, or the
+            scaling needs a length and has none.
 
     >>> rotary = Rotary(8)
     >>> rotary(torch.ones(1, 2, 3, 8), Span(0, 3)).shape
@@ -217,6 +234,7 @@ class Rotary(nn.Module):
     """
 
     inv_freq: Tensor
+    follows = renamed_attribute("follows_length")
 
     def __init__(
         self,
@@ -235,21 +253,32 @@ class Rotary(nn.Module):
             raise ArgumentError(f'length is {length!r}; it must be a number or "current"')
         self.dim, self.base, self.scaling, self.layout = dim, base, scaling, layout
         self.rotary_dim, self.proportional, self.length = rotary_dim, proportional, length
-        self.follows = length == "current" and isinstance(scaling, Scaling) and scaling.needs_length
+        self.follows_length = (
+            length == "current" and isinstance(scaling, Scaling) and scaling.needs_length
+        )
         if length is None and isinstance(scaling, Scaling) and scaling.needs_length:
             raise ArgumentError(
-                f"length is None, and {type(scaling).__name__} depends on it; pass a number to "
-                "freeze the frequencies at "
-                '(a cache stays valid), or "current" (no cache of rotated keys)'
+                f"length is None, but {type(scaling).__name__} depends on it; pass a number, "
+                'which fixes the frequencies (a cache stays valid), or "current" (no cache of '
+                "rotated keys)"
             )
-        known = length if isinstance(length, int) else getattr(scaling, "original_length", None)
-        self.inv_freq, self.rotary_factor, self.softmax_factor = self._frequencies(known)
+        fixed_length = (
+            length if isinstance(length, int) else getattr(scaling, "original_length", None)
+        )
+        self.inv_freq, self.rotary_factor, self.softmax_factor = self._frequencies(fixed_length)
         self._last: tuple[object, Positions, Tensor, Tensor] | None = None
 
     def forward(
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
-        """Turn x [B,H,L,D] by its positions.
+        """Rotate queries or keys by their positions.
+
+        Args:
+            x: queries or keys [B,H,L,D].
+            positions: a `Span`, or integers [B or 1, L].
+
+        Returns:
+            The rotated queries or keys [B,H,L,D].
 
         Raises:
             ArgumentError: x is not [B, H, L, dim], or positions do not fit it.
@@ -261,29 +290,33 @@ class Rotary(nn.Module):
             and x.shape[2:] == (positions.length, self.dim)
             and x.is_floating_point()
         )
-        if not fits:  # what is wrong is found out only when something is
-            _check(x, positions, self.layout, self.inv_freq)
+        if not fits:  # the full checks run only if this fast test fails
+            _check_rotate(x, positions, self.layout, self.inv_freq)
         if x.shape[-1] != self.dim:
             raise ArgumentError(
                 f"x has head dim {x.shape[-1]}; this rotary was made for {self.dim}"
             )
-        return turn(x, *self._cos_sin(x, positions), self.layout)
+        return apply_rotary(x, *self._cos_sin(x, positions), self.layout)
 
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        # Every layer asks for the same table, for queries and for keys: the last one is kept. It is
-        # read once, because another thread may put another one there at any time.
-        key, last = _key(x, positions), self._last
+        """Return the tables of cos and sin for x, from the last call if it had the same
+        arguments.
+        """
+        # All layers use the same table for queries and for keys, so the last one is kept. It is
+        # read once, because another thread may replace it at any time.
+        key, last = _table_key(x, positions), self._last
         if key is not None and last is not None and last[0] == key:
             return last[2:]
         inv_freq, factor = self.inv_freq, self.rotary_factor
-        if self.follows:
-            inv_freq, factor, _ = self._frequencies(_stop(positions))
+        if self.follows_length:
+            inv_freq, factor, _ = self._frequencies(_sequence_length(positions))
         cos, sin = cos_sin(positions, inv_freq, x.dtype, x.device, factor)
         if key is not None:
             self._last = (key, positions, cos, sin)
         return cos, sin
 
     def _frequencies(self, length: int | None) -> RopeFrequencies:
+        """Return the frequencies and factors for a length."""
         return rope_frequencies(
             self.dim,
             self.base,
@@ -294,7 +327,7 @@ class Rotary(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:  # noqa: FBT001, FBT002  (torch's)
-        # Follow the module to its device, in fp64; "meta" has no numbers, and "mps" no fp64.
+        # Move with the module, in fp64; "meta" has no values, and "mps" has no fp64.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0)).device
         if device.type not in ("meta", "mps"):
@@ -306,7 +339,7 @@ class Rotary(nn.Module):
         return {**state, "_last": None}
 
     def extra_repr(self) -> str:
-        """The head dim, the base, and what is not the default."""
+        """The head dim, the base, the layout, and what differs from the defaults."""
         parts = [f"{self.dim}", f"base={self.base}"]
         if self.rotary_dim not in (None, self.dim):
             parts.append(f"rotary_dim={self.rotary_dim}{', proportional' * self.proportional}")
@@ -317,30 +350,31 @@ class Rotary(nn.Module):
         return ", ".join([*parts, f"layout={self.layout!r}"])
 
 
-def _key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
-    """What the tables depend on, or None where they must not be kept."""
+def _table_key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
+    """Return what the tables of cos and sin depend on, or None if they must not be kept."""
     if is_compiling() or type(x) is not Tensor:
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # a captured graph must own its tables
-    where: object = positions
+        return None  # a captured graph needs its own tables
+
+    position_key: object = positions
     if isinstance(positions, Tensor):
         if positions.is_inference():
-            return None  # nobody would notice a change of its values
-        where = (id(positions), positions._version)
+            return None  # a change of its values would not be noticed
+        position_key = (id(positions), positions._version)
     # tables made in inference mode cannot serve a backward pass
-    return where, x.dtype, x.device, torch.is_inference_mode_enabled()
+    return position_key, x.dtype, x.device, torch.is_inference_mode_enabled()
 
 
-def _stop(positions: Positions) -> int:
-    """One past the largest position, at least 0."""
+def _sequence_length(positions: Positions) -> int:
+    """Return one more than the largest position, at least 0."""
     if isinstance(positions, Span):
         return max(0, positions.stop) if positions.length else 0
     return max(0, int(positions.max()) + 1) if positions.numel() else 0
 
 
 def check_layout(layout: str) -> None:
-    """The layout is one of the two."""
+    """Check that the layout is "half" or "interleaved"."""
     if layout not in ("half", "interleaved"):
         raise ArgumentError(
             f'layout is {layout!r}; it must be "half" (Hugging Face Llama, GPT-NeoX) or '
@@ -348,7 +382,8 @@ def check_layout(layout: str) -> None:
         )
 
 
-def _check(x: Tensor, positions: Positions, layout: str, inv_freq: Tensor) -> None:
+def _check_rotate(x: Tensor, positions: Positions, layout: str, inv_freq: Tensor) -> None:
+    """Check the arguments of `rotate`."""
     check_tensor("x", x)
     check_tensor("inv_freq", inv_freq)
     check_layout(layout)
@@ -359,7 +394,6 @@ def _check(x: Tensor, positions: Positions, layout: str, inv_freq: Tensor) -> No
     if inv_freq.ndim != 1 or 2 * inv_freq.shape[0] > x.shape[3]:
         raise ArgumentError(
             f"inv_freq is {tuple(inv_freq.shape)}; it must be 1-D, of at most {x.shape[3] // 2} "
-            "pairs for the "
-            f"head dim {x.shape[3]}"
+            f"pairs for the head dim {x.shape[3]}"
         )
     check_positions("positions", positions, x.shape[0], x.shape[2])

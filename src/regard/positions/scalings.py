@@ -1,5 +1,5 @@
-"""Rotary positions for contexts longer than those trained: scalings of the frequencies (linear,
-NTK, YaRN, Llama 3, LongRoPE), and how far a base reaches without them.
+"""Rotary positions for contexts longer than those of training: scalings of the frequencies (linear,
+NTK, YaRN, Llama 3, LongRoPE), and formulas for the length that a base supports without them.
 
 Letters: d is the rotary dim, b the base, T the length.
 """
@@ -17,16 +17,18 @@ from torch import Tensor
 
 from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.units import plural
 
 
 class RopeFrequencies(NamedTuple):
-    """What a rotary scheme comes to.
+    """The frequencies and factors of a rotary scheme.
 
-    inv_freq: radians per position of each pair, fp64 [rotary_dim / 2].
-    rotary_factor: multiplies cos and sin, hence each rotated query and key.
-    softmax_factor: multiplies the softmax scale, hence the rotated and the other dims alike. Never
-        folded into
-        rotary_factor: the two are equal only where the whole head is rotary.
+    Attributes:
+        inv_freq: radians per position of each pair, fp64 [rotary_dim / 2].
+        rotary_factor: multiplies cos and sin, and so each rotated query and key.
+        softmax_factor: multiplies the softmax scale, and so rotated and other dims alike. It is
+            kept apart from rotary_factor, because the two are equivalent only if the whole head is
+            rotary.
     """
 
     inv_freq: Float64[Tensor, " n"]
@@ -34,9 +36,14 @@ class RopeFrequencies(NamedTuple):
     softmax_factor: float
 
 
-class Unscaled(NamedTuple):
-    """What a scaling starts from: theta_i = base^(-2i/dim), fp64 [n], and the length of the
-    sequence where it is known.
+class UnscaledFrequencies(NamedTuple):
+    """The input of a scaling.
+
+    Attributes:
+        theta: the frequencies theta_i = base^(-2i/dim), fp64 [n].
+        base: the base b.
+        dim: the rotary dim d.
+        length: the length of the sequence, or None if it is not known.
     """
 
     theta: Float64[Tensor, " n"]
@@ -47,38 +54,48 @@ class Unscaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaling:
-    """Base of the scalings: frequencies become others.
+    """Base class of the scalings of rotary frequencies.
 
-    `needs_length` says that the result depends on how long the sequence is now. Keys that were
-    rotated under one length and are scored under another are no longer a function of distance: see
-    `Rotary`.
+    Attributes:
+        needs_length: whether the result depends on the present length of the sequence. Keys that
+            were rotated for one length and are scored by queries for another are then no function
+            of the distance (see `Rotary`).
     """
 
     needs_length: ClassVar[bool] = False
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """The frequencies in place of theta, and the two factors."""
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Scale frequencies.
+
+        Args:
+            rope: the unscaled frequencies.
+
+        Returns:
+            The scaled frequencies and the two factors.
+        """
         raise NotImplementedError
 
 
-def plain(base: float, dim: int, pairs: int) -> Float64[Tensor, " n"]:
-    """theta_i = base^(-2i/dim) for i < pairs, fp64, on the CPU whatever the default device is."""
+def base_frequencies(base: float, dim: int, pairs: int) -> Float64[Tensor, " n"]:
+    """Return theta_i = base^(-2i/dim) for i < pairs, fp64, on the CPU whatever the default
+    device is.
+    """
     i = torch.arange(pairs, dtype=torch.float64, device="cpu")
     return base ** (-2 * i / dim)
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
-    """Position interpolation: theta_i / s, the same as positions p / s.
+class LinearScaling(Scaling):
+    """Position interpolation: theta_i / s, which equals positions p / s.
 
     Args:
-        factor: s.
+        factor: the factor s.
 
     Raises:
         ArgumentError: factor is not above 0.
 
     >>> from regard.positions import rope_frequencies
-    >>> rope_frequencies(4, scaling=Linear(4.0)).inv_freq.tolist()
+    >>> rope_frequencies(4, scaling=LinearScaling(4.0)).inv_freq.tolist()
     [0.25, 0.0025]
 
     Source: Chen et al. 2023 (arXiv 2306.15595), equation 4.
@@ -87,23 +104,23 @@ class Linear(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
+        check_above("factor", self.factor)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """theta / s."""
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Divide every frequency theta by the factor s."""
         return RopeFrequencies(rope.theta / self.factor, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware, static: b' = b s^(d/(d-2)). The lowest frequency is that of `Linear`, the highest
-    is unchanged.
+    """NTK-aware scaling with a fixed factor: b' = b s^(d/(d-2)). The lowest frequency is that of
+    `LinearScaling`, the highest is unchanged.
 
     Args:
-        factor: s.
+        factor: the factor s.
 
     Raises:
-        ArgumentError: factor is not above 0; when used, a rotary dim below 4.
+        ArgumentError: factor is not above 0; when used, the rotary dim is below 4.
 
     >>> from regard.positions import rope_frequencies
     >>> rope_frequencies(4, scaling=NTK(4.0)).inv_freq.tolist()
@@ -115,31 +132,39 @@ class NTK(Scaling):
     factor: float
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
+        check_above("factor", self.factor)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """base'^(-2i/d)."""
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Compute the frequencies b'^(-2i/d) of the larger base."""
         base = self.base(rope.base, rope.dim)
-        return RopeFrequencies(plain(base, rope.dim, len(rope.theta)), 1.0, 1.0)
+        return RopeFrequencies(base_frequencies(base, rope.dim, len(rope.theta)), 1.0, 1.0)
 
     def base(self, base: float, dim: int) -> float:
-        """b s^(d/(d-2))."""
+        """Compute the larger base b' = b s^(d/(d-2)).
+
+        Args:
+            base: the base b.
+            dim: the rotary dim d.
+
+        Returns:
+            The base b'.
+        """
         return base * math.pow(self.factor, ntk_exponent(dim))
 
 
 @dataclass(frozen=True)
 class DynamicNTK(Scaling):
-    """NTK that follows the length l: b' = b (a l / L - (a - 1))^(d/(d-2)) for l > L, unchanged up
-    to L.
+    """NTK-aware scaling that follows the length l: b' = b (a l / L - (a - 1))^(d/(d-2)) for l > L,
+    and b up to L.
 
     Args:
-        factor: a. Hugging Face's "dynamic" has its factor here; a = 1 is the dynamic scaling of the
-            YaRN paper.
-        original_length: L. Hugging Face reads it from max_position_embeddings.
+        factor: the factor a, which Hugging Face's "dynamic" calls "factor"; a = 1 is the dynamic
+            scaling of the YaRN paper.
+        original_length: the trained length L; Hugging Face reads it from max_position_embeddings.
 
     Raises:
-        ArgumentError: factor or original_length is not above 0; when used, no length, or a rotary
-            dim below 4.
+        ArgumentError: factor or original_length is not above 0; when used, there is no length, or
+            the rotary dim is below 4.
 
     >>> round(DynamicNTK(2.0, 4096).base(10000.0, 128, length=8192), 4)
     30527.7367
@@ -152,32 +177,41 @@ class DynamicNTK(Scaling):
     needs_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
-        positive("original_length", self.original_length)
+        check_above("factor", self.factor)
+        check_above("original_length", self.original_length)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """base'^(-2i/d)."""
-        base = self.base(rope.base, rope.dim, needed(self, rope.length))
-        return RopeFrequencies(plain(base, rope.dim, len(rope.theta)), 1.0, 1.0)
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Compute the frequencies b'^(-2i/d) of the base for the present length."""
+        base = self.base(rope.base, rope.dim, require_length(self, rope.length))
+        return RopeFrequencies(base_frequencies(base, rope.dim, len(rope.theta)), 1.0, 1.0)
 
     def base(self, base: float, dim: int, length: int) -> float:
-        """b (a l / L - (a - 1))^(d/(d-2)), with l at least L."""
+        """Compute the base b (a l / L - (a - 1))^(d/(d-2)), with l at least L.
+
+        Args:
+            base: the base b.
+            dim: the rotary dim d.
+            length: the length l of the sequence.
+
+        Returns:
+            The base b'.
+        """
         stretch = max(length, self.original_length) / self.original_length
         return base * math.pow(self.factor * stretch - (self.factor - 1), ntk_exponent(dim))
 
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Llama 3.1: keep the pairs with r > high, divide by s those with r < low, blend linearly in r
-    between.
+    """The scaling of Llama 3.1: pairs with r > high are kept, those with r < low are divided by s,
+    and those between are blended linearly in r.
 
     theta' = (1 - m) theta / s + m theta
     m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi)
 
     Args:
-        factor: s.
+        factor: the factor s.
         low_freq_factor, high_freq_factor: low and high, in rotations within L.
-        original_length: L.
+        original_length: the trained length L.
 
     Raises:
         ArgumentError: a number is not above 0, or low is not below high.
@@ -197,46 +231,47 @@ class Llama3(Scaling):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            positive(name, value)
-        ordered("low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor)
+            check_above(name, value)
+        check_increasing(
+            "low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor
+        )
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """Keep, blend or divide each pair."""
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Keep, blend or divide each frequency."""
         theta, low, high = rope.theta, self.low_freq_factor, self.high_freq_factor
         m = ((self.original_length * theta / math.tau - low) / (high - low)).clamp(0, 1)
         return RopeFrequencies((1 - m) * theta / self.factor + m * theta, 1.0, 1.0)
 
 
 def ntk_exponent(dim: int) -> float:
-    """d / (d - 2)."""
+    """Return the exponent d / (d - 2) of NTK scalings."""
     if dim < 4:
         raise ArgumentError(
-            f"NTK scaling of a rotary dim of {dim}: its exponent d/(d-2) needs at least 4; use "
-            "Linear"
+            f"the rotary dim is {dim}; the exponent d/(d-2) of NTK scaling needs at least 4; use "
+            "LinearScaling"
         )
     return dim / (dim - 2)
 
 
-def needed(scaling: Scaling, length: int | None) -> int:
-    """The length, which a scaling cannot do without."""
+def require_length(scaling: Scaling, length: int | None) -> int:
+    """Return the length, or raise an `ArgumentError` if it is None."""
     if length is None:
         raise ArgumentError(
-            f"length is None, and {type(scaling).__name__} depends on it; pass the length of the "
-            "sequence, "
-            "or the length to freeze the frequencies at"
+            f"length is None, but {type(scaling).__name__} depends on it; pass the length of the "
+            "sequence, or a length that fixes the frequencies"
         )
     return length
 
 
-def positive(name: str, value: float, *, above: float = 0) -> None:
-    """A finite number above a bound."""
+def check_above(name: str, value: float, *, above: float = 0) -> None:
+    """Check that a value is a finite number above a bound."""
     if value is None:
         raise ArgumentTypeError(f"{name} is None; it must be a number above {above}")
     check_number(name, value, above, math.inf, f"above {above}")
 
 
-def ordered(low_name: str, low: float, high_name: str, high: float) -> None:
-    """low < high."""
+def check_increasing(low_name: str, low: float, high_name: str, high: float) -> None:
+    """Check that the first of two values is below the second."""
     if not low < high:
         raise ArgumentError(
             f"{low_name} is {low} and {high_name} is {high}; the first must be below the second"
@@ -244,8 +279,17 @@ def ordered(low_name: str, low: float, high_name: str, high: float) -> None:
 
 
 def pair_index(rotations: float, dim: int, base: float, length: int) -> float:
-    """The (fractional) pair that makes so many rotations within a length: d ln(L / (2 pi r)) / (2
-    ln b).
+    """Compute the (fractional) index of the pair that makes a number of rotations within a length:
+    d ln(L / (2 pi r)) / (2 ln b).
+
+    Args:
+        rotations: the number of rotations r.
+        dim: the rotary dim d.
+        base: the base b.
+        length: the length L in positions.
+
+    Returns:
+        The index of the pair.
 
     >>> round(pair_index(1, 128, 10000.0, 4096), 6)
     45.026881
@@ -254,7 +298,14 @@ def pair_index(rotations: float, dim: int, base: float, length: int) -> float:
 
 
 def yarn_mscale(factor: float, m: float = 1.0) -> float:
-    """f(m) = 0.1 m ln s + 1, and 1 where s <= 1.
+    """Compute YaRN's attention factor f(m) = 0.1 m ln s + 1, which is 1 for s <= 1.
+
+    Args:
+        factor: the scaling factor s.
+        m: the multiplier m.
+
+    Returns:
+        The factor f(m).
 
     >>> yarn_mscale(40.0)
     1.3688879454113936
@@ -264,7 +315,8 @@ def yarn_mscale(factor: float, m: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class YaRN(Scaling):
-    """YaRN as released: the ramp between kept and divided frequencies is linear in the pair index.
+    """YaRN scaling as in its released code: the blend between kept and divided frequencies is
+    linear in the pair index.
 
     low = floor(index(beta_fast)), high = ceil(index(beta_slow)), clamped to 0 and d - 1, where
     index is `pair_index`
@@ -274,21 +326,21 @@ class YaRN(Scaling):
     s + 1; softmax factor f(mscale_all_dim)^2
 
     Args:
-        factor: s.
-        original_length: L.
-        beta_fast, beta_slow: pairs with more rotations within L than beta_fast are kept, with fewer
-            than beta_slow divided.
-        truncate: whether low and high are rounded to whole pairs (gpt-oss does not).
+        factor: the factor s.
+        original_length: the trained length L.
+        beta_fast, beta_slow: pairs with more rotations within L than beta_fast are kept, pairs with
+            fewer than beta_slow are divided.
+        truncate: whether low and high are rounded to whole pairs (False in gpt-oss).
         ramp: "index", as in the released code and every released checkpoint, or "rotations", the
             paper's definition:
             theta' = (1 - g) theta / s + g theta,
             g = clamp((r - beta_slow) / (beta_fast - beta_slow), 0, 1).
-        attention_factor: the rotary factor, if not the one above.
-        mscale, mscale_all_dim: as in a DeepSeek config, where they count as 1 and 0 when absent.
+        attention_factor: the rotary factor; None computes it as above.
+        mscale, mscale_all_dim: as in a DeepSeek config; None counts as 1 and 0.
 
     Raises:
         ArgumentError: a number is not above 0, beta_slow is not below beta_fast, or ramp is
-            unknown; when used, the ramp has no pairs to run over.
+            unknown; when used, low is above high.
 
     >>> from regard.positions import rope_frequencies
     >>> inv_freq, rotary_factor, softmax_factor = rope_frequencies(128, scaling=YaRN(16.0, 4096))
@@ -310,13 +362,13 @@ class YaRN(Scaling):
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        positive("factor", self.factor)
+        check_above("factor", self.factor)
         check_ramp(self.original_length, self.beta_fast, self.beta_slow, self.ramp)
         check_number("attention_factor", self.attention_factor, 0, math.inf, "above 0")
         for name in ("mscale", "mscale_all_dim"):
             check_number(name, getattr(self, name), -1e-300, math.inf, "at least 0")
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """Blend theta and theta / s by the ramp."""
         if self.ramp == "rotations":
             r = self.original_length * rope.theta / math.tau
@@ -330,9 +382,19 @@ class YaRN(Scaling):
         return RopeFrequencies(blended, self.rotary_factor, softmax_factor)
 
     def bounds(self, dim: int, base: float) -> tuple[float, float]:
-        """low and high, in pairs: where the ramp starts and ends.
+        """Compute the pair indices low and high between which the ramp runs.
 
-        `high` is clamped at d - 1 although pairs end at d/2 - 1: so do the released tables.
+        `high` is clamped at d - 1 although pairs end at d/2 - 1, as in the released code.
+
+        Args:
+            dim: the rotary dim d.
+            base: the base b.
+
+        Returns:
+            The indices low and high.
+
+        Raises:
+            ArgumentError: low is above high.
         """
         low = pair_index(self.beta_fast, dim, base, self.original_length)
         high = pair_index(self.beta_slow, dim, base, self.original_length)
@@ -349,7 +411,7 @@ class YaRN(Scaling):
 
     @property
     def rotary_factor(self) -> float:
-        """f(mscale) / f(mscale_all_dim), f(1) without them."""
+        """The factor on cos and sin: f(mscale) / f(mscale_all_dim), or f(1) without them."""
         if self.attention_factor is not None:
             return self.attention_factor
         mscale = 1.0 if self.mscale is None else self.mscale
@@ -358,14 +420,15 @@ class YaRN(Scaling):
 
 @dataclass(frozen=True)
 class DynamicYaRN(Scaling):
-    """YaRN whose factor follows the length l: s = max(1, l / L), rotary factor included.
+    """YaRN scaling whose factor follows the length l: s = max(1, l / L), which also sets the rotary
+    factor.
 
     Args:
-        original_length: L.
+        original_length: the trained length L.
         beta_fast, beta_slow, truncate, ramp: as in `YaRN`.
 
     Raises:
-        ArgumentError: as `YaRN`; when used, no length.
+        ArgumentError: as for `YaRN`; when used, there is no length.
 
     >>> from regard.positions import rope_frequencies
     >>> rope_frequencies(128, scaling=DynamicYaRN(4096), length=65536).rotary_factor
@@ -384,19 +447,19 @@ class DynamicYaRN(Scaling):
     def __post_init__(self) -> None:
         check_ramp(self.original_length, self.beta_fast, self.beta_slow, self.ramp)
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """`YaRN` with the factor of this length."""
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Apply `YaRN` with the factor of the present length."""
         L = self.original_length
-        factor = max(1.0, needed(self, rope.length) / L)
+        factor = max(1.0, require_length(self, rope.length) / L)
         return YaRN(factor, L, self.beta_fast, self.beta_slow, self.truncate, self.ramp).scale(rope)
 
 
 def check_ramp(original_length: int, beta_fast: float, beta_slow: float, ramp: str) -> None:
-    """The arguments that shape the ramp."""
-    positive("original_length", original_length)
-    positive("beta_slow", beta_slow)
-    positive("beta_fast", beta_fast)
-    ordered("beta_slow", beta_slow, "beta_fast", beta_fast)
+    """Check the arguments that define YaRN's ramp."""
+    check_above("original_length", original_length)
+    check_above("beta_slow", beta_slow)
+    check_above("beta_fast", beta_fast)
+    check_increasing("beta_slow", beta_slow, "beta_fast", beta_fast)
     if ramp not in ("index", "rotations"):
         raise ArgumentError(
             f'ramp is {ramp!r}; it must be "index" (released code) or "rotations" (paper)'
@@ -405,20 +468,21 @@ def check_ramp(original_length: int, beta_fast: float, beta_slow: float, ramp: s
 
 @dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """A searched divisor for each pair, one list up to the trained length L and another beyond it.
+    """LongRoPE scaling: a searched divisor for each pair, with one list up to the trained length L
+    and another beyond it.
 
     theta'_i = theta_i / ext_i,  ext = short if length <= L else long
     rotary factor sqrt(1 + ln s / ln L)
 
     Args:
-        short_factor, long_factor: d/2 numbers each.
-        original_length: L.
-        factor: s, usually max_position_embeddings / L.
-        attention_factor: the rotary factor, if not the one above.
+        short_factor, long_factor: d/2 divisors each.
+        original_length: the trained length L.
+        factor: the factor s, usually max_position_embeddings / L.
+        attention_factor: the rotary factor; None computes it as above.
 
     Raises:
-        ArgumentError: a number is not above 0, or the lists differ in length; when used, no length,
-            or lists that are not as long as there are pairs.
+        ArgumentError: a number is not above 0, or the lists differ in length; when used, there is
+            no length, or the lists do not have one number per pair.
 
     >>> from regard.positions import rope_frequencies
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 4096, 32.0)
@@ -437,40 +501,49 @@ class LongRoPE(Scaling):
 
     def __post_init__(self) -> None:
         for name in ("short_factor", "long_factor"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # hashable, also from a list
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a tuple is hashable
             for i, value in enumerate(getattr(self, name)):
-                positive(f"{name}[{i}]", value)
-        positive("original_length", self.original_length, above=1)
-        positive("factor", self.factor)
+                check_above(f"{name}[{i}]", value)
+        check_above("original_length", self.original_length, above=1)
+        check_above("factor", self.factor)
         check_number("attention_factor", self.attention_factor, 0, math.inf, "above 0")
 
-    def scale(self, rope: Unscaled) -> RopeFrequencies:
-        """theta / ext, with the list that the length asks for."""
-        long = needed(self, rope.length) > self.original_length
+    def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
+        """Divide each frequency theta_i by ext_i, from the list for the present length."""
+        long = require_length(self, rope.length) > self.original_length
         name, ext = (
             ("long_factor", self.long_factor) if long else ("short_factor", self.short_factor)
         )
         if len(ext) != len(rope.theta):
             raise ArgumentError(
-                f"{name} has {len(ext)} numbers and there are {len(rope.theta)} rotary pairs; "
-                "give one number per pair"
+                f"{name} has length {len(ext)}; it must have one number for each of the "
+                f"{plural(len(rope.theta), 'rotary pair')}"
             )
         ratio = torch.tensor(ext, dtype=torch.float64, device="cpu")
         return RopeFrequencies(rope.theta / ratio, self.rotary_factor, 1.0)
 
     @property
     def rotary_factor(self) -> float:
-        """sqrt(1 + ln s / ln L), 1 where s <= 1."""
+        """The factor on cos and sin: sqrt(1 + ln s / ln L), or 1 for s <= 1."""
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + max(0.0, math.log(self.factor)) / math.log(self.original_length))
 
 
 def critical_dimension(dim: int, base: float, length: int) -> int:
-    """How many dims made at least one full turn within the trained length: 2 ceil((d/2) log_b(T /
-    (2 pi))).
+    """Compute how many dims complete at least one rotation within the trained length:
+    2 ceil((d/2) log_b(T / (2 pi))).
 
-    The others met only part of a period, so that longer sequences show them angles they never saw.
+    The other dims saw only a part of their period in training, so longer sequences contain angles
+    that the model has never seen.
+
+    Args:
+        dim: the rotary dim d.
+        base: the base b.
+        length: the trained length T.
+
+    Returns:
+        The number of dims.
 
     Raises:
         ArgumentError: base is not above 1, or dim or length not above 0.
@@ -480,20 +553,23 @@ def critical_dimension(dim: int, base: float, length: int) -> int:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("dim", dim)
-    positive("base", base, above=1)
-    positive("length", length)
+    check_above("dim", dim)
+    check_above("base", base, above=1)
+    check_above("length", length)
     return min(dim, max(0, 2 * math.ceil(pair_index(1, dim, base, length))))
 
 
 def extrapolation_length(dim: int, base: float, critical: int) -> float:
-    """How far a model reads that was tuned with a new, larger base: T_extra = 2 pi b^(d_extra / d)
-    positions.
+    """Compute the length that a model supports after tuning with a new, larger base:
+    T_extra = 2 pi b^(d_extra / d) positions.
 
     Args:
-        dim: d.
+        dim: the rotary dim d.
         base: the base b of the tuning.
-        critical: d_extra, the critical dimension of the pretraining.
+        critical: the critical dimension d_extra of the pretraining.
+
+    Returns:
+        The length in positions.
 
     Raises:
         ArgumentError: base is not above 1, or dim not above 0.
@@ -503,20 +579,23 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("dim", dim)
-    positive("base", base, above=1)
+    check_above("dim", dim)
+    check_above("base", base, above=1)
     result: float = math.tau * base ** (critical / dim)
     return result
 
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
-    """The base above which tuning on a longer length reaches beyond it: b0 =
-    b^(log_{T/2pi}(T_tune/2pi)).
+    """Compute the base b0 = b^(log_{T/2pi}(T_tune/2pi)) above which tuning on a longer length
+    extends the context beyond that length.
 
     Args:
         length: the trained length T.
         tuned: the length T_tune of the tuning.
         base: the base b of the pretraining.
+
+    Returns:
+        The base b0.
 
     Raises:
         ArgumentError: a length is 6 or less, or base not above 1.
@@ -526,16 +605,22 @@ def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("length", length, above=6)
-    positive("tuned", tuned, above=6)
-    positive("base", base, above=1)
+    check_above("length", length, above=6)
+    check_above("tuned", tuned, above=6)
+    check_above("base", base, above=1)
     result: float = base ** (math.log(tuned / math.tau) / math.log(length / math.tau))
     return result
 
 
 def small_bases(length: int) -> tuple[float, float, float]:
-    """The bases 2T/pi, T/pi and T/(2 pi), below which every dim meets a quarter, half and whole
-    turn of cos.
+    """Compute the bases 2T/pi, T/pi and T/(2 pi), below which every dim completes a quarter, a half
+    and a whole period of cos within the length.
+
+    Args:
+        length: the length T.
+
+    Returns:
+        The three bases.
 
     Raises:
         ArgumentError: length is not above 0.
@@ -545,22 +630,25 @@ def small_bases(length: int) -> tuple[float, float, float]:
 
     Source: Liu et al. 2023 (arXiv 2310.05209).
     """
-    positive("length", length)
+    check_above("length", length)
     return 2 * length / math.pi, length / math.pi, length / math.tau
 
 
 def long_term_decay(
     dim: int, base: float, distances: Float64[Tensor, " m"] | range
 ) -> Float64[Tensor, " m"]:
-    """How much better a like key scores than a random one at each distance: B(m) = sum_i cos(m
-    theta_i).
+    """Compute B(m) = sum_i cos(m theta_i), by how much a similar key scores higher than a random
+    one at each distance m.
 
     Where B is negative, the model prefers an unrelated token to a similar one.
 
     Args:
-        dim: d, even.
-        base: b.
-        distances: m, fp64 or a range.
+        dim: the rotary dim d, even.
+        base: the base b.
+        distances: the distances m, fp64 or a range.
+
+    Returns:
+        B(m) for each distance, fp64.
 
     Raises:
         ArgumentError: dim is odd or below 2, or base is not above 1.
@@ -572,17 +660,25 @@ def long_term_decay(
     """
     if dim < 2 or dim % 2:
         raise ArgumentError(f"dim is {dim}; rotary pairs need an even dim of at least 2")
-    positive("base", base, above=1)
+    check_above("base", base, above=1)
     m = torch.tensor(distances, dtype=torch.float64) if isinstance(distances, range) else distances
-    return (m[:, None] * plain(base, dim, dim // 2).to(m.device)).cos().sum(-1)
+    return (m[:, None] * base_frequencies(base, dim, dim // 2).to(m.device)).cos().sum(-1)
 
 
 def base_reaches(dim: int, base: float, length: int) -> bool:
-    """Whether B(m) >= 0 for every distance m <= length. The bases for which it holds are not an
-    interval.
+    """Return whether a base supports a length: B(m) >= 0 of `long_term_decay` for every distance m
+    up to the length. The bases for which this holds are not an interval.
+
+    Args:
+        dim: the rotary dim d, even.
+        base: the base b.
+        length: the length in positions.
+
+    Returns:
+        Whether the base supports the length.
 
     Raises:
-        ArgumentError: as `long_term_decay`.
+        ArgumentError: dim is odd or below 2, or base is not above 1.
 
     >>> [base_reaches(128, base, 1024) for base in (4293.0, 4294.0, 5000.0)]
     [False, True, False]

@@ -1,4 +1,6 @@
-"""Absolute positions that are added to embeddings: sinusoids, and a learned table."""
+"""Absolute position embeddings, which are added to token embeddings: sinusoids and a learned
+table.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def sinusoidal(
     layout: Literal["interleaved", "halves", "tensor2tensor"] = "interleaved",
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*B L M"]:
-    """Sines and cosines of the position at falling frequencies, computed in fp64.
+    """Compute sinusoidal position embeddings, in fp64 before the cast to `dtype`.
 
     interleaved:    PE[p, 2i] = sin(p b^(-2i/M)), PE[p, 2i+1] = cos(same)
     halves:         the same numbers as [all sines; all cosines]
@@ -36,12 +38,12 @@ def sinusoidal(
     Args:
         positions: a length, for positions 0..length-1, or positions [B or 1, L].
         dim: the model dim M.
-        base: b.
-        layout: above.
-        dtype: of the result.
+        base: the base b.
+        layout: "interleaved", "halves" or "tensor2tensor", as above.
+        dtype: the dtype of the result.
 
     Returns:
-        [length, M] for a length, [B or 1, L, M] for positions.
+        The embeddings: [length, M] for a length, [B or 1, L, M] for positions.
 
     Raises:
         ArgumentError: length is negative, dim below 1, base not above 0, or layout unknown.
@@ -75,25 +77,24 @@ def sinusoidal(
     return table.to(dtype)
 
 
-class Learned(nn.Module):
-    """A learned vector for each position below a maximum; an empty slot (any negative position) has
+class LearnedPositions(nn.Module):
+    """A learned vector for each position below a maximum; an empty slot (a negative position) gets
     zeros.
 
     y = weight[position + offset]
 
     Args:
-        max_len: how many positions have a vector. There is none beyond it: such a position is
-            refused, never clamped or wrapped.
+        max_len: the number of positions with a vector. A larger position is refused.
         dim: the model dim M.
-        offset: rows at the start of the table that no position uses (2 in OPT).
+        offset: the number of unused rows at the start of the table (2 in OPT).
 
     Raises:
-        ArgumentError: a size is out of range; when called, a position is max_len or more (not
-            checked while compiling with positions in a tensor, where torch's own index check
-            remains).
+        ArgumentError: a size is out of range; when called, a position is max_len or more. With
+            positions in a tensor, this is not checked while compiling, where torch's index check
+            remains.
         ArgumentTypeError: when called, positions are not integers.
 
-    >>> Learned(16, 4)(Span(0, 3)).shape
+    >>> LearnedPositions(16, 4)(Span(0, 3)).shape
     torch.Size([1, 3, 4])
 
     Source: Gehring et al. 2017 (arXiv 1705.03122), section 3.1.
@@ -103,15 +104,22 @@ class Learned(nn.Module):
         super().__init__()
         if min(max_len, dim) < 1 or offset < 0:
             raise ArgumentError(
-                f"Learned({max_len}, {dim}, offset={offset}): max_len and dim must be at least 1, "
-                "offset at least 0"
+                f"LearnedPositions({max_len}, {dim}, offset={offset}): max_len and dim must be at "
+                "least 1, offset at least 0"
             )
         self.max_len, self.offset = max_len, offset
         self.weight = nn.Parameter(torch.empty(max_len + offset, dim))
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
-        """positions [B or 1, L] -> vectors [B or 1, L, M]."""
+        """Return the vectors of positions.
+
+        Args:
+            positions: positions [B or 1, L].
+
+        Returns:
+            The vectors [B or 1, L, M].
+        """
         _check_positions(positions)
         if isinstance(positions, Span):
             last = positions.stop - 1 if positions.length else -1
@@ -121,8 +129,7 @@ class Learned(nn.Module):
             last = int(positions.max())
         if last >= self.max_len:
             raise ArgumentError(
-                f"position {last} has no vector: this table was learned for positions 0 to "
-                f"{self.max_len - 1}; "
+                f"position {last} has no vector: this table has positions 0 to {self.max_len - 1}; "
                 "shorten the input, or use rotary positions"
             )
         p = as_tensor(positions, self.weight.device)
@@ -130,11 +137,12 @@ class Learned(nn.Module):
         return vectors.masked_fill((p < 0)[..., None], 0)
 
     def extra_repr(self) -> str:
-        """Sizes and offset."""
+        """The sizes of the table and the offset."""
         return f"{self.max_len}, {self.weight.shape[1]}, offset={self.offset}"
 
 
 def _check_positions(positions: Positions) -> None:
+    """Check that positions are a `Span` or integers [B or 1, L]."""
     rows = positions.shape[0] if isinstance(positions, Tensor) and positions.ndim else 1
     is_known = isinstance(positions, Span) or (isinstance(positions, Tensor) and positions.ndim)
     check_positions("positions", positions, rows, slot_count(positions) if is_known else 0)

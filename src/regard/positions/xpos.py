@@ -1,4 +1,4 @@
-"""XPos: rotary positions whose scores also decay with distance. Causal attention only."""
+"""XPos: rotary positions whose scores also decay with distance, for causal attention."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.positions.rotary import Layout, check_layout, cos_sin, rope_frequencies, turn
-from regard.positions.scalings import positive
+from regard.positions.rotary import Layout, apply_rotary, check_layout, cos_sin, rope_frequencies
+from regard.positions.scalings import check_above
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 
 def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
-    """zeta_i = (2i + gamma d) / ((1 + gamma) d), one per pair; it decays one pair's score per
-    position.
+    """Compute zeta_i = (2i + gamma d) / ((1 + gamma) d), the factor by which the score of pair i
+    decays per scale_base positions.
+
+    Args:
+        dim: the head dim d.
+        gamma: the parameter gamma.
+
+    Returns:
+        The factors, one per pair of dims.
 
     >>> [round(zeta, 6) for zeta in xpos_zeta(4)]
     [0.285714, 0.642857]
@@ -29,8 +36,17 @@ def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
 def xpos_reach(
     dim: int, dtype: torch.dtype, *, gamma: float = 0.4, scale_base: float = 512.0
 ) -> int:
-    """The largest |position - center| whose scale zeta_0^((p - c) / scale_base) does not overflow
-    the dtype.
+    """Compute the largest |position - center| whose scale zeta_0^((p - c) / scale_base) does not
+    overflow the dtype.
+
+    Args:
+        dim: the head dim d.
+        dtype: the dtype of queries and keys.
+        gamma: the parameter gamma of `xpos_zeta`.
+        scale_base: the number of positions per factor zeta.
+
+    Returns:
+        The largest distance from the center, in positions.
 
     >>> xpos_reach(64, torch.float16), xpos_reach(64, torch.float32)
     (4532, 36260)
@@ -40,23 +56,28 @@ def xpos_reach(
 
 
 class XPos(nn.Module):
-    """Rotary, times a scale that grows with the position on one side and shrinks on the other.
+    """A rotary embedding times a scale that grows with the position for queries and shrinks for
+    keys.
 
-    q' = R(p) q * zeta^((p - c) / scale_base),  k' = R(p) k * zeta^(-(p - c) / scale_base), so that
-    a score holds zeta_i^((p_q - p_k) / scale_base): it decays with distance to the past, and
-    **grows** towards the future: causal only.
+    q' = R(p) q * zeta^((p - c) / scale_base),  k' = R(p) k * zeta^(-(p - c) / scale_base)
+
+    A score then contains zeta_i^((p_q - p_k) / scale_base): it decays with the distance to past
+    keys, and **grows** with the distance to later ones, so use it with causal masks only.
 
     Args:
         dim: the head dim D, even.
-        role: "query" or "key": which of the two scales.
-        base, layout: as in `Rotary`.
-        center: c; the same for queries and keys. Half the length you expect doubles the reach.
-        scale_base, gamma: above, and `xpos_zeta`.
+        role: "query" or "key": which of the two this module scales.
+        base: the base of the rotary frequencies.
+        layout: which dims form a pair, as in `Rotary`.
+        center: the center c, which must be equal for queries and keys. Half of the expected length
+            doubles the supported length.
+        scale_base: the number of positions per factor zeta.
+        gamma: the parameter gamma of `xpos_zeta`.
 
     Raises:
         ArgumentError: an argument is out of range; when called, a position is too far from the
             center for the dtype (`xpos_reach`: 4532 in fp16, 36260 in fp32 and bf16 for D = 64).
-            Positions in a tensor are read for it; they are not checked while compiling.
+            Positions in a tensor are not checked while compiling.
 
     >>> q = XPos(4, "query")(torch.ones(1, 1, 1, 4), Span(100, 1))
     >>> k = XPos(4, "key")(torch.ones(1, 1, 1, 4), Span(100, 1))
@@ -79,8 +100,8 @@ class XPos(nn.Module):
     ) -> None:
         super().__init__()
         check_layout(layout)
-        positive("scale_base", scale_base)
-        positive("gamma", gamma)
+        check_above("scale_base", scale_base)
+        check_above("gamma", gamma)
         if role not in ("query", "key"):
             raise ArgumentError(f'role is {role!r}; it must be "query" or "key"')
         self.frequencies = rope_frequencies(dim, base)
@@ -90,17 +111,25 @@ class XPos(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
-        """Turn and scale x [B,H,L,D]."""
+        """Rotate and scale queries or keys x [B,H,L,D] at their positions."""
         self._check_reach(positions, x.dtype)
         dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = cos_sin(positions, self.frequencies.inv_freq, dtype, x.device)
         scale = self.scale(positions, x.device)[:, None].to(dtype)
-        return turn(x, (cos * scale).to(x.dtype), (sin * scale).to(x.dtype), self.layout)
+        return apply_rotary(x, (cos * scale).to(x.dtype), (sin * scale).to(x.dtype), self.layout)
 
     def scale(
         self, positions: Positions, device: torch.device | None = None
     ) -> Float[Tensor, "B L n"]:
-        """What each pair is multiplied by, fp64 [B or 1, L, D/2]; 1 at empty slots."""
+        """Compute the scale of each pair.
+
+        Args:
+            positions: positions [B or 1, L].
+            device: the device of the result; by default that of the positions.
+
+        Returns:
+            The factors [B or 1, L, D/2] in fp64; 1 at empty slots.
+        """
         p = as_tensor(positions, device)
         power = torch.where(p < 0, 0, p - self.center).to(torch.float64) / self.scale_base
         log_zeta = torch.tensor(
@@ -109,23 +138,24 @@ class XPos(nn.Module):
         return (power[..., None] * (log_zeta if self.role == "query" else -log_zeta)).exp()
 
     def _check_reach(self, positions: Positions, dtype: torch.dtype) -> None:
+        """Check that no position is too far from the center for the dtype."""
         if isinstance(positions, Span):
-            ends = [positions.start, positions.stop - 1] if positions.length else []
+            extremes = [positions.start, positions.stop - 1] if positions.length else []
         elif is_compiling() or not positions.numel():
-            ends = []
+            extremes = []
         else:
             full = positions[positions >= 0]
-            ends = [int(full.min()), int(full.max())] if full.numel() else []
+            extremes = [int(full.min()), int(full.max())] if full.numel() else []
         reach = xpos_reach(self.dim, dtype, gamma=self.gamma, scale_base=self.scale_base)
-        for p in ends:
+        for p in extremes:
             if p >= 0 and abs(p - self.center) > reach:
                 name = str(dtype).removeprefix("torch.")
                 raise ArgumentError(
-                    f"position {p} is {abs(p - self.center)} from the center {self.center}; XPos "
-                    f"reaches {reach} in "
-                    f"{name} before its scale overflows: move the center, or use Rotary"
+                    f"position {p} is {abs(p - self.center)} from the center {self.center}, but "
+                    f"in {name} the scale of XPos overflows beyond {reach}; move the center, or "
+                    "use Rotary"
                 )
 
     def extra_repr(self) -> str:
-        """Dim, role and center."""
+        """The head dim, the role, the center and the layout."""
         return f"{self.dim}, {self.role}, center={self.center}, layout={self.layout!r}"

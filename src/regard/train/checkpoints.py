@@ -27,6 +27,7 @@ from regard.files.folder_lock import delete_abandoned as sweep_unlocked
 from regard.files.regular_files import checked_path, open_regular
 from regard.files.safetensors_reader import load_tensors as read_tensors
 from regard.files.strict_json import read_json
+from regard.nn.renamed_weights import current_weight_name
 from regard.train.batches import Feed
 from regard.train.settings import Settings
 from regard.untrusted_text import short_repr
@@ -304,9 +305,10 @@ def unpack(
                 f"{name} is {value}, the run to resume has {short_repr(saved)}; "
                 "repeat its settings or start a new run"
             )
-    _check_weights(model, checkpoint.tensors["model"])
+    weights = {current_weight_name(name): t for name, t in checkpoint.tensors["model"].items()}
+    _check_weights(model, weights)
     batches.load_state_dict(state["batches"])
-    model.load_state_dict(checkpoint.tensors["model"])
+    model.load_state_dict(weights)
     _unpack_optimiser(optimiser, checkpoint.tensors["optimizer"], state["optimiser"])
     torch.set_rng_state(_bytes(state["random"]["cpu"]))
     if torch.cuda.is_available() and "cuda" in state["random"]:

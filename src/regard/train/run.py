@@ -23,7 +23,7 @@ from regard.models.families import family, llama, regard, type_of
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.registry import names, parse, required
+from regard.nn.variants.registry import option_names, parse_options, required_options
 from regard.process_state import seeded
 from regard.train import checkpoints
 from regard.train.batches import Batches, stream, validation_rows
@@ -121,7 +121,7 @@ def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     """The mechanism's own options, and the window that is put over it."""
     name = o["attention"]
     entry = entry_of(name)
-    own, chosen = names(entry), parse(o.get("set") or (), entry)
+    own, chosen = option_names(entry), parse_options(o.get("set") or (), entry)
     for key, flag, value in (
         ("groups", "--kv-heads", o.get("kv_heads")),
         ("window", "--window", o.get("window")),
@@ -131,14 +131,14 @@ def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         if value is not None and key in own:
             chosen[key] = value
         elif value is not None and key == "groups":
-            able = [n for n in decoders() if key in names(VARIANTS[n])]
+            able = [n for n in decoders() if key in option_names(VARIANTS[n])]
             raise ArgumentError(
                 f"{flag} does not go with {name}, whose key/value heads are fixed; it goes with "
                 f"{', '.join(able)}"
             )
-    if "groups" in required(entry):
+    if "groups" in required_options(entry):
         chosen.setdefault("groups", KV_HEADS)
-    if missing := [n for n in required(entry) if n not in chosen]:
+    if missing := [n for n in required_options(entry) if n not in chosen]:
         raise ArgumentError(
             f"{name} needs {', '.join(missing)}: give {' '.join(f'--set {n}=...' for n in missing)}"
         )
@@ -191,7 +191,7 @@ class Run:
     def settings(self) -> Settings:
         """The settings of the loop."""
         o = self.options
-        names = (
+        option_names = (
             "steps",
             "lr",
             "warmup",
@@ -201,7 +201,7 @@ class Run:
             "bf16",
             "save_every",
         )
-        return Settings(**{name: o[name] for name in names})
+        return Settings(**{name: o[name] for name in option_names})
 
     def data(self) -> tuple[Tokenizer, Tensor, Tensor]:
         """The tokenizer, the training stream, and the validation rows."""
@@ -223,9 +223,9 @@ class Run:
     def batches(self, tokens: Tensor) -> Batches:
         """The training batches."""
         o = self.options
-        names = ("batch", "context", "seed", "repeat")
+        option_names = ("batch", "context", "seed", "repeat")
         first = o["repeat_first"] * o["accumulate"]
-        return Batches(tokens, repeat_first=first, **{name: o[name] for name in names})
+        return Batches(tokens, repeat_first=first, **{name: o[name] for name in option_names})
 
     def model(self, vocab_size: int) -> tuple[nn.Module, Any]:
         """A fresh model of that shape, and its config."""

@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly import rope
 from regard.models.assembly.rope import heads
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, Prefix, PreNorm, RMSNorm, SwiGLU
+from regard.nn import Attention, Block, InputEmbedding, PrefixRecomputer, PreNorm, RMSNorm, SwiGLU
 from regard.positions import DynamicNTK, LongRoPE, Rotary, YaRN
 from regard.span import Span
 
@@ -165,7 +165,7 @@ def test_every_type_turns_as_transformers_has_it(
         assert (
             worst <= 1e-12 * length
         )  # a relative error of some 1e-13 in a frequency, times the position
-    assert made.follows == ("dynamic" in name)
+    assert made.follows_length == ("dynamic" in name)
 
 
 LONG: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -186,7 +186,7 @@ def test_longrope(case: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None
     scaling = {"rope_type": "longrope", **LISTS, **inside}
     mine = {"type": "su", **LISTS, **inside} if old else scaling
     made = make(mine, 96, 1e4, original=original)
-    assert made.follows
+    assert made.follows_length
     L = original or inside.get("original_max_position_embeddings", MAX)
     for length in (L, L + 1, 3 * MAX):
         full = scaling | {"rope_theta": 1e4}
@@ -308,7 +308,7 @@ def test_published_configs(case: Any) -> None:
     assert float(made.inv_freq.sum()) == pytest.approx(total, rel=1e-11)
     assert made.rotary_factor == pytest.approx(rotary_factor, rel=1e-14)
     assert made.softmax_factor == pytest.approx(softmax_factor, rel=1e-14)
-    assert not made.follows
+    assert not made.follows_length
 
 
 def test_phi_3_mini_128k() -> None:
@@ -326,7 +326,7 @@ def test_phi_3_mini_128k() -> None:
     original = found["original_max_position_embeddings"]
     made = rotary(96, found["rope_theta"], found["rope_scaling"], 131072, original=original)
     assert made.rotary_factor == pytest.approx(1.1902380714238083, rel=1e-15)
-    assert made.follows
+    assert made.follows_length
     assert isinstance(made.scaling, LongRoPE)
     assert made.scaling.factor == 32
 
@@ -695,7 +695,9 @@ def decoder(scaling: dict[str, Any] | None) -> Decoder:
         )
         attention = Attention(project, nn.Linear(32, 24, bias=False), mask=masks.Causal())
         layers.append(Block(attention, SwiGLU(24, 16), PreNorm(RMSNorm(24)), PreNorm(RMSNorm(24))))
-    built = Decoder(Embed(nn.Embedding(11, 24)), layers, RMSNorm(24), nn.Linear(24, 11, bias=False))
+    built = Decoder(
+        InputEmbedding(nn.Embedding(11, 24)), layers, RMSNorm(24), nn.Linear(24, 11, bias=False)
+    )
     for name, p in built.named_parameters():
         if "norm" in name or "flat" in name or "steps" in name:
             nn.init.normal_(p, 1, 0.3)
@@ -710,7 +712,7 @@ def test_decoding_with_a_cache_equals_one_pass(name: str) -> None:
     """Two layers, across the length at which frequencies change."""
     model = decoder((FOLLOWING | STILL)[name])
     ids = torch.randint(0, 11, (1, 14), generator=torch.Generator().manual_seed(5))
-    prefix = Prefix(model)
+    prefix = PrefixRecomputer(model)
     got = [prefix(ids[:, :5])] + [prefix(ids[:, t : t + 1]) for t in range(5, 14)]
     for t, logits in zip([5, *range(6, 15)], got, strict=True):
         whole = model(ids[:, :t], Span(0, t))[:, -logits.shape[1] :]

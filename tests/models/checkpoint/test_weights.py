@@ -117,7 +117,7 @@ def test_what_may_be_missing_is_fresh_and_said(folder: Path) -> None:
     missing = {"model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"}
     assert set(model.fresh) == missing
     layers: Any = model.decoder.layers
-    assert layers[1].around_attention.norm.weight.eq(1).all()
+    assert layers[1].attention_residual.norm.weight.eq(1).all()
     assert layers[0].feed_forward.up.weight.std() > 0.1
     assert not any(p.requires_grad or p.is_meta for p in model.decoder.parameters())
 

@@ -28,7 +28,7 @@ def maps(block: Any) -> dict[str, Array]:
 
 
 def gain(block: Any) -> Array:
-    return np.asarray(block.around_attention.norm.weight.detach().double().numpy())
+    return np.asarray(block.attention_residual.norm.weight.detach().double().numpy())
 
 
 def turned(x: Array, position: int, freq: Array, layout: str) -> Array:

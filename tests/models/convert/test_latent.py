@@ -311,5 +311,5 @@ def test_latents_of_latents() -> None:
 def test_the_gain_of_a_norm_is_what_the_layer_sees() -> None:
     layer = Layer.of(some.of("gemma").network.layers[0])
     assert layer.gain[:-1].tolist() == pytest.approx(
-        (1 + some.of("gemma").network.layers[0].around_attention.norm.weight.double()).tolist()
+        (1 + some.of("gemma").network.layers[0].attention_residual.norm.weight.double()).tolist()
     )

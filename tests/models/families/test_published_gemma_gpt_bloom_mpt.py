@@ -16,7 +16,7 @@ from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.assembly.parts import activation
 from regard.models.families import family
-from regard.nn.projections import Clipped
+from regard.nn.projections import ClippedQKV
 from tests.parity.families.published import build, count, layer, placed
 
 GEMMA_2B: dict[str, Any] = {
@@ -369,7 +369,7 @@ def test_the_others() -> None:
     assert list(network.layers[0].attention.bias.slopes) == list(alibi_slopes(32))
     _, network = built("mpt-7b-storywriter")
     attention = network.layers[0].attention
-    assert isinstance(attention.project, Clipped)
+    assert isinstance(attention.project, ClippedQKV)
     assert attention.project.limit == 6
     expected = [2.0 ** (-16 * (h + 1) / 32) for h in range(32)]
     assert all(

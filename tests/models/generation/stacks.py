@@ -11,7 +11,7 @@ from regard.caches import Cache
 from regard.masks import Causal
 from regard.models import Model
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU, rotary_heads
+from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU, rotary_projection
 from regard.positions import Rotary, Scaling
 from tests.models import small
 
@@ -24,7 +24,7 @@ def stack(*mixers: nn.Module, positional: nn.Module | None = None, seed: int = 0
         Block(mixer, SwiGLU(M, 32), PreNorm(RMSNorm(M)), PreNorm(RMSNorm(M)))  # type: ignore[arg-type]
         for mixer in mixers
     ]
-    embed = Embed(nn.Embedding(V, M), positional)
+    embed = InputEmbedding(nn.Embedding(V, M), positional)
     decoder = Decoder(embed, blocks, RMSNorm(M), nn.Linear(M, V, bias=False))
     small.randomise(decoder, seed)
     return decoder.eval().requires_grad_(False)
@@ -35,7 +35,7 @@ def following(scaling: Scaling, layers: int = 2) -> Decoder:
 
     def mixer() -> Attention:
         rotary = Rotary(D, 100.0, scaling=scaling, length="current")
-        project = rotary_heads(M, H, G, D, rotary, policy="recompute")
+        project = rotary_projection(M, H, G, D, rotary, policy="recompute")
         return Attention(project, nn.Linear(H * D, M, bias=False), mask=Causal())
 
     return stack(*(mixer() for _ in range(layers)))

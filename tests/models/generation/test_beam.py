@@ -24,7 +24,7 @@ from regard.models.generation import (
     greedy,
     search,
 )
-from regard.nn.rnn import Carried
+from regard.nn.rnn import DecoderState
 from tests.models import small
 
 
@@ -250,7 +250,7 @@ def of_recurrent(model: RecurrentEncoderDecoder, source: Tensor, where: Tensor) 
         hidden, cross = carried
         if cross is not None:
             cross.select(rows)
-        carried = Carried(tuple(x[:, rows] for x in hidden), cross)
+        carried = DecoderState(tuple(x[:, rows] for x in hidden), cross)
 
     return step, reorder
 

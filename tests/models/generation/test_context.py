@@ -17,7 +17,7 @@ from regard.models import Model
 from regard.models.decoder import Decoder
 from regard.models.generation import Context, Room
 from regard.models.generation.context import padded
-from regard.nn import Sinusoidal, StreamingAttention
+from regard.nn import SinusoidalPositions, StreamingAttention
 from regard.nn.variants import build
 from regard.positions import DynamicNTK, LongRoPE
 from tests.models import small
@@ -110,7 +110,7 @@ def test_streaming_keeps_distances_inside_the_cache(model: Model, pieces: list[i
 
 
 def test_streaming_without_rotary_heads_stands_at_true_positions() -> None:
-    decoder = stack(build("causal", M, H), build("alibi", M, H), positional=Sinusoidal(M))
+    decoder = stack(build("causal", M, H), build("alibi", M, H), positional=SinusoidalPositions(M))
     ids = torch.randint(0, 300, (2, LENGTH))
     found = read_in_pieces(Context(decoder, Room("streaming", 12)), ids, PIECES)
     assert_equal(found, by_hand(decoder, windowed(8, 4)), ids)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import regard
 from regard import biases, masks
 from regard.caches import Growing, Quantised, quantization
-from regard.nn import Attention, Heads, Separate
+from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Positions, Span
@@ -285,7 +285,9 @@ def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(cpu, "MIN_ELEMENTS", 0)
     torch.manual_seed(0)
-    project = Separate(Heads(32, 4, 16), Heads(32, 2, 16), Heads(32, 2, 16))
+    project = SeparateQKV(
+        HeadProjection(32, 4, 16), HeadProjection(32, 2, 16), HeadProjection(32, 2, 16)
+    )
     module, x = Attention(project, nn.Linear(64, 32), mask=masks.Causal()), torch.randn(2, 90, 32)
     with torch.no_grad():
         module.eval()

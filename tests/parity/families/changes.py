@@ -12,7 +12,7 @@ from torch import nn
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
 from regard.nn.norms import OffsetRMSNorm
-from regard.nn.projections import Fused
+from regard.nn.projections import FusedQKV
 from regard.positions import Rotary
 from tests.parity.families.harness import distance, ids_of
 
@@ -43,7 +43,7 @@ def rotate(layers: slice, *arguments: Any, **options: Any) -> Change:
     def change(network: Any) -> None:
         for attention in attentions(network)[layers]:
             project, made = attention.project, Rotary(*arguments, **options)
-            parts = [project] if isinstance(project, Fused) else [project.q, project.k]
+            parts = [project] if isinstance(project, FusedQKV) else [project.q, project.k]
             for part in parts:
                 part.steps[-1] = made
 
@@ -88,7 +88,7 @@ def without_the_one(network: Any) -> None:
 
 def norms_swapped(network: Any) -> None:
     for block in network.layers:
-        paths = (block.around_attention, block.around_feed_forward)
+        paths = (block.attention_residual, block.feed_forward_residual)
         paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
 
 
@@ -97,7 +97,7 @@ def head_by_head(network: Any) -> None:
     for attention in attentions(network):
         old = attention.project
         order: Any = "parts" if old.order == "heads" else "heads"
-        attention.project = Fused(
+        attention.project = FusedQKV(
             old.linear.in_features,
             old.heads,
             old.groups,

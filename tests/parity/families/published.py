@@ -105,7 +105,7 @@ def assert_following(model: Any, folder: Path, change_at: int) -> Model:
 
     for length in (change_at - 1, change_at, change_at + 1, ids.shape[1]):
         assert_near(mine(ids[:, :length]), exact(ids[:, :length]))
-    prefix, context, at = regard.nn.Prefix(mine.decoder), Context(mine.decoder), 0
+    prefix, context, at = regard.nn.PrefixRecomputer(mine.decoder), Context(mine.decoder), 0
     while at < ids.shape[1]:
         size = {0: 7, 7: 1, 8: 3}.get(at, 1)
         at += size

@@ -194,14 +194,14 @@ def test_older_spellings(tmp_path: Path) -> None:
 
 def pre_norm(network: nn.Module) -> None:
     for layer in cast("Any", network).encoder.layers:
-        for name in ("around_attention", "around_feed_forward"):
+        for name in ("attention_residual", "feed_forward_residual"):
             path = getattr(layer, name)
             setattr(layer, name, regard.nn.PreNorm(path.norm))
 
 
 def norms_swapped(network: nn.Module) -> None:
     for layer in cast("Any", network).encoder.layers:
-        a, b = layer.around_attention, layer.around_feed_forward
+        a, b = layer.attention_residual, layer.feed_forward_residual
         a.norm, b.norm = b.norm, a.norm
 
 

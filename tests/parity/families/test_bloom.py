@@ -14,7 +14,7 @@ from torch import nn
 import regard
 from regard.biases.alibi import alibi_slopes
 from regard.nn import PreNorm
-from regard.nn.blocks import NormedPath
+from regard.nn.blocks import NormedResidual
 from tests.parity.families import changes
 from tests.parity.families.harness import assert_decoder, assert_differs, ids_of, saved, theirs
 from tests.parity.families.published import assert_saved
@@ -68,9 +68,9 @@ def without_the_norm_of_the_embedding(network: Any) -> None:
 
 def other_paths(network: Any) -> None:
     for block in network.layers:
-        for name in ("around_attention", "around_feed_forward"):
+        for name in ("attention_residual", "feed_forward_residual"):
             old = getattr(block, name)
-            other = PreNorm if isinstance(old, NormedPath) else NormedPath
+            other = PreNorm if isinstance(old, NormedResidual) else NormedResidual
             setattr(block, name, other(old.norm))
 
 

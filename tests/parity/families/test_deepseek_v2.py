@@ -13,7 +13,7 @@ import torch
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.families import family
-from regard.nn.feed_forward import Groups
+from regard.nn.feed_forward import ExpertGroups
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count, layer, placed
@@ -122,7 +122,7 @@ def no_groups(network: Any) -> None:
 
 def groups_by_two(network: Any) -> None:
     for block in network.layers[1:]:
-        block.feed_forward.router.groups = Groups(4, 2, best=2)
+        block.feed_forward.router.groups = ExpertGroups(4, 2, best=2)
 
 
 def renormalised(network: Any) -> None:
@@ -292,7 +292,10 @@ def test_published_names() -> None:
             {"topk_method": "group_limited_greedy", "n_group": None},
             "n_group is None and topk_group 1; groups need both",
         ),
-        ({"topk_method": "group_limited_greedy", "n_group": 7}, "64 experts cannot be in Groups"),
+        (
+            {"topk_method": "group_limited_greedy", "n_group": 7},
+            "64 experts cannot be in ExpertGroups",
+        ),
         ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; only 'softmax'"),
         ({"norm_topk_prob": True}, "norm_topk_prob is True"),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),

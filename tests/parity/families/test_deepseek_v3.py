@@ -16,7 +16,7 @@ from regard.configs.reader import parse
 from regard.errors import ArgumentError, FileError
 from regard.models.families import family
 from regard.models.save import save
-from regard.nn.feed_forward import Groups
+from regard.nn.feed_forward import ExpertGroups
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count, layer, placed
@@ -116,7 +116,7 @@ def no_groups(network: Any) -> None:
 
 def groups_by_one(network: Any) -> None:
     for router in routers(network):
-        router.groups = Groups(4, 2, best=1)
+        router.groups = ExpertGroups(4, 2, best=1)
 
 
 def no_correction(network: Any) -> None:
@@ -267,11 +267,11 @@ def test_published_config_and_names() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"n_group": 7}, "256 experts cannot be in Groups"),
-        ({"topk_group": 9}, "kept at most count, 8"),
+        ({"n_group": 7}, "256 experts cannot be in ExpertGroups"),
+        ({"topk_group": 9}, "topk at most count, 8"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'; only 'noaux_tc'"),
-        ({"num_experts_per_tok": 129}, "allows 128 of the 256"),
+        ({"num_experts_per_tok": 129}, "allows a token at most 128 of 256"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"qk_head_dim": 128}, "qk_head_dim is 128"),
         (

@@ -73,13 +73,13 @@ def final_cap(value: float | None) -> changes.Change:
 
 def norms_in_front_only(network: Any) -> None:
     for block in network.layers:
-        for path in (block.around_attention, block.around_feed_forward):
+        for path in (block.attention_residual, block.feed_forward_residual):
             path.after = nn.Identity()
 
 
 def norm_behind_of_the_other(network: Any) -> None:
     for block in network.layers:
-        paths = (block.around_attention, block.around_feed_forward)
+        paths = (block.attention_residual, block.feed_forward_residual)
         paths[0].after, paths[1].norm = paths[1].norm, paths[0].after
 
 

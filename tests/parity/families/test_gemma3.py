@@ -191,7 +191,7 @@ def head_norms_without_the_one(network: Any) -> None:
             part.steps[0].weight.data -= 1
 
 
-LINEAR = regard.positions.Linear(8.0)
+LINEAR = regard.positions.LinearScaling(8.0)
 WRONG = [
     changes.rotate(slice(1, 2), D, LOCAL),
     changes.rotate(slice(0, 3, 2), D, GLOBAL, scaling=LINEAR),

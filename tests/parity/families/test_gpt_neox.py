@@ -108,8 +108,8 @@ def one_after_the_other(network: Any) -> None:
         parts = (
             block.attention,
             block.feed_forward,
-            block.around_attention,
-            block.around_feed_forward,
+            block.attention_residual,
+            block.feed_forward_residual,
         )
         network.layers[i] = Block(*parts)
 
@@ -117,7 +117,7 @@ def one_after_the_other(network: Any) -> None:
 def one_norm(network: Any) -> None:
     """Both sublayers behind the first norm, as in GPT-J."""
     for block in network.layers:
-        block.around_feed_forward.norm = block.around_attention.norm
+        block.feed_forward_residual.norm = block.attention_residual.norm
 
 
 EVERY = slice(None)

@@ -125,7 +125,7 @@ def gate_for_up(network: Any) -> None:
 
 def norms_swapped(network: Any) -> None:
     for block in network.layers:
-        paths = (block.around_attention, block.around_feed_forward)
+        paths = (block.attention_residual, block.feed_forward_residual)
         paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import regard
 from regard.biases.alibi import alibi_slopes
 from regard.errors import FileError
-from regard.nn.projections import Fused
+from regard.nn.projections import FusedQKV
 from tests.parity.families import changes
 from tests.parity.families.harness import (
     assert_decoder,
@@ -98,14 +98,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def unclipped(network: Any) -> None:
     for attention in changes.attentions(network):
-        attention.project.__class__ = Fused
+        attention.project.__class__ = FusedQKV
 
 
 def clipped_values_only(network: Any) -> None:
     for attention in changes.attentions(network):
         project = attention.project
         project._heads = lambda x, which, p=project: (
-            type(p)._heads(p, x, which) if which == 2 else Fused._heads(p, x, which)
+            type(p)._heads(p, x, which) if which == 2 else FusedQKV._heads(p, x, which)
         )
 
 

@@ -64,7 +64,7 @@ def norm_head_by_head(network: Any) -> None:
 
 def norm_in_front(network: Any) -> None:
     for block in network.layers:
-        block.around_attention = PreNorm(block.around_attention.norm)
+        block.attention_residual = PreNorm(block.attention_residual.norm)
 
 
 def no_norm(network: Any) -> None:
@@ -74,7 +74,7 @@ def no_norm(network: Any) -> None:
 
 def norms_swapped(network: Any) -> None:
     for block in network.layers:
-        paths = (block.around_attention, block.around_feed_forward)
+        paths = (block.attention_residual, block.feed_forward_residual)
         paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
 
 

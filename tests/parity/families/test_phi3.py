@@ -205,7 +205,7 @@ def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
     assert count(network) == parameters
     rotary = rope.rotary(config.rope)
     assert len(rotary.inv_freq) == 48  # Phi-4-mini: three quarters of 128
-    assert rotary.follows == (raw is not MINI)
+    assert rotary.follows_length == (raw is not MINI)
     factor = 1 if raw is MINI else 1.1902380714238083
     assert rotary.rotary_factor == pytest.approx(factor, rel=1e-15)
 

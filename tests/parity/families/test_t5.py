@@ -254,7 +254,7 @@ def cross_with_bias(network: Any) -> None:
 def with_means(network: Any) -> None:
     """LayerNorm in place of a norm that subtracts no mean."""
     for layer in layers(network):
-        for name in ("around_attention", "around_feed_forward"):
+        for name in ("attention_residual", "feed_forward_residual"):
             old, made = getattr(layer, name).norm, nn.LayerNorm(36, eps=1e-6, bias=False)
             made.weight.data = old.weight.data
             getattr(layer, name).norm = made.requires_grad_(False)

@@ -21,7 +21,7 @@ from regard.audit.claims import AuditClaims
 from regard.masks import Mask
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
-from regard.nn.projections import Heads, Separate
+from regard.nn.projections import HeadProjection, SeparateQKV
 
 
 class MixerAdapter(TargetAdapter):
@@ -52,12 +52,14 @@ class MixerAdapter(TargetAdapter):
     def projections(self) -> tuple[Projections, ...]:
         """Return the maps of attention with separate projections for queries, keys and values."""
         project, out = getattr(self.module, "project", None), getattr(self.module, "output", None)
-        if not isinstance(project, Separate) or not isinstance(out, nn.Linear):
+        if not isinstance(project, SeparateQKV) or not isinstance(out, nn.Linear):
             raise CheckNotPossible(
                 "its equation or its projections are not those of plain attention"
             )
         qkv_maps = (project.q, project.k, project.v)
-        if project.shape.D != project.shape.E or not all(isinstance(m, Heads) for m in qkv_maps):
+        if project.shape.D != project.shape.E or not all(
+            isinstance(m, HeadProjection) for m in qkv_maps
+        ):
             raise CheckNotPossible("its values have another size than its keys")
         linear = (*(m.linear for m in qkv_maps), out)
         q, k, v, o = (

@@ -26,8 +26,8 @@ BATCH = 512
 
 OUTSIDE = {"embed.embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
 LAYER = {
-    "around_attention.norm.weight": "attn_norm.weight",
-    "around_feed_forward.norm.weight": "ffn_norm.weight",
+    "attention_residual.norm.weight": "attn_norm.weight",
+    "feed_forward_residual.norm.weight": "ffn_norm.weight",
     "attention.project.q.linear.weight": "attn_q.weight",
     "attention.project.k.linear.weight": "attn_k.weight",
     "attention.project.v.linear.weight": "attn_v.weight",

@@ -42,11 +42,11 @@ def last_logits(
     x = F.embedding(ids, weights["embed.embedding.weight"].detach()).to(dtype)
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}."
-        normed = _norm(x, weight(f"{layer}around_attention.norm.weight"), config.rms_norm_eps)
+        normed = _norm(x, weight(f"{layer}attention_residual.norm.weight"), config.rms_norm_eps)
         old = None if memory is None else memory[i]
         z = _attention(config, weights, f"{layer}attention.", normed, start, old)
         x = x + z @ weight(f"{layer}attention.output.weight").T
-        normed = _norm(x, weight(f"{layer}around_feed_forward.norm.weight"), config.rms_norm_eps)
+        normed = _norm(x, weight(f"{layer}feed_forward_residual.norm.weight"), config.rms_norm_eps)
         gate = F.silu(normed @ weight(f"{layer}feed_forward.gate.weight").T)
         up = normed @ weight(f"{layer}feed_forward.up.weight").T
         x = x + (gate * up) @ weight(f"{layer}feed_forward.down.weight").T

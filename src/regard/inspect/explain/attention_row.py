@@ -1,7 +1,7 @@
 """One row of one head: its scores step by step, its softmax, and how it is mixed with other rows.
 
 A `KernelRow` comes from a recorded call of a softmax kernel. Where no such kernel ran, the row
-comes from the mechanism (`regard.nn.explain.EffectiveRow`).
+comes from the mechanism (`regard.nn.explainable.EffectiveRow`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from regard.inspect.explain.explanation import (
     SoftmaxBlock,
     SoftmaxRow,
 )
-from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
+from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerRun
 from regard.units import plural
 
 Checks: TypeAlias = dict[str, float]

@@ -22,7 +22,7 @@ from regard.inspect.explain.prepared_run import AttentionSite, PreparedRun
 from regard.inspect.record.recorded_place import PatternBlock, Place
 from regard.inspect.record.recorder import Recorder
 from regard.inspect.record.recording import Recording
-from regard.nn.explain import explainable
+from regard.nn.explainable import explainable
 from regard.span import as_tensor
 
 if TYPE_CHECKING:

@@ -61,17 +61,17 @@ from regard.inspect.explain.prepared_run import (
     check_index,
     prepare_run,
 )
-from regard.nn.explain import Explainable, ProjectionQuery, explainable
+from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
 from regard.units import plural
-from regard.untrusted_text import parse_integer, short_repr, shown
+from regard.untrusted_text import parse_integer, short_repr
 
 NUM_PREDICTIONS = 5
 
 
 MAX_PATTERN_TOKENS = 512
-"""The longest text whose parse_integer pattern is kept; for longer ones the row and a pooled pattern are
+"""The longest text whose whole pattern is kept; for longer ones the row and a pooled pattern are
 kept.
 """
 
@@ -302,7 +302,7 @@ class _ExplainedRow:
 def _assemble(
     target: Target, mechanism: Explainable, run: CapturedRun, explained: _ExplainedRow
 ) -> Explanation:
-    """Add to a row what precedes and follows it, and return the parse_integer explanation."""
+    """Add to a row what precedes and follows it, and return the whole explanation."""
     site, head, row = target.site, explained.head, explained.softmax
     recorded_inputs = (explained.q, explained.k, explained.v)
     input_steps = mechanism.explain_inputs(explained.query)
@@ -432,7 +432,7 @@ def _recorded_row(
             "softmax "
             f"for query {target.i}; "
             "choose another layer or place, or implement explain_row in the mechanism "
-            "(regard.nn.explain.Explainable.explain_row)"
+            "(regard.nn.explainable.Explainable.explain_row)"
         )
     # a branch of the place has its own name, and edits may use that name
     if inner := sorted({name for each in calls for name in each.step.edited}):
@@ -488,7 +488,7 @@ def _mechanism_row(
         raise ArgumentError(
             f"{target.site.place} is a {type(target.site.attention).__name__}, which implements "
             f"explain_row but has no tap {', '.join(missing)}; pass q, k, v and z through "
-            "regard.tap.tap"
+            "regard.tracing.tap"
         )
     head = check_index("head", head, run.q.shape[1], "head", "heads")
     effective = mechanism.explain_row(run, head, target.i)

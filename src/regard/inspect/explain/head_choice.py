@@ -26,7 +26,7 @@ from regard.inspect.explain.prepared_run import (
     prepare_run,
 )
 from regard.models.model import Model
-from regard.nn.explain import explainable
+from regard.nn.explainable import explainable
 
 HEAD_RULE = (
     "the head with the largest weight of the query on one key, leaving out the first token, the "

@@ -20,7 +20,7 @@ from regard.inspect.explain.explanation import (
     RotaryAngles,
 )
 from regard.inspect.explain.prepared_run import AttentionSite
-from regard.nn.explain import Explainable, InputSteps, Links, ProjectionQuery
+from regard.nn.explainable import ComputationSteps, Explainable, InputSteps, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
 
@@ -85,7 +85,9 @@ def input_chain(
     return InputChain(steps["q"], steps["k"], steps["v"], recorded[2], angles), checks
 
 
-def _steps_of_head(links: Links, head: int, row: int | None = None) -> tuple[ComputationStep, ...]:
+def _steps_of_head(
+    links: ComputationSteps, head: int, row: int | None = None
+) -> tuple[ComputationStep, ...]:
     """Select one head, and optionally one row, from each step; a step shared by all heads has
     one head.
     """
@@ -110,7 +112,7 @@ def _rotary_angles(
     query_position = float(as_tensor(query.positions)[0, query.row])
     measured, factor = _measured_angles(rotary, query.positions, query.row)
     error = 0.0
-    if rotary.follows:  # the frequencies depend on the call; only the module has them
+    if rotary.follows_length:  # the frequencies depend on the call; only the module has them
         angle, angles = measured, np.zeros((n, 0))
     else:
         inv_freq = to_array(rotary.inv_freq)

@@ -24,7 +24,7 @@ from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks import PostNorm
 from regard.nn.projections import adjust_query, select_form
-from regard.nn.variants.registry import find
+from regard.nn.variants.registry import find_variant
 from regard.process_state import seeded
 from regard.span import Span
 
@@ -271,11 +271,11 @@ def default_options(name: str, dim: int, heads: int) -> dict[str, Any]:
     >>> default_options("mla", 512, 8)
     {'kv_rank': 128, 'nope_dim': 64, 'rope_dim': 32, 'value_dim': 64}
     """
-    entry = find(name)
+    entry = find_variant(name)
     if name == "mla":
         D = dim // heads
         return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": max(2, D // 4 * 2), "value_dim": D}
-    return dict(entry.sizes)
+    return dict(entry.example_options)
 
 
 def run_layers(
@@ -327,7 +327,7 @@ def run_layer(
     >>> run_layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
     torch.Size([1, 2, 3, 2])
     """
-    entry, dim = find(name), x.shape[2]
+    entry, dim = find_variant(name), x.shape[2]
     own = default_options(name, dim, heads) if options is None else dict(options)
     with seeded(seed):
         module = entry.build(dim, heads, **own)

@@ -395,7 +395,7 @@ def _self_attentions(
     for i, block in enumerate(layers):
         attention = getattr(block, "attention", None)
         if attention is not None:
-            around = getattr(block, "around_attention", None)
+            around = getattr(block, "attention_residual", None)
             yield AttentionSite(f"{before}layers.{i}", i, attention, around, side, side)
 
 
@@ -406,10 +406,10 @@ def _encoder_decoder_sites(network: EncoderDecoder) -> Iterator[AttentionSite]:
         block: Any = module
         place = f"decoder.layers.{i}"
         yield AttentionSite(
-            f"{place}.attention", i, block.attention, block.around_attention, "target", "target"
+            f"{place}.attention", i, block.attention, block.attention_residual, "target", "target"
         )
         yield AttentionSite(
-            f"{place}.cross", i, block.cross, block.around_cross, "target", "source"
+            f"{place}.cross", i, block.cross, block.cross_residual, "target", "source"
         )
 
 

@@ -22,8 +22,8 @@ from regard.models.rnn import recurrent
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
-from regard.nn import Block, Embed, PreNorm, RMSNorm, SwiGLU
-from regard.nn.variants.registry import Variant, checked, find, names
+from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
+from regard.nn.variants.registry import Variant, check_options, find_variant, option_names
 from regard.process_state import seeded
 
 DIM, HEADS, LAYERS = 32, 4, 2
@@ -64,8 +64,11 @@ def random_model(
     >>> [site.place for site in random_model("mqa", "to be").sites]
     ['layers.0', 'layers.1']
     """
-    entry = find(name)
-    all_options = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
+    entry = find_variant(name)
+    all_options = {
+        **{k: v for k, v in entry.example_options.items() if k in option_names(entry)},
+        **(options or {}),
+    }
     with seeded(seed):
         model = _build(entry, all_options, text, target)
         _sharpen(model)
@@ -94,19 +97,19 @@ def _build(entry: Variant, options: dict[str, Any], text: str, target: str | Non
     if entry.family == "cross":
         network = transformer(V, DIM, HEADS, LAYERS, residual=PreNorm)
         for layer in network.layers:
-            layer.cross = entry.build(DIM, HEADS, **checked(entry, options))
+            layer.cross = entry.build(DIM, HEADS, **check_options(entry, options))
         seq2seq = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
         return seq2seq if target is not None else _copy_task(seq2seq, text)
     if entry.family == "additive":
         return _recurrent_pair(
             entry, options, tokenizer.encode(text), tokenizer.encode(target or text), tokenizer
         )
-    mixers = [entry.build(DIM, HEADS, **checked(entry, options)) for _ in range(LAYERS)]
+    mixers = [entry.build(DIM, HEADS, **check_options(entry, options)) for _ in range(LAYERS)]
     blocks = [
         Block(m, SwiGLU(DIM, 2 * DIM), PreNorm(RMSNorm(DIM)), PreNorm(RMSNorm(DIM)))  # type: ignore[arg-type]
         for m in mixers
     ]
-    embed = Embed(nn.Embedding(V, DIM), segments=nn.Embedding(2, DIM))
+    embed = InputEmbedding(nn.Embedding(V, DIM), segments=nn.Embedding(2, DIM))
     encoder = Encoder(embed, blocks, RMSNorm(DIM))
     return TextEncoder(_frozen(HeadedEncoder(encoder)), tokenizer, _config(V))
 
@@ -125,7 +128,9 @@ def _recurrent_pair(
     network = recurrent(tokenizer.vocab_size, DIM, DIM, attention=entry.name)
     states = 2 * DIM if entry.name == "bahdanau" else DIM
     decoder: Any = network.decoder
-    decoder.attention = entry.build(DIM, 1, **{"memory_dim": states, **checked(entry, options)})
+    decoder.attention = entry.build(
+        DIM, 1, **{"memory_dim": states, **check_options(entry, options)}
+    )
     target_ids = [0, *target]
     return PretokenizedInput(
         _frozen(network),

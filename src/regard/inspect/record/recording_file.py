@@ -23,10 +23,10 @@ from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedSt
 from regard.inspect.record.recording import Recording
 from regard.span import Positions, Span, as_tensor, slot_count
 from regard.units import plural
-from regard.untrusted_text import error_text, shown
+from regard.untrusted_text import error_text, short_repr
 
 _KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 3, (1, 2, 3)
-"""The metadata key, the format that is write_atomically, and the formats that are read. Format 2 added the
+"""The metadata key, the format that is written, and the formats that are read. Format 2 added the
 scores and patterns that an edit replaced; format 3 renamed three keys (`_NEW_NAMES`).
 """
 _NEW_NAMES = {"about": "metadata", "held": "key_kind", "keys": "pool_index"}
@@ -53,8 +53,8 @@ _MALFORMED = (
 def save(recording: Recording, path: str | Path) -> None:
     """Write a recording to a file, either completely or not at all.
 
-    The recording is write_atomically to a temporary file, which is then renamed to `path`. Masks and biases
-    are write_atomically as their parameters and tensors. A mask or bias that is a Python function is write_atomically
+    The recording is written to a temporary file, which is then renamed to `path`. Masks and biases
+    are written as their parameters and tensors. A mask or bias that is a Python function is written
     as a dense table for the recorded calls.
 
     Args:
@@ -62,12 +62,12 @@ def save(recording: Recording, path: str | Path) -> None:
         path: the file; its folder must exist.
 
     Raises:
-        FileError: the file cannot be write_atomically; an earlier file of that name is left unchanged.
+        FileError: the file cannot be written; an earlier file of that name is left unchanged.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
     >>> save(found, "run.safetensors")
-    >>> again = load_tensors("run.safetensors")
+    >>> again = load("run.safetensors")
     >>> bool((again.weights(0, 1) == found.weights(0, 1)).all()), again.pieces == found.pieces
     (True, True)
     """
@@ -91,7 +91,7 @@ def save(recording: Recording, path: str | Path) -> None:
         ) from error
 
 
-def load_tensors(path: str | Path) -> Recording:
+def load(path: str | Path) -> Recording:
     """Read a recording that `save` wrote, in the current or an earlier format.
 
     The file is treated as untrusted data: every part of it is checked.
@@ -106,7 +106,7 @@ def load_tensors(path: str | Path) -> Recording:
         FileError: the file is missing, damaged or not a recording, or its parts do not fit
             together.
 
-    >>> load_tensors("no/such/file")
+    >>> load("no/such/file")
     Traceback (most recent call last):
     regard.errors.FileError: no/such/file ...
     """
@@ -121,7 +121,7 @@ def load_tensors(path: str | Path) -> Recording:
         data = parse_json(metadata[_KEY].encode())
         if data["format"] not in _READABLE_FORMATS:
             raise FileError(
-                f"{path} has format {shown(data['format'])}; this version reads "
+                f"{path} has format {short_repr(data['format'])}; this version reads "
                 f"{' and '.join(map(str, _READABLE_FORMATS))}"
             )
         return _read_recording(data, tensors)
@@ -295,7 +295,8 @@ def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
     positions = _read_span(data) if isinstance(data, list) else tensors[data]
     if slot_count(positions) > MAX_TOKENS:
         raise ArgumentError(
-            f"there are positions of {plural(slot_count(positions), 'token')}; at most {MAX_TOKENS} "
+            f"there are positions of {plural(slot_count(positions), 'token')}; at most "
+            f"{MAX_TOKENS} "
             "are read"
         )
     return positions
@@ -307,7 +308,7 @@ def _check_name(x: Any) -> str:
     """
     if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
         raise ArgumentError(
-            f"{shown(x)} is not a name; it must be printable text of at most 200 characters"
+            f"{short_repr(x)} is not a name; it must be printable text of at most 200 characters"
         )
     return x
 
@@ -315,7 +316,7 @@ def _check_name(x: Any) -> str:
 def _check_integer(x: Any) -> int:
     """Check that a value is an integer of a plausible size."""
     if type(x) is not int:
-        raise ArgumentError(f"{shown(x)} is not an integer, where one is required")
+        raise ArgumentError(f"{short_repr(x)} is not an integer, where one is required")
     if abs(x) > _MAX_INTEGER:
         raise ArgumentError(f"{x} is too large; integers of a recording are at most {_MAX_INTEGER}")
     return x

@@ -186,7 +186,7 @@ def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
     lists = [x for name, x in named if name.endswith("steps") and isinstance(x, nn.ModuleList)]
     last = [steps[-1] for steps in lists if len(steps)]
     first = last[0] if last else None
-    if not isinstance(first, Rotary) or first.follows:
+    if not isinstance(first, Rotary) or first.follows_length:
         return None
     if not all(isinstance(x, Rotary) and torch.equal(x.inv_freq, first.inv_freq) for x in last):
         return None

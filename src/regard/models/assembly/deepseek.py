@@ -17,8 +17,8 @@ from regard.errors import ArgumentError
 from regard.models.assembly import grouped, rope
 from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
-from regard.nn.feed_forward import Groups, MoE, Router
+from regard.nn import Attention, Block, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
+from regard.nn.feed_forward import ExpertGroups, MoE, Router
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
@@ -56,18 +56,18 @@ layers.
 """
 
 
-def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
+def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
     """The groups of a config.
 
     Raises:
         ArgumentError: one of the two keys is missing, or they contradict each other.
 
     >>> groups(8, 4, 2)
-    Groups(count=8, kept=4, best=2)
+    ExpertGroups(count=8, topk=4, best=2)
     """
     if n_group is None or topk_group is None:
         raise ArgumentError(f"n_group is {n_group} and topk_group {topk_group}; groups need both")
-    return Groups(n_group, topk_group, best)
+    return ExpertGroups(n_group, topk_group, best)
 
 
 def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
@@ -94,14 +94,14 @@ def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
         head.weight = embedding.weight
     rotary = rope.rotary(config.rope)
     layers = [_block(config, rotary, router, layer) for layer in range(config.num_hidden_layers)]
-    return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
+    return ready_for_training(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
 def _block(
     config: DeepseekConfig, rotary: Rotary, router: Callable[[], Router], layer: int
 ) -> Block:
     M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
-    project = Latent(
+    project = LatentProjection(
         M,
         H,
         rotary,

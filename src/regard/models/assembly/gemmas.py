@@ -14,17 +14,17 @@ from regard.models.assembly import grouped, rope
 from regard.models.assembly.grouped import OURS, THEIRS
 from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, OffsetRMSNorm, Sandwich
+from regard.nn import Attention, Block, InputEmbedding, OffsetRMSNorm, SandwichNorm
 from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
 SANDWICH = {
-    THEIRS + "input_layernorm.weight": OURS + "around_attention.norm.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "around_attention.after.weight",
-    THEIRS + "pre_feedforward_layernorm.weight": OURS + "around_feed_forward.norm.weight",
-    THEIRS + "post_feedforward_layernorm.weight": OURS + "around_feed_forward.after.weight",
+    THEIRS + "input_layernorm.weight": OURS + "attention_residual.norm.weight",
+    THEIRS + "post_attention_layernorm.weight": OURS + "attention_residual.after.weight",
+    THEIRS + "pre_feedforward_layernorm.weight": OURS + "feed_forward_residual.norm.weight",
+    THEIRS + "post_feedforward_layernorm.weight": OURS + "feed_forward_residual.after.weight",
 }
 HEAD_NORMS = {
     THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.steps.0.weight",
@@ -45,7 +45,7 @@ def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = No
     head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    embed = Embed(embedding, scale=M**0.5)
+    embed = InputEmbedding(embedding, scale=M**0.5)
     return ready_for_training(Decoder(embed, layers, norm(config), head))
 
 
@@ -82,7 +82,7 @@ def feed_forward(config: GemmaConfig) -> GatedFeedForward:
 
 def sandwich(config: GemmaConfig, mixer: Attention) -> Block:
     """A block with a norm on either side of the attention and of the feed-forward layer."""
-    paths = [Sandwich(norm(config), norm(config)) for _ in range(2)]
+    paths = [SandwichNorm(norm(config), norm(config)) for _ in range(2)]
     return Block(mixer, feed_forward(config), *paths)
 
 

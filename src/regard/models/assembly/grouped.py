@@ -13,7 +13,7 @@ from regard.configs.llama import GroupedQueryConfig
 from regard.models.assembly import rope
 from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU
+from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
@@ -42,8 +42,8 @@ FEED_FORWARD = {
     THEIRS + "mlp.down_proj.bias": OURS + "feed_forward.down.bias",
 }
 PRE_NORMS = {
-    THEIRS + "input_layernorm.weight": OURS + "around_attention.norm.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "around_feed_forward.norm.weight",
+    THEIRS + "input_layernorm.weight": OURS + "attention_residual.norm.weight",
+    THEIRS + "post_attention_layernorm.weight": OURS + "feed_forward_residual.norm.weight",
 }
 NAMES = OUTSIDE | ATTENTION | FEED_FORWARD | PRE_NORMS
 """Name in a checkpoint -> name here; {} is the layer. What a model does not have drops out."""
@@ -73,7 +73,7 @@ def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Bl
         head.weight = embedding.weight
     rotary = rope.rotary(config.rope)
     layers = [block(rotary, window) for window in config.windows()]
-    return ready_for_training(Decoder(Embed(embedding), layers, norm(config), head))
+    return ready_for_training(Decoder(InputEmbedding(embedding), layers, norm(config), head))
 
 
 def attention(

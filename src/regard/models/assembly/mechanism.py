@@ -14,11 +14,11 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention import Attention
-from regard.nn.gated import Differential, Gated
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
 from regard.nn.mixer import Mixer
-from regard.nn.projections import Fused, Heads, Separate
+from regard.nn.projections import FusedQKV, HeadProjection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant
-from regard.nn.variants.registry import checked, find, names
+from regard.nn.variants.registry import check_options, find_variant, option_names
 from regard.positions import Rotary
 
 Scheme: TypeAlias = Literal["rope", "alibi", "none"]
@@ -115,23 +115,23 @@ def _fixed(mixer: Mixer, scheme: Scheme) -> str | None:
     assert isinstance(mixer, Attention)
     if mixer.bias is not None and not isinstance(mixer.bias, ALiBi):
         return f"the bias {mixer.bias} tells this {name} its positions"
-    if scheme == "alibi" and isinstance(mixer.project, Differential):
+    if scheme == "alibi" and isinstance(mixer.project, DifferentialProjection):
         return (
             "the two patterns of differential attention need one slope, and ALiBi has one for each"
         )
     return None
 
 
-def _heads(mixer: Mixer) -> Sequence[Heads | Fused] | None:
+def _heads(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
     """What makes queries and keys, with their steps; None where they are no plain heads of a
     softmax attention.
     """
     if type(mixer) is not Attention:
         return None
-    project = mixer.project.project if isinstance(mixer.project, Gated) else mixer.project
-    if isinstance(project, Separate) and project.key_transform is None:
+    project = mixer.project.project if isinstance(mixer.project, GatedProjection) else mixer.project
+    if isinstance(project, SeparateQKV) and project.key_transform is None:
         return project.q, project.k
-    return (project,) if isinstance(project, Fused) else None
+    return (project,) if isinstance(project, FusedQKV) else None
 
 
 def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:
@@ -179,7 +179,7 @@ def entry_of(name: str) -> Variant:
     >>> entry_of("gqa").family
     'softmax'
     """
-    entry = find(name)
+    entry = find_variant(name)
     if reason := _unfit(entry):
         raise ArgumentError(f"{name} {reason}; a decoder's layers can be {', '.join(decoders())}")
     return entry
@@ -231,7 +231,7 @@ def layer_of(
     """
     entry = entry_of(name)
     check_position(position)
-    own = names(entry)
+    own = option_names(entry)
     ours = {**CAUSAL, **dict.fromkeys(NUMBERED, layer)}
     given = {key: value for key, value in ours.items() if key in own}
     for key, value in given.items():
@@ -240,7 +240,7 @@ def layer_of(
                 f"{key} of {name} is {options[key]!r}; a decoder gives it to each layer: leave it "
                 "out"
             )
-    mixer = entry.build(dim, heads, **checked(entry, {**options, **given}))
+    mixer = entry.build(dim, heads, **check_options(entry, {**options, **given}))
     assert isinstance(mixer, Mixer)
     _check_width(mixer, name, dim)
     if window is not None:
@@ -250,7 +250,7 @@ def layer_of(
 
 def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
     """The mechanism under a window; a refusal says what it takes in its place."""
-    own = names(entry)
+    own = option_names(entry)
     if "window" in own:
         raise ArgumentError(
             f"{entry.name} has a window of its own: give it the option window={window}"
@@ -284,7 +284,7 @@ def _unfit(entry: Variant) -> str | None:
     """Why a mechanism cannot be a decoder's layer, or None."""
     if entry.family in ("cross", "additive"):
         return "looks at a second sequence"
-    if not entry.causal and not CAUSAL.keys() & set(names(entry)):
+    if not entry.causal and not CAUSAL.keys() & set(option_names(entry)):
         return "sees what comes behind a token"
     return None
 

@@ -22,8 +22,8 @@ def ready_for_training(decoder: Decoder) -> Decoder:
     later layers can match and copy it. The head has 0.02, and so has an embedding that is tied to
     it; one of its own has 0.5. Biases are 0.
 
-    >>> from regard.nn import Embed
-    >>> embed, head = Embed(nn.Embedding(7, 4)), nn.Linear(4, 7)
+    >>> from regard.nn import InputEmbedding
+    >>> embed, head = InputEmbedding(nn.Embedding(7, 4)), nn.Linear(4, 7)
     >>> made = ready_for_training(Decoder(embed, [], nn.Identity(), head))
     >>> float(made.head.bias.detach().abs().sum())
     0.0

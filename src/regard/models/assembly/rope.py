@@ -9,9 +9,9 @@ from torch import nn
 
 from regard.configs.rope import ORIGINAL, RopeSettings, check_rope
 from regard.errors import ArgumentError
-from regard.nn import Heads, Separate
-from regard.nn.dynamic_rotary import Recomputed, RowRotary
-from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, Scaling, YaRN
+from regard.nn import HeadProjection, SeparateQKV
+from regard.nn.dynamic_rotary import PerRowRotary, RecomputedQKV
+from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
 
 
 def rotary(settings: RopeSettings) -> Rotary:
@@ -66,13 +66,13 @@ def heads(
     q_flat: nn.Module | None = None,
     k_flat: nn.Module | None = None,
     bias: bool = False,
-) -> Separate:
+) -> SeparateQKV:
     """Queries, keys and values with rotary as the last step of the first two, fit for a cache
     whatever the scaling.
 
     Where the frequencies follow the length, keys that were rotated for another are refused on
-    recall, and the prefix has to be run again (`regard.nn.Prefix`): then decoding with a cache
-    equals one pass. Parameters have the same names in both cases.
+    recall, and the prefix has to be run again (`regard.nn.PrefixRecomputer`): then decoding with a
+    cache equals one pass. Parameters have the same names in both cases.
 
     Args:
         dim, H, G, head_dim: model dim, query heads, key/value heads, and D.
@@ -82,7 +82,7 @@ def heads(
         bias: whether the three linear maps have one.
 
     Raises:
-        ArgumentError: rotary is for another head dim; or what `Separate` refuses.
+        ArgumentError: rotary is for another head dim; or what `SeparateQKV` refuses.
 
     >>> plain = RopeSettings(8, 1e4, None, 64)
     >>> heads(32, 4, 2, 8, rotary(plain)).shape.memory
@@ -93,11 +93,15 @@ def heads(
     """
     if rotary.dim != head_dim:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
-    last = () if rotary.follows else (rotary,)
-    q = Heads(dim, H, head_dim, *q_steps, *last, flat=q_flat, bias=bias)
-    k = Heads(dim, G, head_dim, *k_steps, *last, flat=k_flat, bias=bias)
-    v = Heads(dim, G, head_dim, bias=bias)
-    return Recomputed(q, k, v, RowRotary(rotary)) if rotary.follows else Separate(q, k, v)
+    last = () if rotary.follows_length else (rotary,)
+    q = HeadProjection(dim, H, head_dim, *q_steps, *last, flat=q_flat, bias=bias)
+    k = HeadProjection(dim, G, head_dim, *k_steps, *last, flat=k_flat, bias=bias)
+    v = HeadProjection(dim, G, head_dim, bias=bias)
+    return (
+        RecomputedQKV(q, k, v, PerRowRotary(rotary))
+        if rotary.follows_length
+        else SeparateQKV(q, k, v)
+    )
 
 
 def scaling_of(
@@ -125,7 +129,7 @@ def scaling_of(
         return None
     rest = {k: v for k, v in found.items() if k not in ("rope_type", "finetuned", ORIGINAL)}
     if kind in ("linear", "proportional"):
-        return Linear(**rest) if rest else None
+        return LinearScaling(**rest) if rest else None
     if kind == "dynamic":
         return DynamicNTK(original_length=max_positions, **rest)
     length = _trained(found, kind, max_positions, original)

@@ -27,7 +27,7 @@ from regard.models.convert.layer import (
     stored,
 )
 from regard.models.families import type_of
-from regard.nn import Heads
+from regard.nn import HeadProjection
 from regard.positions import Rotary
 
 Pooling: TypeAlias = Literal["mean", "svd"]
@@ -183,7 +183,7 @@ def _check(H: int, before: int, after: int) -> None:
         )
 
 
-def _check_plain(*parts: Heads) -> None:
+def _check_plain(*parts: HeadProjection) -> None:
     """Nothing but a rotation stands between a map and its score."""
     for heads in parts:
         plain = all(isinstance(step, Rotary) for step in heads.steps)
@@ -221,7 +221,7 @@ def _changed(prefix: str, block: nn.Module, after: Layer) -> dict[str, Tensor]:
     return found
 
 
-def _flat(prefix: str, heads: Heads, groups: int) -> dict[str, Tensor]:
+def _flat(prefix: str, heads: HeadProjection, groups: int) -> dict[str, Tensor]:
     """The weight of a norm over all key heads at once (OLMo 2), pooled as the heads are."""
     if isinstance(heads.flat, nn.Identity):
         return {}

@@ -24,7 +24,7 @@ from regard.models.convert.layer import (
     separate,
 )
 from regard.models.families import deepseek_v2
-from regard.nn import Attention, Embed, Latent, PreNorm, RMSNorm, SwiGLU
+from regard.nn import Attention, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
 from regard.positions import Rotary
 
 _AT_ONCE = 1 << 16
@@ -223,7 +223,7 @@ def _turn(block: nn.Module, length: int) -> Tensor:
 def _stored(
     prefix: str, block: nn.Module, layer: Layer, split: Split, cut: Cut
 ) -> dict[str, Tensor]:
-    """The parameters of a `Latent` and of the output behind it."""
+    """The parameters of a `LatentProjection` and of the output behind it."""
     attention = separate(block)
     dtype, bias = attention.output.weight.dtype, attention.output.bias
     own = replace(layer, layout="interleaved")
@@ -312,20 +312,20 @@ def _config(held: Checkpoint, layer: Layer, rank: int) -> deepseek_v2.Config:
     )
 
 
-def _check(block: nn.Module, embed: Embed) -> None:
+def _check(block: nn.Module, embed: InputEmbedding) -> None:
     """DeepSeek's block can express this one.
 
     Raises:
         ArgumentError: with what stands in the way.
     """
     attention = getattr(block, "attention", None)
-    if isinstance(getattr(attention, "project", None), Latent):
+    if isinstance(getattr(attention, "project", None), LatentProjection):
         raise ArgumentError("the model has latent attention already; nothing is to be converted")
     found = separate(block)
     project = found.project
     steps = [step for heads in (project.q, project.k, project.v) for step in heads.steps]
     flat = [heads.flat for heads in (project.q, project.k, project.v)]
-    norms = (cast("Any", block).around_attention, cast("Any", block).around_feed_forward)
+    norms = (cast("Any", block).attention_residual, cast("Any", block).feed_forward_residual)
     feed_forward = cast("Any", block).feed_forward
     rotary = [step for step in steps if isinstance(step, Rotary)]
     reasons = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.models.families import family, type_of
-from regard.nn import Attention, Block, Heads, PreNorm, Separate
+from regard.nn import Attention, Block, HeadProjection, PreNorm, SeparateQKV
 from regard.nn.norms import OffsetRMSNorm, RMSNorm
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
@@ -144,7 +144,7 @@ def separate(block: nn.Module) -> Any:
     """
     attention: Any = getattr(block, "attention", None)
     project = getattr(attention, "project", None)
-    plain = isinstance(attention, Attention) and isinstance(project, Separate)
+    plain = isinstance(attention, Attention) and isinstance(project, SeparateQKV)
     if not plain or not isinstance(attention.output, nn.Linear):
         name = type(attention if project is None else project).__name__
         raise ArgumentError(
@@ -163,7 +163,7 @@ def layers_of(network: Decoder) -> Iterator[tuple[str, Block]]:
         yield f"layers.{i}.", block
 
 
-def _by_head(heads: Heads) -> Tensor:
+def _by_head(heads: HeadProjection) -> Tensor:
     """[n, d, M+1]."""
     linear = heads.linear
     weight = linear.weight.detach().double()
@@ -175,7 +175,7 @@ def _by_head(heads: Heads) -> Tensor:
 
 def _gain(block: nn.Module, M: int) -> Tensor:
     """What the norm in front of the attention multiplies each dim by, and 1."""
-    around = block.around_attention
+    around = block.attention_residual
     found = torch.ones(M + 1, dtype=torch.float64)
     if isinstance(around, PreNorm) and isinstance(around.norm, RMSNorm):
         offset = 1.0 if isinstance(around.norm, OffsetRMSNorm) else 0.0
@@ -183,7 +183,7 @@ def _gain(block: nn.Module, M: int) -> Tensor:
     return found
 
 
-def stored(prefix: str, x: Float[Tensor, "n d m"], like: Heads) -> dict[str, Tensor]:
+def stored(prefix: str, x: Float[Tensor, "n d m"], like: HeadProjection) -> dict[str, Tensor]:
     """Maps of heads as parameters: the weight, and the bias where there is one."""
     rows = x.flatten(0, 1)
     found = {prefix + "linear.weight": rows[:, :-1].to(like.linear.weight.dtype)}

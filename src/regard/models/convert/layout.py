@@ -27,8 +27,8 @@ from regard.models.convert.layer import (
 )
 from regard.models.families import deepseek_v3, llama, mistral, type_of
 from regard.models.families import regard as own
-from regard.nn import Heads, Latent
-from regard.nn.latent import LowRank
+from regard.nn import HeadProjection, LatentProjection
+from regard.nn.latent_projection import LowRankProjection
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 
@@ -182,10 +182,10 @@ def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor
     """Every parameter of a block whose rows are dims of queries or keys, in the new order."""
     project = getattr(getattr(block, "attention", None), "project", None)
     name = prefix + PROJECT
-    if isinstance(project, Latent):
+    if isinstance(project, LatentProjection):
         rows = order(len(project.rotary.inv_freq), layout)
-        up = project.q.up if isinstance(project.q, LowRank) else project.q
-        path = "q.up." if isinstance(project.q, LowRank) else "q."
+        up = project.q.up if isinstance(project.q, LowRankProjection) else project.q
+        path = "q.up." if isinstance(project.q, LowRankProjection) else "q."
         down = dict(project.kv_down.named_parameters())
         found = {
             f"{name}kv_down.{n}": _turned(p, 1, project.kv_rank, rows) for n, p in down.items()
@@ -197,7 +197,7 @@ def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor
     return _heads(name + "q.", project.q, 0, rows) | _heads(name + "k.", project.k, 0, rows)
 
 
-def _heads(path: str, heads: Heads, start: int, rows: Tensor) -> dict[str, Tensor]:
+def _heads(path: str, heads: HeadProjection, start: int, rows: Tensor) -> dict[str, Tensor]:
     """The map of heads, and the norms behind it: over all of them at once, or over each."""
     found = {
         f"{path}{n}": _turned(p, heads.heads, start, rows)

@@ -19,10 +19,10 @@ from regard.models.assembly.parts import activation
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder
-from regard.nn import Attention, Block, Embed, FeedForward, PostNorm
+from regard.nn import Attention, Block, FeedForward, InputEmbedding, PostNorm
 from regard.nn.linear import Linear
-from regard.nn.variants.parts import join, separate
-from regard.positions import Learned
+from regard.nn.variants.projections import output_projection, separate_qkv
+from regard.positions import LearnedPositions
 
 Config = BertConfig
 
@@ -48,9 +48,9 @@ def build(config: Config) -> HeadedEncoder:
     """
     M = config.hidden_size
     embedding = nn.Embedding(config.vocab_size, M)
-    embed = Embed(
+    embed = InputEmbedding(
         embedding,
-        Learned(config.max_position_embeddings, M),
+        LearnedPositions(config.max_position_embeddings, M),
         segments=nn.Embedding(config.type_vocab_size, M),
         norm=_norm(config),
     )
@@ -73,7 +73,9 @@ def _norm(config: Config) -> nn.LayerNorm:
 def _block(config: Config) -> Block:
     M, H = config.hidden_size, config.num_attention_heads
     D = resolve_head_dim(M, H, None)
-    attention = Attention(separate(M, H, H, D, bias=True), join(M, H, D, bias=True))
+    attention = Attention(
+        separate_qkv(M, H, H, D, bias=True), output_projection(M, H, D, bias=True)
+    )
     feed_forward = FeedForward(M, config.intermediate_size, activation(config.hidden_act))
     return Block(attention, feed_forward, PostNorm(_norm(config)), PostNorm(_norm(config)))
 
@@ -99,10 +101,10 @@ NAMES = {
     **both(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
     **both(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
     **both(LAYER + "attention.output.dense", OURS + "attention.output"),
-    **both(LAYER + "attention.output.LayerNorm", OURS + "around_attention.norm"),
+    **both(LAYER + "attention.output.LayerNorm", OURS + "attention_residual.norm"),
     **both(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
     **both(LAYER + "output.dense", OURS + "feed_forward.down"),
-    **both(LAYER + "output.LayerNorm", OURS + "around_feed_forward.norm"),
+    **both(LAYER + "output.LayerNorm", OURS + "feed_forward_residual.norm"),
     **both("bert.pooler.dense", "pooler.dense"),
     **both("cls.predictions.transform.dense", "head.dense"),
     **both("cls.predictions.transform.LayerNorm", "head.norm"),

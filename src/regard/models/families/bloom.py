@@ -16,8 +16,8 @@ from regard.models.assembly.parts import embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
-from regard.nn.blocks import NormedPath
+from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
+from regard.nn.blocks import NormedResidual
 from regard.nn.linear import Linear
 
 Config = BloomConfig
@@ -28,7 +28,7 @@ def build(config: Config) -> Decoder:
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
-    embed = Embed(embedding, norm=_norm(config))
+    embed = InputEmbedding(embedding, norm=_norm(config))
     layers = [_block(config) for _ in range(config.n_layer)]
     return ready_for_training(Decoder(embed, layers, _norm(config), head))
 
@@ -39,19 +39,19 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config) -> Block:
     M, H = config.hidden_size, config.n_head
-    project = Fused(M, H, H, resolve_head_dim(M, H, None), order="heads")
+    project = FusedQKV(M, H, H, resolve_head_dim(M, H, None), order="heads")
     attention = Attention(project, Linear(M, M), mask=masks.Causal(), bias=ALiBi(H))
     feed_forward = FeedForward(M, 4 * M, nn.GELU("tanh"))
-    path = NormedPath if config.apply_residual_connection_post_layernorm else PreNorm
+    path = NormedResidual if config.apply_residual_connection_post_layernorm else PreNorm
     return Block(attention, feed_forward, path(_norm(config)), path(_norm(config)))
 
 
 LAYER, OURS = "transformer.h.{}.", "layers.{}."
 PARTS = {
-    "input_layernorm": "around_attention.norm",
+    "input_layernorm": "attention_residual.norm",
     "self_attention.query_key_value": "attention.project.linear",
     "self_attention.dense": "attention.output",
-    "post_attention_layernorm": "around_feed_forward.norm",
+    "post_attention_layernorm": "feed_forward_residual.norm",
     "mlp.dense_h_to_4h": "feed_forward.up",
     "mlp.dense_4h_to_h": "feed_forward.down",
 }

@@ -16,9 +16,9 @@ from regard.models.assembly.parts import activation, embedding_and_head, ready_f
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Names, transposed
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
+from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.linear import Linear
-from regard.positions import Learned
+from regard.positions import LearnedPositions
 
 Config = GPT2Config
 
@@ -27,7 +27,7 @@ def build(config: Config) -> Decoder:
     """The decoder of a config, with fresh weights."""
     M = config.n_embd
     embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
-    embed = Embed(embedding, Learned(config.n_positions, M))
+    embed = InputEmbedding(embedding, LearnedPositions(config.n_positions, M))
     layers = [_block(config, i) for i in range(config.n_layer)]
     return ready_for_training(Decoder(embed, layers, _norm(config), head))
 
@@ -42,7 +42,7 @@ def _block(config: Config, layer: int) -> Block:
     scale = D**-0.5 if config.scale_attn_weights else 1.0
     if config.scale_attn_by_inverse_layer_idx:
         scale /= layer + 1
-    project = Fused(M, H, H, D, order="parts")
+    project = FusedQKV(M, H, H, D, order="parts")
     attention = Attention(project, Linear(M, M), mask=masks.Causal(), scale=scale)
     feed_forward = FeedForward(M, config.hidden, activation(config.activation_function))
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
@@ -55,14 +55,14 @@ NAMES: Names = {
     "transformer.ln_f.weight": "norm.weight",
     "transformer.ln_f.bias": "norm.bias",
     "lm_head.weight": "head.weight",
-    LAYER + "ln_1.weight": OURS + "around_attention.norm.weight",
-    LAYER + "ln_1.bias": OURS + "around_attention.norm.bias",
+    LAYER + "ln_1.weight": OURS + "attention_residual.norm.weight",
+    LAYER + "ln_1.bias": OURS + "attention_residual.norm.bias",
     LAYER + "attn.c_attn.weight": transposed(OURS + "attention.project.linear.weight"),
     LAYER + "attn.c_attn.bias": OURS + "attention.project.linear.bias",
     LAYER + "attn.c_proj.weight": transposed(OURS + "attention.output.weight"),
     LAYER + "attn.c_proj.bias": OURS + "attention.output.bias",
-    LAYER + "ln_2.weight": OURS + "around_feed_forward.norm.weight",
-    LAYER + "ln_2.bias": OURS + "around_feed_forward.norm.bias",
+    LAYER + "ln_2.weight": OURS + "feed_forward_residual.norm.weight",
+    LAYER + "ln_2.bias": OURS + "feed_forward_residual.norm.bias",
     LAYER + "mlp.c_fc.weight": transposed(OURS + "feed_forward.up.weight"),
     LAYER + "mlp.c_fc.bias": OURS + "feed_forward.up.bias",
     LAYER + "mlp.c_proj.weight": transposed(OURS + "feed_forward.down.weight"),

@@ -15,7 +15,15 @@ from regard.models.assembly.parts import activation, embedding_and_head, ready_f
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, FeedForward, Fused, ParallelBlock, PreNorm
+from regard.nn import (
+    Attention,
+    Block,
+    FeedForward,
+    FusedQKV,
+    InputEmbedding,
+    ParallelBlock,
+    PreNorm,
+)
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
@@ -29,7 +37,7 @@ def build(config: Config) -> Decoder:
     )
     rotary = rope.rotary(config.rope)
     layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
-    return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
+    return ready_for_training(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -38,7 +46,7 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config, rotary: Rotary) -> Block:
     M, H, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-    project = Fused(M, H, H, M // H, order="heads", steps=[rotary], bias=bias)
+    project = FusedQKV(M, H, H, M // H, order="heads", steps=[rotary], bias=bias)
     attention = Attention(project, Linear(M, M, bias=bias), mask=masks.Causal())
     feed_forward = FeedForward(M, config.intermediate_size, activation(config.hidden_act))
     paths = [PreNorm(_norm(config)) for _ in range(2)]
@@ -48,10 +56,10 @@ def _block(config: Config, rotary: Rotary) -> Block:
 
 LAYER, OURS = "gpt_neox.layers.{}.", "layers.{}."
 PARTS = {
-    "input_layernorm": "around_attention.norm",
+    "input_layernorm": "attention_residual.norm",
     "attention.query_key_value": "attention.project.linear",
     "attention.dense": "attention.output",
-    "post_attention_layernorm": "around_feed_forward.norm",
+    "post_attention_layernorm": "feed_forward_residual.norm",
     "mlp.dense_h_to_4h": "feed_forward.up",
     "mlp.dense_4h_to_h": "feed_forward.down",
 }

@@ -20,9 +20,9 @@ from regard.configs.gpt import MPT_ATTENTION, MptConfig
 from regard.models.assembly.parts import embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
+from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.linear import Linear
-from regard.nn.projections import Clipped
+from regard.nn.projections import ClippedQKV
 
 Config = MptConfig
 
@@ -32,7 +32,7 @@ def build(config: Config) -> Decoder:
     V, M = config.vocab_size, config.d_model
     embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
     layers = [_block(config) for _ in range(config.n_layers)]
-    return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
+    return ready_for_training(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -42,9 +42,9 @@ def _norm(config: Config) -> nn.LayerNorm:
 def _block(config: Config) -> Block:
     M, H = config.d_model, config.n_heads
     D, own = resolve_head_dim(M, H, None), MPT_ATTENTION | dict(config.attn_config)
-    project = Fused(M, H, H, D, bias=False)
+    project = FusedQKV(M, H, H, D, bias=False)
     if own["clip_qkv"] is not None:
-        project = Clipped(M, H, H, D, limit=own["clip_qkv"], bias=False)
+        project = ClippedQKV(M, H, H, D, limit=own["clip_qkv"], bias=False)
     # the slopes of ALiBi fall to 2^-8, and here to 2^-alibi_bias_max
     slopes = [slope ** (own["alibi_bias_max"] / 8) for slope in alibi_slopes(H)]
     attention = Attention(
@@ -63,10 +63,10 @@ NAMES = {
     "transformer.wte.weight": "embed.embedding.weight",
     "transformer.norm_f.weight": "norm.weight",
     "lm_head.weight": "head.weight",
-    LAYER + "norm_1.weight": OURS + "around_attention.norm.weight",
+    LAYER + "norm_1.weight": OURS + "attention_residual.norm.weight",
     LAYER + "attn.Wqkv.weight": OURS + "attention.project.linear.weight",
     LAYER + "attn.out_proj.weight": OURS + "attention.output.weight",
-    LAYER + "norm_2.weight": OURS + "around_feed_forward.norm.weight",
+    LAYER + "norm_2.weight": OURS + "feed_forward_residual.norm.weight",
     LAYER + "ffn.up_proj.weight": OURS + "feed_forward.up.weight",
     LAYER + "ffn.down_proj.weight": OURS + "feed_forward.down.weight",
 }

@@ -40,8 +40,8 @@ def build(config: Config) -> Decoder:
 NORMS = {
     THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.flat.weight",
     THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.flat.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "around_attention.norm.weight",
-    THEIRS + "post_feedforward_layernorm.weight": OURS + "around_feed_forward.norm.weight",
+    THEIRS + "post_attention_layernorm.weight": OURS + "attention_residual.norm.weight",
+    THEIRS + "post_feedforward_layernorm.weight": OURS + "feed_forward_residual.norm.weight",
 }
 FAMILY = Family(
     Config,

@@ -22,10 +22,11 @@ from regard.models.assembly.parts import ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
 from regard.models.decoder import Decoder
-from regard.nn import Block, Embed, PreNorm, RMSNorm, Sinusoidal, SwiGLU
+from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.linear import Linear
 from regard.nn.mixer import Mixer
-from regard.positions import Learned
+from regard.nn.renamed_weights import current_weight_name
+from regard.positions import LearnedPositions
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,16 @@ def build(config: Config) -> Decoder:
     return ready_for_training(decoder)
 
 
-def _embed(config: Config, embedding: nn.Embedding) -> Embed:
+def _embed(config: Config, embedding: nn.Embedding) -> InputEmbedding:
     M = config.hidden_size
     if config.position == "learned":
-        return Embed(embedding, Learned(config.max_position_embeddings, M))
+        return InputEmbedding(embedding, LearnedPositions(config.max_position_embeddings, M))
     if config.position == "sinusoidal":
         # beside sinusoids of size 1, the small embedding of a head that is tied to it would be lost
-        return Embed(embedding, Sinusoidal(M), scale=M**0.5 if config.tie_word_embeddings else 1.0)
-    return Embed(embedding)
+        return InputEmbedding(
+            embedding, SinusoidalPositions(M), scale=M**0.5 if config.tie_word_embeddings else 1.0
+        )
+    return InputEmbedding(embedding)
 
 
 def _norm(config: Config) -> RMSNorm:
@@ -86,5 +89,11 @@ def _block(config: Config, layer: int) -> Block:
     return Block(config.mixer(layer), feed_forward, *paths)
 
 
-FAMILY = Family(Config, build, OWN, settle=lambda config, raw, stored: config)
-"""The config says all: stored tensors settle nothing."""
+FAMILY = Family(
+    Config,
+    build,
+    OWN,
+    settle=lambda config, raw, stored: config,
+    respell=current_weight_name,
+)
+"""The config alone decides what is built; parameter names of earlier releases still load."""

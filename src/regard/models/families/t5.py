@@ -24,15 +24,15 @@ from regard.nn import (
     Block,
     CrossAttention,
     DecoderBlock,
-    Embed,
     FeedForward,
+    InputEmbedding,
     PreNorm,
     RMSNorm,
 )
 from regard.nn.embedding import ScaledLogits
 from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.projections import Separate
-from regard.nn.variants.parts import join, separate
+from regard.nn.projections import SeparateQKV
+from regard.nn.variants.projections import output_projection, separate_qkv
 
 
 class Sizes(NamedTuple):
@@ -44,9 +44,11 @@ class Sizes(NamedTuple):
     heads: int
     head_dim: int
 
-    def parts(self) -> tuple[Separate, nn.Linear]:
+    def parts(self) -> tuple[SeparateQKV, nn.Linear]:
         """Queries, keys and values, and the output, none with a bias."""
-        return separate(self.dim, self.heads, self.heads, self.head_dim), join(*self)
+        return separate_qkv(self.dim, self.heads, self.heads, self.head_dim), output_projection(
+            *self
+        )
 
 
 def stack_bias(sizes: Sizes, buckets: int, max_distance: int, *, bidirectional: bool) -> T5Relative:
@@ -136,7 +138,7 @@ def build(config: Config) -> EncoderDecoder:
         writer(sizes, ahead, _feed_forward(config), norm) for _ in range(config.decoder_layers)
     ]
     scale = M**-0.5 if config.scale_decoder_outputs else 1.0
-    embed, head = Embed(nn.Embedding(V, M)), ScaledLogits(M, V, scale=scale)
+    embed, head = InputEmbedding(nn.Embedding(V, M)), ScaledLogits(M, V, scale=scale)
     model = EncoderDecoder(Encoder(embed, readers, norm()), embed, writers, norm(), head)
     draw(model, D)
     if config.tie_word_embeddings:
@@ -157,9 +159,9 @@ def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str 
         for x in "qkv":
             names[f"{theirs}{i}.{name}.{x}.weight"] = f"{ours}{where}.project.{x}.linear.weight"
         names[f"{theirs}{i}.{name}.o.weight"] = f"{ours}{where}.output.weight"
-        names[f"{theirs}{i}.layer_norm.weight"] = f"{ours}around_{where}.norm.weight"
+        names[f"{theirs}{i}.layer_norm.weight"] = f"{ours}{where}_residual.norm.weight"
     wide, feed = f"{theirs}{len(attentions)}.", ours + "feed_forward."
-    names[wide + "layer_norm.weight"] = ours + "around_feed_forward.norm.weight"
+    names[wide + "layer_norm.weight"] = ours + "feed_forward_residual.norm.weight"
     up, gate = feed + "up.weight", feed + "gate.weight"
     inner: dict[str, str | Rule]
     inner = {"wi_0": gate, "wi_1": same(up, beside=gate), "wi": up, "wo": feed + "down.weight"}

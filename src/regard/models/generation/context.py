@@ -18,7 +18,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.room import Room, follows_length
 from regard.models.tokenizer import Tokenizer
-from regard.nn import Prefix
+from regard.nn import PrefixRecomputer
 from regard.span import Positions, slice_positions, slot_count
 
 
@@ -45,9 +45,9 @@ class LanguageModel(Protocol):
 class Context:
     """A decoder and the caches of a batch of texts; every token is read once.
 
-    A model whose rotary frequencies follow the length is run through `regard.nn.Prefix`: its prefix
-    is read again when they change, so that what is cached equals one pass there, too. Its prompt is
-    read in one piece.
+    A model whose rotary frequencies follow the length is run through
+    `regard.nn.PrefixRecomputer`: its prefix is read again when they change, so that what is cached
+    equals one pass there, too. Its prompt is read in one piece.
 
     Args:
         decoder: a `Decoder`.
@@ -69,7 +69,7 @@ class Context:
         decoder.require_head()
         self._room = Room() if room is None else room
         self._decoder = self._room.narrow(decoder)
-        self._prefix = Prefix(self._decoder) if follows_length(decoder) else None
+        self._prefix = PrefixRecomputer(self._decoder) if follows_length(decoder) else None
         self._caches = self._room.caches(self._decoder, rows)
         parameter = next(decoder.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device

@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
-from regard.nn.dynamic_rotary import RowRotary
+from regard.nn.dynamic_rotary import PerRowRotary
 
 
 @dataclass(frozen=True)
@@ -207,4 +207,4 @@ def follows_length(decoder: nn.Module) -> bool:
     """Whether frequencies of a rotary follow the length of the text, so that cached keys go
     stale.
     """
-    return any(isinstance(module, RowRotary) for module in decoder.modules())
+    return any(isinstance(module, PerRowRotary) for module in decoder.modules())

@@ -1,8 +1,16 @@
-"""The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which tells
-what there is.
+"""The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which lists
+them.
 """
 
+from regard.nn.variants.bounded_memory import infini, infini_delta, streaming
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
+from regard.nn.variants.linear_recurrence import (
+    delta_net,
+    gated_delta_net,
+    gated_linear,
+    linear_attention,
+    retention,
+)
 from regard.nn.variants.masked import (
     bigbird,
     chunked,
@@ -15,16 +23,8 @@ from regard.nn.variants.masked import (
     sparse_fixed,
     sparse_strided,
 )
-from regard.nn.variants.memory import infini, infini_delta, streaming
-from regard.nn.variants.recurrent import (
-    delta_net,
-    gated_delta_net,
-    gated_linear,
-    linear_attention,
-    retention,
-)
 from regard.nn.variants.registry import VARIANTS, Variant, build
-from regard.nn.variants.selected import dsa, moba, nsa
+from regard.nn.variants.selected_keys import dsa, moba, nsa
 from regard.nn.variants.softmax import (
     alibi,
     causal,

@@ -1,4 +1,4 @@
-"""Named attention between two sequences: cross-attention, Bahdanau's and Luong's attention."""
+"""Attention between two sequences: cross-attention, Bahdanau's and Luong's attention."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.cross import AdditiveAttention, CrossAttention
+from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.linear import Linear
-from regard.nn.projections import Heads, Separate, States
-from regard.nn.variants.parts import join
+from regard.nn.projections import EncoderStateProjection, HeadProjection, SeparateQKV
+from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 
 
@@ -28,20 +28,24 @@ def cross_attention(
     head_dim: int | None = None,
     bias: bool = False,
 ) -> CrossAttention:
-    """Cross-attention: queries from one sequence, keys and values from another.
+    """Cross-attention: queries come from one sequence, keys and values from another.
 
-    x [B,T,M], memory [B,S,M3] -> [B,T,M]; a cache is written once and keeps 2 G D numbers per token
+    x [B,T,M], memory [B,S,M3] -> [B,T,M]; a cache is written once and stores 2 G D values per token
     of memory.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G; None is H.
-        memory_dim: M3, the size of a token of memory; None is M.
-        head_dim: D; None is M / H.
-        bias: whether the four maps have one.
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, which divide H; None is H.
+        memory_dim: the size M3 of a token of memory; None is M.
+        head_dim: the head dim D; None is M / H.
+        bias: whether the four linear maps have a bias.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and
+        ArgumentError: a size is less than 1, groups does not divide heads, or head_dim is None and
             M / H is not whole.
 
     >>> import torch
@@ -52,10 +56,12 @@ def cross_attention(
     """
     D = resolve_head_dim(dim, heads, head_dim)
     G, M3 = groups or heads, memory_dim or dim
-    project = Separate(
-        Heads(dim, heads, D, bias=bias), Heads(M3, G, D, bias=bias), Heads(M3, G, D, bias=bias)
+    project = SeparateQKV(
+        HeadProjection(dim, heads, D, bias=bias),
+        HeadProjection(M3, G, D, bias=bias),
+        HeadProjection(M3, G, D, bias=bias),
     )
-    return CrossAttention(project, join(dim, heads, D, bias=bias))
+    return CrossAttention(project, output_projection(dim, heads, D, bias=bias))
 
 
 SCORES = ("dot", "general", "concat")
@@ -69,17 +75,19 @@ SCORES = ("dot", "general", "concat")
 def bahdanau(
     dim: int, heads: int = 1, *, memory_dim: int | None = None, hidden: int | None = None
 ) -> AdditiveAttention:
-    """Additive attention: a small network scores each state of the encoder against the decoder's
-    state.
+    """Additive attention: a small network scores each encoder state against the decoder's state.
 
-    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache keeps h and U h. The paper's query
-    is the previous state of the decoder, and its h joins both directions of the encoder.
+    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache stores h and U h. In the paper the
+    query is the previous state of the decoder, and h concatenates both directions of the encoder.
 
     Args:
-        dim: the size M of a decoder's state.
-        heads: H; the paper has 1. Each has its share of the hidden layer and of the states.
-        memory_dim: the size M3 of an encoder's state; None is M.
-        hidden: A, the width of the hidden layer; None is M.
+        dim: the size M of a decoder state.
+        heads: the number of heads H, which share the hidden layer and the states; the paper has 1.
+        memory_dim: the size M3 of an encoder state; None is M.
+        hidden: the size A of the hidden layer; None is M.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1 or not a multiple of heads.
@@ -92,7 +100,7 @@ def bahdanau(
     """
     M3, A = _sizes(dim, memory_dim, hidden)
     query, key = Linear(dim, A, bias=False), Linear(M3, A, bias=False)
-    return AdditiveAttention(States(query, M3, heads=heads, key=key))
+    return AdditiveAttention(EncoderStateProjection(query, M3, heads=heads, key=key))
 
 
 @variant(
@@ -109,21 +117,25 @@ def luong(
     score: str = "general",
     hidden: int | None = None,
 ) -> CrossAttention | AdditiveAttention:
-    """Multiplicative attention, global: states of the encoder, scored by a product with the
-    decoder's present state.
+    """Multiplicative (global) attention: encoder states are scored by a product with the decoder's
+    current state.
 
-    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache keeps h. It is cross-attention whose
-    keys and values are the states themselves, with scale 1; `concat` is additive attention.
+    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache stores h. It is cross-attention
+    whose keys and values are the states themselves, with scale 1. The score "concat" is additive
+    attention.
 
     Args:
-        dim: the size M of a decoder's state.
-        heads: H; the paper has 1.
-        memory_dim: the size M3 of an encoder's state; None is M, which "dot" needs.
+        dim: the size M of a decoder state.
+        heads: the number of heads H; the paper has 1.
+        memory_dim: the size M3 of an encoder state; None is M, which "dot" requires.
         score: "dot", "general" or "concat".
-        hidden: the width of the hidden layer of "concat"; None is M.
+        hidden: the size of the hidden layer of "concat"; None is M.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: score is unknown, or a size does not fit it.
+        ArgumentError: score is unknown, or a size does not suit it.
 
     >>> import torch
     >>> luong(32, score="dot")(torch.zeros(1, 2, 32), memory=torch.zeros(1, 5, 32)).shape
@@ -139,11 +151,11 @@ def luong(
     if hidden is not None:
         raise ArgumentError(f'hidden is {hidden}, but only score="concat" has a hidden layer')
     query = dim if score == "dot" else Linear(dim, M3, bias=False)
-    return CrossAttention(States(query, M3, heads=heads), nn.Identity(), scale=1.0)
+    return CrossAttention(EncoderStateProjection(query, M3, heads=heads), nn.Identity(), scale=1.0)
 
 
 def _sizes(dim: int, memory_dim: int | None, hidden: int | None) -> tuple[int, int]:
-    """The sizes of a state of the encoder and of the hidden layer."""
+    """Return the sizes of an encoder state and of the hidden layer, with their defaults."""
     M3 = dim if memory_dim is None else memory_dim
     A = dim if hidden is None else hidden
     for name, size in (("dim", dim), ("memory_dim", M3), ("hidden", A)):

@@ -1,5 +1,5 @@
-"""Named softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer, BigBird and
-the Sparse Transformer.
+"""Softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer, BigBird and the
+Sparse Transformer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from regard.masks import (
 )
 from regard.nn.attention import Attention
 from regard.nn.longformer import Longformer
-from regard.nn.variants.parts import join, separate
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary
 
@@ -44,14 +44,17 @@ def sliding_window(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> Attention:
-    """Sliding window: a token sees the last W tokens, its own included, as in Mistral 7B.
+    """Sliding window: a token sees the last W tokens, itself included, as in Mistral 7B.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps W tokens, whatever the length; l layers reach l (W - 1) + 1
+    x [B,T,M] -> [B,T,M]; a cache stores W tokens at any length; l layers reach l (W - 1) + 1
     tokens.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
-        window: W.
+        window: the number of tokens W.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`, or window is less than 1.
@@ -61,7 +64,7 @@ def sliding_window(
 
     Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
     """
-    return _under(Causal() & Window(window), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() & Window(window), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -83,21 +86,24 @@ def local_global(
     base: float = 10000.0,
     global_base: float | None = None,
 ) -> Attention:
-    """Alternating layers: most see a window, every n-th sees everything, as in Gemma 2 (n = 2) and
-    Gemma 3 (n = 6).
+    """Alternating layers: most layers see a window, every n-th sees all past tokens, as in Gemma 2
+    (n = 2) and Gemma 3 (n = 6).
 
-    x [B,T,M] -> [B,T,M]; the attention of one layer.
+    x [B,T,M] -> [B,T,M]; this is the attention of one layer.
 
     Args:
         dim, heads, groups, head_dim: as for `gqa`.
-        window: W of the local layers.
-        layer: which layer this is, from 0; layers n - 1, 2 n - 1, ... are global.
-        every: n.
-        base: of the rotary positions in local layers.
-        global_base: of those in global layers; None is the same. Gemma 3 has 10,000 and 1,000,000.
+        window: the window W of the local layers.
+        layer: the index of the layer, from 0; layers n - 1, 2 n - 1, ... are global.
+        every: the period n of the global layers.
+        base: the base of the rotary positions in local layers.
+        global_base: the base in global layers; None is the same. Gemma 3 uses 10,000 and 1,000,000.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as for `gqa`, or layer is negative, every or window less than 1.
+        ArgumentError: as for `gqa`, or layer is negative, or every or window is less than 1.
 
     >>> [str(local_global(32, 4, groups=2, window=3, layer=i, every=2).mask) for i in range(4)]
     ['causal & window(3)', 'causal', 'causal & window(3)', 'causal']
@@ -107,8 +113,8 @@ def local_global(
     if layer < 0 or every < 1:
         raise ArgumentError(f"layer is {layer} and every is {every}; they must be at least 0 and 1")
     if (layer + 1) % every == 0:
-        return _under(Causal(), dim, heads, groups, head_dim, global_base or base)
-    return _under(Causal() & Window(window), dim, heads, groups, head_dim, base)
+        return _gqa_with_mask(Causal(), dim, heads, groups, head_dim, global_base or base)
+    return _gqa_with_mask(Causal() & Window(window), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -127,14 +133,17 @@ def chunked(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> Attention:
-    """Chunked attention: a token sees the past of its own chunk of C positions; nothing crosses a
-    border, as in Llama 4.
+    """Chunked attention: a token sees the past of its own chunk of C positions, and no other chunk,
+    as in Llama 4.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
-        chunk: C.
+        chunk: the number of positions C in a chunk.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`, or chunk is less than 1.
@@ -144,7 +153,7 @@ def chunked(
 
     Source: Llama 4, as released.
     """
-    return _under(Causal() & Chunk(chunk), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() & Chunk(chunk), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -165,14 +174,16 @@ def prefix_lm(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> Attention:
-    """Prefix language model: the first n tokens see one another, the others see what came before
-    them.
+    """Prefix language model: the first n tokens see one another, later tokens see the past.
 
-    x [B,T,M] -> [B,T,M]; with a cache, the prefix must be given in one call.
+    x [B,T,M] -> [B,T,M]; with a cache, the whole prefix must be passed in one call.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
-        prefix: n, or one for each row of the batch.
+        prefix: the length n of the prefix, or one for each row of the batch.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`, or prefix is negative.
@@ -183,7 +194,7 @@ def prefix_lm(
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.2.1.
     """
     length = prefix if isinstance(prefix, int) else tuple(prefix)
-    return _under(Causal() | Prefix(length), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() | Prefix(length), dim, heads, groups, head_dim, base)
 
 
 @variant(
@@ -202,16 +213,20 @@ def packed(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> Attention:
-    """Packed documents: several texts stand in one row, and none sees another.
+    """Packed documents: several texts share one row, and each token sees the past of its own text
+    only.
 
     x [B,T,M] -> [B,T,M]; rotary positions need no restart, because only differences count.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
-        bounds: where each document starts, and the end of the last.
+        bounds: the start of each document, and the end of the last.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as for `gqa`, or bounds fall.
+        ArgumentError: as for `gqa`, or bounds decrease.
 
     >>> from regard.span import Span
     >>> packed(32, 4, groups=2, bounds=(0, 3, 7)).mask.visible(Span(0, 7), Span(0, 7)).tolist()
@@ -219,16 +234,16 @@ def packed(
 
     Source: Krell et al. 2021 (arXiv 2107.02027), section 3.
     """
-    return _under(Causal() & Document(tuple(bounds)), dim, heads, groups, head_dim, base)
+    return _gqa_with_mask(Causal() & Document(tuple(bounds)), dim, heads, groups, head_dim, base)
 
 
-def _under(
+def _gqa_with_mask(
     mask: Mask, dim: int, heads: int, groups: int, head_dim: int | None, base: float
 ) -> Attention:
-    """Grouped-query rotary attention under a mask."""
+    """Build grouped-query attention with rotary positions under a mask."""
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return Attention(project, join(dim, heads, D), mask=mask)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return Attention(project, output_projection(dim, heads, D), mask=mask)
 
 
 @variant(
@@ -251,21 +266,24 @@ def longformer(
     bias: bool = True,
     is_causal: bool = False,
 ) -> Longformer:
-    """Longformer: a window around every token, and global tokens with projections of their own.
+    """Longformer: a window around every token, and global tokens with separate projections.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
-        window: the total width w, even: w/2 keys on either side; with is_causal, w/2 keys before
-            the token.
+        window: the total width w of the window, even: w/2 keys on either side; with is_causal, w/2
+            keys before the token.
         positions: the positions of the global tokens.
-        step: of a dilated window, which sees every step-th key on either side, as many as without
-            gaps.
-        is_causal: the autoregressive form.
+        step: the dilation of the window: a token sees every step-th key, as many keys as without
+            dilation.
+        is_causal: whether no token sees later ones.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as for `mha`, window is odd, or step is less than 1.
+        ArgumentError: as for `mha`, or window is odd, or step is less than 1.
 
     >>> print(longformer(32, 4, window=4).mask)
     window(3, ahead=2) | global((0,))
@@ -274,15 +292,17 @@ def longformer(
     """
     if window < 2 or window % 2:
         raise ArgumentError(
-            f"window is {window}; it is the total width, an even number: {max(2, window - 1)} or "
-            f"{window + 1}"
+            f"window is {window}; it is the total width and must be even, such as "
+            f"{max(2, window - 1)} or {window + 1}"
         )
     D = resolve_head_dim(dim, heads, head_dim)
-    local, globally = (separate(dim, heads, heads, D, bias=bias) for _ in range(2))
+    local_project, global_project = (
+        separate_qkv(dim, heads, heads, D, bias=bias) for _ in range(2)
+    )
     return Longformer(
-        local,
-        globally,
-        join(dim, heads, D, bias=bias),
+        local_project,
+        global_project,
+        output_projection(dim, heads, D, bias=bias),
         positions=positions,
         window=window // 2 + 1,
         ahead=None if is_causal else window // 2,
@@ -314,8 +334,12 @@ def dilated(
 
     Args:
         dim, heads, head_dim: as for `mha`.
-        window, step: W and s.
+        window: the number of keys W.
+        step: the distance s between them.
         positions: the positions of the global tokens.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `mha`, or window or step is less than 1.
@@ -326,7 +350,7 @@ def dilated(
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
     mask: Mask = Dilated(window, step)
-    return _under_sparse(
+    return _mha_with_mask(
         Causal() & (mask | Global(positions) if positions else mask), dim, heads, head_dim
     )
 
@@ -356,13 +380,19 @@ def bigbird(
     """BigBird: blocks see their neighbours, the first and last block, and a few random blocks drawn
     from a seed.
 
-    x [B,T,M] -> [B,T,M]; training and evaluation see the same blocks, at every length.
+    x [B,T,M] -> [B,T,M]; training and evaluation use the same random blocks, at every length.
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
-        block, blocks, window, random, seed: of `regard.masks.BigBird`; block * blocks bounds the
-            length.
-        is_causal: blocks are drawn from the past, and a token sees no later one.
+        block: the number of positions in a block.
+        blocks: the number of blocks; block * blocks is the maximum length.
+        window: the number of neighbouring blocks, its own included; odd.
+        random: the number of random blocks per block.
+        seed: the seed of the random blocks.
+        is_causal: whether random blocks are drawn from the past, and no token sees a later one.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `mha` and `regard.masks.BigBird`.
@@ -373,7 +403,7 @@ def bigbird(
     Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2.
     """
     mask = BigBird(block, blocks, window, random, seed, is_causal)
-    return _under_sparse(mask, dim, heads, head_dim, bias=bias)
+    return _mha_with_mask(mask, dim, heads, head_dim, bias=bias)
 
 
 @variant(
@@ -383,14 +413,18 @@ def bigbird(
     stride=4,
 )
 def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = None) -> Attention:
-    """Sparse Transformer, strided: the last l tokens, and every l-th before them.
+    """Sparse Transformer, strided: a token sees the last l tokens, and every l-th token before
+    them.
 
     x [B,T,M] -> [B,T,M]; two layers reach every earlier token, at a cost of O(n sqrt n) for l near
     sqrt n.
 
     Args:
         dim, heads, head_dim: as for `mha`.
-        stride: l.
+        stride: the stride l.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `mha`, or stride is less than 1.
@@ -400,7 +434,7 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
 
     Source: Child et al. 2019 (arXiv 1904.10509), section 4.2.
     """
-    return _under_sparse(Causal() & Strided(stride), dim, heads, head_dim)
+    return _mha_with_mask(Causal() & Strided(stride), dim, heads, head_dim)
 
 
 @variant(
@@ -413,31 +447,37 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
 def sparse_fixed(
     dim: int, heads: int, *, stride: int, columns: int = 1, head_dim: int | None = None
 ) -> Attention:
-    """Sparse Transformer, fixed: the own block of l tokens, and the last c columns of every earlier
-    block.
+    """Sparse Transformer, fixed: a token sees its own block of l tokens, and the last c columns of
+    every earlier block.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, head_dim: as for `mha`.
-        stride, columns: l and c.
+        stride: the block size l.
+        columns: the number of columns c.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as for `mha`, stride is less than 1, or columns is not 1 to stride.
+        ArgumentError: as for `mha`, or stride is less than 1, or columns is not 1 to stride.
 
     >>> print(sparse_fixed(32, 4, stride=8).mask)
     causal & strided(8, fixed=1)
 
     Source: Child et al. 2019 (arXiv 1904.10509), section 4.2.
     """
-    return _under_sparse(Causal() & Strided(stride, columns), dim, heads, head_dim)
+    return _mha_with_mask(Causal() & Strided(stride, columns), dim, heads, head_dim)
 
 
-def _under_sparse(
+def _mha_with_mask(
     mask: Mask, dim: int, heads: int, head_dim: int | None, *, bias: bool = False
 ) -> Attention:
-    """Multi-head attention under a mask."""
+    """Build multi-head attention without positions under a mask."""
     D = resolve_head_dim(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias), mask=mask
+        separate_qkv(dim, heads, heads, D, bias=bias),
+        output_projection(dim, heads, D, bias=bias),
+        mask=mask,
     )

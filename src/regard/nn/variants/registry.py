@@ -1,4 +1,4 @@
-"""The catalogue of mechanisms: each constructor by name, with its sentence, equation, source and
+"""The registry of the catalogue: each constructor by name, with its summary, equation, source and
 options.
 """
 
@@ -14,67 +14,91 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 from torch import nn
 
+from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 
-Family: TypeAlias = Literal[
+VariantFamily: TypeAlias = Literal[
     "softmax", "latent", "linear", "memory", "selected", "cross", "additive"
 ]
-"""What a mechanism computes: which op it calls, and what its cache keeps."""
+"""The kind of a mechanism: which operation it calls, and what its cache stores."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """One mechanism of the catalogue.
 
-    Attributes:
+    Args:
         name: the constructor's name.
-        family: what kind of mechanism it is.
+        family: the kind of mechanism.
         equation: what it computes.
-        source: paper and place.
-        causal: whether position t is independent of positions behind it.
-        build: the constructor: build(dim, heads, **options) -> a module.
-        sizes: options for a small example, of `dim` 32 and 4 heads, that tests and drawings use.
+        source: the paper, with section or equation.
+        causal: whether the result at a position is independent of later positions.
+        build: the constructor, build(dim, heads, **options) -> a module.
+        example_options: options of a small example with dim 32 and 4 heads, for tests and drawings.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> VARIANTS["gqa"].sentence
+    >>> VARIANTS["gqa"].summary
     'Grouped-query attention: H/G query heads share each key/value head.'
     """
 
     name: str
-    family: Family
+    family: VariantFamily
     equation: str
     source: str
     causal: bool
     build: Callable[..., nn.Module]
-    sizes: dict[str, Any]
+    example_options: dict[str, Any]
+    sentence = renamed_attribute("summary")
+    sizes = renamed_attribute("example_options")
 
     @property
-    def sentence(self) -> str:
-        """What it is, in one sentence."""
+    def summary(self) -> str:
+        """The description of the mechanism in one sentence."""
         return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
 
     def example(self, **options: Any) -> nn.Module:
-        """A small one: dim 32, 4 heads, and the sizes of the entry."""
-        return self.build(32, 4, **{**self.sizes, **options})
+        """Build a small example: dim 32, 4 heads, and the example options.
 
+        Args:
+            **options: options that replace those of the example.
+
+        Returns:
+            The module.
+        """
+        return self.build(32, 4, **{**self.example_options, **options})
+
+
+RENAMED_OPTIONS = {"most": "max_beta"}
+"""Former names of options, which saved configs and commands may still contain."""
 
 VARIANTS: dict[str, Variant] = {}
-"""Name -> mechanism, in the order of the files."""
+"""Every mechanism by name, in the order of definition."""
 
 
 def variant(
     *,
-    family: Family,
+    family: VariantFamily,
     equation: str,
     source: str,
     causal: bool = True,
     **sizes: Any,
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
-    """Enter a constructor into the catalogue; `sizes` are the options of its small example."""
+    """Register a constructor in the catalogue.
+
+    Args:
+        family: the kind of mechanism.
+        equation: what it computes.
+        source: the paper, with section or equation.
+        causal: whether the result at a position is independent of later positions.
+        **sizes: the options of its small example.
+
+    Returns:
+        A decorator that returns the constructor unchanged.
+    """
 
     def enter(build: Callable[P, M]) -> Callable[P, M]:
         name = build.__name__
@@ -84,13 +108,13 @@ def variant(
     return enter
 
 
-def find(name: str) -> Variant:
-    """An entry of the catalogue by name.
+def find_variant(name: str) -> Variant:
+    """Return the mechanism of this name.
 
     Raises:
         ArgumentError: no mechanism has this name.
 
-    >>> find("mqa").family
+    >>> find_variant("mqa").family
     'softmax'
     """
     if name not in VARIANTS:
@@ -102,56 +126,75 @@ def find(name: str) -> Variant:
 
 
 def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
-    """A module of the catalogue by name.
+    """Build a mechanism of the catalogue by name.
+
+    Args:
+        name: its name in `VARIANTS`.
+        dim: the model dim M.
+        heads: the query heads H.
+        **options: the options of its constructor.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: no mechanism has this name; or what its constructor refuses.
+        ArgumentError: no mechanism has this name, or its constructor refuses the options.
 
     >>> build("mqa", 32, 4).project.shape.G
     1
     """
-    return find(name).build(dim, heads, **options)
+    return find_variant(name).build(dim, heads, **options)
 
 
-def names(entry: Variant) -> tuple[str, ...]:
-    """The options that a constructor has, behind dim and heads.
+def option_names(entry: Variant) -> tuple[str, ...]:
+    """Return the names of the options of a constructor, without dim and heads.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> names(VARIANTS["gqa"])
+    >>> option_names(VARIANTS["gqa"])
     ('groups', 'head_dim', 'base', 'layout')
     """
     return tuple(inspect.signature(entry.build).parameters)[2:]
 
 
-def required(entry: Variant) -> tuple[str, ...]:
-    """The options without a default.
+def required_options(entry: Variant) -> tuple[str, ...]:
+    """Return the names of the options without a default.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> required(VARIANTS["sliding_window"])
+    >>> required_options(VARIANTS["sliding_window"])
     ('groups', 'window')
     """
-    found = inspect.signature(entry.build).parameters
-    return tuple(name for name in names(entry) if found[name].default is inspect.Parameter.empty)
+    parameters = inspect.signature(entry.build).parameters
+    return tuple(
+        name for name in option_names(entry) if parameters[name].default is inspect.Parameter.empty
+    )
 
 
-def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
-    """Options written as name=value; a value is a Python literal, or else a string.
+def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
+    """Parse options written as name=value. A value is a Python literal, or else a string.
+
+    Args:
+        settings: the texts.
+        entry: the mechanism whose options they are.
+
+    Returns:
+        Option name to value.
 
     Raises:
         ArgumentError: an entry is not name=value, or the constructor has no such option.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> parse(["window=512", "base=1e6"], VARIANTS["sliding_window"])
+    >>> parse_options(["window=512", "base=1e6"], VARIANTS["sliding_window"])
     {'window': 512, 'base': 1000000.0}
     """
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not equals or name not in names(entry):
+        name = RENAMED_OPTIONS.get(name, name)
+        if not equals or name not in option_names(entry):
             raise ArgumentError(
                 f"--set {setting}: give name=value; {entry.name} has "
-                f"{', '.join(names(entry)) or 'no options'}"
-                f"{suggest(name, names(entry))}"
+                f"{', '.join(option_names(entry)) or 'no options'}"
+                f"{suggest(name, option_names(entry))}"
             )
         try:
             options[name] = ast.literal_eval(value)
@@ -160,41 +203,52 @@ def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
     return options
 
 
-def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as the constructor takes them, lists as tuples; what their values may be is its own
-    matter.
+def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names and types of options, and convert lists to tuples. The constructor itself
+    checks their values.
+
+    Args:
+        entry: the mechanism.
+        options: option name to value, for example from a config file.
+
+    Returns:
+        The options under their present names.
 
     Raises:
         ArgumentError: an option is unknown, missing, or of another type than the constructor's
             signature says.
 
     >>> from regard.nn.variants import VARIANTS
-    >>> checked(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
+    >>> check_options(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
     {'groups': 2, 'bounds': (0, 5)}
     """
+    options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
     for name in options:
-        if name not in names(entry):
+        if name not in option_names(entry):
             raise ArgumentError(
-                f"{entry.name} has no option {name!r}{suggest(name, names(entry), otherwise='.')} "
-                "It has "
-                f"{', '.join(names(entry)) or 'none'}"
+                f"{entry.name} has no option {name!r}"
+                f"{suggest(name, option_names(entry), otherwise='.')} It has "
+                f"{', '.join(option_names(entry)) or 'none'}"
             )
-    if missing := [name for name in required(entry) if name not in options]:
+    if missing := [name for name in required_options(entry) if name not in options]:
         raise ArgumentError(f"{entry.name} needs {', '.join(missing)}")
-    hints, written = typing.get_type_hints(entry.build), inspect.signature(entry.build).parameters
+    hints, parameters = (
+        typing.get_type_hints(entry.build),
+        inspect.signature(entry.build).parameters,
+    )
     for name, value in options.items():
         if not _fits(value, hints[name]):
             raise ArgumentError(
-                f"{name} of {entry.name} is {value!r}; it must be {written[name].annotation}"
+                f"{name} of {entry.name} is {value!r}; it must be {parameters[name].annotation}"
             )
     return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a plain value is of a type; an int is a float, and a list is a tuple or a
-    sequence.
+def _fits(value: Any, expected: Any) -> bool:
+    """Return whether a plain value has a type. An int is also a float, and a list is also a tuple
+    or a sequence.
     """
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, kind) for kind in inner)
     if origin is typing.Literal:
@@ -202,6 +256,6 @@ def _fits(value: Any, wanted: Any) -> bool:
     if isinstance(value, (list, tuple)):
         listed = isinstance(origin, type) and issubclass(origin, Sequence)
         return listed and all(_fits(x, inner[0]) for x in value)
-    if wanted is float:
+    if expected is float:
         return type(value) in (int, float)
-    return type(value) is wanted
+    return type(value) is expected

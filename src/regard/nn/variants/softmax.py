@@ -1,4 +1,4 @@
-"""Named softmax mechanisms that see all of the past: multi-head, grouped-query, QK-norm, ALiBi,
+"""Softmax mechanisms that see all of the past: multi-head, grouped-query, QK-norm, ALiBi, learned
 sinks, gated, differential and latent attention.
 """
 
@@ -16,11 +16,18 @@ from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
-from regard.nn.gated import Differential, Gated
-from regard.nn.latent import Latent, Naive
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.latent_projection import LatentProjection, NaiveLatentProjection
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import Fused, Heads, Order, PerHead, Separate, Unprojected
-from regard.nn.variants.parts import join, separate
+from regard.nn.projections import (
+    FusedQKV,
+    HeadProjection,
+    IdentityProjection,
+    PerHeadProjection,
+    QKVRowOrder,
+    SeparateQKV,
+)
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary, Scaling
 from regard.positions.rotary import Layout
@@ -33,13 +40,16 @@ from regard.positions.rotary import Layout
     causal=False,
 )
 def weightless(dim: int, heads: int = 1) -> Attention:
-    """Self-attention without weights: tokens look at one another as they are.
+    """Self-attention without weights: queries, keys and values are the tokens themselves.
 
     x [B,T,M] -> [B,T,M]; every token sees every other; the scale is 1.
 
     Args:
         dim: the model dim M.
-        heads: of no meaning here: one head is as wide as the model.
+        heads: ignored; there is one head as wide as the model.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: dim is less than 1.
@@ -51,7 +61,7 @@ def weightless(dim: int, heads: int = 1) -> Attention:
     Source: Raschka 2024, section 3.3.
     """
     del heads
-    return Attention(Unprojected(dim), nn.Identity(), scale=1.0)
+    return Attention(IdentityProjection(dim), nn.Identity(), scale=1.0)
 
 
 @variant(
@@ -63,15 +73,18 @@ def weightless(dim: int, heads: int = 1) -> Attention:
 def single_head(
     dim: int, heads: int = 1, *, head_dim: int | None = None, bias: bool = False
 ) -> Attention:
-    """Scaled dot-product attention with trained weights, in one head, without a mask.
+    """Scaled dot-product attention with trained weights, in one head and without a mask.
 
-    x [B,T,M] -> [B,T,D]: the head itself, without an output projection.
+    x [B,T,M] -> [B,T,D]: the head itself, without an output map.
 
     Args:
         dim: the model dim M.
-        heads: of no meaning here.
-        head_dim: D; None is M.
-        bias: whether the three maps have one.
+        heads: ignored; there is one head.
+        head_dim: the head dim D; None is M.
+        bias: whether the three linear maps have a bias.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1.
@@ -83,7 +96,7 @@ def single_head(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
     """
     del heads
-    project = separate(dim, 1, 1, dim if head_dim is None else head_dim, bias=bias)
+    project = separate_qkv(dim, 1, 1, dim if head_dim is None else head_dim, bias=bias)
     return Attention(project, nn.Identity())
 
 
@@ -95,15 +108,18 @@ def single_head(
 def causal(
     dim: int, heads: int = 1, *, head_dim: int | None = None, dropout: float = 0.0
 ) -> Attention:
-    """Causal attention in one head: a token sees itself and what came before it.
+    """Causal attention in one head: a token sees itself and the tokens before it.
 
-    x [B,T,M] -> [B,T,D]. Dropout acts on the weights, in training only.
+    x [B,T,M] -> [B,T,D]
 
     Args:
         dim: the model dim M.
-        heads: of no meaning here.
-        head_dim: D; None is M.
-        dropout: on the weights.
+        heads: ignored; there is one head.
+        head_dim: the head dim D; None is M.
+        dropout: the probability of dropping an attention weight, in training only.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1, or dropout is out of range.
@@ -115,7 +131,7 @@ def causal(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
     """
     del heads
-    project = separate(dim, 1, 1, dim if head_dim is None else head_dim)
+    project = separate_qkv(dim, 1, 1, dim if head_dim is None else head_dim)
     return Attention(project, nn.Identity(), mask=Causal(), dropout=dropout)
 
 
@@ -134,16 +150,20 @@ def mha(
     dropout: float = 0.0,
     is_causal: bool = False,
 ) -> Attention:
-    """Multi-head attention: H heads side by side, their matrices stacked into one.
+    """Multi-head attention: H heads in parallel, with their matrices stacked into one.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 H D numbers per token.
+    x [B,T,M] -> [B,T,M]; a cache stores 2 H D values per token.
 
     Args:
-        dim, heads: the model dim M and the heads H.
-        head_dim: D; None is M / H.
-        bias: whether the linear maps have one.
-        dropout: on the weights, in training only.
-        is_causal: whether a token sees only itself and what came before.
+        dim: the model dim M.
+        heads: the number of heads H.
+        head_dim: the head dim D; None is M / H.
+        bias: whether the linear maps have a bias.
+        dropout: the probability of dropping an attention weight, in training only.
+        is_causal: whether a token sees only itself and the tokens before it.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1, M / H is not whole and head_dim is None, or dropout is
@@ -156,8 +176,8 @@ def mha(
     """
     D = resolve_head_dim(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias),
-        join(dim, heads, D, bias=bias),
+        separate_qkv(dim, heads, heads, D, bias=bias),
+        output_projection(dim, heads, D, bias=bias),
         mask=Causal() if is_causal else None,
         dropout=dropout,
     )
@@ -172,13 +192,16 @@ def mha(
 def mha_per_head(
     dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False
 ) -> Attention:
-    """Multi-head attention written head by head: the function of `mha`, with a matrix of its own
-    for every head.
+    """Multi-head attention written head by head: the function of `mha`, with a separate matrix for
+    every head.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `mha`.
@@ -189,12 +212,19 @@ def mha_per_head(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    q, k, v = (PerHead(dim, heads, D, bias=bias) for _ in range(3))
-    return Attention(Separate(q, k, v), join(dim, heads, D, bias=bias))
+    q, k, v = (PerHeadProjection(dim, heads, D, bias=bias) for _ in range(3))
+    return Attention(SeparateQKV(q, k, v), output_projection(dim, heads, D, bias=bias))
 
 
 def stacked(split: Attention) -> Attention:
-    """The same attention with the matrices of its heads stacked: `mha` out of `mha_per_head`.
+    """Stack the matrices of the heads of an `mha_per_head`, which gives an `mha` with the same
+    result.
+
+    Args:
+        split: attention whose heads have separate matrices.
+
+    Returns:
+        Attention with stacked matrices.
 
     >>> import torch
     >>> split, x = mha_per_head(8, 2), torch.randn(1, 5, 8)
@@ -202,10 +232,10 @@ def stacked(split: Attention) -> Attention:
     True
     """
     project = split.project
-    assert isinstance(project, Separate)
+    assert isinstance(project, SeparateQKV)
     parts = (project.q, project.k, project.v)
-    heads = [part.stack() if isinstance(part, PerHead) else part for part in parts]
-    return Attention(Separate(*heads), split.output, mask=split.mask, dropout=split.dropout)
+    heads = [part.stack() if isinstance(part, PerHeadProjection) else part for part in parts]
+    return Attention(SeparateQKV(*heads), split.output, mask=split.mask, dropout=split.dropout)
 
 
 @variant(
@@ -221,21 +251,25 @@ def gpt(
     *,
     groups: int | None = None,
     head_dim: int | None = None,
-    order: Order = "parts",
+    order: QKVRowOrder = "parts",
     bias: bool = True,
     dropout: float = 0.0,
 ) -> Attention:
     """GPT attention: causal, with queries, keys and values from one fused matrix.
 
-    x [B,T,M] -> [B,T,M]; positions are the model's matter (learned, added to the embedding).
+    x [B,T,M] -> [B,T,M]; the model adds learned positions to the embedding.
 
     Args:
-        dim, heads: the model dim M and the heads H.
-        groups: key/value heads G; None is H.
-        head_dim: D; None is M / H.
-        order: how the rows of the matrix are laid out: "parts" is GPT-2's.
-        bias: whether the linear maps have one.
-        dropout: on the weights, in training only.
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, which divide H; None is H.
+        head_dim: the head dim D; None is M / H.
+        order: the order of the rows in the matrix (`FusedQKV`); "parts" is that of GPT-2.
+        bias: whether the linear maps have a bias.
+        dropout: the probability of dropping an attention weight, in training only.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1, G does not divide H, or order or dropout is out of
@@ -247,8 +281,10 @@ def gpt(
     Source: Radford et al. 2018, section 3.1; code: GPT-2.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    project = Fused(dim, heads, groups or heads, D, order=order, bias=bias)
-    return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), dropout=dropout)
+    project = FusedQKV(dim, heads, groups or heads, D, order=order, bias=bias)
+    return Attention(
+        project, output_projection(dim, heads, D, bias=bias), mask=Causal(), dropout=dropout
+    )
 
 
 @variant(
@@ -269,18 +305,22 @@ def gqa(
 ) -> Attention:
     """Grouped-query attention: H/G query heads share each key/value head.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D numbers per token.
+    x [B,T,M] -> [B,T,M]; causal, with rotary positions; a cache stores 2 G D values per token.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        groups: the key/value heads G; G divides H.
-        head_dim: D; None is M / H.
-        base: of the rotary positions.
-        layout: which dims make a rotary pair.
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, which divide H.
+        head_dim: the head dim D; None is M / H.
+        base: the base of the rotary positions.
+        layout: which dims form a rotary pair: "half" or "interleaved" (`regard.positions.rotate`).
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and
-            M / H is not whole; or layout is unknown.
+        ArgumentError: a size is less than 1, groups does not divide heads, head_dim is None and M /
+            H is not whole, or layout is unknown.
 
     >>> import torch
     >>> gqa(32, 4, groups=2)(torch.zeros(1, 5, 32)).shape
@@ -289,8 +329,8 @@ def gqa(
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.2.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base, layout=layout))
-    return Attention(project, join(dim, heads, D), mask=Causal())
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base, layout=layout))
+    return Attention(project, output_projection(dim, heads, D), mask=Causal())
 
 
 @variant(
@@ -301,10 +341,16 @@ def gqa(
 def mqa(dim: int, heads: int, *, head_dim: int | None = None, base: float = 10000.0) -> Attention:
     """Multi-query attention: all query heads share one key/value head.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 D numbers per token.
+    x [B,T,M] -> [B,T,M]; a cache stores 2 D values per token.
+
+    Args:
+        dim, heads, head_dim, base: as for `gqa`.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError: as `gqa`.
+        ArgumentError: as for `gqa`.
 
     >>> mqa(32, 4).project.shape.memory
     (8, 8)
@@ -324,13 +370,16 @@ def mqa(dim: int, heads: int, *, head_dim: int | None = None, base: float = 1000
 def qk_norm(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm before rotary: queries and keys are normed head by head, then rotated, as in Qwen3
-    and Gemma 3.
+    """QK-norm before rotary: queries and keys are normalised head by head, then rotated, as in
+    Qwen3 and Gemma 3.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`.
@@ -344,7 +393,7 @@ def qk_norm(
         resolve_head_dim(dim, heads, head_dim),
         Rotary(resolve_head_dim(dim, heads, head_dim), base),
     )
-    return _normed(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
+    return _gqa_with_norm(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
 
 
 @variant(
@@ -356,13 +405,16 @@ def qk_norm(
 def qk_norm_after_rotary(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm after rotary: the same parts as `qk_norm` in the other order, which is another
+    """QK-norm after rotary: the parts of `qk_norm` in the other order, which computes another
     function.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`.
@@ -376,7 +428,7 @@ def qk_norm_after_rotary(
         resolve_head_dim(dim, heads, head_dim),
         Rotary(resolve_head_dim(dim, heads, head_dim), base),
     )
-    return _normed(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
+    return _gqa_with_norm(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
 
 
 @variant(
@@ -388,13 +440,16 @@ def qk_norm_after_rotary(
 def qk_norm_flat(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm over the full width: queries are normed before they are split into heads, as in OLMo
-    2.
+    """QK-norm over the full width: queries and keys are normalised before they are split into
+    heads, as in OLMo 2.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`.
@@ -406,22 +461,25 @@ def qk_norm_flat(
     """
     D = resolve_head_dim(dim, heads, head_dim)
     rotary = Rotary(D, base)
-    project = Separate(
-        Heads(dim, heads, D, rotary, flat=RMSNorm(heads * D)),
-        Heads(dim, groups, D, rotary, flat=RMSNorm(groups * D)),
-        Heads(dim, groups, D),
+    project = SeparateQKV(
+        HeadProjection(dim, heads, D, rotary, flat=RMSNorm(heads * D)),
+        HeadProjection(dim, groups, D, rotary, flat=RMSNorm(groups * D)),
+        HeadProjection(dim, groups, D),
     )
-    return Attention(project, join(dim, heads, D), mask=Causal())
+    return Attention(project, output_projection(dim, heads, D), mask=Causal())
 
 
-def _normed(
+def _gqa_with_norm(
     dim: int, heads: int, groups: int, D: int, steps: Callable[[], tuple[nn.Module, ...]]
 ) -> Attention:
-    # norms are trained apart for queries and keys; the rotary is one
-    project = Separate(
-        Heads(dim, heads, D, *steps()), Heads(dim, groups, D, *steps()), Heads(dim, groups, D)
+    """Build causal grouped-query attention with these steps on queries and keys."""
+    # Queries and keys have separate norms, and share the rotary.
+    project = SeparateQKV(
+        HeadProjection(dim, heads, D, *steps()),
+        HeadProjection(dim, groups, D, *steps()),
+        HeadProjection(dim, groups, D),
     )
-    return Attention(project, join(dim, heads, D), mask=Causal())
+    return Attention(project, output_projection(dim, heads, D), mask=Causal())
 
 
 @variant(
@@ -446,8 +504,11 @@ def softcap(
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
-        cap: c.
-        scale: of the scores; None is 1/sqrt(D).
+        cap: the cap c.
+        scale: the factor on the scores; None is 1/sqrt(D).
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`, or cap is not positive.
@@ -459,8 +520,10 @@ def softcap(
     16.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return Attention(project, join(dim, heads, D), mask=Causal(), softcap=cap, scale=scale)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return Attention(
+        project, output_projection(dim, heads, D), mask=Causal(), softcap=cap, scale=scale
+    )
 
 
 @variant(
@@ -478,14 +541,17 @@ def learned_sink(
     base: float = 10000.0,
     bias: bool = True,
 ) -> Attention:
-    """A learned sink: one logit per head takes part in the denominator, so that a head may attend
-    to nothing.
+    """Learned attention sink: one logit per head is added to the softmax denominator, so that a
+    head can attend to nothing.
 
     x [B,T,M] -> [B,T,M]; the sinks start at 0, which is the softmax "off by one".
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
-        bias: whether the linear maps have one; gpt-oss has.
+        bias: whether the linear maps have a bias, as in gpt-oss.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `gqa`.
@@ -496,9 +562,9 @@ def learned_sink(
     Source: gpt-oss model card (arXiv 2508.10925), section 2.2.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base), bias=bias)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base), bias=bias)
     sink = nn.Parameter(torch.zeros(heads))
-    return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), sink=sink)
+    return Attention(project, output_projection(dim, heads, D, bias=bias), mask=Causal(), sink=sink)
 
 
 @variant(
@@ -507,13 +573,16 @@ def learned_sink(
     source="Press et al. 2021 (arXiv 2108.12409), section 3",
 )
 def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False) -> Attention:
-    """ALiBi: no positions but a penalty on distance, at a slope of its own for each head, as in
+    """ALiBi: instead of positions, a penalty on the distance with a fixed slope per head, as in
     BLOOM and MPT.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `mha`.
@@ -525,8 +594,8 @@ def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = Fal
     """
     D = resolve_head_dim(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias),
-        join(dim, heads, D, bias=bias),
+        separate_qkv(dim, heads, heads, D, bias=bias),
+        output_projection(dim, heads, D, bias=bias),
         mask=Causal(),
         bias=ALiBi(heads),
     )
@@ -546,15 +615,19 @@ def t5(
     max_distance: int = 128,
     bidirectional: bool = False,
 ) -> Attention:
-    """T5's relative bias: a learned number for each bucket of distances and head; scores are not
+    """T5's relative bias: a learned bias for each bucket of distances and head; scores are not
     scaled.
 
-    x [B,T,M] -> [B,T,M]; the decoder's form, causal, unless bidirectional.
+    x [B,T,M] -> [B,T,M]; causal, as in the decoder, unless bidirectional.
 
     Args:
         dim, heads, head_dim: as for `mha`.
-        buckets, max_distance: of `T5Relative`.
-        bidirectional: the encoder's form, which sees everything.
+        buckets: the number of buckets of distances.
+        max_distance: the distance from which on all keys share one bucket.
+        bidirectional: whether to build the encoder's form, which sees all tokens.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: as for `mha` and `T5Relative`.
@@ -567,8 +640,8 @@ def t5(
     D = resolve_head_dim(dim, heads, head_dim)
     table = nn.Parameter(0.1 * torch.randn(buckets, heads))
     return Attention(
-        separate(dim, heads, heads, D),
-        join(dim, heads, D),
+        separate_qkv(dim, heads, heads, D),
+        output_projection(dim, heads, D),
         scale=1.0,
         mask=None if bidirectional else Causal(),
         bias=T5Relative(table, bidirectional=bidirectional, max_distance=max_distance),
@@ -584,7 +657,7 @@ def t5(
 def gated(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """Gated output: the token that asks opens or closes each number of what its heads bring, as in
+    """Gated output: a sigmoid gate from the query's token multiplies each value of its heads, as in
     Qwen3-Next.
 
     x [B,T,M] -> [B,T,M]
@@ -592,11 +665,14 @@ def gated(
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
 
+    Returns:
+        The module.
+
     Raises:
         ArgumentError: as for `gqa`.
 
     >>> gated(32, 4, groups=2).project.gate
-    Heads(
+    HeadProjection(
       4 heads of 8
       (linear): Linear(in_features=32, out_features=32, bias=False)
       (flat): Identity()
@@ -606,8 +682,12 @@ def gated(
     Source: Qiu et al. 2025 (arXiv 2505.06708), section 3.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
-    return Attention(Gated(project, Heads(dim, heads, D)), join(dim, heads, D), mask=Causal())
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return Attention(
+        GatedProjection(project, HeadProjection(dim, heads, D)),
+        output_projection(dim, heads, D),
+        mask=Causal(),
+    )
 
 
 @variant(
@@ -624,16 +704,20 @@ def differential(
     depth: int = 0,
     base: float = 10000.0,
 ) -> Attention:
-    """Differential attention: of two patterns over the same values, one is taken off the other.
+    """Differential attention: the difference of two attention patterns over the same values.
 
-    x [B,T,M] -> [B,T,M]; H heads, each of two query heads of D and values of 2 D.
+    x [B,T,M] -> [B,T,M]; each of the H heads has two query heads of D and values of 2 D.
 
     Args:
-        dim, heads: the model dim M and the heads H.
-        groups: key/value heads G; None is H.
-        head_dim: D; None is M / (2 H), which makes it as large as `mha`.
-        depth: which layer this is, from 0.
-        base: of the rotary positions.
+        dim: the model dim M.
+        heads: the number of heads H.
+        groups: the key/value heads G, which divide H; None is H.
+        head_dim: the head dim D; None is M / (2 H), which gives as many parameters as `mha`.
+        depth: the index of the layer, from 0.
+        base: the base of the rotary positions.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1, G does not divide H, or depth is negative.
@@ -645,13 +729,13 @@ def differential(
     """
     D, G = resolve_head_dim(dim, 2 * heads, head_dim), groups or heads
     rotary = Rotary(D, base)
-    project = Differential(
-        Heads(dim, 2 * heads, D, rotary),
-        Heads(dim, 2 * G, D, rotary),
-        Heads(dim, G, 2 * D),
+    project = DifferentialProjection(
+        HeadProjection(dim, 2 * heads, D, rotary),
+        HeadProjection(dim, 2 * G, D, rotary),
+        HeadProjection(dim, G, 2 * D),
         depth=depth,
     )
-    return Attention(project, join(dim, heads, 2 * D), mask=Causal())
+    return Attention(project, output_projection(dim, heads, 2 * D), mask=Causal())
 
 
 @variant(
@@ -678,22 +762,28 @@ def mla(
     scaling: Scaling | None = None,
     form: Form | Literal["naive"] = "auto",
 ) -> Attention:
-    """Multi-head latent attention: all heads recall keys and values from one latent and one rotary
+    """Multi-head latent attention: all heads compute keys and values from one latent and one rotary
     key per token.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps r + d_rope numbers per token. Laid out as DeepSeek-V2 and
-    V3: interleaved rotary pairs, norms on both latents, scale 1/sqrt(d_nope + d_rope) times
-    f(mscale_all_dim)^2 of a `YaRN` scaling.
+    x [B,T,M] -> [B,T,M]; a cache stores r + d_rope values per token. The layout is that of
+    DeepSeek-V2 and V3: interleaved rotary pairs, norms on both latents, scale 1/sqrt(d_nope +
+    d_rope) times f(mscale_all_dim)^2 of a `YaRN` scaling.
 
     Args:
-        dim, heads: the model dim M and the heads H.
-        q_rank: the size of the queries' latent, or None: queries straight from x (V2-Lite).
+        dim: the model dim M.
+        heads: the number of heads H.
+        q_rank: the size of the latent of queries; None computes queries directly from x (V2-Lite).
         kv_rank: the size r of the latent of keys and values.
-        nope_dim, rope_dim: dims of a query and key head without and with rotary position.
-        value_dim: E.
-        base, scaling: of the rotary positions.
-        form: "naive" keeps keys and values of each head; "expand", "absorb" and "auto" keep latents
-            (`Latent`).
+        nope_dim: the dims of a query and key head without rotary positions, d_nope.
+        rope_dim: the dims of a query and key head with rotary positions, d_rope; even.
+        value_dim: the value dim E.
+        base: the base of the rotary positions.
+        scaling: a scaling of the rotary frequencies (`regard.positions`), or None.
+        form: "naive" caches the keys and values of each head; "expand", "absorb" and "auto" cache
+            latents (`LatentProjection`).
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError: a size is less than 1, rope_dim is odd, or form is unknown.
@@ -707,15 +797,15 @@ def mla(
     """
     forms = ("naive", *get_args(Form))
     if form not in forms:
-        raise ArgumentError(f"form is {form!r}; it is one of {', '.join(forms)}")
+        raise ArgumentError(f"form is {form!r}; it must be one of {', '.join(forms)}")
     if rope_dim < 2 or rope_dim % 2:
-        near = max(2, rope_dim + 1)
+        allowed = max(2, rope_dim + 1)
         raise ArgumentError(
-            f"rope_dim is {rope_dim}; it must be even and at least 2, since rotary turns pairs: "
-            f"such as {near}"
+            f"rope_dim is {rope_dim}; it must be even and at least 2, since rotary positions "
+            f"rotate pairs; use for example {allowed}"
         )
     rotary = Rotary(rope_dim, base, scaling=scaling, layout="interleaved")
-    make = Naive if form == "naive" else Latent
+    make = NaiveLatentProjection if form == "naive" else LatentProjection
     project = make(
         dim,
         heads,
@@ -726,4 +816,6 @@ def mla(
         q_rank=q_rank,
         form="expand" if form == "naive" else form,
     )
-    return Attention(project, join(dim, heads, value_dim), mask=Causal(), scale=project.scale)
+    return Attention(
+        project, output_projection(dim, heads, value_dim), mask=Causal(), scale=project.scale
+    )

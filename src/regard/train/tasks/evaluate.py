@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.models import EncoderDecoder, RecurrentEncoderDecoder
 from regard.models.generation import beam_search, greedy
-from regard.nn.rnn import Carried
+from regard.nn.rnn import DecoderState
 from regard.tracing import Trace
 from regard.train.losses import where
 from regard.train.tasks.base import BOS, EOS, IGNORED, Example, Padded, Task, pad
@@ -57,7 +57,7 @@ class Telling:
             hidden, cross = self.carried
             if cross is not None:
                 cross.select(rows)
-            self.carried = Carried(tuple(part.index_select(1, rows) for part in hidden), cross)
+            self.carried = DecoderState(tuple(part.index_select(1, rows) for part in hidden), cross)
             return
         for cache in (cache for pair in self.caches for cache in pair):
             cache.select(rows)

@@ -231,7 +231,7 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
         with torch.device("meta"):  # sizes are believed when the weights have them
             _check_shapes(build(task, held["model"], _recipe(held["sizes"])), weights)
         model = build(task, held["model"], _recipe(held["sizes"]))
-        model.load_state_dict(dict(weights), strict=False)
+        model.load_state_dict(weights, strict=False)
     except (
         OSError,
         ValueError,

@@ -1,11 +1,13 @@
-"""Memory of bounded size: Infini-attention, with both rules of writing, and StreamingLLM."""
+"""Mechanisms whose cache has a bounded size: Infini-attention, with both update rules, and
+StreamingLLM.
+"""
 
 from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
-from regard.nn.infini import InfiniAttention
-from regard.nn.streaming import StreamingAttention
-from regard.nn.variants.parts import join, separate
+from regard.nn.infini_attention import InfiniAttention
+from regard.nn.streaming_attention import StreamingAttention
+from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.memory.compressive import UpdateRule
 from regard.ops.memory.infini_attention import EmptyMemoryRule
@@ -31,23 +33,29 @@ def infini(
     base: float = 10000.0,
     empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
-    """Infini-attention: softmax inside a segment, and a memory of fixed size for all segments
-    before.
+    """Infini-attention: softmax inside a segment, and a memory of fixed size for all earlier
+    segments.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, and 2 G D for each token of one
+    x [B,T,M] -> [B,T,M]; a cache stores G D (E + 1) values, and 2 G D for each token of one
     segment.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        segment: N, how many positions a segment has.
-        groups: the key/value heads G; None is H.
-        head_dim: D; None is M / H.
-        base: of the rotary positions of the local attention; the memory has none.
-        empty: what the gate does in the first segment: "zero" or "skip".
+        dim: the model dim M.
+        heads: the query heads H.
+        segment: the number of positions N in a segment.
+        groups: the key/value heads G, which divide H; None is H.
+        head_dim: the head dim D; None is M / H.
+        base: the base of the rotary positions of the softmax attention; the memory uses no
+            positions.
+        empty: how the gate treats the empty memory in the first segment: "zero" reads zeros, "skip"
+            uses the softmax only.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads,
-            head_dim is None and M / H is not whole, or empty is another word.
+            head_dim is None and M / H is not whole, or empty is unknown.
 
     >>> import torch
     >>> infini(32, 4, segment=8)(torch.zeros(1, 20, 32)).shape
@@ -75,13 +83,20 @@ def infini_delta(
     base: float = 10000.0,
     empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
-    """Infini-attention that writes only what its memory does not answer already.
+    """Infini-attention with the delta rule, which writes only the difference to what the memory
+    already returns.
 
-    x [B,T,M] -> [B,T,M]; arguments, and what a cache keeps, as `infini`. What is written twice
-    reads as half of it.
+    x [B,T,M] -> [B,T,M]; a cache stores as many values as for `infini`. A value that is written
+    twice under one key is read as half of it.
+
+    Args:
+        dim, heads, segment, groups, head_dim, base, empty: as for `infini`.
+
+    Returns:
+        The module.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as `infini`.
+        ArgumentError, ArgumentTypeError: as for `infini`.
 
     >>> infini_delta(32, 4, segment=8).update
     'delta'
@@ -101,11 +116,12 @@ def _infini(
     empty: EmptyMemoryRule,
     update: UpdateRule,
 ) -> InfiniAttention:
+    """Build Infini-attention with one of the two update rules."""
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, heads if groups is None else groups, D)
+    project = separate_qkv(dim, heads, heads if groups is None else groups, D)
     return InfiniAttention(
         project,
-        join(dim, heads, D),
+        output_projection(dim, heads, D),
         segment=segment,
         rotary=Rotary(D, base),
         update=update,
@@ -132,17 +148,22 @@ def streaming(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> StreamingAttention:
-    """StreamingLLM: a few first tokens and the last ones, at positions inside what is kept.
+    """StreamingLLM: attention to a few first tokens and the last ones, with positions counted in
+    the cache.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D numbers for each of s + R tokens.
+    x [B,T,M] -> [B,T,M]; a cache stores 2 G D values for each of s + R tokens.
 
     Args:
-        dim, heads: the model dim M and the query heads H.
-        sinks: s, how many first tokens are kept for ever.
-        recent: R, how many last tokens are kept, the query's own included.
-        groups: the key/value heads G; None is H.
-        head_dim: D; None is M / H.
-        base: of the rotary positions.
+        dim: the model dim M.
+        heads: the query heads H.
+        sinks: the number s of first tokens that are always kept.
+        recent: the number R of last tokens that are kept, the query's own included.
+        groups: the key/value heads G, which divide H; None is H.
+        head_dim: the head dim D; None is M / H.
+        base: the base of the rotary positions.
+
+    Returns:
+        The module.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is out of range, groups does not divide heads, or
@@ -155,5 +176,5 @@ def streaming(
     Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2; sinks and recent as in its code.
     """
     D = resolve_head_dim(dim, heads, head_dim)
-    project = separate(dim, heads, heads if groups is None else groups, D, Rotary(D, base))
-    return StreamingAttention(project, join(dim, heads, D), sinks=sinks, recent=recent)
+    project = separate_qkv(dim, heads, heads if groups is None else groups, D, Rotary(D, base))
+    return StreamingAttention(project, output_projection(dim, heads, D), sinks=sinks, recent=recent)

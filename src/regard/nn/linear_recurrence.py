@@ -1,5 +1,5 @@
-"""Recurrent mechanisms as modules: linear attention, retention, gated linear attention and the
-delta rules.
+"""Linear recurrences as modules: linear attention, retention, gated linear attention and the delta
+rules. They keep a state of fixed size instead of a cache of tokens.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, Weights
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explain import EffectiveRow, LayerRun, Link, effective_row
+from regard.nn.explainable import ComputationStep, EffectiveRow, LayerRun, effective_row
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import Heads, Projection
+from regard.nn.projections import HeadProjection, Projection
+from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.feature_maps import FeatureMap, feature_map_of
 from regard.span import Positions, Span
 from regard.tracing import tap
+from regard.units import plural
 
 
 @runtime_checkable
-class Rule(Protocol):
-    """How a recurrence writes a token into its state and reads it. Its gates are made of x, by
-    parts of its own.
+class RecurrenceRule(Protocol):
+    """The interface of a recurrence: how a token is written into the state, and how a query reads
+    it. Gates and decays are computed from x by the rule's own parameters.
     """
 
     def __call__(
@@ -45,36 +48,47 @@ class Rule(Protocol):
         positions: Positions | None,
         form: str,
     ) -> tuple[Tensor, Parts]:
-        """x [B,T,M], q [B,H,T,D], k [B,G,T,D], v [B,G,T,E] -> what the queries read [B,H,T,E], and
-        the new state.
+        """Run the recurrence over the tokens of a call.
+
+        Args:
+            x: hidden states [B,T,M].
+            q: queries [B,H,T,D].
+            k: keys [B,G,T,D].
+            v: values [B,G,T,E].
+            state: the state before the call; None starts empty.
+            positions: positions of the tokens.
+            form: "recurrent", "chunked", "parallel" or "auto".
+
+        Returns:
+            The result of the queries [B,H,T,E], and the state after the last token.
         """
 
     def spec(self, weights: Weights, shape: HeadShape) -> Spec:
-        """The cost of a layer with this rule, from its parameters and the sizes of its heads."""
+        """Return the cost of a layer with this rule, from its parameters and the sizes of its
+        heads.
+        """
 
 
 class Recurrent(Mixer):
-    """project -> rule -> norm -> gate -> output.
+    """A linear recurrence as a mechanism: projection, recurrence rule, norm, gate and output map.
 
     q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));
-    out = output(z', heads joined)
+    out = output(heads of z' concatenated)
 
     Args:
-        project: a `Projection`: query heads H, key/value heads G and every step on a head are its
-            matter.
-        rule: a module that is a `Rule`.
+        project: a `Projection` to H query heads and G key/value heads, with every step on a head.
+        rule: a module with the interface of `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
-        norm: None, or a module on the last dim of each head.
-        gate: None, or `Heads` that make H heads of E: the output gate, made of the token that asks.
+        norm: a module on the last dim of each head; None is identity.
+        gate: a `HeadProjection` to H heads of E, the output gate computed from x; None is no gate.
 
     Raises:
-        ArgumentError: the gate does not fit the heads.
+        ArgumentError: the gate does not have the heads that the rule returns.
 
     >>> import torch
-    >>> from regard.nn.projections import Separate
-    >>> from regard.nn.recurrent import Delta
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> mixer = Recurrent(project, Delta(8, 2), nn.Linear(8, 8))
+    >>> from regard.nn.linear_recurrence import DeltaRule
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> mixer = Recurrent(separate_qkv(8, 4, 2, 2), DeltaRule(8, 2), nn.Linear(8, 8))
     >>> cache = mixer.new_cache()
     >>> mixer(torch.zeros(1, 5, 8), cache=cache).shape, cache.bytes
     (torch.Size([1, 5, 8]), 32)
@@ -86,23 +100,24 @@ class Recurrent(Mixer):
     def __init__(
         self,
         project: Projection,
-        rule: Rule,
+        rule: RecurrenceRule,
         output: nn.Module,
         *,
         norm: nn.Module | None = None,
-        gate: Heads | None = None,
+        gate: HeadProjection | None = None,
     ) -> None:
         super().__init__()
         H, _, _, E, _ = project.shape
         if gate is not None and (gate.heads, gate.head_dim) != (H, E):
             raise ArgumentError(
-                f"gate is {gate.extra_repr()}; it must be {H} heads of {E}, as the rule gives"
+                f"gate is {gate.extra_repr()}; it must be {plural(H, 'head')} of {E}, as the "
+                "rule returns"
             )
         self.project, self.rule, self.output = project, rule, output
         self.norm, self.gate = norm, gate
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse a cache of tokens.
+        """Check that the cache is a `State`, not a cache of tokens.
 
         Raises:
             ArgumentTypeError: the cache is not a `regard.caches.State`.
@@ -113,8 +128,8 @@ class Recurrent(Mixer):
             )
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Mix x [B,T,M] with the state that the cache holds; backend is the form of the op
-        ("reference" is "recurrent").
+        """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
+        the recurrence; "reference" means "recurrent".
         """
         assert cache is None or isinstance(cache, State)
         q = tap("q", self.project.query(x, positions))
@@ -125,80 +140,84 @@ class Recurrent(Mixer):
         z, after = self.rule(x, q, k, v, before, positions, form)
         if cache is not None:
             cache.store(after, positions)
-        z = tap("z", self._finished(z, x, positions))
+        z = tap("z", self._norm_and_gate(z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
-    def _finished(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
-        """What the rule gave [B,H,T,E], normed and gated."""
+    def _norm_and_gate(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
+        """Apply the norm and the output gate to heads z [B,H,T,E]."""
         z = self.project.postprocess(z, x)
         z = z if self.norm is None else self.norm(z)
         return z if self.gate is None else z * F.silu(self.gate(x, positions))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
-        """The row of the matrix that the rule applies to the values, and its state around the
-        query: whatever a rule does with queries, keys, gates and decays, it is linear in the
-        values.
+        """Return the coefficients that the rule gives to the values, with the state before and
+        after the query. Every rule is linear in the values, whatever it does with queries, keys,
+        gates and decays.
         """
         T, group = run.q.shape[2], run.group(head)
 
-        def read(v: Tensor, n: int = T, rule: Rule = self.rule) -> tuple[Tensor, Parts]:
+        def run_rule(
+            v: Tensor, n: int = T, rule: RecurrenceRule = self.rule
+        ) -> tuple[Tensor, Parts]:
             q, k = run.q[:, :, :n], run.k[:, :, :n]
             return rule(run.x[:, :n], q, k, v[:, :, :n], None, Span(0, n), "auto")
 
-        whole, _ = read(run.v)
-        z = self._finished(whole, run.x, Span(0, T))
-        weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
-        seen = torch.arange(T) <= row
+        result, _ = run_rule(run.v)
+        z = self._norm_and_gate(result, run.x, Span(0, T))
+        weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
+        is_visible = torch.arange(T) <= row
         dots = (run.k[0, group].double() @ run.q[0, head, row].double()).cpu()
-        scores, scale = [Link("dot", "", dots)], run.q.shape[-1] ** -0.5
-        if isinstance(self.rule, Features):
-            plain = Features(self.rule.feature_map, normalise=False)
-            raw = effective_row(lambda unit: read(unit, rule=plain)[0], run.v, head, row)
-            scores.append(Link("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
+        scores, scale = [ComputationStep("dot", "", dots)], run.q.shape[-1] ** -0.5
+        if isinstance(self.rule, LinearAttentionRule):
+            unnormalised = LinearAttentionRule(self.rule.feature_map, normalise=False)
+            raw = effective_row(lambda unit: run_rule(unit, rule=unnormalised)[0], run.v, head, row)
+            scores.append(ComputationStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
             scale = 1.0 if self.rule.normalise else self.rule.scale
         else:
-            scores.append(Link("scaled", "", scale * dots))
-        scores.append(Link("effective", "", weights.masked_fill(~seen, -torch.inf)))
-        _, behind = read(run.v, row + 1)
-        before = read(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in behind)
+            scores.append(ComputationStep("scaled", "", scale * dots))
+        scores.append(
+            ComputationStep("effective", "", weights.masked_fill(~is_visible, -torch.inf))
+        )
+        _, after = run_rule(run.v, row + 1)
+        before = run_rule(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in after)
         return EffectiveRow(
             "linear",
             tuple(scores),
-            weights.masked_fill(~seen, 0.0),
-            whole[0, head, row],
+            weights.masked_fill(~is_visible, 0.0),
+            result[0, head, row],
             scale,
             state=(
-                tuple(part[0, group] for part in behind),
+                tuple(part[0, group] for part in after),
                 tuple(part[0, group] for part in before),
             ),
             checks={"z of the recurrence": float((z - run.z).abs().max())},
         )
 
     def new_cache(self) -> State:
-        """An empty cache: a new text begins with a new one, or with `reset()`."""
+        """Return an empty cache. A new text needs a new cache, or `reset()`."""
         return State()
 
     @property
     def spec(self) -> Spec:
-        """The cost of this layer: that of its rule."""
+        """The cost of this layer, according to its rule."""
         return self.rule.spec(count_weights(self), self.project.shape.heads)
 
 
-class Features(nn.Module):
-    """Linear attention by a feature map, with its normaliser or without.
+class LinearAttentionRule(nn.Module):
+    """Linear attention with a feature map, with or without a normaliser.
 
     Args:
         feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
             shape.
         normalise: whether the weights are divided by their sum.
-        scale: on the queries, without `normalise`.
+        scale: the factor on the queries; used without `normalise`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the feature map is not known, or scale is not a finite
+        ArgumentError, ArgumentTypeError: the feature map is unknown, or scale is not a finite
             number.
 
     >>> x = torch.ones(1, 1, 3, 2)
-    >>> Features()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
+    >>> LinearAttentionRule()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
@@ -222,8 +241,8 @@ class Features(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """What the queries read, and the state (S, z), or (S,) without a normaliser, behind the
-        last token.
+        """Return the results [B,H,T,E] and the state after the last token: (S, z), or (S,) without
+        a normaliser.
         """
         return linear_attention(
             q,
@@ -238,27 +257,27 @@ class Features(nn.Module):
         )
 
     def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
-        """The cost of a layer with this rule."""
+        """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, normalised=self.normalise)
 
     def extra_repr(self) -> str:
-        """The feature map, and whether it is normalised."""
+        """The feature map, and whether the weights are normalised."""
         name = self.feature_map if isinstance(self.feature_map, str) else "a function"
         return f"{name}, normalise={self.normalise}"
 
 
-class Retention(nn.Module):
-    """Retention: each key/value head forgets at its own fixed rate.
+class RetentionRule(nn.Module):
+    """Retention: the state of each key/value head decays at a fixed rate.
 
     Args:
         groups: the key/value heads G.
-        decay: gamma, one per head, from 0 to 1; None is 1 - 2^(-5-g).
+        decay: the decay gamma per token of each head, from 0 to 1; None is 1 - 2^(-5-g).
 
     Raises:
         ArgumentError: groups is less than 1, or decay is not G numbers from 0 to 1.
 
     >>> x = torch.ones(1, 1, 3, 1)
-    >>> Retention(1, [0.5])(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
+    >>> RetentionRule(1, [0.5])(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
     [1.0, 1.5, 1.75]
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
@@ -267,18 +286,18 @@ class Retention(nn.Module):
     def __init__(self, groups: int, decay: Sequence[float] | None = None) -> None:
         super().__init__()
         if groups < 1:
-            raise ArgumentError(f"Retention(groups={groups}): groups must be at least 1")
+            raise ArgumentError(f"RetentionRule(groups={groups}): groups must be at least 1")
         if decay is not None:
             if len(decay) != groups:
                 raise ArgumentError(
-                    f"decay has {len(decay)} numbers for {groups} key/value heads; give one per "
-                    "head, or None"
+                    f"decay has length {len(decay)}; it must have one number for each of the "
+                    f"{plural(groups, 'key/value head')}, or be None"
                 )
             for g, gamma in enumerate(decay):
                 if not 0 <= gamma <= 1:
                     raise ArgumentError(
-                        f"decay of head {g} is {gamma}; it must be from 0, which keeps nothing, "
-                        "to 1, which keeps all"
+                        f"decay of head {g} is {gamma}; it must be from 0 (forget at once) to 1 "
+                        "(never forget)"
                     )
         self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
 
@@ -292,37 +311,38 @@ class Retention(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """What the queries read, and the state (S,) behind the last token."""
+        """Return the results [B,H,T,E] and the state (S,) after the last token."""
         decay = None
         if self.decay is not None:
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
         return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
 
     def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
-        """The cost of a layer with this rule."""
+        """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "retention", decayed=True)
 
     def extra_repr(self) -> str:
-        """The decays, where they are not the paper's."""
+        """The decays, if they are not those of the paper."""
         return "" if self.decay is None else f"decay={list(self.decay)}"
 
 
-class Gated(nn.Module):
-    """Gated linear attention: each token decays the state, channel by channel, by a gate of low
-    rank.
+class GatedLinearRule(nn.Module):
+    """Gated linear attention: each token decays every channel of the state by a gate, which a
+    low-rank map computes from the token.
 
     g = log sigmoid(W_2 W_1 x + b) / temperature, in fp32 or better
 
     Args:
         dim: the model dim M.
-        groups, head_dim: G and D, whose product is the number of gates.
-        rank: of the map from M to G D.
-        temperature: tau: a large one keeps gates near 1, and so memory long.
+        groups: the key/value heads G.
+        head_dim: the head dim D; there are G D gates per token.
+        rank: the rank of the map from M to G D.
+        temperature: a larger temperature keeps gates closer to 1, and so the memory longer.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, or temperature is not above 0.
 
-    >>> rule = Gated(8, 2, 3)
+    >>> rule = GatedLinearRule(8, 2, 3)
     >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 2, 5, 3])
 
@@ -335,8 +355,8 @@ class Gated(nn.Module):
         super().__init__()
         if min(dim, groups, head_dim, rank) < 1:
             raise ArgumentError(
-                f"Gated(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must "
-                "be at least 1"
+                f"GatedLinearRule(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): "
+                "each must be at least 1"
             )
         check_number("temperature", temperature, 0, float("inf"), "greater than 0")
         self.down = nn.Linear(dim, rank, bias=False)
@@ -344,10 +364,9 @@ class Gated(nn.Module):
         self.groups, self.temperature = groups, temperature
 
     def log_decay(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T D"]:
-        """The logarithms of the gates of tokens x, at most 0."""
+        """Return the logarithms of the gates [B,G,T,D] for tokens x [B,T,M]; they are at most 0."""
         gates = torch.unflatten(self.up(self.down(x)), -1, (self.groups, -1)).transpose(1, 2)
-        wide = gates if gates.dtype == torch.float64 else gates.float()
-        return F.logsigmoid(wide) / self.temperature
+        return F.logsigmoid(_at_least_float32(gates)) / self.temperature
 
     def forward(
         self,
@@ -359,26 +378,28 @@ class Gated(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """What the queries of tokens x read, and the state (S,) behind the last one."""
+        """Return the results [B,H,T,E] and the state (S,) after the last token."""
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, state=state, k_positions=positions, form=form)
 
     def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
-        """The cost of a layer with this rule."""
+        """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
     def extra_repr(self) -> str:
-        """The temperature."""
+        """The temperature of the gates."""
         return f"temperature={self.temperature}"
 
 
-class Decay(nn.Module):
-    """How much of the state a token leaves, as a logarithm per head, made of the token.
+class LogDecay(LoadsRenamedWeights):
+    """The logarithm of the decay of the state, one number per token and head, computed from the
+    token.
 
-    g = -exp(rate) softplus(W x + shift), in fp32 or better
+    g = -exp(A_log) softplus(W x + dt_bias), in fp32 or better
 
-    The start is that of Mamba-2: exp(rate) is drawn from 1 to 16, softplus(shift) from 0.001 to 0.1
-    on a log scale, so that heads begin with memories of different length.
+    The initial values are those of Mamba-2: exp(A_log) is uniform between 1 and 16,
+    softplus(dt_bias) log-uniform between 0.001 and 0.1, so that heads start with memories of
+    different lengths.
 
     Args:
         dim: the model dim M.
@@ -387,58 +408,69 @@ class Decay(nn.Module):
     Raises:
         ArgumentError: a size is less than 1.
 
-    >>> bool((Decay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
+    >>> bool((LogDecay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
     True
 
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.4; Dao and Gu 2024 (arXiv 2405.21060),
     listing 2.
     """
 
+    renamed_weights = {"rate": "A_log", "shift": "dt_bias"}
+    rate = renamed_attribute("A_log")
+    shift = renamed_attribute("dt_bias")
+
     def __init__(self, dim: int, groups: int) -> None:
         super().__init__()
-        _check_sizes("Decay", dim, groups)
+        _check_sizes("LogDecay", dim, groups)
         self.linear = nn.Linear(dim, groups, bias=False)
-        self.rate = nn.Parameter(torch.empty(groups).uniform_(1, 16).log())
+        self.A_log = nn.Parameter(torch.empty(groups).uniform_(1, 16).log())
         step = torch.empty(groups).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.shift = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(shift) = step
+        self.dt_bias = nn.Parameter(
+            step + torch.log(-torch.expm1(-step))
+        )  # softplus(dt_bias) = step
 
     def forward(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T"]:
-        """The log decays of tokens x, at most 0."""
-        step = F.softplus(_wide(self.linear(x)) + _wide(self.shift))
-        return (-_wide(self.rate).exp() * step).transpose(1, 2)
+        """Return the log decays [B,G,T] of tokens x [B,T,M]; they are at most 0."""
+        step = F.softplus(_at_least_float32(self.linear(x)) + _at_least_float32(self.dt_bias))
+        return (-_at_least_float32(self.A_log).exp() * step).transpose(1, 2)
 
 
-class Delta(nn.Module):
-    """The delta rule with strengths beta = most sigmoid(W x), and with decays if there is a part
-    that makes them.
+class DeltaRule(LoadsRenamedWeights):
+    """The delta rule: a token replaces a share beta = max_beta sigmoid(W x) of the value that the
+    state returns for its key. With `decay` it is the gated delta rule.
 
     Args:
         dim: the model dim M.
         groups: the key/value heads G.
-        decay: None, or a module [B,T,M] -> log decays [B,G,T], such as `Decay`.
-        most: the greatest strength, from 0 to 2: above 1 a step can turn what stands under a key to
-            its negative.
+        decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None is no decay.
+        max_beta: the upper bound of beta, above 0 and at most 2. Above 1, a token can reverse the
+            sign of the value that the state returns for its key (negative eigenvalues).
 
     Raises:
-        ArgumentError: a size is less than 1, or most is not above 0 and at most 2.
+        ArgumentError: a size is less than 1, or max_beta is not above 0 and at most 2.
 
     >>> x, k = torch.zeros(1, 3, 8), torch.eye(3)[None, None]
-    >>> z, (S,) = Delta(8, 1)(x, k, k, k, None, None, "auto")
+    >>> z, (S,) = DeltaRule(8, 1)(x, k, k, k, None, None, "auto")
     >>> S[0, 0].diagonal().tolist()  # half of each value is written
     [0.5, 0.5, 0.5]
 
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; most = 2: Grazzi et al. 2024 (arXiv
-    2411.12537), section 4.
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; max_beta = 2: Grazzi et al. 2024
+    (arXiv 2411.12537), section 4.
     """
 
+    renamed_weights = {"strength": "beta_proj"}
+    strength = renamed_attribute("beta_proj")
+    most = renamed_attribute("max_beta")
+
+    @renamed_parameters(most="max_beta")
     def __init__(
-        self, dim: int, groups: int, *, decay: nn.Module | None = None, most: float = 1.0
+        self, dim: int, groups: int, *, decay: nn.Module | None = None, max_beta: float = 1.0
     ) -> None:
         super().__init__()
-        _check_sizes("Delta", dim, groups)
-        check_number("most", most, 0, math.nextafter(2, 3), "greater than 0 and at most 2")
-        self.strength = nn.Linear(dim, groups, bias=False)
-        self.decay, self.most = decay, most
+        _check_sizes("DeltaRule", dim, groups)
+        check_number("max_beta", max_beta, 0, math.nextafter(2, 3), "greater than 0 and at most 2")
+        self.beta_proj = nn.Linear(dim, groups, bias=False)
+        self.decay, self.max_beta = decay, max_beta
 
     def forward(
         self,
@@ -450,34 +482,35 @@ class Delta(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """What the queries of tokens x read, and the state (S,) behind the last one."""
-        beta = self.most * _wide(self.strength(x)).sigmoid().transpose(1, 2)
+        """Return the results [B,H,T,E] and the state (S,) after the last token."""
+        beta = self.max_beta * _at_least_float32(self.beta_proj(x)).sigmoid().transpose(1, 2)
         if self.decay is None:
             return delta_rule(q, k, v, beta, state=state, k_positions=positions, form=form)
         g = self.decay(x)
         return gated_delta_rule(q, k, v, beta, g, state=state, k_positions=positions, form=form)
 
     def spec(self, weights: Weights, shape: HeadShape) -> DeltaSpec:
-        """The cost of a layer with this rule."""
+        """Return the cost of a layer with this rule."""
         return DeltaSpec(weights, (), shape, gated=self.decay is not None)
 
     def extra_repr(self) -> str:
-        """The greatest strength."""
-        return f"most={self.most}"
+        """The upper bound of beta."""
+        return f"max_beta={self.max_beta}"
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In fp32 or better."""
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Convert to float32, except float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _check_sizes(name: str, dim: int, groups: int) -> None:
+    """Check that both sizes are at least 1."""
     if min(dim, groups) < 1:
         raise ArgumentError(f"{name}(dim={dim}, groups={groups}): each must be at least 1")
 
 
 class Swish(nn.Module):
-    """x sigmoid(x), number by number.
+    """The activation x sigmoid(x), as a step on heads.
 
     >>> Swish()(torch.zeros(3)).tolist()
     [0.0, 0.0, 0.0]
@@ -486,21 +519,21 @@ class Swish(nn.Module):
     """
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """The same for every position."""
+        """Apply the activation to x [..., D]; positions are ignored."""
         return F.silu(x)
 
 
-class UnitLength(nn.Module):
-    """Divide by the length of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or
-    better.
+class L2Norm(nn.Module):
+    """Divide by the Euclidean norm of the last dimension: x / sqrt(sum(x^2) + eps), computed in
+    fp32 or better.
 
     Args:
-        eps: added to the square of the length, so that 0 stays 0.
+        eps: added to the squared norm, so that a zero vector stays zero.
 
     Raises:
         ArgumentError: eps is negative.
 
-    >>> UnitLength(eps=0.0)(torch.tensor([3.0, 4.0])).tolist()
+    >>> L2Norm(eps=0.0)(torch.tensor([3.0, 4.0])).tolist()
     [0.6000000238418579, 0.800000011920929]
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3.
@@ -509,14 +542,14 @@ class UnitLength(nn.Module):
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
         if not eps >= 0:
-            raise ArgumentError(f"UnitLength(eps={eps}): eps must be at least 0")
+            raise ArgumentError(f"L2Norm(eps={eps}): eps must be at least 0")
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """The same for every position."""
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+        """Normalise x [..., D]; positions are ignored."""
+        x32 = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The number added."""
+        """The epsilon of the norm."""
         return f"eps={self.eps}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, Memory
 from regard.cost.infini import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explain import (
+from regard.nn.explainable import (
     CallWeights,
     HeadMix,
     InputSteps,
@@ -20,7 +20,7 @@ from regard.nn.explain import (
     MixTerm,
     ProjectionQuery,
     effective_row,
-    rotary_of,
+    find_rotary,
     run_steps,
 )
 from regard.nn.mixer import Mixer, count_weights
@@ -34,69 +34,75 @@ from regard.tracing import tap
 
 
 def check_unrotated(project: Projection, why: str) -> None:
-    """The projection holds no rotary: the module that says why has its own.
+    """Check that a projection contains no rotary embedding.
+
+    Args:
+        project: a projection.
+        why: the reason, as the end of a sentence that begins with "but".
 
     Raises:
-        ArgumentError: it does.
+        ArgumentError: it contains one.
     """
     if not isinstance(project, nn.Module):
         return
     for name, part in project.named_modules():
         if isinstance(part, Rotary):
             raise ArgumentError(
-                f"project.{name} is {part}, but {why}; make the heads without it and give rotary= "
-                "to the module"
+                f"project.{name} is {part}, but {why}; build the projection without it, and pass "
+                "rotary= to the module"
             )
 
 
 def check_rotary(rotary: nn.Module | None, D: int) -> None:
-    """A rotary is for heads of this size, and its frequencies do not follow the length of each
-    call.
+    """Check that a rotary embedding is for heads of dim D and has fixed frequencies.
 
     Raises:
-        ArgumentError: it is for others, or they do.
+        ArgumentError: its dim differs, or its frequencies follow the length of each call.
     """
     if not isinstance(rotary, Rotary):
         return
     if rotary.dim != D:
-        raise ArgumentError(f"rotary is for heads of {rotary.dim}, and queries have {D}")
-    if rotary.follows:
         raise ArgumentError(
-            f"{rotary} follows the length of each call, and queries and keys are rotated apart; "
-            "freeze its length: "
-            "length=<number>"
+            f"rotary has dim {rotary.dim}; it must be the head dim {D} of the queries"
+        )
+    if rotary.follows_length:
+        raise ArgumentError(
+            f"the frequencies of {rotary} follow the length of each call, but queries and keys are "
+            "rotated separately here; freeze its length with length=<number>"
         )
 
 
 class InfiniAttention(Mixer):
-    """project -> remember -> rotate -> infini_attention -> output.
+    """Infini-attention: softmax attention inside a segment, mixed by a gate with a compressive
+    memory of all earlier segments.
 
-    q = query(x);  k, v = recall(remember(x)), without positions: the memory gets these
+    q = query(x);  k, v = recall(remember(x)), without positions: the memory stores these
     z = infini_attention(q, k, v, rotary(q), rotary(k), gate), segments of N positions;
-    out = output(z, heads joined)
+    out = output(heads of z concatenated)
 
-    What a cache keeps does not grow: M and z, and the tokens of one segment. It is no free addition
-    to a trained model: gate and projections have to be trained with it, and it loses detail (a
-    memory answers with a mean of what was written). The gate has one number per head and needs a
-    higher learning rate than matrices, and no weight decay.
+    The cache has a fixed size: the memory matrix, its normaliser, and the tokens of one segment.
+    The mechanism cannot be added to a trained model without training the gate and the projections,
+    and it loses detail, since a memory returns a mean of what was written. The gate has one
+    parameter per head; it needs a higher learning rate than matrices, and no weight decay.
 
     Args:
-        project: a `Projection` without positions: H query heads, G key/value heads.
+        project: a `Projection` without positions, with H query heads and G key/value heads.
         output: a module [B,T,H*E] -> [B,T,M].
-        segment: N, how many positions a segment has.
-        rotary: a step on queries and keys of the local attention, called with positions; None is
-            none.
-        update: "linear" or "delta", the rule by which a segment is written.
-        empty: "zero" or "skip": what the gate does in the first segment
-            (`regard.memory.infini_attention`).
+        segment: the number of positions N in a segment.
+        rotary: a step on queries and keys of the softmax attention, called with positions; None
+            applies none.
+        update: "linear" or "delta", the rule that writes a segment into the memory.
+        empty: how the gate treats the empty memory in the first segment: "zero" reads zeros from
+            it, "skip" uses the softmax attention only (`regard.memory.infini_attention`).
 
     Raises:
         ArgumentError, ArgumentTypeError: segment is not an int of at least 1, update or empty is
-            another word, the projection rotates, or the rotary does not fit.
+            unknown, the projection contains a rotary, or the rotary does not fit.
 
-    >>> from regard.nn import Heads, Separate
+    >>> from regard.nn import HeadProjection, SeparateQKV
     >>> from regard.positions import Rotary
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
+    >>> project = SeparateQKV(q, k, v)
     >>> attention = InfiniAttention(project, nn.Linear(8, 8), segment=4, rotary=Rotary(2))
     >>> cache = attention.new_cache()
     >>> attention(torch.zeros(1, 10, 8), cache=cache).shape, len(cache)
@@ -124,7 +130,7 @@ class InfiniAttention(Mixer):
         self.segment, self.update, self.empty = segment, update, empty
 
     def check_cache(self, cache: Cache) -> None:
-        """Refuse a cache of another kind, or of other segments.
+        """Check that the cache is a `Memory` for segments of this length.
 
         Raises:
             ArgumentTypeError: the cache is not a `regard.caches.Memory`.
@@ -137,19 +143,19 @@ class InfiniAttention(Mixer):
             )
         if cache.segment != self.segment:
             raise ArgumentError(
-                f"the cache has segments of {cache.segment}, and the module of {self.segment}; "
-                "use new_cache()"
+                f"the cache has segment={cache.segment}, but the module has "
+                f"segment={self.segment}; use new_cache()"
             )
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] to its own segment, and to what the cache has of all before."""
+        """Attend from x [B,T,M] to its own segment and to the memory of all earlier segments."""
         assert cache is None or isinstance(cache, Memory)
         q = tap("q", self.project.query(x, positions))
-        memory, seen, state = self.project.remember(x, positions), positions, None
+        memory, k_positions, state = self.project.remember(x, positions), positions, None
         if cache is not None:
-            memory, seen = cache.update(memory, positions)
+            memory, k_positions = cache.update(memory, positions)
             state = None if cache.state is None else CompressiveState(*cache.state)
-        k, v = self.project.recall(memory, seen)
+        k, v = self.project.recall(memory, k_positions)
         k, v = tap("k", k), tap("v", v)
         z, state = infini_attention(
             q,
@@ -158,11 +164,11 @@ class InfiniAttention(Mixer):
             gate=self.gate,
             segment=self.segment,
             q_rotated=None if self.rotary is None else self.rotary(q, positions),
-            k_rotated=None if self.rotary is None else self.rotary(k, seen),
+            k_rotated=None if self.rotary is None else self.rotary(k, k_positions),
             update=self.update,
             empty=self.empty,
             state=state,
-            positions=seen,
+            positions=k_positions,
             backend=backend,
         )
         if cache is not None:
@@ -171,50 +177,52 @@ class InfiniAttention(Mixer):
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Memory:
-        """An empty cache: a new text begins with a new one, or with `reset()`."""
+        """Return an empty cache. A new text needs a new cache, or `reset()`."""
         return Memory(self.segment)
 
     @property
     def spec(self) -> InfiniSpec:
-        """The cost of this layer."""
+        """The cost of this layer: its parameters, the fixed size of its cache, and its FLOPs."""
         shape = self.project.shape
         return InfiniSpec(
             count_weights(self), shape.parts, shape.heads, self.segment, self.update == "delta"
         )
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """The steps of the projection, then the rotary of the local attention."""
-        made = super().explain_inputs(query)
-        if self.rotary is None or not made.q:
-            return made
-        return made._replace(
-            q=run_steps([self.rotary], made.q, query.positions, "q"),
-            k=run_steps([self.rotary], made.k, query.k_positions, "k"),
-            rotary=rotary_of(self.rotary),
+        """Return the steps of the projection, followed by the rotary of the softmax attention."""
+        steps = super().explain_inputs(query)
+        if self.rotary is None or not steps.q:
+            return steps
+        return steps._replace(
+            q=run_steps([self.rotary], steps.q, query.positions, "q"),
+            k=run_steps([self.rotary], steps.k, query.k_positions, "k"),
+            rotary=find_rotary(self.rotary),
         )
 
     def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """A softmax inside the segment, and a memory of all segments before, mixed by the gate."""
+        """Return the softmax inside the segment and the memory of earlier segments, mixed by the
+        gate.
+        """
         S = run.k.shape[2]
-        whole = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
+        combined = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
         memory_only = torch.full_like(self.gate, 1e4)
         memory = effective_row(lambda unit: self._mixed(run, unit, memory_only), run.v, head, row)
-        share, local = float(self.gate[head].sigmoid()), calls[here].by_position(S)[head]
+        share, local = float(self.gate[head].sigmoid()), calls[call_index].by_position(S)[head]
         return HeadMix(
-            f"σ(gate) = {share:.4f} of a memory that all segments before wrote, the rest of the "
-            "softmax in this segment",
+            f"a share σ(gate) = {share:.4f} of the memory of all earlier segments, and the rest of "
+            "the softmax in this segment",
             (
-                MixTerm("memory", share, float(memory.sum()), here=False),
-                MixTerm("softmax", 1 - share, float(local.sum()), here=True),
+                MixTerm("memory", share, float(memory.sum()), explained=False),
+                MixTerm("softmax", 1 - share, float(local.sum()), explained=True),
             ),
-            whole,
+            combined,
         )
 
     def _mixed(self, run: LayerRun, values: Tensor, gate: Tensor) -> Tensor:
-        """What the queries of a run read of other values, under another gate."""
-        at = Span(0, run.k.shape[2])
+        """Apply the attention of a run to other values [1,G,S,E'], with another gate."""
+        positions = Span(0, run.k.shape[2])
         return infini_attention(
             run.q,
             run.k,
@@ -223,11 +231,11 @@ class InfiniAttention(Mixer):
             segment=self.segment,
             update=self.update,
             empty=self.empty,
-            q_rotated=None if self.rotary is None else self.rotary(run.q, at),
-            k_rotated=None if self.rotary is None else self.rotary(run.k, at),
-            positions=at,
+            q_rotated=None if self.rotary is None else self.rotary(run.q, positions),
+            k_rotated=None if self.rotary is None else self.rotary(run.k, positions),
+            positions=positions,
         )[0]
 
     def extra_repr(self) -> str:
-        """The segment, the rule of writing, and what the gate does without a memory."""
+        """The segment length, the update rule, and how the empty memory is treated."""
         return f"segment={self.segment}, update={self.update!r}, empty={self.empty!r}"

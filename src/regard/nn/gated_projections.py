@@ -1,4 +1,4 @@
-"""Gated and differential attention: projections that change the output of attention before the
+"""Gated and differential attention: projections that change the result of attention before the
 output map.
 """
 
@@ -15,138 +15,172 @@ from regard.caches import Parts
 from regard.cost.softmax import Visible
 from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
-from regard.nn.explain import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
+from regard.nn.explainable import CallWeights, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
-    Heads,
+    HeadProjection,
     Projection,
+    ProjectionModule,
     ProjectionShape,
-    Separate,
+    SeparateQKV,
     adjust_query,
     attention_spec,
     cache_unsafe_reason,
     select_form,
 )
 from regard.span import Positions
+from regard.units import plural
 
 
-class Gated(Explainable, nn.Module):
-    """Any projection, with a gate on each number of the heads, made of the token that asks.
+class GatedProjection(ProjectionModule):
+    """A projection with an output gate: each value of the heads is multiplied by a gate from the
+    query's token.
 
     z' = z * sigmoid(gate(x))
 
     Args:
-        project: the projection.
-        gate: `Heads` that make H heads of E.
+        project: any projection.
+        gate: a `HeadProjection` to H heads of E, one gate per head and channel.
 
     Raises:
-        ArgumentError: the gate does not fit the heads that attention gives.
+        ArgumentError: the gate does not have the heads that attention returns.
 
-    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> gated = Gated(project, Heads(8, 4, 2))
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
+    >>> gated = GatedProjection(SeparateQKV(q, k, v), HeadProjection(8, 4, 2))
     >>> gated.postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
     tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
 
-    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per number
+    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per channel
     and head).
     """
 
-    def __init__(self, project: Projection, gate: Heads) -> None:
+    def __init__(self, project: Projection, gate: HeadProjection) -> None:
         super().__init__()
         H, _, _, E, _ = project.shape
         if (gate.heads, gate.head_dim) != (H, E):
             raise ArgumentError(
-                f"gate is {gate.extra_repr()}; it must be {H} heads of {E}, as attention gives"
+                f"gate is {gate.extra_repr()}; it must be {plural(H, 'head')} of {E}, as attention "
+                "returns"
             )
         self.project, self.gate = project, gate
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """As the projection."""
+        """Return the queries [B,H,T,D] of the wrapped projection."""
         return self.project.query(x, positions)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """As the projection."""
+        """Return the memory parts of the wrapped projection."""
         return self.project.remember(x, positions)
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """As the projection."""
+        """Return the keys and values of the wrapped projection."""
         return self.project.recall(memory, positions)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """The heads, gated."""
+        """Postprocess the heads by the wrapped projection, then multiply them by the gate."""
         result: Tensor = self.project.postprocess(z, x) * self.gate(x, None).sigmoid()
         return result
 
     def select_form(self, queries: int, keys: int) -> Projection:
-        """The projection's form for so many queries against so many keys, gated."""
+        """Return the wrapped projection's form for this number of queries and keys, with the gate.
+
+        Args:
+            queries: the number of queries T.
+            keys: the number of keys S in memory.
+
+        Returns:
+            The gated form.
+        """
         form = select_form(self.project, queries, keys)
         return self if form is self.project else _GatedForm(form, self.gate)
 
-    def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
-        """As the projection."""
-        return adjust_query(self.project, q, positions, seen)
+    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
+        """Adjust queries to the positions of the keys, if the wrapped projection does so.
+
+        Args:
+            q: queries [B,H,T,D].
+            positions: positions of the queries.
+            k_positions: positions of the keys.
+
+        Returns:
+            The adjusted queries.
+        """
+        return adjust_query(self.project, q, positions, k_positions)
 
     def spec(self, weights: Weights, visible: Visible) -> Spec:
-        """The cost of attention through the projection; `weights` hold those of the gate, too."""
+        """Return the cost of attention through this projection.
+
+        Args:
+            weights: the number of parameters of the layer, those of the gate included.
+            visible: the number of keys that a query sees.
+
+        Returns:
+            The cost specification.
+        """
         return attention_spec(self.project, weights, visible)
 
     @property
     def shape(self) -> ProjectionShape:
-        """As the projection's."""
+        """The sizes of the wrapped projection."""
         return self.project.shape
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """As the projection's."""
+        """Why a cache must not store the wrapped projection's memory, or None."""
         return self.project.cache_unsafe_reason
 
 
 class _GatedForm:
-    """A form of a gated projection: what it asks, keeps and recalls is the form's."""
+    """One form of a gated projection: the form's queries, keys and values, and the gate on its
+    result.
+    """
 
-    def __init__(self, form: Projection, gate: Heads) -> None:
+    def __init__(self, form: Projection, gate: HeadProjection) -> None:
         self.form, self.gate = form, gate
         self.query, self.remember, self.recall = form.query, form.remember, form.recall
         self.shape, self.cache_unsafe_reason = form.shape, form.cache_unsafe_reason
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """The form's heads, gated."""
+        """Postprocess the heads by the form, then multiply them by the gate."""
         result: Tensor = self.form.postprocess(z, x) * self.gate(x, None).sigmoid()
         return result
 
 
-class Differential(Separate):
-    """Two patterns per head over the same values; the second is taken off the first.
+class DifferentialProjection(SeparateQKV):
+    """The projection of differential attention: two attention patterns over the same values per
+    head, of which the second is subtracted from the first.
 
     z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v),
     l = exp(a1 . b1) - exp(a2 . b2) + l0
 
-    Attention sees 2 H query heads and 2 G key heads, first all of the first pattern, then all of
-    the second.
+    Attention computes 2 H query heads and 2 G key heads: first those of the first pattern, then
+    those of the second.
 
     Args:
-        q: `Heads` of 2 H heads.
-        k: `Heads` of 2 G heads of the same dim D.
-        v: `Heads` of G heads of E.
-        depth: which layer this is, from 0: l0 = 0.8 - 0.6 exp(-0.3 depth).
+        q: a `HeadProjection` to 2 H heads of D.
+        k: a `HeadProjection` to 2 G heads of D.
+        v: a `HeadProjection` to G heads of E.
+        depth: the index of the layer, from 0: l0 = 0.8 - 0.6 exp(-0.3 depth).
 
     Raises:
         ArgumentError: the heads do not fit one another, or depth is negative.
 
-    >>> pair = Differential(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 1, 4))
-    >>> pair.shape
+    >>> q, k, v = HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 1, 4)
+    >>> DifferentialProjection(q, k, v).shape
     ProjectionShape(H=4, G=2, D=2, E=4, memory=(4, 4))
 
     Source: Ye et al. 2024 (arXiv 2410.05258), equations 1 to 3.
     """
 
-    def __init__(self, q: Heads, k: Heads, v: Heads, *, depth: int = 0) -> None:
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, *, depth: int = 0
+    ) -> None:
         nn.Module.__init__(self)
         if q.heads % 2 or k.heads != 2 * v.heads or q.head_dim != k.head_dim or depth < 0:
             raise ArgumentError(
-                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}, depth "
-                f"{depth}: q needs 2 H heads, "
-                "k twice the heads of v and the head dim of q, depth at least 0"
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}, "
+                f"depth is {depth}; q must have an even number of heads, k must have twice the "
+                "heads of v and the head dim of q, and depth must be at least 0"
             )
         check_groups(q.heads // 2, v.heads)
         self.q, self.k, self.v, self.key_transform, self.cache_unsafe_reason = (
@@ -163,12 +197,14 @@ class Differential(Separate):
         self.norm = RMSNorm(v.head_dim, eps=1e-5)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys of both patterns, and the values twice."""
+        """Return the keys of both patterns [B,2G,S,D] and the values, repeated, [B,2G,S,E]."""
         k, v = super().recall(memory, positions)
         return k, v.repeat(1, 2, 1, 1)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """The first pattern's heads less those of the second, normed: [B,2H,T,E] -> [B,H,T,E]."""
+        """Subtract the second pattern's heads from the first's and normalise: [B,2H,T,E] ->
+        [B,H,T,E].
+        """
         first, second = z.chunk(2, dim=1)
         out: Tensor = self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)
         return out
@@ -179,12 +215,12 @@ class Differential(Separate):
         return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.start
 
     def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """Two softmaxes over the same values, the second taken off the first."""
+        """Return the difference of the two softmax patterns as a mix."""
         H, share = run.q.shape[1] // 2, float(self.share)
         first, second = head % H, head % H + H
-        rows = calls[here].by_position(run.k.shape[2])
+        rows = calls[call_index].by_position(run.k.shape[2])
         return HeadMix(
             f"the pattern of output head {first} is a difference of two softmaxes, λ = "
             f"{share:.4f}: a weight may be negative, and the row sums to 1 - λ; then a norm, times "
@@ -198,6 +234,8 @@ class Differential(Separate):
 
     @property
     def shape(self) -> ProjectionShape:
-        """2 H and 2 G heads of D, values of E; a token takes 2 G D + G E numbers."""
+        """2 H query heads and 2 G key heads of D, values of E; a cache stores 2 G D + G E values
+        per token.
+        """
         D, G, E = self.k.head_dim, self.v.heads, self.v.head_dim
         return ProjectionShape(self.q.heads, 2 * G, D, E, (2 * G * D, G * E))

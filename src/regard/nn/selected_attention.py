@@ -1,0 +1,632 @@
+"""Attention to selected keys. A selector (MoBA, DeepSeek's indexer) chooses the keys that each
+query reads; native sparse attention combines compressed, selected and recent keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.argument_checks import check_groups
+from regard.caches import Cache, Growing, Parts
+from regard.cost import Description, Figure
+from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, SelectedSpec, Selection
+from regard.cost.spec import HeadShape
+from regard.deprecation import renamed_attribute, renamed_parameters
+from regard.errors import ArgumentError
+from regard.masks import Causal, Mask, Window
+from regard.nn.explainable import (
+    CallWeights,
+    HeadMix,
+    InputSteps,
+    LayerRun,
+    MixTerm,
+    ProjectionQuery,
+    first_rotary,
+)
+from regard.nn.mixer import Mixer, count_weights
+from regard.nn.projections import HeadProjection, Projection, adjust_query, select_form
+from regard.nn.renamed_weights import LoadsRenamedWeights
+from regard.ops.selection.lightning_indexer import (
+    check_topk,
+    index_mask,
+    index_scores,
+    indexer_loss,
+)
+from regard.ops.selection.moba import check_moba_sizes, moba_mask
+from regard.ops.selection.nsa import (
+    NSABlocks,
+    compression_positions,
+    compression_windows,
+    selection_mask,
+)
+from regard.ops.selection.position_blocks import BlockLayout, block_layout
+from regard.ops.softmax import attend, attention_weights
+from regard.span import Positions, Span, slot_count
+from regard.tracing import named_scope, tap
+from regard.units import plural
+
+
+@runtime_checkable
+class KeySelector(Protocol):
+    """The interface of a selector, which chooses the keys that each query reads."""
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the parts that a cache stores per token for this selector, besides keys and
+        values; may be empty.
+
+        Args:
+            x: hidden states [B,S,M].
+            positions: positions of their tokens.
+        """
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Choose the keys of each query.
+
+        Args:
+            q: queries [B,H,T,D].
+            k: keys [B,G,S,D].
+            x: the hidden states [B,T,M] of the queries.
+            memory: the stored parts of this selector, from `remember`.
+            positions: positions of the queries.
+            k_positions: positions of the keys.
+
+        Returns:
+            A causal mask for this call.
+        """
+
+    @property
+    def spec(self) -> Selection:
+        """The cost of choosing, and the number of chosen keys."""
+
+
+class MoBA(nn.Module):
+    """The selector of mixture of block attention: a query reads its own block and the past blocks
+    whose mean key has the largest product with it (`regard.ops.selection.moba_mask`).
+
+    Args:
+        size: the number of positions in a block.
+        topk: the number of blocks per query and query head, its own block included.
+
+    Raises:
+        ArgumentError: size or topk is below 1.
+
+    >>> MoBA(512, 3).spec.tokens(2048).value
+    1536
+
+    Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
+    """
+
+    def __init__(self, size: int, topk: int) -> None:
+        super().__init__()
+        check_moba_sizes(size, topk)
+        self.size, self.topk = size, topk
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return no parts, since the mean keys are computed from the cached keys."""
+        return ()
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen blocks."""
+        return moba_mask(
+            q, k, size=self.size, topk=self.topk, q_positions=positions, k_positions=k_positions
+        )
+
+    @property
+    def spec(self) -> BlockSelection:
+        """The block size and the number of blocks, for the cost."""
+        return BlockSelection(self.size, self.topk)
+
+    def extra_repr(self) -> str:
+        """The block size and the number of blocks."""
+        return f"blocks of {self.size}, topk={self.topk}"
+
+
+class Indexer(nn.Module):
+    """The lightning indexer of DeepSeek-V3.2: a query reads the topk keys with the largest index
+    score, which small heads compute (`regard.ops.selection.index_mask`).
+
+    I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
+
+    The indexer is trained by `regard.nn.selected_attention.indexer_losses` only: the choice of keys
+    passes no gradient.
+
+    Args:
+        q: a `HeadProjection` to J index queries of dim d.
+        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
+            the projection.
+        weight: a linear map [B,T,M] -> [B,T,J].
+        topk: the number of keys per query, for all heads together.
+
+    Raises:
+        ArgumentError: the heads do not fit one another, or topk is below 1.
+
+    >>> q, k, weight = HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
+    >>> Indexer(q, k, weight, topk=3).spec.tokens(100)
+    Figure(value=3, formula='min(S, 3)')
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
+    from its published code.
+    """
+
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, weight: nn.Linear, *, topk: int
+    ) -> None:
+        super().__init__()
+        check_topk(topk)
+        if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
+            raise ArgumentError(
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weight has "
+                f"out_features={weight.out_features}; k must be 1 head of {q.head_dim}, and weight "
+                f"must have out_features={q.heads}"
+            )
+        self.q, self.k, self.weight, self.topk = q, k, weight, topk
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the index keys [B,1,S,d]."""
+        return (self.k(x, positions),)
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return index queries [B,J,T,d] times 1/sqrt(d), and their weights [B,T,J] times
+        1/sqrt(J).
+        """
+        q = self.q(x, positions) * self.q.head_dim**-0.5
+        return q, self.weight(x) * self.q.heads**-0.5
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen keys."""
+        with torch.no_grad():
+            index_q, weight = self.parts(x, positions)
+        return index_mask(
+            index_q,
+            memory[0],
+            weight,
+            topk=self.topk,
+            q_positions=positions,
+            k_positions=k_positions,
+        )
+
+    @property
+    def spec(self) -> IndexSelection:
+        """The sizes of the index heads and the number of chosen keys, for the cost."""
+        return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
+
+    def extra_repr(self) -> str:
+        """The number of keys per query."""
+        return f"topk={self.topk}"
+
+
+class SelectedAttention(LoadsRenamedWeights, Mixer):
+    """Softmax attention to the keys that a selector chooses in each call.
+
+    mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);
+    out = output(heads of z concatenated)
+
+    Args:
+        project: a `Projection`; it may store a latent.
+        selector: a `KeySelector`, such as `MoBA` or `Indexer`.
+        output: a module [B,T,H*E] -> [B,T,M].
+        scale: the factor on the scores; None is 1/sqrt(D).
+
+    >>> from regard.nn.selected_attention import MoBA
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> layer = SelectedAttention(separate_qkv(8, 4, 2, 2), MoBA(4, 2), nn.Linear(8, 8))
+    >>> layer(torch.zeros(1, 9, 8)).shape
+    torch.Size([1, 9, 8])
+    """
+
+    renamed_weights = {"select": "selector"}
+    select = renamed_attribute("selector")
+
+    @renamed_parameters(select="selector")
+    def __init__(
+        self,
+        project: Projection,
+        selector: KeySelector,
+        output: nn.Module,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.project, self.selector, self.output, self.scale = project, selector, output, scale
+
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Attend from x [B,T,M] to the chosen tokens among its own and those in the cache."""
+        memory, k_positions = self.project.remember(x, positions), positions
+        n = len(memory)
+        memory = (*memory, *self.selector.remember(x, positions))
+        if cache is not None:
+            if self.project.cache_unsafe_reason:
+                raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
+            memory, k_positions = cache.update(memory, positions)
+        project = select_form(self.project, x.shape[1], slot_count(k_positions))
+        q = tap("q", adjust_query(project, project.query(x, positions), positions, k_positions))
+        k, v = project.recall(memory[:n], k_positions)
+        k, v = tap("k", k), tap("v", v)
+        mask = self.selector.choose(q, k, x, memory[n:], positions, k_positions)
+        z = attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=self._scale,
+            q_positions=positions,
+            k_positions=k_positions,
+            backend=backend,
+        )
+        z = tap("z", project.postprocess(z, x))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    @property
+    def _scale(self) -> float:
+        """The factor on the scores."""
+        # The scale uses the head dim of the definition: the selected form may have a longer one.
+        return self.project.shape.D**-0.5 if self.scale is None else self.scale
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache that stores all tokens, since any token may be chosen later."""
+        return Growing()
+
+    @property
+    def spec(self) -> SelectedSpec:
+        """The cost of this layer; a cache stores all keys and values, and the selector's parts."""
+        shape, selection = self.project.shape, self.selector.spec
+        selector_parts = ((1, selection.values_per_token),) if selection.values_per_token else ()
+        return SelectedSpec(
+            count_weights(self), (*shape.parts, *selector_parts), shape.heads, selection
+        )
+
+    def describe(self, context: int = 4096) -> Description:
+        """Compute the figures of this layer for one decoded token, under the name of its
+        selector.
+        """
+        return self.spec.describe(context, type(self.selector).__name__)
+
+
+def indexer_losses(
+    layer: SelectedAttention,
+    x: Float[Tensor, "B T M"],
+    positions: Positions | None = None,
+    *,
+    chosen: bool = True,
+) -> Float[Tensor, "B T"]:
+    """Compute the loss that trains the indexer of a layer, per query and without a cache. Its
+    gradient reaches the indexer only.
+
+    Args:
+        layer: a `SelectedAttention` whose selector is an `Indexer`.
+        x: hidden states [B,T,M].
+        positions: positions of their tokens; 0..T-1 by default.
+        chosen: whether the index scores are compared with the attention pattern over the chosen
+            keys only (the sparse stage of training), or over all past keys (the warm-up).
+
+    Returns:
+        The losses [B,T].
+
+    Raises:
+        ArgumentError: the layer's selector is not an `Indexer`.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
+    """
+    selector = layer.selector
+    if not isinstance(selector, Indexer):
+        raise ArgumentError(
+            f"the layer's selector is {type(selector).__name__}; only an Indexer has a loss"
+        )
+    positions = Span(0, x.shape[1]) if positions is None else positions
+    x = x.detach()
+    (key,) = selector.remember(x, positions)
+    with torch.no_grad():
+        q = layer.project.query(x, positions)
+        k, _ = layer.project.recall(layer.project.remember(x, positions), positions)
+        mask = selector.choose(q, k, x, (key,), positions, positions) if chosen else Causal()
+        pattern = attention_weights(
+            q, k, mask=mask, scale=layer._scale, q_positions=positions, k_positions=positions
+        )
+        visible = mask.block(positions, positions, device=x.device)[:, 0].expand(len(x), -1, -1)
+    index_q, weight = selector.parts(x, positions)
+    return indexer_loss(index_scores(index_q, key, weight), pattern, visible)
+
+
+BRANCHES = ("compressed", "selected", "window")
+"""The names of the branches, in the order of keys, values and gates; taps use them as places."""
+
+
+class BlockCompressor(nn.Module):
+    """A network that compresses the l tokens of a block into one: phi(x) = W2 silu(W1 [x_1 + e_1;
+    ...; x_l + e_l] + b1) + b2, where e_i is a learned embedding of the place in the block.
+
+    x [B,G,C,l,D] -> [B,G,C,D], with the same map for every head.
+
+    Args:
+        length: the number of tokens l in a block.
+        dim: the head dim D.
+        hidden: the hidden size; None is D.
+
+    Raises:
+        ArgumentError: a size is below 1.
+
+    >>> BlockCompressor(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
+    torch.Size([1, 2, 5, 8])
+
+    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper does not specify the network.
+    """
+
+    def __init__(self, length: int, dim: int, hidden: int | None = None) -> None:
+        super().__init__()
+        hidden = dim if hidden is None else hidden
+        if min(length, dim, hidden) < 1:
+            raise ArgumentError(
+                f"BlockCompressor(length={length}, dim={dim}, hidden={hidden}): each must be at "
+                "least 1"
+            )
+        self.length, self.dim, self.hidden = length, dim, hidden
+        self.places = nn.Parameter(0.02 * torch.randn(length, dim))
+        self.up, self.down = nn.Linear(length * dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Float[Tensor, "B G C l D"]) -> Float[Tensor, "B G C D"]:
+        """Compress blocks [B,G,C,l,D] to one token each [B,G,C,D]."""
+        hidden = self.up((x + self.places).flatten(-2))
+        compressed: Tensor = self.down(nn.functional.silu(hidden))
+        return compressed
+
+    def extra_repr(self) -> str:
+        """The number of tokens in a block."""
+        return plural(self.length, "token")
+
+
+class NSA(Mixer):
+    """Native sparse attention: the gated sum of three branches with separate keys and values.
+
+    out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b:
+
+    compressed: one key and value per block of l tokens, one block every d tokens, visible once the
+        block is complete;
+    selected: the blocks of l' tokens with the largest attention in the compressed branch, up to the
+        query;
+    window: the last w tokens
+
+    A cache stores the keys and values of all three branches; the compressed ones are computed again
+    in each call.
+
+    Args:
+        q: a `HeadProjection` to H queries.
+        keys, values: three `HeadProjection`s each to G keys and values, one per branch. The keys of
+            the compressed branch are compressed before positions are applied, so they need no
+            rotary.
+        compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
+        key_transform: a step on compressed keys, such as a rotary, at the position of the last
+            token of each block; None applies none. The paper does not say where positions enter;
+            this way a score depends on the distance only.
+        gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
+        output: a module [B,T,H*E] -> [B,T,M].
+        sizes: the sizes of blocks and window.
+
+    Raises:
+        ArgumentError: there are not three keys and values, or their heads do not fit one another.
+
+    >>> sizes = NSABlocks(compress=4, stride=2, select=4, count=3, window=4)
+    >>> kv = [HeadProjection(8, 1, 4) for _ in range(6)]
+    >>> layer = NSA(HeadProjection(8, 2, 4), kv[:3], kv[3:],
+    ...             compress_key=BlockCompressor(4, 4), compress_value=BlockCompressor(4, 4),
+    ...             gate=nn.Linear(8, 6), output=nn.Linear(8, 8), sizes=sizes)
+    >>> layer(torch.zeros(1, 9, 8)).shape
+    torch.Size([1, 9, 8])
+
+    Source: Yuan et al. 2025 (arXiv 2502.11089), section 3.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        keys: Sequence[HeadProjection],
+        values: Sequence[HeadProjection],
+        *,
+        compress_key: nn.Module,
+        compress_value: nn.Module,
+        key_transform: nn.Module | None = None,
+        gate: nn.Module,
+        output: nn.Module,
+        sizes: NSABlocks,
+    ) -> None:
+        super().__init__()
+        if len(keys) != 3 or len(values) != 3:
+            raise ArgumentError(
+                f"keys has length {len(keys)} and values has length {len(values)}; each needs one "
+                f"for {', '.join(BRANCHES)}"
+            )
+
+        shapes = {
+            (k.heads, k.head_dim, v.heads, v.head_dim) for k, v in zip(keys, values, strict=True)
+        }
+        (G, D, G_v, _) = next(iter(shapes))
+        if len(shapes) > 1 or G_v != G or q.head_dim != D:
+            raise ArgumentError(
+                f"q is {q.extra_repr()}, keys are {[k.extra_repr() for k in keys]}, values "
+                f"{[v.extra_repr() for v in values]}: all branches must have the same heads and "
+                "dims, and keys the dim of q"
+            )
+        check_groups(q.heads, G)
+        self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)
+        self.compress_key, self.compress_value, self.key_transform = (
+            compress_key,
+            compress_value,
+            key_transform,
+        )
+        self.gate, self.output, self.sizes = gate, output, sizes
+
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Attend from x [B,T,M] to its own tokens and to those in the cache, branch by branch."""
+        q = tap("q", self.q(x, positions))
+        memory: Parts = tuple(heads(x, positions) for heads in (*self.keys, *self.values))
+
+        k_positions = positions
+        if cache is not None:
+            memory, k_positions = cache.update(memory, positions)
+        keys, values = list(memory[:3]), list(memory[3:])
+        token_order = block_layout(k_positions, self.sizes.select, x.device)
+        block_ends = compression_positions(token_order, self.sizes)
+        keys[0], values[0] = self.compressed(keys[0], values[0], token_order, block_ends)
+        chosen = selection_mask(
+            q, keys[0], token_order, self.sizes, q_positions=positions, k_positions=block_ends
+        )
+        masks = (Causal(), chosen, Causal() & Window(self.sizes.window))
+        zs = []
+        for name, k, v, mask, branch_positions in zip(
+            BRANCHES, keys, values, masks, (block_ends, k_positions, k_positions), strict=True
+        ):
+            with named_scope(name):
+                zs.append(
+                    attend(
+                        q,
+                        tap("k", k),
+                        tap("v", v),
+                        mask=mask,
+                        q_positions=positions,
+                        k_positions=branch_positions,
+                        backend=backend,
+                    )
+                )
+        z = tap("z", self.gated(torch.stack(zs), x))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def compressed(
+        self,
+        k: Float[Tensor, "B G S D"],
+        v: Float[Tensor, "B G S E"],
+        token_order: BlockLayout,
+        block_ends: Positions,
+    ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
+        """Compress keys and values.
+
+        Args:
+            k: keys [B,G,S,D] of the compressed branch.
+            v: values [B,G,S,E] of the compressed branch.
+            token_order: the order of the tokens by position.
+            block_ends: the position of the last token of each block; -1 for an incomplete block.
+
+        Returns:
+            The compressed keys [B,G,C,D] and values [B,G,C,E]; those of incomplete blocks have no
+            meaning.
+        """
+        k = self.compress_key(compression_windows(k, token_order, self.sizes))
+        v = self.compress_value(compression_windows(v, token_order, self.sizes))
+        return (k if self.key_transform is None else self.key_transform(k, block_ends)), v
+
+    def gated(
+        self, zs: Float[Tensor, "3 B H T E"], x: Float[Tensor, "B T M"]
+    ) -> Float[Tensor, "B H T E"]:
+        """Sum the branches, each times its gate per head and query.
+
+        Args:
+            zs: the results of the branches [3,B,H,T,E].
+            x: the hidden states [B,T,M].
+
+        Returns:
+            The heads [B,H,T,E].
+        """
+        gates = self.gate(x).sigmoid().unflatten(-1, (3, self.q.heads))  # [B,T,3,H]
+        result: Float[Tensor, "B H T E"] = (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
+        return result
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of the queries, and of the keys and values of the query's branch.
+        Compressed keys stand for blocks of tokens and have no steps.
+        """
+        q = self.q.explain_steps(query.x, query.positions, "q")
+        rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
+        if query.branch == "compressed":
+            return InputSteps(q, rotary=rotary, keys_are_blocks=True)
+        keys, values = self.keys[branch], self.values[branch]
+        assert isinstance(keys, HeadProjection)
+        assert isinstance(values, HeadProjection)
+        k = keys.explain_steps(query.memory, query.k_positions, "k")
+        v = values.explain_steps(query.memory, query.k_positions, "v")
+        return InputSteps(q, k, v, rotary)
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
+    ) -> HeadMix:
+        """Return the branches, each with its gate."""
+        gates = self.gate(run.x[0, row]).sigmoid().unflatten(-1, (3, -1))[:, head].double()
+        terms = tuple(
+            MixTerm(
+                call.branch,
+                float(gates[BRANCHES.index(call.branch)]),
+                float(call.weights[head].sum()),
+                n == call_index,
+            )
+            for n, call in enumerate(calls)
+        )
+        return HeadMix(
+            "three branches with separate keys and values, each times its gate; a weight of one "
+            "branch is not a share of the total",
+            terms,
+            None,
+        )
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache that stores all tokens, since any block may be selected later."""
+        return Growing()
+
+    def tokens(self, context: int) -> Figure:
+        """Count the tokens that are read to decode the token at position context - 1, as in table 4
+        of the paper.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The number with its formula.
+        """
+        return self.spec.read_by_paper(context)
+
+    @property
+    def spec(self) -> NSASpec:
+        """The cost of this layer, which compresses all blocks again for each token."""
+        s, value = self.sizes, self.values[0]
+        assert isinstance(value, HeadProjection)
+        shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
+        phi = (self.compress_key, self.compress_value)
+        # the width of another network class is unknown, and its FLOPs are not counted
+        widths = [network.hidden if isinstance(network, BlockCompressor) else 0 for network in phi]
+        return NSASpec(
+            count_weights(self, *phi),
+            3 * shape.parts,
+            shape,
+            s.compress,
+            s.stride,
+            s.select,
+            s.count,
+            s.window,
+            hidden=(widths[0], widths[1]),
+            recompress=True,
+        )

@@ -1,0 +1,220 @@
+"""StreamingLLM: attention to the first and the last tokens, with positions counted inside the
+cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Causal, Sinks, Window
+from regard.masks.base import check_int
+from regard.nn.attention import Attention
+from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.projections import SeparateQKV
+from regard.ops.softmax import attend_partial, merge
+from regard.positions import Rotary, rotate
+from regard.span import Positions, Span, as_tensor
+from regard.tracing import requested_taps
+
+
+class StreamingAttention(Attention):
+    """StreamingLLM attention: a query sees the s first tokens (the sinks) and the R last ones, with
+    distances as if the tokens between them did not exist.
+
+    A query at position p sees the keys p - R < j <= p at their distance p - j, and the sinks j < s
+    at the distance min(p, s + R - 1) - j. These are the positions in a cache of s + R tokens whose
+    slots are numbered from 0.
+
+    The paper caches keys without rotation and rotates all of them by their slots at every step.
+    Since a rotary score depends on the distance only, this module caches keys rotated by their own
+    positions, and rotates a query that reads the sinks back by the number of evicted tokens. The
+    scores are the same for any chunking, and no key is rotated twice.
+
+    A model with this attention can generate without limit and stays fluent; it does not remember
+    more.
+
+    Args:
+        project: a `SeparateQKV` whose query and key heads end with the same `Rotary` object.
+        output: a module [B,T,H*E] -> [B,T,M].
+        sinks: the number s of first tokens that are always kept; 0 gives a sliding window.
+        recent: the number R of last tokens that are kept, the query's own included.
+        scale, softcap, sink: as in `Attention`; `sink` is a learned logit per head, not a token.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: sinks is not an int of at least 0, or recent not one of at
+            least 1; the last step on queries and keys is not the same rotary, or its frequencies
+            follow the length; scale or softcap is out of range.
+
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
+    >>> attention = StreamingAttention(project, nn.Linear(8, 8), sinks=2, recent=4)
+    >>> cache = attention.new_cache()
+    >>> attention(torch.zeros(1, 50, 8), cache=cache).shape, len(cache)
+    (torch.Size([1, 50, 8]), 6)
+
+    Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2.
+    """
+
+    def __init__(
+        self,
+        project: SeparateQKV,
+        output: nn.Module,
+        *,
+        sinks: int,
+        recent: int,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: nn.Parameter | None = None,
+    ) -> None:
+        check_int("sinks", sinks, 0)
+        check_int("recent", recent, 1, "a query always sees itself")
+        mask = Causal() & (Window(recent) | Sinks(sinks))
+        check_shared_rotary(project)
+        super().__init__(project, output, mask=mask, scale=scale, softcap=softcap, sink=sink)
+        self.sinks, self.recent = sinks, recent
+        self._recent, self._sinks = (
+            Causal() & Window(recent) & ~Sinks(sinks),
+            Causal() & Sinks(sinks),
+        )
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        k_positions: Positions,
+        backend: str,
+    ) -> Tensor:
+        """Attend in one call while no token is evicted; otherwise attend to the sinks and to the
+        recent tokens separately and merge the two exactly.
+        """
+        evicted = self._evicted(q, positions)
+        if evicted is None:
+            return super()._attend(q, k, v, positions, k_positions, backend)
+        q_sinks = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
+        if not requested_taps().isdisjoint(("scores", "pattern")):
+            q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
+            return super()._attend(q, k, v, positions, k_positions, backend)
+        attend_to = partial(
+            attend_partial,
+            scale=self.scale,
+            softcap=self.softcap,
+            q_positions=positions,
+            backend=backend,
+        )
+        recent = attend_to(q, k, v, mask=self._recent, k_positions=k_positions)
+        k, v, k_positions = slots_below(k, v, k_positions, self.sinks)
+        sinks = attend_to(q_sinks, k, v, mask=self._sinks, k_positions=k_positions)
+        return merge([recent, sinks], sink=self.sink).out
+
+    def _evicted(self, q: Tensor, positions: Positions) -> Tensor | None:
+        """Return the number of evicted tokens before each query [B or 1, T]; None if it is known
+        to be 0.
+        """
+        capacity = self.sinks + self.recent
+        if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= capacity):
+            return None
+        return (as_tensor(positions, q.device) - (capacity - 1)).clamp(min=0)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of the projection. In the call that reads the sinks, queries are rotated
+        back by the number of evicted tokens.
+        """
+        steps = super().explain_inputs(query)
+        if not query.call_index:
+            return steps
+        evicted = (as_tensor(query.positions) - (self.sinks + self.recent - 1)).clamp(min=0)
+        q = steps.q[-1].values[None]
+        rotated = rotate(
+            q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout
+        )
+        equation = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, by the number of evicted tokens"
+        return steps._replace(q=(*steps.q, ComputationStep("turned back", equation, rotated[0])))
+
+    @property
+    def _rotary(self) -> Rotary:
+        """The rotary embedding that is the last step on queries and keys."""
+        assert isinstance(self.project, SeparateQKV), "the constructor takes no other"
+        step = self.project.q.steps[-1]
+        assert isinstance(step, Rotary), "checked by the constructor"
+        return step
+
+
+def slots_below(
+    k: Tensor, v: Tensor, k_positions: Positions, n: int
+) -> tuple[Tensor, Tensor, Positions]:
+    """Select at most n slots that include all slots at positions below n; others may be added.
+
+    Args:
+        k: keys [B,G,S,D].
+        v: values [B,G,S,E].
+        k_positions: their positions.
+        n: the exclusive upper bound of the wanted positions.
+
+    Returns:
+        The selected keys, values and positions.
+    """
+    if isinstance(k_positions, Span):
+        stop = min(max(n - k_positions.start, 0), k_positions.length)
+        return k[:, :, :stop], v[:, :, :stop], k_positions[:stop]
+    bounded = torch.where((k_positions >= 0) & (k_positions < n), k_positions, n)
+    slots = bounded.topk(min(n, k_positions.shape[1]), dim=1, largest=False).indices  # [B or 1, n]
+    index = slots.to(k.device)[:, None, :, None].expand(k.shape[0], k.shape[1], -1, 1)
+    return (
+        k.gather(2, index.expand(-1, -1, -1, k.shape[3])),
+        v.gather(2, index.expand(-1, -1, -1, v.shape[3])),
+        k_positions.gather(1, slots),
+    )
+
+
+def stack_query_forms(
+    q: Tensor, q_sinks: Tensor, k: Tensor, k_positions: Positions, n: int
+) -> tuple[Tensor, Tensor]:
+    """Concatenate the two forms of each query, and place each key into the half of the form that
+    reads it. A trace then sees one pattern: q . k for a key at position n or later and q_sinks .
+    k for a sink, at the cost of twice the head dim.
+
+    Args:
+        q: queries [B,H,T,D] for recent keys.
+        q_sinks: queries [B,H,T,D] for the sinks.
+        k: keys [B,G,S,D].
+        k_positions: positions of the keys.
+        n: the number of sinks.
+
+    Returns:
+        The queries [B,H,T,2D] and the keys [B,G,S,2D].
+    """
+    k_positions = as_tensor(k_positions, q.device).to(q.device)
+
+    is_sink = (k_positions < n)[:, None, :, None]
+    halves = (torch.where(is_sink, 0, k), torch.where(is_sink, k, 0))
+    return torch.cat((q, q_sinks), -1), torch.cat(halves, -1)
+
+
+def check_shared_rotary(project: SeparateQKV) -> None:
+    """Check that query and key heads end with the same rotary, whose frequencies are fixed.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: they do not.
+    """
+    if not isinstance(project, SeparateQKV):
+        raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")
+
+    last_steps = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
+    if not isinstance(last_steps[0], Rotary) or last_steps[0] is not last_steps[1]:
+        raise ArgumentError(
+            f"the last step on queries is {last_steps[0]}, and on keys {last_steps[1]}; both "
+            "must be the same Rotary object, which rotates queries back for the sinks"
+        )
+    if project.key_transform is not None:
+        raise ArgumentError(
+            f"project has key_transform={project.key_transform}; it must be None, because the "
+            "cache stores rotated keys"
+        )
+    if project.cache_unsafe_reason:
+        raise ArgumentError(project.cache_unsafe_reason)

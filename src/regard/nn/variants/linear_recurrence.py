@@ -1,0 +1,307 @@
+"""Linear recurrences: linear attention, retention, gated linear attention, DeltaNet and Gated
+DeltaNet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from regard.argument_checks import resolve_head_dim
+from regard.deprecation import renamed_parameters
+from regard.errors import ArgumentError
+from regard.nn.linear_recurrence import (
+    DeltaRule,
+    GatedLinearRule,
+    L2Norm,
+    LinearAttentionRule,
+    LogDecay,
+    Recurrent,
+    RetentionRule,
+    Swish,
+)
+from regard.nn.norms import HeadNorm, RMSNorm
+from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.variants.projections import output_projection, separate_qkv
+from regard.nn.variants.registry import variant
+from regard.ops.linear.feature_maps import FeatureMap
+from regard.positions import Rotary
+
+
+@variant(
+    family="linear",
+    equation="z_t = S_t^T phi(q_t) / (n_t . phi(q_t)); S <- S + phi(k) v^T, n <- n + phi(k); phi "
+    "= elu + 1",
+    source="Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4",
+)
+def linear_attention(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    feature_map: FeatureMap = "elu+1",
+    normalise: bool = True,
+) -> Recurrent:
+    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that one matrix
+    stores the past.
+
+    x [B,T,M] -> [B,T,M]; a cache stores G D (E + 1) values at any length (G D E without the
+    normaliser).
+
+    Args:
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        head_dim: the head dim D; None is M / H.
+        value_dim: the value dim E; None is D.
+        feature_map: phi, a name in `regard.linear.FEATURE_MAPS` or a function.
+        normalise: whether the weights are divided by their sum.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, the
+            feature map is unknown, or head_dim is None and M / H is not whole.
+
+    >>> import torch
+    >>> linear_attention(32, 4)(torch.zeros(1, 5, 32)).shape
+    torch.Size([1, 5, 32])
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, D if value_dim is None else value_dim
+    project = separate_qkv(dim, heads, G, D, value_dim=E)
+    return Recurrent(
+        project,
+        LinearAttentionRule(feature_map, normalise=normalise),
+        output_projection(dim, heads, E),
+    )
+
+
+@variant(
+    family="linear",
+    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x); S <- gamma_h S + k v^T; q, k by rotary; "
+    "gamma_h = 1 - 2^(-5-h)",
+    source="Sun et al. 2023 (arXiv 2307.08621), section 2.1 and equation 8",
+)
+def retention(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    base: float | None = 10000.0,
+    decay: Sequence[float] | None = None,
+) -> Recurrent:
+    """Multi-scale retention: each head's state decays at a fixed rate, followed by a norm per head
+    and an output gate.
+
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length.
+
+    Args:
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state and decay; G divides H. None is H.
+        head_dim: the head dim D; None is M / H.
+        value_dim: the value dim E; None is 2 D, as in the paper.
+        base: the base of the rotary positions on q and k; None applies none.
+        decay: gamma, one number from 0 to 1 per key/value head; None is 1 - 2^(-5-g).
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, decay is not one number
+            from 0 to 1 per key/value head, D is odd and base is given, or head_dim is None and M /
+            H is not whole.
+
+    >>> retention(32, 4).describe().state.formula
+    'G D E = 4 x 8 x 16'
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), section 2.1 and equation 8.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
+    steps = () if base is None else (Rotary(D, base),)
+    project = separate_qkv(dim, heads, G, D, *steps, value_dim=E)
+    return Recurrent(
+        project,
+        RetentionRule(G, decay),
+        output_projection(dim, heads, E),
+        norm=HeadNorm(heads, E),
+        gate=HeadProjection(dim, heads, E),
+    )
+
+
+@variant(
+    family="linear",
+    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x + b_g); S <- diag(a) S + k v^T; a = "
+    "sigmoid(W_2 W_1 x + b)^(1/16)",
+    source="Yang et al. 2023 (arXiv 2312.06635), section 4.4",
+    rank=3,
+)
+def gated_linear(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    rank: int = 16,
+    temperature: float = 16.0,
+) -> Recurrent:
+    """Gated linear attention: each token computes a gate that decays every channel of the state.
+
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length.
+
+    Args:
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        head_dim: the head dim D; None is M / 2H, as in the paper.
+        value_dim: the value dim E; None is 2 D.
+        rank: the rank of the map to the gates.
+        temperature: a larger temperature keeps gates closer to 1
+            (`regard.nn.linear_recurrence.GatedLinearRule`).
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads,
+            temperature is not above 0, or head_dim is None and M / 2H is not whole.
+
+    >>> gated_linear(32, 4).describe().state.formula
+    'G D E = 4 x 4 x 8'
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), section 4.4.
+    """
+    if head_dim is None and (heads < 1 or dim % (2 * heads)):
+        raise ArgumentError(
+            f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
+            "which is dim / (2 heads) in the paper"
+        )
+    D = dim // (2 * heads) if head_dim is None else head_dim
+    G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
+    project = separate_qkv(dim, heads, G, D, value_dim=E)
+    rule = GatedLinearRule(dim, G, D, rank=rank, temperature=temperature)
+    gate = HeadProjection(dim, heads, E, bias=True)
+    return Recurrent(
+        project, rule, output_projection(dim, heads, E), norm=nn.LayerNorm(E), gate=gate
+    )
+
+
+@variant(
+    family="linear",
+    equation="S <- S + beta k (v - S^T k)^T; z = norm(S^T q / sqrt(D)); beta = sigmoid(W x), |q| "
+    "= |k| = 1",
+    source="Yang et al. 2024 (arXiv 2406.06484), section 3",
+)
+@renamed_parameters(most="max_beta")
+def delta_net(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    normalise_keys: bool = True,
+    max_beta: float = 1.0,
+) -> Recurrent:
+    """DeltaNet: linear attention that replaces the value stored under a key, by the delta rule.
+
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. Queries, keys and values pass a
+    swish activation. There is no short convolution before it, and no output gate.
+
+    Args:
+        dim: the model dim M.
+        heads: the query heads H.
+        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        head_dim: the head dim D; None is M / H.
+        value_dim: the value dim E; None is D.
+        normalise_keys: whether queries and keys are scaled to length 1, which keeps the state
+            bounded.
+        max_beta: the upper bound of beta, above 0 and at most 2
+            (`regard.nn.linear_recurrence.DeltaRule`).
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, max_beta is out of
+            range, or head_dim is None and M / H is not whole.
+
+    >>> import torch
+    >>> delta_net(32, 4)(torch.zeros(1, 5, 32)).shape
+    torch.Size([1, 5, 32])
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, D if value_dim is None else value_dim
+    project = _swish_qkv(dim, heads, G, D, E, normalise=normalise_keys)
+    rule = DeltaRule(dim, G, max_beta=max_beta)
+    return Recurrent(project, rule, output_projection(dim, heads, E), norm=RMSNorm(E))
+
+
+@variant(
+    family="linear",
+    equation="S' = exp(g) S; S <- S' + beta k (v - S'^T k)^T; z = norm(S^T q / sqrt(D)) * "
+    "silu(W_g x); g = -exp(A) softplus(W x + b)",
+    source="Yang et al. 2024 (arXiv 2412.06464), section 3",
+)
+@renamed_parameters(most="max_beta")
+def gated_delta_net(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    normalise_keys: bool = True,
+    max_beta: float = 1.0,
+) -> Recurrent:
+    """Gated DeltaNet: the delta rule on a state that decays with each token, and an output gate.
+
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. There is no short convolution.
+
+    Args:
+        dim, heads, groups, head_dim, value_dim, normalise_keys, max_beta: as for `delta_net`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `delta_net`.
+
+    >>> gated_delta_net(32, 4, groups=2, value_dim=16).describe().state.formula
+    'G D E = 2 x 8 x 16'
+
+    Source: Yang et al. 2024 (arXiv 2412.06464), section 3.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, D if value_dim is None else value_dim
+    project = _swish_qkv(dim, heads, G, D, E, normalise=normalise_keys)
+    rule = DeltaRule(dim, G, decay=LogDecay(dim, G), max_beta=max_beta)
+    gate = HeadProjection(dim, heads, E)
+    return Recurrent(project, rule, output_projection(dim, heads, E), norm=RMSNorm(E), gate=gate)
+
+
+def _swish_qkv(
+    dim: int, heads: int, groups: int, D: int, E: int, *, normalise: bool
+) -> SeparateQKV:
+    """Build separate projections with a swish activation; queries and keys are normalised if
+    asked.
+    """
+    steps = (Swish(), L2Norm()) if normalise else (Swish(),)
+    return SeparateQKV(
+        HeadProjection(dim, heads, D, *steps),
+        HeadProjection(dim, groups, D, *steps),
+        HeadProjection(dim, groups, E, Swish()),
+    )
