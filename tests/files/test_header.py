@@ -27,7 +27,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files import strict
 from regard.files.header import DTYPES, instead, read_header
 from regard.foreign import shown
-from regard.models.checkpoint.store import Store, without_weights
+from regard.models.checkpoint.tensors import CheckpointTensors, missing_weights_error
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
@@ -432,7 +432,7 @@ def test_names_and_beginnings() -> None:
     assert shown("é" * 200) == repr("é" * 100) + "..."
     assert instead(b"\xef\xbb\xbf<html>").startswith("it is a web page")
     assert instead(b"anything") == instead(b"") == ""
-    assert str(without_weights(Path("x"), [])).startswith(
+    assert str(missing_weights_error(Path("x"), [])).startswith(
         "x/model.safetensors is missing; a model "
     )
 
@@ -531,7 +531,7 @@ def test_any_change_is_refused_or_read_as_officially(
     allocated.clear()
     found, said = None, ""
     try:
-        found = dict(Store.open(tmp_path).read())
+        found = dict(CheckpointTensors.open(tmp_path).read())
     except FileError as e:
         said = str(e)
     assert sum(allocated) <= len(content)

@@ -53,7 +53,7 @@ def network() -> HeadedEncoder:
 
 @pytest.fixture
 def model(network: HeadedEncoder) -> TextEncoder:
-    return TextEncoder(network, tokenizer(), CONFIG, longest=10)
+    return TextEncoder(network, tokenizer(), CONFIG, max_seq_length=10)
 
 
 def test_texts_beside_one_another(model: TextEncoder) -> None:
@@ -142,7 +142,7 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
         regard.ArgumentError, match="text 0 has 12 tokens, and this model reads 10; shorten it"
     ):
         model.encode("a b c d e", "f g h a", truncate=True)
-    tiny = TextEncoder(network, tokenizer(), CONFIG, longest=1)
+    tiny = TextEncoder(network, tokenizer(), CONFIG, max_seq_length=1)
     with pytest.raises(
         regard.ArgumentError, match="longest is 1, less than what stands around a text"
     ):
@@ -192,7 +192,7 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     bare = regard.load(tmp_path)
     assert isinstance(bare, TextEncoder)
     assert bare.pooling == Pooling()
-    assert bare.longest == 10
+    assert bare.max_seq_length == 10
     with pytest.raises(
         FileError,
         match=r"this model has no tokenizer: its folder holds no tokenizer.json; give ids",
@@ -210,7 +210,7 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 6}', "utf-8")
     made = regard.load(tmp_path, kind=TextEncoder)
     assert made.pooling == Pooling("cls", normalise=False)
-    assert made.longest == 6
+    assert made.max_seq_length == 6
     assert_near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
     with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads 6"):
         made.embed(TEXTS)
@@ -240,5 +240,5 @@ def test_missing_weights_are_named(network: HeadedEncoder, tmp_path: Path) -> No
     kept = {n: x for n, x in load_file(file).items() if "output.dense.bias" not in n}
     save_file(kept, file)
     made = regard.load(tmp_path, kind=TextEncoder, allow_missing=["*output.dense.bias"])
-    assert len(made.fresh) == 4
-    assert "bert.encoder.layer.0.output.dense.bias" in made.fresh
+    assert len(made.newly_initialized) == 4
+    assert "bert.encoder.layer.0.output.dense.bias" in made.newly_initialized

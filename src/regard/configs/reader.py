@@ -24,7 +24,7 @@ from regard.files.strict import read_json
 from regard.foreign import inert, shown, told
 from regard.suggest import suggest
 
-MOST_UNKNOWN = 64
+MAX_UNKNOWN_KEYS = 64
 """The most unknown keys that are passed over: each costs another reading of the whole config."""
 _SIZES = (
     # the first word that stands in a key's name decides
@@ -56,7 +56,7 @@ _SIZES = (
 model has, and more.
 """
 
-IGNORED = frozenset(
+IGNORED_KEYS = frozenset(
     {
         # what the file and the model are called, where they came from, and in which classes others
         # hold them
@@ -186,7 +186,7 @@ IGNORED = frozenset(
 came to be.
 """
 
-MARKS = (
+TOOL_KEYS = (
     "_attn_implementation*",
     "_experts_implementation*",
     "_flash_attn_2_enabled",
@@ -200,7 +200,7 @@ MARKS = (
 and their own names.
 """
 
-FIXED: dict[str, tuple[Any, ...]] = {
+FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False,),
@@ -213,7 +213,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 """Keys that every family understands with these values only, unless it says otherwise."""
 
 
-CHANGE_SIZES = frozenset(
+SIZE_KEYS = frozenset(
     {
         "add_cross_attention",
         "attention_bias",
@@ -248,20 +248,20 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """A dtype of config.json -> its name in `regard.cost.kv_formats.BITS`."""
 
 
-def is_mark(key: str) -> bool:
+def is_tool_key(key: str) -> bool:
     """Whether a key is one that other tools leave in any folder.
 
-    >>> is_mark("_attn_implementation_autoset"), is_mark("attention")
+    >>> is_tool_key("_attn_implementation_autoset"), is_tool_key("attention")
     (True, False)
     """
-    return any(fnmatchcase(key, pattern) for pattern in MARKS)
+    return any(fnmatchcase(key, pattern) for pattern in TOOL_KEYS)
 
 
 def is_harmless(key: str) -> bool:
-    """Whether a key changes the numbers of no family: it is in `IGNORED`, or a mark of another
+    """Whether a key changes the numbers of no family: it is in `IGNORED_KEYS`, or a mark of another
     tool.
     """
-    return key in IGNORED or is_mark(key)
+    return key in IGNORED_KEYS or is_tool_key(key)
 
 
 Config = TypeVar("Config", bound=ModelConfig)
@@ -286,9 +286,9 @@ def parse(kind: type[Config], raw: Raw) -> Config:
 def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     known = {f.name: f for f in fields(kind)}
     found = kind.normalize_keys(raw)
-    fixed = {k: v for k, v in {**FIXED, **kind.fixed}.items() if k not in known}
+    fixed = {k: v for k, v in {**FIXED_VALUES, **kind.fixed}.items() if k not in known}
     for key, value in found.items():
-        if sizes_only and key not in known and (value is None or key not in CHANGE_SIZES):
+        if sizes_only and key not in known and (value is None or key not in SIZE_KEYS):
             continue
         if key in fixed and value not in fixed[key]:
             allowed = " or ".join(repr(v) for v in fixed[key])
@@ -313,7 +313,7 @@ def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     return kind(**{n: _typed(n, found[n], hints[n]) for n in known if n in found})
 
 
-def parse_passing_over(
+def parse_ignoring(
     kind: type[Config],
     raw: Raw,
     passes: Callable[[str], bool],
@@ -328,10 +328,10 @@ def parse_passing_over(
         reading: what reads a file in which no key is unknown.
 
     Raises:
-        ArgumentError: as `parse`; or there are more than `MOST_UNKNOWN` such keys.
+        ArgumentError: as `parse`; or there are more than `MAX_UNKNOWN_KEYS` such keys.
     """
     passed: list[str] = []
-    for _ in range(MOST_UNKNOWN):
+    for _ in range(MAX_UNKNOWN_KEYS):
         try:
             return reading(kind, raw), tuple(passed)
         except UnknownKey as unknown:
@@ -341,7 +341,7 @@ def parse_passing_over(
             raw = rest
             passed.append(unknown.key)
     raise ArgumentError(
-        f"it has more than {MOST_UNKNOWN} unknown keys; at most so many are passed over"
+        f"it has more than {MAX_UNKNOWN_KEYS} unknown keys; at most so many are passed over"
     )
 
 
@@ -371,7 +371,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )
     try:
-        config, _ = parse_passing_over(kind, _without_rope(raw), lambda _: True, _parsed_sizes)
+        config, _ = parse_ignoring(kind, _without_rope(raw), lambda _: True, _parsed_sizes)
         model = config.sizes(name)
     except ArgumentError as error:
         raise ArgumentError(
@@ -483,7 +483,7 @@ def _shown(kind: Any) -> str:
     return "an object" if typing.get_origin(kind) else str(kind.__name__)
 
 
-PREPARES_INPUTS = frozenset(
+INPUT_CLASS_KEYS = frozenset(
     {
         "AutoFeatureExtractor",
         "AutoImageProcessor",
@@ -518,7 +518,7 @@ def check_code(kind: type[ModelConfig], raw: Raw) -> None:
         return
     named = said if isinstance(said, Mapping) else {"": said}
     for role, name in named.items():
-        if role in PREPARES_INPUTS:
+        if role in INPUT_CLASS_KEYS:
             continue
         if kind.code is None:
             raise UnknownKey(

@@ -19,21 +19,23 @@ from regard.suggest import suggest
 ORIGINAL = "original_max_position_embeddings"
 
 
-class Keys(NamedTuple):
+class RopeTypeKeys(NamedTuple):
     """The keys of a rope type, beside the type itself and what `normalize_rope` lifts out."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
 
-TYPES: dict[str, Keys] = {
-    "default": Keys(),
-    "dynamic": Keys(("factor",)),
-    "linear": Keys(("factor",)),
-    "llama3": Keys(("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
-    "longrope": Keys(("short_factor", "long_factor"), (ORIGINAL, "factor", "attention_factor")),
-    "proportional": Keys((), ("factor",)),
-    "yarn": Keys(
+ROPE_TYPES: dict[str, RopeTypeKeys] = {
+    "default": RopeTypeKeys(),
+    "dynamic": RopeTypeKeys(("factor",)),
+    "linear": RopeTypeKeys(("factor",)),
+    "llama3": RopeTypeKeys(("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
+    "longrope": RopeTypeKeys(
+        ("short_factor", "long_factor"), (ORIGINAL, "factor", "attention_factor")
+    ),
+    "proportional": RopeTypeKeys((), ("factor",)),
+    "yarn": RopeTypeKeys(
         ("factor",),
         (
             ORIGINAL,
@@ -55,7 +57,7 @@ OLD_NAMES = {"su": "longrope"}
 """Rope types that were renamed."""
 
 
-FOLLOWING = ("dynamic", "longrope")
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 """Rope types whose frequencies follow the length of what is read."""
 
 
@@ -83,7 +85,7 @@ class RopeSettings(NamedTuple):
     @property
     def follows(self) -> bool:
         """Whether the frequencies follow the length of what is read."""
-        return check_rope(self)["rope_type"] in FOLLOWING
+        return check_rope(self)["rope_type"] in LENGTH_DEPENDENT_TYPES
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
@@ -100,16 +102,16 @@ def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
     >>> check_rope(RopeSettings(64, 1e4, {"type": "linear", "factor": 4.0}, 2048))
     {'rope_type': 'linear', 'factor': 4.0}
     """
-    number("rope_theta", settings.theta)
+    check_finite("rope_theta", settings.theta)
     partial = settings.partial
-    if not 0 < number("partial_rotary_factor", partial) <= 1:
+    if not 0 < check_finite("partial_rotary_factor", partial) <= 1:
         raise ArgumentError(f"partial_rotary_factor is {partial}; it must be above 0 and at most 1")
     scaling = settings.scaling
-    found = None if scaling is None else normal(scaling, "rope_scaling")
+    found = None if scaling is None else normalize_scaling(scaling, "rope_scaling")
     return {"rope_type": "default"} if found is None else found
 
 
-def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def normalize_scaling(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """A rope_scaling with its type as `rope_type`, by its present name, and keys that are checked;
     None if default.
 
@@ -124,11 +126,14 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         ArgumentError: the type is unknown, absent beside other keys, or given twice and
             differently; a key of the type is missing, unknown, or has a value of another kind.
 
-    >>> normal({"type": "linear", "factor": 4.0}, "rope_scaling")
+    >>> normalize_scaling({"type": "linear", "factor": 4.0}, "rope_scaling")
     {'rope_type': 'linear', 'factor': 4.0}
     """
     kind = _kind(given, where)
-    required, known = TYPES[kind].required, (*TYPES[kind].required, *TYPES[kind].optional)
+    required, known = (
+        ROPE_TYPES[kind].required,
+        (*ROPE_TYPES[kind].required, *ROPE_TYPES[kind].optional),
+    )
     found: dict[str, Any] = {"rope_type": kind}
     for key, value in given.items():
         if key in ("type", "rope_type"):
@@ -153,15 +158,15 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
         if rest := [key for key in given if key not in ("rope_type", "type")]:
             raise ArgumentError(
                 f"{where} has {', '.join(map(repr, rest))} and no rope_type; say which of "
-                f"{', '.join(TYPES)} it is"
+                f"{', '.join(ROPE_TYPES)} it is"
             )
         return "default"
     for name, kind in said.items():
-        if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
+        if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in ROPE_TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {short(kind)}"
-                f"{suggest(kind, (*TYPES, *OLD_NAMES), otherwise='.')} Supported: "
-                f"{', '.join(TYPES)}"
+                f"{where}.{name} is {shorten(kind)}"
+                f"{suggest(kind, (*ROPE_TYPES, *OLD_NAMES), otherwise='.')} Supported: "
+                f"{', '.join(ROPE_TYPES)}"
             )
     kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
     if kinds[0] != kinds[-1]:
@@ -172,12 +177,12 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
     return str(kinds[0])
 
 
-def number(where: str, value: object) -> float:
+def check_finite(where: str, value: object) -> float:
     """A finite number as JSON has it, or an error: no string, no boolean, and no integer beyond the
     range of a float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
-        raise ArgumentError(f"{where} is {short(value)}; it must be a finite number")
+        raise ArgumentError(f"{where} is {shorten(value)}; it must be a finite number")
     return value
 
 
@@ -185,31 +190,31 @@ def _checked(where: str, key: str, value: Any) -> Any:
     """The value, if it is of the kind that its key asks for."""
     if key in ("truncate", "finetuned"):
         if not isinstance(value, bool):
-            raise ArgumentError(f"{where} is {short(value)}; it must be true or false")
+            raise ArgumentError(f"{where} is {shorten(value)}; it must be true or false")
     elif key in ("short_factor", "long_factor"):
         if not isinstance(value, (list, tuple)):
-            raise ArgumentError(f"{where} is {short(value)}; it must be a list of numbers")
+            raise ArgumentError(f"{where} is {shorten(value)}; it must be a list of numbers")
         for i, x in enumerate(value):
-            number(f"{where}[{i}]", x)
+            check_finite(f"{where}[{i}]", x)
     elif key == ORIGINAL:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 53:
-            raise ArgumentError(f"{where} is {short(value)}; it must be an integer of at least 1")
+            raise ArgumentError(f"{where} is {shorten(value)}; it must be an integer of at least 1")
     elif value is not None:
-        number(where, value)
+        check_finite(where, value)
     return value
 
 
-def short(value: object) -> str:
+def shorten(value: object) -> str:
     """A value as a message shows it, cut where it is long.
 
-    >>> short("x" * 100)[-5:]
+    >>> shorten("x" * 100)[-5:]
     'xx...'
     """
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-LIFTED = ("rope_theta", "partial_rotary_factor")
+TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 """Keys that files have at the top level or inside, and `normalize_rope` at the top level."""
 
 
@@ -239,11 +244,11 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
     >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
     {'rope_theta': 10000.0, 'rope_scaling': None}
     """
-    ours = {*LIFTED, "rope_scaling", "rope_parameters"}
+    ours = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
         ours.add("rope_local_base_freq")
     rest = {key: value for key, value in raw.items() if key not in ours}
-    top = {key: raw[key] for key in (*LIFTED, "rope_scaling") if raw.get(key) is not None}
+    top = {key: raw[key] for key in (*TOP_LEVEL_KEYS, "rope_scaling") if raw.get(key) is not None}
     nested = raw.get("rope_parameters")
     types = _layer_types(nested)
     if not layered:
@@ -277,7 +282,7 @@ def _layer_types(nested: object) -> tuple[str, ...]:
         return ()
     if not isinstance(nested, Mapping):
         raise ArgumentError(
-            f"rope_parameters is {short(nested)}; it must be an object of keys and values"
+            f"rope_parameters is {shorten(nested)}; it must be an object of keys and values"
         )
     if not any(isinstance(value, Mapping) for value in nested.values()):
         return ()
@@ -289,7 +294,7 @@ def _layer_types(nested: object) -> tuple[str, ...]:
                 f"Supported are {FULL} and {SLIDING}"
             )
         if value is not None and not isinstance(value, Mapping):
-            raise ArgumentError(f"rope_parameters.{key} is {short(value)}; it must be an object")
+            raise ArgumentError(f"rope_parameters.{key} is {shorten(value)}; it must be an object")
     return tuple(nested)
 
 
@@ -301,23 +306,28 @@ def _one(
     """
     inner = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
     if not isinstance(inner["rope_scaling"], Mapping):
-        raise ArgumentError(f"rope_scaling is {short(inner['rope_scaling'])}; it must be an object")
+        raise ArgumentError(
+            f"rope_scaling is {shorten(inner['rope_scaling'])}; it must be an object"
+        )
     found: dict[str, Any] = {}
     for key, at_top in (("rope_theta", base), ("partial_rotary_factor", "partial_rotary_factor")):
         said = {at_top: top.get(at_top)} | {
             f"{place}.{key}": keys.get(key) for place, keys in inner.items()
         }
-        values = {place: number(place, x) for place, x in said.items() if x is not None}
+        values = {place: check_finite(place, x) for place, x in said.items() if x is not None}
         if len({*values.values()}) > 1:
             both = " and ".join(f"{place} is {value}" for place, value in values.items())
             raise ArgumentError(f"{both}; remove the wrong one")
         if values:
             found[key] = next(iter(values.values()))
-    rests = {place: {k: keys[k] for k in keys if k not in LIFTED} for place, keys in inner.items()}
-    scalings = [normal(keys, place) for place, keys in rests.items() if keys]
+    rests = {
+        place: {k: keys[k] for k in keys if k not in TOP_LEVEL_KEYS}
+        for place, keys in inner.items()
+    }
+    scalings = [normalize_scaling(keys, place) for place, keys in rests.items() if keys]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ArgumentError(
-            f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove "
+            f"rope_scaling is {shorten(scalings[0])} and {where} says {shorten(scalings[1])}; remove "
             "the wrong one"
         )
     return found | {"rope_scaling": scalings[0] if scalings else None}

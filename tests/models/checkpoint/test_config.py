@@ -235,7 +235,7 @@ def test_which_ids_end_a_text(folder: Path, generation: Any, config: Any, wanted
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     model = regard.load(folder)
-    assert model.ends == (wanted or {model.tokenizer.end_of_text})
+    assert model.eos_ids == (wanted or {model.tokenizer.end_of_text})
 
 
 def test_ends_that_are_no_ids(folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import ArgumentError, ArgumentTypeError, FileError
 from regard.cli.app import run
-from regard.configs.reader import IGNORED, MARKS, is_harmless, parse
+from regard.configs.reader import IGNORED_KEYS, TOOL_KEYS, is_harmless, parse
 from regard.models.families import FAMILIES, bert, family, mpt
 from regard.models.save import save
 from tests.models import small
@@ -95,8 +95,8 @@ def test_they_are_harmless_in_every_family(name: str) -> None:
         assert is_harmless(key), key
         assert key not in own, key
     assert not any(is_harmless(key) for key in found.config.fixed)
-    assert not found.config.ignored & IGNORED
-    assert not any(key in IGNORED for key in MARKS)
+    assert not found.config.ignored & IGNORED_KEYS
+    assert not any(key in IGNORED_KEYS for key in TOOL_KEYS)
 
 
 @pytest.mark.parametrize("keep", [{}, {"AutoModel": "modeling_mine.Mine"}])

@@ -107,7 +107,7 @@ def test_two_generations_at_a_time_do_not_meet(model: Model) -> None:
 
 def ending(model: Model, *ends: int) -> Model:
     """The same model, which ends a text at other ids."""
-    return Model(model.decoder, model.tokenizer, model.config, ends=ends)
+    return Model(model.decoder, model.tokenizer, model.config, eos_ids=ends)
 
 
 def test_it_stops_at_an_id_that_ends_a_text(model: Model) -> None:

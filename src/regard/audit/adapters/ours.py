@@ -169,8 +169,8 @@ class Translator(_Ids):
             if ask.memory is None:
                 return Reply(network(source, x))
             caches = network.new_caches() if ask.memory is NEW else ask.memory
-            memory = network.encode(source) if ask.memory is NEW else None
-            return Reply(network.decode(x, caches, memory=memory), None, caches)
+            memory = network.run_encoder(source) if ask.memory is NEW else None
+            return Reply(network.run_decoder(x, caches, memory=memory), None, caches)
 
 
 def model(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from regard.inspect.explain.reading import Reading, Words, reading
-from regard.models.assembly.mechanism import decoders
+from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer
 from regard.models.families import bert
@@ -78,7 +78,7 @@ def random_model(
 def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
     tokenizer = _tokenizer()
     V = tokenizer.vocab_size
-    if entry.name in decoders():
+    if entry.name in decoder_variants():
         config = own.Config(
             V, DIM, 2 * DIM, LAYERS, HEADS, attention=entry.name, attention_options=options
         )
@@ -87,7 +87,7 @@ def _made(entry: Variant, options: dict[str, Any], text: str, target: str | None
         network = transformer(V, DIM, HEADS, LAYERS, residual=PreNorm)
         for layer in network.layers:
             layer.cross = entry.build(DIM, HEADS, **checked(entry, options))
-        made = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
+        made = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, eos_ids=[0])
         return made if target is not None else _again(made, text)
     if entry.family == "additive":
         return _recurrent(

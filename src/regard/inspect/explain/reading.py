@@ -237,15 +237,15 @@ def _encoder(model: TextEncoder, text: str) -> Reading:
         predict,
         "text",
         model.tokenizer.pieces,
-        model.longest,
+        model.max_seq_length,
     )
 
 
 def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> Reading:
     ids, positions = model.encode(text)
     if target is None:
-        said = list(model.search(ids, positions, max_tokens=64)[0][0].ids)
-        said = said[:-1] if said and said[-1] in model.ends else said
+        said = list(model.beam_search(ids, positions, max_tokens=64)[0][0].ids)
+        said = said[:-1] if said and said[-1] in model.eos_ids else said
     else:
         said = model.tokenizer.encode(target)
     given = torch.tensor([[model.start, *said]], device=ids.device)

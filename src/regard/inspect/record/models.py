@@ -14,7 +14,7 @@ from regard.arguments import check_names
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.recorder import Recorder, Selection
 from regard.inspect.record.recording import Recording
-from regard.models.generation.context import padded
+from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
@@ -147,7 +147,7 @@ def _model(
             raise ArgumentTypeError("text must be a str, several of them, or ids [B,T]")
         if positions is not None:
             raise ArgumentError("positions go with ids; a text has its own")
-        ids, positions = padded([model.encode(row)[0].tolist() for row in rows])
+        ids, positions = pad_left([model.encode(row)[0].tolist() for row in rows])
     # a base model that was saved alone has attention, and no logits
     run = model.forward if model.has_head else model.hidden
     if chunk is None:
@@ -203,7 +203,7 @@ def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dic
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
     source, at = model.encode(text)
     if target is None:
-        with_ends = model.search(source, at, max_tokens=tokens or 64)
+        with_ends = model.beam_search(source, at, max_tokens=tokens or 64)
         said = [list(row[0].ids) for row in with_ends]
     else:
         said = [model.tokenizer.encode(target)] * len(source)

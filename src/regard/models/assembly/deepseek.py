@@ -14,20 +14,20 @@ from torch import nn
 from regard import masks
 from regard.configs.deepseek import DeepseekConfig
 from regard.errors import ArgumentError
-from regard.models.assembly import grouped, rope
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly import llama_like, rope
+from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.nn.feed_forward import Groups, MoE, Router
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
-OURS, THEIRS = grouped.OURS, grouped.THEIRS
+OURS, THEIRS = llama_like.MODEL_LAYER, llama_like.STORED_LAYER
 PROJECT = OURS + "attention.project."
 NAMES = (
-    grouped.OUTSIDE
-    | grouped.PRE_NORMS
-    | grouped.FEED_FORWARD
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.PRE_NORMS
+    | llama_like.FEED_FORWARD
     | {
         THEIRS + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
         THEIRS + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
@@ -50,7 +50,7 @@ NAMES = (
     }
 )
 """Name in a checkpoint -> name here; {} is the layer, and the expert."""
-BUFFERS = (*grouped.BUFFERS, r"model\.layers\.61\..*")
+BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
 """What else a file may hold: the layer that predicts a second token is another model behind V3's 61
 layers.
 """
@@ -76,7 +76,7 @@ def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
     Raises:
         ArgumentError: a number is out of range, or the experts cannot be chosen as the keys say.
     """
-    rope.rotary(config.rope)
+    rope.rotary_module(config.rope)
     with torch.device("meta"):  # its sizes are checked, and nothing is allocated
         router()
 
@@ -92,9 +92,9 @@ def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = rope.rotary(config.rope)
+    rotary = rope.rotary_module(config.rope)
     layers = [_block(config, rotary, router, layer) for layer in range(config.num_hidden_layers)]
-    return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
+    return initialize_weights(Decoder(Embed(embedding), layers, _norm(config), head))
 
 
 def _block(

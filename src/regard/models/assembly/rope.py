@@ -14,12 +14,12 @@ from regard.nn.dynamic_rotary import Recomputed, RowRotary
 from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, Scaling, YaRN
 
 
-def rotary(settings: RopeSettings) -> Rotary:
+def rotary_module(settings: RopeSettings) -> Rotary:
     """The `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`.
 
     int(head_dim * partial) dims turn, and the exponents divide by that number; for "proportional"
     the head dim divides. "dynamic" and "longrope" follow the length of what is read, so that a
-    cache of rotated keys needs `heads`.
+    cache of rotated keys needs `rotary_heads`.
 
     Three things to know. "dynamic" counts from max_positions, "longrope" and "yarn" from the length
     before stretching (max_positions where it is not given). LongRoPE's factor, if absent, is
@@ -34,7 +34,7 @@ def rotary(settings: RopeSettings) -> Rotary:
         ArgumentError: a number is out of range, the scaling's type or a key of it is not as it
             should be, or the list of a LongRoPE has not one number per pair.
 
-    >>> rotary(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
+    >>> rotary_module(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
     Rotary(64, base=150000.0, scaling=Linear(factor=8.0), layout='half')
 
     Source: see `regard.positions` for each scaling.
@@ -42,7 +42,7 @@ def rotary(settings: RopeSettings) -> Rotary:
     checked, D, partial = check_rope(settings), settings.head_dim, settings.partial
     proportional = checked["rope_type"] == "proportional"
     turning = 2 * int(partial * D // 2) if proportional else int(D * partial)
-    scaling = scaling_of(checked, turning // 2, settings.max_positions, settings.original)
+    scaling = rope_scaling(checked, turning // 2, settings.max_positions, settings.original)
     return Rotary(
         D,
         settings.theta,
@@ -54,7 +54,7 @@ def rotary(settings: RopeSettings) -> Rotary:
     )
 
 
-def heads(
+def rotary_heads(
     dim: int,
     H: int,
     G: int,
@@ -76,7 +76,7 @@ def heads(
 
     Args:
         dim, H, G, head_dim: model dim, query heads, key/value heads, and D.
-        rotary: from `rotary`.
+        rotary: from `rotary_module`.
         q_steps, k_steps: steps on heads before the rotation, such as a norm per head.
         q_flat, k_flat: a norm over all heads at once (OLMo 2).
         bias: whether the three linear maps have one.
@@ -85,10 +85,10 @@ def heads(
         ArgumentError: rotary is for another head dim; or what `Separate` refuses.
 
     >>> plain = RopeSettings(8, 1e4, None, 64)
-    >>> heads(32, 4, 2, 8, rotary(plain)).shape.memory
+    >>> rotary_heads(32, 4, 2, 8, rotary_module(plain)).shape.memory
     (16, 16)
     >>> dynamic = plain._replace(scaling={"rope_type": "dynamic", "factor": 2.0})
-    >>> heads(32, 4, 2, 8, rotary(dynamic)).shape.memory
+    >>> rotary_heads(32, 4, 2, 8, rotary_module(dynamic)).shape.memory
     (16, 16, 1)
     """
     if rotary.dim != head_dim:
@@ -100,7 +100,7 @@ def heads(
     return Recomputed(q, k, v, RowRotary(rotary)) if rotary.follows else Separate(q, k, v)
 
 
-def scaling_of(
+def rope_scaling(
     found: Mapping[str, Any], pairs: int, max_positions: int, original: int | None
 ) -> Scaling | None:
     """The scaling of a checked rope_scaling (`normal`); None for default, and proportional without
@@ -117,7 +117,7 @@ def scaling_of(
         ArgumentError: a number is out of range, the trained length is missing (llama3) or given
             twice and differently, or a list of factors has another length.
 
-    >>> scaling_of({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
+    >>> rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
     DynamicNTK(factor=2.0, original_length=4096)
     """
     kind = found["rope_type"]

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from regard.errors import ArgumentError
-from regard.models.convert.layer import Checkpoint, Errors, Layer, Step, layers_of, rebuilt
+from regard.models.convert.attention_maps import (
+    AttentionMaps,
+    Checkpoint,
+    ConversionStep,
+    LayerErrors,
+    layers_of,
+    rebuild,
+)
 from regard.models.families import family
 
 DTYPES = {
@@ -17,7 +24,7 @@ DTYPES = {
 """By name."""
 
 
-def to_dtype(held: Checkpoint, dtype: str) -> tuple[Checkpoint, Step]:
+def to_dtype(held: Checkpoint, dtype: str) -> tuple[Checkpoint, ConversionStep]:
     """A model with weights of another dtype, each rounded once; those that its family keeps wide
     stay so.
 
@@ -49,15 +56,15 @@ def to_dtype(held: Checkpoint, dtype: str) -> tuple[Checkpoint, Step]:
                 f"{name} holds {float(before[name].abs().max()):.3g}, which is too large for "
                 f"{dtype}; use bfloat16"
             )
-    after = rebuilt(held.config, weights)
-    return after, Step(f"weights to {dtype}", tuple(_errors(held, after)))
+    after = rebuild(held.config, weights)
+    return after, ConversionStep(f"weights to {dtype}", tuple(_errors(held, after)))
 
 
-def _errors(before: Checkpoint, after: Checkpoint) -> list[Errors]:
+def _errors(before: Checkpoint, after: Checkpoint) -> list[LayerErrors]:
     """What rounding does to keys and values, where they have maps of their own."""
     pairs = zip(layers_of(before.network), layers_of(after.network), strict=True)
     try:
-        layers = [(Layer.of(a), Layer.of(b)) for (_, a), (_, b) in pairs]
+        layers = [(AttentionMaps.of(a), AttentionMaps.of(b)) for (_, a), (_, b) in pairs]
     except ArgumentError:
         return []
     return [a.errors(a.k - b.k, a.v - b.v) for a, b in layers]

@@ -12,19 +12,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.models.convert.layer import Step
+from regard.models.convert.attention_maps import ConversionStep
 from regard.models.model import Model
 
-SHORTEST = 2
+MIN_TOKENS = 2
 
 
-STABLE = 2000
+MIN_STABLE_TOKENS = 2000
 """Predicted tokens below which a text is short: on one of 891 characters a loss of 0.6 nats looked
 like one of 0.02.
 """
 
 
-class Sample(NamedTuple):
+class EvalWindows(NamedTuple):
     """Ids to measure on [N,T], N windows of T tokens; `text` says of what, and is empty where the
     ids were drawn.
     """
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelComparison:
     """Two models on the same ids.
 
     Each window is read on its own, and the standard error of a mean over n windows is s / sqrt(n),
@@ -73,7 +73,7 @@ class Measured:
     @property
     def short(self) -> bool:
         """The text has too few tokens for stable figures."""
-        return bool(self.text) and self.tokens < STABLE
+        return bool(self.text) and self.tokens < MIN_STABLE_TOKENS
 
     @property
     def perplexity_before(self) -> float:
@@ -86,7 +86,7 @@ class Measured:
         return _exp(self.loss_after)
 
 
-def windows(model: Model, text: str | None, length: int, limit: int) -> Sample:
+def evaluation_windows(model: Model, text: str | None, length: int, limit: int) -> EvalWindows:
     """Ids to measure on. Without a tokenizer they are drawn, and a loss has no meaning.
 
     The built-in text is what `pydoc` prints of the language's topics, which every Python has on its
@@ -104,39 +104,39 @@ def windows(model: Model, text: str | None, length: int, limit: int) -> Sample:
         FileError: this Python was installed without the topics of `pydoc`.
 
     >>> import regard
-    >>> ids, text = windows(regard.load("tiny"), None, 64, 128)
-    >>> ids.shape, text.startswith("the topics of pydoc")
+    >>> ids, text = evaluation_windows(regard.load("tiny"), None, 64, 128)
+    >>> ids.shape, text.startswith("the pydoc_topics of pydoc")
     (torch.Size([2, 64]), True)
     """
     for name, value in (("length", length), ("tokens", limit)):
-        if value < SHORTEST:
+        if value < MIN_TOKENS:
             raise ArgumentError(
-                f"{name} is {value}; it must be at least {SHORTEST}, to predict one token"
+                f"{name} is {value}; it must be at least {MIN_TOKENS}, to predict one token"
             )
     if not model.has_tokenizer and text is None:
         make = torch.Generator().manual_seed(0)
         drawn = torch.randint(model.config.vocab_size, (limit,), generator=make)
-        return Sample(_rows(drawn, length), "")
+        return EvalWindows(_rows(drawn, length), "")
     if text is None:
-        whole = model.encode(topics())[0]
+        whole = model.encode(pydoc_topics())[0]
         size = min(length, limit, len(whole))
-        return Sample(
+        return EvalWindows(
             _spread(whole, size, limit // size),
             f"the topics of pydoc, Python {platform.python_version()}",
         )
     ids = model.encode(text)[0][:limit]
-    if len(ids) < SHORTEST:
-        raise ArgumentError(f"the text has {len(ids)} tokens; give at least {SHORTEST}")
-    return Sample(_rows(ids, length), "the given text")
+    if len(ids) < MIN_TOKENS:
+        raise ArgumentError(f"the text has {len(ids)} tokens; give at least {MIN_TOKENS}")
+    return EvalWindows(_rows(ids, length), "the given text")
 
 
-def topics() -> str:
+def pydoc_topics() -> str:
     """What `pydoc` prints of the language's topics, in the order of their names.
 
     Raises:
         FileError: this Python was installed without them.
 
-    >>> len(topics()) > 100_000
+    >>> len(pydoc_topics()) > 100_000
     True
     """
     try:
@@ -150,9 +150,9 @@ def topics() -> str:
 
 
 @torch.inference_mode()
-def measure(
+def compare_models(
     before: nn.Module, after: nn.Module, ids: Int[Tensor, "N T"], *, text: str = "text"
-) -> Measured:
+) -> ModelComparison:
     """Both models on the same windows, each window on its own; sums are in fp64.
 
     Args:
@@ -162,7 +162,7 @@ def measure(
 
     >>> import regard
     >>> decoder = regard.load("tiny").decoder
-    >>> found = measure(decoder, decoder, torch.arange(64)[None])
+    >>> found = compare_models(decoder, decoder, torch.arange(64)[None])
     >>> found.tokens, found.divergence, found.agreement, found.loss_change
     (63, 0.0, 1.0, 0.0)
     """
@@ -189,7 +189,7 @@ def measure(
         found[:, 2:] = math.nan
     (kl, same, loss, lost), (kl_error, same_error, *_) = found.mean(0).tolist(), _errors(found)
     change = found[:, 3:] - found[:, 2:3]
-    return Measured(
+    return ModelComparison(
         ids.shape[0] * (ids.shape[1] - 1),
         ids.shape[0],
         ids.shape[1],
@@ -236,7 +236,7 @@ def _exp(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Healing:
+class FinetuneResult:
     """A few training steps after a conversion.
 
     Attributes:
@@ -263,7 +263,7 @@ class Healing:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSummary:
     """A model's family, dtype, parameters, and the numbers that one token takes in its caches, over
     all layers.
     """
@@ -275,7 +275,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What a conversion did.
 
     Attributes:
@@ -289,11 +289,11 @@ class Report:
 
     source: str
     out: str
-    steps: tuple[Step, ...]
-    before: Sizes
-    after: Sizes
-    measured: Measured
-    healing: Healing | None
+    steps: tuple[ConversionStep, ...]
+    before: ModelSummary
+    after: ModelSummary
+    measured: ModelComparison
+    healing: FinetuneResult | None
     ignored: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:

@@ -30,6 +30,6 @@ def family(model_type: str) -> Family | None:
     return cast("Family", module.FAMILY)
 
 
-def type_of(config: ModelConfig) -> str:
+def model_type_of(config: ModelConfig) -> str:
     """The `model_type` of a config."""
     return config.model_types[0]

@@ -15,9 +15,9 @@ from torch import nn
 from regard.arguments import head_size
 from regard.configs.base import Raw
 from regard.configs.bert import BertConfig
-from regard.models.assembly.parts import activation
+from regard.models.assembly.building_blocks import activation
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import both
+from regard.models.checkpoint.name_tables import weight_and_bias
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, Embed, FeedForward, PostNorm
 from regard.nn.linear import Linear
@@ -27,7 +27,7 @@ from regard.positions import Learned
 Config = BertConfig
 
 
-def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
+def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
     """What was trained on top is what is stored."""
     return replace(
         config,
@@ -36,7 +36,7 @@ def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
     )
 
 
-def respell(name: str) -> str:
+def rename_stored(name: str) -> str:
     """The first releases named the parts of a LayerNorm as TensorFlow does."""
     ends = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     return next((name.replace(old, new) for old, new in ends.items() if old in name), name)
@@ -94,20 +94,20 @@ NAMES = {
     "bert.embeddings.word_embeddings.weight": "encoder.embed.embedding.weight",
     "bert.embeddings.position_embeddings.weight": "encoder.embed.positional.weight",
     "bert.embeddings.token_type_embeddings.weight": "encoder.embed.segments.weight",
-    **both("bert.embeddings.LayerNorm", "encoder.embed.norm"),
-    **both(LAYER + "attention.self.query", OURS + "attention.project.q.linear"),
-    **both(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
-    **both(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
-    **both(LAYER + "attention.output.dense", OURS + "attention.output"),
-    **both(LAYER + "attention.output.LayerNorm", OURS + "around_attention.norm"),
-    **both(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
-    **both(LAYER + "output.dense", OURS + "feed_forward.down"),
-    **both(LAYER + "output.LayerNorm", OURS + "around_feed_forward.norm"),
-    **both("bert.pooler.dense", "pooler.dense"),
-    **both("cls.predictions.transform.dense", "head.dense"),
-    **both("cls.predictions.transform.LayerNorm", "head.norm"),
+    **weight_and_bias("bert.embeddings.LayerNorm", "encoder.embed.norm"),
+    **weight_and_bias(LAYER + "attention.self.query", OURS + "attention.project.q.linear"),
+    **weight_and_bias(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
+    **weight_and_bias(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
+    **weight_and_bias(LAYER + "attention.output.dense", OURS + "attention.output"),
+    **weight_and_bias(LAYER + "attention.output.LayerNorm", OURS + "around_attention.norm"),
+    **weight_and_bias(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
+    **weight_and_bias(LAYER + "output.dense", OURS + "feed_forward.down"),
+    **weight_and_bias(LAYER + "output.LayerNorm", OURS + "around_feed_forward.norm"),
+    **weight_and_bias("bert.pooler.dense", "pooler.dense"),
+    **weight_and_bias("cls.predictions.transform.dense", "head.dense"),
+    **weight_and_bias("cls.predictions.transform.LayerNorm", "head.norm"),
     "cls.predictions.bias": "head.words.bias",
-    **both("cls.predictions.decoder", "head.words"),
+    **weight_and_bias("cls.predictions.decoder", "head.words"),
 }
 """Checkpoint name -> name here; {} is the layer."""
 
@@ -115,8 +115,8 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    settle=settle,
-    respell=respell,
+    complete_config=complete_config,
+    rename_stored=rename_stored,
     prefixes=("bert.",),
     buffers=(r"(bert\.)?embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
     text="encoder",

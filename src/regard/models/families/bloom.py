@@ -12,9 +12,9 @@ from regard import masks
 from regard.arguments import head_size
 from regard.biases import ALiBi
 from regard.configs.gpt import BloomConfig
-from regard.models.assembly.parts import embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import both
+from regard.models.checkpoint.name_tables import weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
 from regard.nn.blocks import NormedPath
@@ -30,7 +30,7 @@ def build(config: Config) -> Decoder:
     )
     embed = Embed(embedding, norm=_norm(config))
     layers = [_block(config) for _ in range(config.n_layer)]
-    return ready_for_training(Decoder(embed, layers, _norm(config), head))
+    return initialize_weights(Decoder(embed, layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -65,7 +65,7 @@ NAMES = {
 } | {
     name: parameter
     for theirs, ours in PARTS.items()
-    for name, parameter in both(LAYER + theirs, OURS + ours).items()
+    for name, parameter in weight_and_bias(LAYER + theirs, OURS + ours).items()
 }
 """Checkpoint name -> name here; {} is the layer."""
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from regard.configs.deepseek import DeepseekV2Config
 from regard.errors import ArgumentError
-from regard.models.assembly import deepseek, grouped
+from regard.models.assembly import deepseek, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.feed_forward import SoftmaxRouter
@@ -52,7 +52,7 @@ FAMILY = Family(
     build,
     deepseek.NAMES,
     check=lambda config: deepseek.check(config, partial(router, config)),
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
     buffers=deepseek.BUFFERS,
 )

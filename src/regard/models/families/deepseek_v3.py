@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from regard.configs.deepseek import DeepseekV3Config
-from regard.models.assembly import deepseek, grouped
+from regard.models.assembly import deepseek, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.feed_forward import SigmoidRouter
@@ -43,9 +43,9 @@ FAMILY = Family(
     build,
     deepseek.NAMES,
     check=lambda config: deepseek.check(config, partial(router, config)),
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
     buffers=deepseek.BUFFERS,
     # rounding a correction changes who is chosen
-    exact=("*.router.correction",),
+    keep_float32=("*.router.correction",),
 )

@@ -12,17 +12,17 @@ from __future__ import annotations
 import re
 
 from regard.configs.gemma import Gemma3Config
-from regard.models.assembly import gemmas, grouped, rope
+from regard.models.assembly import gemma, llama_like, rope
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
 Config = Gemma3Config
 
 
-def respell(name: str) -> str:
+def rename_stored(name: str) -> str:
     """The name of a tensor of the language model, from a model that also sees pictures.
 
-    >>> respell("language_model.model.norm.weight"), respell("model.language_model.norm.weight")
+    >>> rename_stored("language_model.model.norm.weight"), rename_stored("model.language_model.norm.weight")
     ('model.norm.weight', 'model.norm.weight')
     """
     name = re.sub(r"^model\.language_model\.", "model.", name)
@@ -31,9 +31,9 @@ def respell(name: str) -> str:
 
 def build(config: Config) -> Decoder:
     """The decoder of a config, with fresh weights."""
-    everywhere, local = rope.rotary(config.rope), rope.rotary(config.local_rope)
+    everywhere, local = rope.rotary_module(config.rope), rope.rotary_module(config.local_rope)
     mixers = [
-        gemmas.attention(
+        gemma.attention(
             config,
             everywhere if window is None else local,
             window,
@@ -42,8 +42,8 @@ def build(config: Config) -> Decoder:
         )
         for window in config.windows()
     ]
-    layers = [gemmas.sandwich(config, mixer) for mixer in mixers]
-    return gemmas.decoder(config, layers, config.final_logit_softcapping)
+    layers = [gemma.sandwich(config, mixer) for mixer in mixers]
+    return gemma.decoder(config, layers, config.final_logit_softcapping)
 
 
 def check(config: Config) -> None:
@@ -53,16 +53,16 @@ def check(config: Config) -> None:
         ArgumentError: as `rope.rotary`.
     """
     for settings in (config.rope, config.local_rope):
-        rope.rotary(settings)
+        rope.rotary_module(settings)
 
 
 FAMILY = Family(
     Config,
     build,
-    gemmas.NAMES,
+    gemma.NAMES,
     check=check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=(*grouped.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    respell=respell,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=(*llama_like.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+    rename_stored=rename_stored,
 )

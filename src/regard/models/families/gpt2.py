@@ -12,9 +12,13 @@ from torch import nn
 from regard import masks
 from regard.arguments import head_size
 from regard.configs.gpt import GPT2Config
-from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import (
+    activation,
+    embedding_and_head,
+    initialize_weights,
+)
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Names, transposed
+from regard.models.checkpoint.name_tables import NameTable, transposed
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
 from regard.nn.linear import Linear
@@ -29,7 +33,7 @@ def build(config: Config) -> Decoder:
     embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
     embed = Embed(embedding, Learned(config.n_positions, M))
     layers = [_block(config, i) for i in range(config.n_layer)]
-    return ready_for_training(Decoder(embed, layers, _norm(config), head))
+    return initialize_weights(Decoder(embed, layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -49,7 +53,7 @@ def _block(config: Config, layer: int) -> Block:
 
 
 LAYER, OURS = "transformer.h.{}.", "layers.{}."
-NAMES: Names = {
+NAMES: NameTable = {
     "transformer.wte.weight": "embed.embedding.weight",
     "transformer.wpe.weight": "embed.positional.weight",
     "transformer.ln_f.weight": "norm.weight",

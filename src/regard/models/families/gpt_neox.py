@@ -11,9 +11,13 @@ from torch import nn
 from regard import masks
 from regard.configs.gpt import GPTNeoXConfig
 from regard.models.assembly import rope
-from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import (
+    activation,
+    embedding_and_head,
+    initialize_weights,
+)
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import both
+from regard.models.checkpoint.name_tables import weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, ParallelBlock, PreNorm
 from regard.nn.linear import Linear
@@ -27,9 +31,9 @@ def build(config: Config) -> Decoder:
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
-    rotary = rope.rotary(config.rope)
+    rotary = rope.rotary_module(config.rope)
     layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
-    return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
+    return initialize_weights(Decoder(Embed(embedding), layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -63,7 +67,7 @@ NAMES = {
 } | {
     name: parameter
     for theirs, ours in PARTS.items()
-    for name, parameter in both(LAYER + theirs, OURS + ours).items()
+    for name, parameter in weight_and_bias(LAYER + theirs, OURS + ours).items()
 }
 """Checkpoint name -> name here; {} is the layer."""
 
@@ -72,10 +76,10 @@ FAMILY = Family(
     build,
     NAMES,
     # a head that is missing is missing: this family ties none unless config.json says so
-    settle=lambda config, _raw, _stored: config,
-    check=lambda config: rope.rotary(config.rope),
+    complete_config=lambda config, _raw, _stored: config,
+    check=lambda config: rope.rotary_module(config.rope),
     prefixes=("gpt_neox.",),
     head="embed_out.weight",
     buffers=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-    respell=lambda name: "embed_out.weight" if name == "lm_head.weight" else name,
+    rename_stored=lambda name: "embed_out.weight" if name == "lm_head.weight" else name,
 )

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.configs.llama import GptOssConfig
-from regard.models.assembly import grouped, rope
+from regard.models.assembly import llama_like, rope
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Names, Rule
+from regard.models.checkpoint.name_tables import NameTable, TensorRule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
 from regard.nn.feed_forward import ClippedSwiGLU, MoE, SoftmaxRouter
@@ -27,7 +27,7 @@ Config = GptOssConfig
 
 def build(config: Config) -> Decoder:
     """The decoder of a config, with fresh weights."""
-    return grouped.decoder(config, lambda rotary, window: _block(config, rotary, window))
+    return llama_like.decoder(config, lambda rotary, window: _block(config, rotary, window))
 
 
 def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
@@ -38,7 +38,7 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
         config.num_key_value_heads,
     )
     attention = Attention(
-        rope.heads(M, H, G, D, rotary, bias=config.attention_bias),
+        rope.rotary_heads(M, H, G, D, rotary, bias=config.attention_bias),
         Linear(H * D, M, bias=config.attention_bias),
         mask=masks.Causal() if window is None else masks.Causal() & masks.Window(window),
         sink=nn.Parameter(torch.zeros(H)),
@@ -47,11 +47,11 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
     clip = {"limit": config.swiglu_limit, "alpha": config.swiglu_alpha}
     experts = [ClippedSwiGLU(M, config.intermediate_size, **clip) for _ in range(n)]
     router = SoftmaxRouter(M, n, config.num_experts_per_tok, normalise=True, bias=True)
-    paths = (PreNorm(grouped.norm(config)) for _ in range(2))
+    paths = (PreNorm(llama_like.norm(config)) for _ in range(2))
     return Block(attention, MoE(router, experts), *paths)
 
 
-def _stacked(*parts: str) -> Rule:
+def _stacked(*parts: str) -> TensorRule:
     """Parts of all experts in one tensor, whose last dimension takes them in turns; matrices are
     [in, out].
 
@@ -66,19 +66,19 @@ def _stacked(*parts: str) -> Rule:
         turned = torch.stack([x.T if x.ndim == 2 else x for x in found])
         return torch.stack(turned.chunk(len(parts)), -1).flatten(-2)
 
-    return Rule(tuple(f"{EXPERTS}.*.{part}" for part in parts), take, give)
+    return TensorRule(tuple(f"{EXPERTS}.*.{part}" for part in parts), take, give)
 
 
-EXPERTS = grouped.OURS + "feed_forward.experts"
-STORED = grouped.THEIRS + "mlp."
-NAMES: Names = (
-    grouped.OUTSIDE
-    | grouped.ATTENTION
-    | grouped.PRE_NORMS
+EXPERTS = llama_like.MODEL_LAYER + "feed_forward.experts"
+STORED = llama_like.STORED_LAYER + "mlp."
+NAMES: NameTable = (
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.ATTENTION
+    | llama_like.PRE_NORMS
     | {
-        grouped.THEIRS + "self_attn.sinks": grouped.OURS + "attention.sink",
-        STORED + "router.weight": grouped.OURS + "feed_forward.router.linear.weight",
-        STORED + "router.bias": grouped.OURS + "feed_forward.router.linear.bias",
+        llama_like.STORED_LAYER + "self_attn.sinks": llama_like.MODEL_LAYER + "attention.sink",
+        STORED + "router.weight": llama_like.MODEL_LAYER + "feed_forward.router.linear.weight",
+        STORED + "router.bias": llama_like.MODEL_LAYER + "feed_forward.router.linear.bias",
         STORED + "experts.gate_up_proj": _stacked("gate.weight", "up.weight"),
         STORED + "experts.gate_up_proj_bias": _stacked("gate.bias", "up.bias"),
         STORED + "experts.down_proj": _stacked("down.weight"),
@@ -90,8 +90,8 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

@@ -17,7 +17,7 @@ from regard.arguments import head_size
 from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.configs.gpt import MPT_ATTENTION, MptConfig
-from regard.models.assembly.parts import embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
@@ -32,7 +32,7 @@ def build(config: Config) -> Decoder:
     V, M = config.vocab_size, config.d_model
     embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
     layers = [_block(config) for _ in range(config.n_layers)]
-    return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
+    return initialize_weights(Decoder(Embed(embedding), layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:

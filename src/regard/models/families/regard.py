@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from regard.configs.regard import RegardConfig
-from regard.models.assembly.mechanism import layer_of
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.catalogue_mixer import build_mixer
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import OWN
+from regard.models.checkpoint.name_tables import SAME_NAMES
 from regard.models.decoder import Decoder
 from regard.nn import Block, Embed, PreNorm, RMSNorm, Sinusoidal, SwiGLU
 from regard.nn.linear import Linear
@@ -44,7 +44,7 @@ class Config(RegardConfig):
 
     def mixer(self, layer: int) -> Mixer:
         """The attention of a layer, from 0."""
-        return layer_of(
+        return build_mixer(
             self.attention,
             self.hidden_size,
             self.num_attention_heads,
@@ -63,7 +63,7 @@ def build(config: Config) -> Decoder:
         head.weight = embedding.weight
     layers = [_block(config, layer) for layer in range(config.num_hidden_layers)]
     decoder = Decoder(_embed(config, embedding), layers, _norm(config), head)
-    return ready_for_training(decoder)
+    return initialize_weights(decoder)
 
 
 def _embed(config: Config, embedding: nn.Embedding) -> Embed:
@@ -86,5 +86,5 @@ def _block(config: Config, layer: int) -> Block:
     return Block(config.mixer(layer), feed_forward, *paths)
 
 
-FAMILY = Family(Config, build, OWN, settle=lambda config, raw, stored: config)
-"""The config says all: stored tensors settle nothing."""
+FAMILY = Family(Config, build, SAME_NAMES, complete_config=lambda config, raw, stored: config)
+"""The config says all: stored tensors complete_config nothing."""

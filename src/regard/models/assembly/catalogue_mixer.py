@@ -21,13 +21,13 @@ from regard.nn.variants.registry import checked, find, names
 from regard.positions import Rotary
 from regard.suggest import suggest
 
-Scheme: TypeAlias = Literal["rope", "alibi", "none"]
+PositionScheme: TypeAlias = Literal["rope", "alibi", "none"]
 """Where the scores of a mechanism know positions from: turned queries and keys, a penalty on
 distance, or not at all.
 """
 
 
-def positioned(mixer: Mixer, scheme: Scheme, *, base: float = 10000.0) -> Mixer:
+def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.0) -> Mixer:
     """A mechanism with other positions: its own rotary and ALiBi are taken off, and those of the
     scheme put on.
 
@@ -45,15 +45,17 @@ def positioned(mixer: Mixer, scheme: Scheme, *, base: float = 10000.0) -> Mixer:
         ArgumentError: the scheme is unknown, or positions are part of what the mechanism is.
 
     >>> from regard.nn.variants import gqa
-    >>> layer = positioned(gqa(32, 4, groups=2), "alibi")
+    >>> layer = with_positions(gqa(32, 4, groups=2), "alibi")
     >>> layer.bias, len(layer.project.q.steps)
     (alibi(4), 0)
 
     Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409);
     none: Haviv et al. 2022 (arXiv 2203.16634).
     """
-    if scheme not in get_args(Scheme):
-        raise ArgumentError(f"scheme is {scheme!r}; it is one of {', '.join(get_args(Scheme))}")
+    if scheme not in get_args(PositionScheme):
+        raise ArgumentError(
+            f"scheme is {scheme!r}; it is one of {', '.join(get_args(PositionScheme))}"
+        )
     if reason := _fixed(mixer, scheme):
         raise ArgumentError(f"{reason}; leave its positions as the catalogue has them")
     heads = _heads(mixer)
@@ -72,17 +74,17 @@ def positioned(mixer: Mixer, scheme: Scheme, *, base: float = 10000.0) -> Mixer:
     return _remade(mixer, mixer.mask, ALiBi(H) if scheme == "alibi" else None)
 
 
-def schemes(mixer: Mixer) -> tuple[Scheme, ...]:
-    """The schemes that `positioned` can give a mechanism.
+def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
+    """The schemes that `with_positions` can give a mechanism.
 
     >>> from regard.nn.variants import delta_net, gqa, moba
-    >>> schemes(gqa(32, 4, groups=2)), schemes(delta_net(32, 4)), schemes(moba(32, 4, groups=2))
+    >>> supported_schemes(gqa(32, 4, groups=2)), supported_schemes(delta_net(32, 4)), supported_schemes(moba(32, 4, groups=2))
     (('rope', 'alibi', 'none'), ('none',), ())
     """
-    return tuple(scheme for scheme in get_args(Scheme) if _fixed(mixer, scheme) is None)
+    return tuple(scheme for scheme in get_args(PositionScheme) if _fixed(mixer, scheme) is None)
 
 
-def windowed(mixer: Mixer, size: int) -> Mixer:
+def with_window(mixer: Mixer, size: int) -> Mixer:
     """A mechanism under a window, too: a query sees the last W keys of those that it saw before,
     its own included.
 
@@ -94,7 +96,7 @@ def windowed(mixer: Mixer, size: int) -> Mixer:
         ArgumentError: the mechanism is no softmax attention under a mask, or size is less than 1.
 
     >>> from regard.nn.variants import qk_norm
-    >>> print(windowed(qk_norm(32, 4, groups=2), 3).mask)
+    >>> print(with_window(qk_norm(32, 4, groups=2), 3).mask)
     causal & window(3)
 
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
@@ -105,7 +107,7 @@ def windowed(mixer: Mixer, size: int) -> Mixer:
     return _remade(mixer, window if mixer.mask is None else mixer.mask & window, mixer.bias)
 
 
-def _fixed(mixer: Mixer, scheme: Scheme) -> str | None:
+def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
     """Why a mechanism cannot have these positions, or None."""
     name = type(mixer).__name__
     if _heads(mixer) is None:
@@ -153,35 +155,37 @@ Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoid
 or nowhere.
 """
 
-EMBEDDED = ("learned", "sinusoidal")
+EMBEDDING_POSITIONS = ("learned", "sinusoidal")
 """Positions that are added to the embedding."""
-CAUSAL = {"is_causal": True, "bidirectional": False}
+CAUSAL_OPTIONS = {"is_causal": True, "bidirectional": False}
 """Options that say whether a mechanism looks ahead, and what they are in a decoder."""
-NUMBERED = ("layer", "depth")
+LAYER_INDEX_OPTIONS = ("layer", "depth")
 """Options that say which layer this is, from 0."""
 
 
-def decoders() -> tuple[str, ...]:
+def decoder_variants() -> tuple[str, ...]:
     """The mechanisms of the catalogue that can be a decoder's layers.
 
-    >>> "retention" in decoders(), "bahdanau" in decoders(), "prefix_lm" in decoders()
+    >>> "retention" in decoder_variants(), "bahdanau" in decoder_variants(), "prefix_lm" in decoder_variants()
     (True, False, False)
     """
     return tuple(sorted(name for name, entry in VARIANTS.items() if _unfit(entry) is None))
 
 
-def entry_of(name: str) -> Variant:
+def find_variant(name: str) -> Variant:
     """A mechanism for a decoder, by name.
 
     Raises:
         ArgumentError: no mechanism has this name, or it cannot be a decoder's layer.
 
-    >>> entry_of("gqa").family
+    >>> find_variant("gqa").family
     'softmax'
     """
     entry = find(name)
     if reason := _unfit(entry):
-        raise ArgumentError(f"{name} {reason}; a decoder's layers can be {', '.join(decoders())}")
+        raise ArgumentError(
+            f"{name} {reason}; a decoder's layers can be {', '.join(decoder_variants())}"
+        )
     return entry
 
 
@@ -200,7 +204,7 @@ def check_position(position: str) -> None:
         )
 
 
-def layer_of(
+def build_mixer(
     name: str,
     dim: int,
     heads: int,
@@ -226,13 +230,13 @@ def layer_of(
         ArgumentError: the mechanism cannot be one, an option is not as its signature says, or it
             does not take these positions or a window.
 
-    >>> print(layer_of("gqa", 32, 4, {"groups": 2}, window=3).mask)
+    >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
     causal & window(3)
     """
-    entry = entry_of(name)
+    entry = find_variant(name)
     check_position(position)
     own = names(entry)
-    ours = {**CAUSAL, **dict.fromkeys(NUMBERED, layer)}
+    ours = {**CAUSAL_OPTIONS, **dict.fromkeys(LAYER_INDEX_OPTIONS, layer)}
     given = {key: value for key, value in ours.items() if key in own}
     for key, value in given.items():
         if options.get(key, value) != value:
@@ -256,7 +260,7 @@ def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
             f"{entry.name} has a window of its own: give it the option window={window}"
         )
     try:
-        return windowed(mixer, window)
+        return with_window(mixer, window)
     except ArgumentError as error:
         raise ArgumentError(
             f"{entry.name} does not take window {window}: {error}; its options are "
@@ -268,12 +272,16 @@ def _positioned(mixer: Mixer, name: str, position: str) -> Mixer:
     """The mechanism with other positions; a refusal says which it takes."""
     if position == "catalogue":
         return mixer
-    scheme: Scheme = "none" if position in EMBEDDED else cast("Scheme", position)
-    possible = schemes(mixer)
+    scheme: PositionScheme = (
+        "none" if position in EMBEDDING_POSITIONS else cast("PositionScheme", position)
+    )
+    possible = supported_schemes(mixer)
     try:
-        return positioned(mixer, scheme)
+        return with_positions(mixer, scheme)
     except ArgumentError as error:
-        takes = [p for p in get_args(Position) if ("none" if p in EMBEDDED else p) in possible]
+        takes = [
+            p for p in get_args(Position) if ("none" if p in EMBEDDING_POSITIONS else p) in possible
+        ]
         raise ArgumentError(
             f"{name} does not take position {position!r}: {str(error).partition(';')[0]}; it takes "
             f"{', '.join(['catalogue', *takes])}"
@@ -284,7 +292,7 @@ def _unfit(entry: Variant) -> str | None:
     """Why a mechanism cannot be a decoder's layer, or None."""
     if entry.family in ("cross", "additive"):
         return "looks at a second sequence"
-    if not entry.causal and not CAUSAL.keys() & set(names(entry)):
+    if not entry.causal and not CAUSAL_OPTIONS.keys() & set(names(entry)):
         return "sees what comes behind a token"
     return None
 

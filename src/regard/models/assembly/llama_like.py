@@ -11,41 +11,42 @@ from torch import nn
 from regard import masks
 from regard.configs.llama import GroupedQueryConfig
 from regard.models.assembly import rope
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
-THEIRS, OURS = "model.layers.{}.", "layers.{}."
-OUTSIDE = {
+STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."
+EMBEDDING_AND_HEAD = {
     "model.embed_tokens.weight": "embed.embedding.weight",
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
 }
 ATTENTION = {
-    THEIRS + "self_attn.q_proj.weight": OURS + "attention.project.q.linear.weight",
-    THEIRS + "self_attn.k_proj.weight": OURS + "attention.project.k.linear.weight",
-    THEIRS + "self_attn.v_proj.weight": OURS + "attention.project.v.linear.weight",
-    THEIRS + "self_attn.o_proj.weight": OURS + "attention.output.weight",
-    THEIRS + "self_attn.q_proj.bias": OURS + "attention.project.q.linear.bias",
-    THEIRS + "self_attn.k_proj.bias": OURS + "attention.project.k.linear.bias",
-    THEIRS + "self_attn.v_proj.bias": OURS + "attention.project.v.linear.bias",
-    THEIRS + "self_attn.o_proj.bias": OURS + "attention.output.bias",
+    STORED_LAYER + "self_attn.q_proj.weight": MODEL_LAYER + "attention.project.q.linear.weight",
+    STORED_LAYER + "self_attn.k_proj.weight": MODEL_LAYER + "attention.project.k.linear.weight",
+    STORED_LAYER + "self_attn.v_proj.weight": MODEL_LAYER + "attention.project.v.linear.weight",
+    STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "self_attn.q_proj.bias": MODEL_LAYER + "attention.project.q.linear.bias",
+    STORED_LAYER + "self_attn.k_proj.bias": MODEL_LAYER + "attention.project.k.linear.bias",
+    STORED_LAYER + "self_attn.v_proj.bias": MODEL_LAYER + "attention.project.v.linear.bias",
+    STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
 }
 FEED_FORWARD = {
-    THEIRS + "mlp.gate_proj.weight": OURS + "feed_forward.gate.weight",
-    THEIRS + "mlp.up_proj.weight": OURS + "feed_forward.up.weight",
-    THEIRS + "mlp.down_proj.weight": OURS + "feed_forward.down.weight",
-    THEIRS + "mlp.gate_proj.bias": OURS + "feed_forward.gate.bias",
-    THEIRS + "mlp.up_proj.bias": OURS + "feed_forward.up.bias",
-    THEIRS + "mlp.down_proj.bias": OURS + "feed_forward.down.bias",
+    STORED_LAYER + "mlp.gate_proj.weight": MODEL_LAYER + "feed_forward.gate.weight",
+    STORED_LAYER + "mlp.up_proj.weight": MODEL_LAYER + "feed_forward.up.weight",
+    STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
+    STORED_LAYER + "mlp.gate_proj.bias": MODEL_LAYER + "feed_forward.gate.bias",
+    STORED_LAYER + "mlp.up_proj.bias": MODEL_LAYER + "feed_forward.up.bias",
+    STORED_LAYER + "mlp.down_proj.bias": MODEL_LAYER + "feed_forward.down.bias",
 }
 PRE_NORMS = {
-    THEIRS + "input_layernorm.weight": OURS + "around_attention.norm.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "around_feed_forward.norm.weight",
+    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "around_attention.norm.weight",
+    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
+    + "around_feed_forward.norm.weight",
 }
-NAMES = OUTSIDE | ATTENTION | FEED_FORWARD | PRE_NORMS
+NAMES = EMBEDDING_AND_HEAD | ATTENTION | FEED_FORWARD | PRE_NORMS
 """Name in a checkpoint -> name here; {} is the layer. What a model does not have drops out."""
 
 PREFIXES, HEAD = ("model.",), "lm_head.weight"
@@ -60,7 +61,7 @@ def check(config: GroupedQueryConfig) -> None:
     Raises:
         ArgumentError: as `rope.rotary`.
     """
-    rope.rotary(config.rope)
+    rope.rotary_module(config.rope)
 
 
 def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
@@ -71,9 +72,9 @@ def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Bl
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = rope.rotary(config.rope)
+    rotary = rope.rotary_module(config.rope)
     layers = [block(rotary, window) for window in config.windows()]
-    return ready_for_training(Decoder(Embed(embedding), layers, norm(config), head))
+    return initialize_weights(Decoder(Embed(embedding), layers, norm(config), head))
 
 
 def attention(
@@ -97,7 +98,7 @@ def attention(
         config.num_attention_heads,
         config.num_key_value_heads,
     )
-    project = rope.heads(
+    project = rope.rotary_heads(
         M,
         H,
         G,

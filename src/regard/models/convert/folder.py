@@ -20,26 +20,32 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from regard.configs.base import Raw
-from regard.configs.reader import IGNORED
+from regard.configs.reader import IGNORED_KEYS
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import present
 from regard.files.strict import read_json
 from regard.files.write import sync, workplace
 from regard.foreign import told
-from regard.models.convert.context import Extension, to_context
+from regard.models.convert.attention_maps import Checkpoint, ConversionStep, rebuild
+from regard.models.convert.context_length import Extension, extend_context
 from regard.models.convert.dtype import DTYPES, to_dtype
-from regard.models.convert.heads import Pooling, to_groups
-from regard.models.convert.latent import to_latent
-from regard.models.convert.layer import Checkpoint, Step, rebuilt
-from regard.models.convert.layout import to_layout
-from regard.models.convert.report import Healing, Report, Sizes, measure, windows
-from regard.models.load import folder_of, load
+from regard.models.convert.grouped_heads import HeadPooling, to_groups
+from regard.models.convert.latent_attention import to_latent
+from regard.models.convert.report import (
+    ConversionReport,
+    FinetuneResult,
+    ModelSummary,
+    compare_models,
+    evaluation_windows,
+)
+from regard.models.convert.rotary_layout import to_layout
+from regard.models.load import load, resolve_source
 from regard.models.model import Model
 from regard.models.save import save
 from regard.nn.projections import Projection
 from regard.positions.rotary import Layout
 
-BESIDE = (
+COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -54,7 +60,7 @@ BESIDE = (
     "LICENSE.txt",
 )
 """Files that go along as they are."""
-STAY_BEHIND = frozenset(
+SOURCE_ONLY_KEYS = frozenset(
     {
         "_commit_hash",
         "_name_or_path",
@@ -75,21 +81,21 @@ ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "llama": "LlamaForCausa
 
 TARGETS = ("mha", "gqa", "mqa", "mla")
 """What attention can become."""
-WORDS: dict[str, tuple[str, ...]] = {
+ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
     "to": TARGETS,
-    "pooling": get_args(Pooling),
+    "pooling": get_args(HeadPooling),
     "rotary_layout": get_args(Layout),
     "stored_layout": get_args(Layout),
     "scaling": get_args(Extension),
     "dtype": tuple(DTYPES),
 }
 """What the options that are words may be."""
-Heal: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], Healing]
+Finetune: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], FinetuneResult]
 """Trains a network in place on rows of ids: the loop is not this package's matter."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ConversionOptions:
     """What a checkpoint is to become; what is None stays.
 
     Attributes:
@@ -107,13 +113,13 @@ class Wanted:
         ArgumentError: nothing is asked for, a word is unknown, or what is asked for does not go
             together.
 
-    >>> Wanted(to="mqa", dtype="bfloat16").kv_heads
+    >>> ConversionOptions(to="mqa", dtype="bfloat16").kv_heads
     1
     """
 
     to: str | None = None
     kv_heads: int | None = None
-    pooling: Pooling = "mean"
+    pooling: HeadPooling = "mean"
     rank: int | None = None
     rotary_layout: Layout | None = None
     stored_layout: Layout | None = None
@@ -127,7 +133,7 @@ class Wanted:
             raise ArgumentError(
                 "nothing is asked for: give to, kv_heads, rotary_layout, context or dtype"
             )
-        for name, known in WORDS.items():
+        for name, known in ALLOWED_VALUES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ArgumentError(f"{name} is {value!r}; it is one of {', '.join(known)}")
@@ -182,16 +188,16 @@ class Wanted:
 def convert(
     source: str | Path,
     out: str | Path,
-    wanted: Wanted,
+    wanted: ConversionOptions,
     *,
     text: str | None = None,
     tokens: int = 4096,
     length: int | None = None,
     revision: str | None = None,
     ignore: Sequence[str] = (),
-    heal: Heal | None = None,
+    heal: Finetune | None = None,
     tell: Callable[[str], None] | None = None,
-) -> Report:
+) -> ConversionReport:
     """Convert a checkpoint folder, measure what that did, and write another folder.
 
     The result is written beside `out` under another name, loaded again, measured as it was loaded,
@@ -215,16 +221,16 @@ def convert(
         ArgumentError: what is wanted cannot be made of this model.
         FileError: a folder cannot be read or written.
 
-    >>> report = convert("tiny", "one-head", Wanted(to="mqa"), tokens=256)
+    >>> report = convert("tiny", "one-head", ConversionOptions(to="mqa"), tokens=256)
     >>> report.before.kept, report.after.kept
     (1024, 256)
     >>> import regard
     >>> regard.load("one-head").config.num_key_value_heads
     1
     """
-    folder, target = folder_of(source, revision), Path(out)
-    tell = tell or _silent
-    with place_for(folder, target) as place:
+    folder, target = resolve_source(source, revision), Path(out)
+    tell = tell or _ignore_line
+    with staging_folder(folder, target) as place:
         return _convert(
             source, folder, target, place, wanted, text, (tokens, length), heal, ignore, tell
         )
@@ -235,13 +241,13 @@ def _convert(
     folder: Path,
     target: Path,
     place: Path,
-    wanted: Wanted,
+    wanted: ConversionOptions,
     text: str | None,
     size: tuple[int, int | None],
-    heal: Heal | None,
+    heal: Finetune | None,
     ignore: Sequence[str],
     tell: Callable[[str], None],
-) -> Report:
+) -> ConversionReport:
     """What `convert` does in a place of its own."""
     tokens, length = size
     tell(f"reading {source}")
@@ -254,40 +260,42 @@ def _convert(
         )
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
-    ids, source_text = windows(before, text, limit, tokens)
+    ids, source_text = evaluation_windows(before, text, limit, tokens)
     tell(f"converting {len(before.decoder.layers)} layers")
-    after, steps = converted(first, wanted)
+    after, steps = apply_conversions(first, wanted)
     healing = None
     if heal is not None:
         if not source_text:
             raise ArgumentError("healing needs a text, and the model has no tokenizer to read one")
         tell(f"healing on {ids.numel():,} tokens")
-        after, healing = _healed(after, heal, ids)
+        after, healing = _finetuned(after, heal, ids)
     tell(f"writing {target}")
-    write(after, folder, read_json(folder / "config.json"), place)
+    write_checkpoint(after, folder, read_json(folder / "config.json"), place)
     again = load(place, kind=Model)
     tell(f"measuring on {ids.numel():,} tokens")
-    measured = measure(before.decoder, again.decoder, ids, text=source_text)
-    put(place, target)
-    return Report(
+    measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
+    rename_to(place, target)
+    return ConversionReport(
         str(source),
         str(target),
         steps,
-        sizes(first),
-        sizes(Checkpoint(again.decoder, again.config)),
+        summarize(first),
+        summarize(Checkpoint(again.decoder, again.config)),
         measured,
         healing,
         before.ignored,
     )
 
 
-def converted(held: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[Step, ...]]:
+def apply_conversions(
+    held: Checkpoint, wanted: ConversionOptions
+) -> tuple[Checkpoint, tuple[ConversionStep, ...]]:
     """All conversions that are wanted, one after the other; the given model is as before.
 
     Raises:
         ArgumentError: one of them cannot be made.
     """
-    todo: list[Callable[[Checkpoint], tuple[Checkpoint, Step]]] = []
+    todo: list[Callable[[Checkpoint], tuple[Checkpoint, ConversionStep]]] = []
     relayout = None
     if wanted.rotary_layout is not None:
         relayout = partial(to_layout, layout=wanted.rotary_layout, stored=wanted.stored_layout)
@@ -300,7 +308,7 @@ def converted(held: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[Step,
     elif wanted.kv_heads is not None:
         todo.append(partial(to_groups, groups=wanted.kv_heads, pooling=wanted.pooling))
     if wanted.context is not None:
-        todo.append(partial(to_context, length=wanted.context, extension=wanted.scaling))
+        todo.append(partial(extend_context, length=wanted.context, extension=wanted.scaling))
     if relayout is not None and wanted.stored_layout is None:
         todo.append(relayout)
     if wanted.dtype is not None:
@@ -312,28 +320,28 @@ def converted(held: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[Step,
     return held, tuple(steps)
 
 
-def sizes(held: Checkpoint) -> Sizes:
+def summarize(held: Checkpoint) -> ModelSummary:
     """What a model has and keeps."""
     unique = {id(p): p for p in held.network.parameters()}.values()
     dtypes = [str(p.dtype).removeprefix("torch.") for p in unique]
     projections = [m for m in held.network.modules() if isinstance(m, Projection)]
     kept = sum(sum(project.shape.memory) for project in projections)
-    return Sizes(
+    return ModelSummary(
         held.model_type, max(set(dtypes), key=dtypes.count), sum(p.numel() for p in unique), kept
     )
 
 
-def _silent(line: str) -> None:
+def _ignore_line(line: str) -> None:
     """Nobody waits."""
 
 
-def _to_mha(held: Checkpoint) -> tuple[Checkpoint, Step]:
+def _to_mha(held: Checkpoint) -> tuple[Checkpoint, ConversionStep]:
     return to_groups(held, held.config.num_attention_heads)
 
 
-def _healed(held: Checkpoint, heal: Heal, ids: Tensor) -> tuple[Checkpoint, Healing]:
+def _finetuned(held: Checkpoint, heal: Finetune, ids: Tensor) -> tuple[Checkpoint, FinetuneResult]:
     """A trained copy: conversions share weights with the model that they were made of."""
-    copy = rebuilt(held.config, {name: x.clone() for name, x in held.weights().items()})
+    copy = rebuild(held.config, {name: x.clone() for name, x in held.weights().items()})
     done = heal(copy.network.requires_grad_(True), ids)
     return Checkpoint(copy.network.eval().requires_grad_(False), held.config), done
 
@@ -362,7 +370,7 @@ def check_out(source: Path, out: Path) -> None:
 
 
 @contextmanager
-def place_for(source: Path, out: Path) -> Iterator[Path]:
+def staging_folder(source: Path, out: Path) -> Iterator[Path]:
     """A folder beside `out` for what is to become it, and for nobody else, from the beginning of
     the work to its end.
 
@@ -385,7 +393,7 @@ def place_for(source: Path, out: Path) -> Iterator[Path]:
         ) from error
 
 
-def put(folder: Path, out: Path) -> None:
+def rename_to(folder: Path, out: Path) -> None:
     """Rename a folder that is whole to `out`.
 
     Raises:
@@ -397,12 +405,12 @@ def put(folder: Path, out: Path) -> None:
     sync(out.parent)
 
 
-def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
+def write_checkpoint(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
     """Write a converted model into a folder, with everything of the source that is not a weight.
 
     Raises:
         FileError: a file of the source cannot be read.
-        OSError, SafetensorError: the disk refuses; `place_for` tells it of the folder that the user
+        OSError, SafetensorError: the disk refuses; `staging_folder` tells it of the folder that the user
             named.
     """
     assert held.network.head is not None  # `convert` refuses a model without one
@@ -410,14 +418,16 @@ def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
     save(held.network, held.config, folder, dtype)
     path = folder / "config.json"
     config = read_json(path)
-    kept = {key: raw[key] for key in raw if key in IGNORED - STAY_BEHIND and key not in config}
+    kept = {
+        key: raw[key] for key in raw if key in IGNORED_KEYS - SOURCE_ONLY_KEYS and key not in config
+    }
     name = config["model_type"]
     if name == raw.get("model_type") and "architectures" in raw:
         kept["architectures"] = raw["architectures"]
     elif name in ARCHITECTURES:
         kept["architectures"] = [ARCHITECTURES[name]]
     path.write_text(json.dumps({**config, **kept}, indent=2) + "\n", "utf-8")
-    for file in BESIDE:
+    for file in COPIED_FILES:
         if (there := present(source, file)) is not None:
             shutil.copyfile(there, folder / file)
     for written_file in folder.iterdir():

@@ -14,27 +14,29 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.layer import (
+from regard.models.convert.attention_maps import (
     PROJECT,
+    AttentionMaps,
     Checkpoint,
-    Errors,
-    Layer,
-    Step,
-    both_roots,
+    ConversionStep,
+    LayerErrors,
+    head_parameters,
     layers_of,
-    rebuilt,
-    separate,
-    stored,
+    matrix_sqrt,
+    rebuild,
+    separate_attention,
 )
-from regard.models.families import type_of
+from regard.models.families import model_type_of
 from regard.nn import Heads
 from regard.positions import Rotary
 
-Pooling: TypeAlias = Literal["mean", "svd"]
+HeadPooling: TypeAlias = Literal["mean", "svd"]
 """How one head is made of several."""
 
 
-def to_groups(held: Checkpoint, groups: int, pooling: Pooling = "mean") -> tuple[Checkpoint, Step]:
+def to_groups(
+    held: Checkpoint, groups: int, pooling: HeadPooling = "mean"
+) -> tuple[Checkpoint, ConversionStep]:
     """A model with another number G of key/value heads; queries and what they cost are as before.
 
     More heads: each is repeated, k_h = k_{h // (G'/G)}; exact. Fewer, "mean": k = mean of the
@@ -62,31 +64,31 @@ def to_groups(held: Checkpoint, groups: int, pooling: Pooling = "mean") -> tuple
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.1; "svd": Eckart and Young 1936.
     """
-    if pooling not in get_args(Pooling):
+    if pooling not in get_args(HeadPooling):
         raise ArgumentError(f"groups are pooled by {pooling!r}; it is mean or svd")
-    before = separate(held.network.layers[0]).project.shape
+    before = separate_attention(held.network.layers[0]).project.shape
     _check(before.H, before.G, groups)
     config = _regrouped(held.config, groups)
     weights, found = held.weights(), []
     for prefix, block in layers_of(held.network):
-        project = separate(block).project
-        layer = Layer.of(block)
+        project = separate_attention(block).project
+        layer = AttentionMaps.of(block)
         if groups > before.G:
-            after, errors = repeated(layer, groups), Errors(0.0, 0.0)
+            after, errors = repeat_heads(layer, groups), LayerErrors(0.0, 0.0)
         elif pooling == "mean":
-            after, errors = mean(layer, groups)
+            after, errors = pool_by_mean(layer, groups)
         else:
             _check_plain(project.q, project.k)
-            after, errors = svd(layer, groups)
+            after, errors = pool_by_svd(layer, groups)
         weights |= _changed(prefix, block, after) | _flat(prefix, project.k, groups)
         found.append(errors)
     how = "repeated" if groups > before.G else f"pooled by {pooling}"
-    return rebuilt(config, weights), Step(
+    return rebuild(config, weights), ConversionStep(
         f"{before.G} key/value heads {how} to {groups}, for {before.H} query heads", tuple(found)
     )
 
 
-def repeated(layer: Layer, groups: int) -> Layer:
+def repeat_heads(layer: AttentionMaps, groups: int) -> AttentionMaps:
     """Each key/value head in several copies, side by side."""
     times = groups // len(layer.k)
     return replace(
@@ -94,15 +96,15 @@ def repeated(layer: Layer, groups: int) -> Layer:
     )
 
 
-def mean(layer: Layer, groups: int) -> tuple[Layer, Errors]:
+def pool_by_mean(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, LayerErrors]:
     """Each key/value head the mean of neighbours."""
     k, v = (torch.unflatten(x, 0, (groups, -1)).mean(1) for x in (layer.k, layer.v))
     after = replace(layer, k=k, v=v)
-    back = repeated(after, len(layer.k))
+    back = repeat_heads(after, len(layer.k))
     return after, layer.errors(layer.k - back.k, layer.v - back.v)
 
 
-def svd(layer: Layer, groups: int) -> tuple[Layer, Errors]:
+def pool_by_svd(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, LayerErrors]:
     """Each key/value head what neighbours have in common, their differences taken into queries and
     outputs.
     """
@@ -155,7 +157,7 @@ def common_rows(
     """d rows for each group, and a matrix for each head: x_j ~ C_j x, least in sum_j |S_j (x_j -
     C_j x)|^2, S_j^2 = gram_j.
     """
-    root, inverse = both_roots(gram)
+    root, inverse = matrix_sqrt(gram)
     times, d = len(x) // groups, x.shape[1]
     if not d:
         return x[:groups], gram
@@ -203,21 +205,21 @@ def _regrouped(config: Any, groups: int) -> Any:
         options = {**config.attention_options, "groups": groups}
         return replace(config, attention="gqa", attention_options=options)
     raise ArgumentError(
-        f"the config {type_of(config)} has no number of key/value "
+        f"the config {model_type_of(config)} has no number of key/value "
         "heads to write; "
         "it can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and "
         "regard's gqa and mqa"
     )
 
 
-def _changed(prefix: str, block: nn.Module, after: Layer) -> dict[str, Tensor]:
+def _changed(prefix: str, block: nn.Module, after: AttentionMaps) -> dict[str, Tensor]:
     """The parameters of a block's attention, with the maps of `after`."""
-    attention = separate(block)
+    attention = separate_attention(block)
     project = attention.project
     o = after.o.permute(1, 0, 2).flatten(1).to(attention.output.weight.dtype)
     found = {prefix + "attention.output.weight": o}
     for name, maps in (("q", after.q), ("k", after.k), ("v", after.v)):
-        found |= stored(f"{prefix}{PROJECT}{name}.", maps, getattr(project, name))
+        found |= head_parameters(f"{prefix}{PROJECT}{name}.", maps, getattr(project, name))
     return found
 
 

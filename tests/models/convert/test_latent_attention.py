@@ -17,14 +17,14 @@ import regard
 from regard.errors import ArgumentError
 from regard.models.assembly import rope
 from regard.models.convert import Checkpoint, to_dtype, to_groups, to_latent
-from regard.models.convert import latent as subject
-from regard.models.convert.latent import mean_turn
-from regard.models.convert.layer import Layer
+from regard.models.convert import latent_attention as subject
+from regard.models.convert.attention_maps import AttentionMaps
+from regard.models.convert.latent_attention import mean_turn
 from regard.models.model import Model
 from regard.models.save import save
 from tests.models.convert import oracle, some
 from tests.models.convert.some import FAR, distance
-from tests.models.convert.test_heads import related
+from tests.models.convert.test_grouped_heads import related
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -165,7 +165,7 @@ def test_what_turns_is_lost_as_its_mean_turn_says() -> None:
     """
     before = some.llama(num_key_value_heads=4, max_position_embeddings=64)
     _, step = to_latent(before)
-    freq = rope.rotary(before.config.rope).inv_freq.numpy()
+    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
     for block, errors in zip(before.network.layers, step.layers, strict=True):
         m, g = oracle.maps(block), oracle.gain(block)
         lost = whole = 0.0
@@ -309,7 +309,7 @@ def test_latents_of_latents() -> None:
 
 
 def test_the_gain_of_a_norm_is_what_the_layer_sees() -> None:
-    layer = Layer.of(some.of("gemma").network.layers[0])
+    layer = AttentionMaps.of(some.of("gemma").network.layers[0])
     assert layer.gain[:-1].tolist() == pytest.approx(
         (1 + some.of("gemma").network.layers[0].around_attention.norm.weight.double()).tolist()
     )

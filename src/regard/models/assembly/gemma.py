@@ -10,9 +10,9 @@ from torch import nn
 
 from regard import masks
 from regard.configs.gemma import GemmaConfig
-from regard.models.assembly import grouped, rope
-from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly import llama_like, rope
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, OffsetRMSNorm, Sandwich
 from regard.nn.embedding import CappedLogits
@@ -21,16 +21,24 @@ from regard.nn.linear import Linear
 from regard.positions import Rotary
 
 SANDWICH = {
-    THEIRS + "input_layernorm.weight": OURS + "around_attention.norm.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "around_attention.after.weight",
-    THEIRS + "pre_feedforward_layernorm.weight": OURS + "around_feed_forward.norm.weight",
-    THEIRS + "post_feedforward_layernorm.weight": OURS + "around_feed_forward.after.weight",
+    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "around_attention.norm.weight",
+    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER + "around_attention.after.weight",
+    STORED_LAYER + "pre_feedforward_layernorm.weight": MODEL_LAYER
+    + "around_feed_forward.norm.weight",
+    STORED_LAYER + "post_feedforward_layernorm.weight": MODEL_LAYER
+    + "around_feed_forward.after.weight",
 }
 HEAD_NORMS = {
-    THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.steps.0.weight",
-    THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.steps.0.weight",
+    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.steps.0.weight",
+    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.steps.0.weight",
 }
-NAMES = grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | SANDWICH | HEAD_NORMS
+NAMES = (
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.ATTENTION
+    | llama_like.FEED_FORWARD
+    | SANDWICH
+    | HEAD_NORMS
+)
 """Name in a checkpoint of Gemma 2 or 3 -> name here; {} is the layer. What a model does not have
 drops out.
 """
@@ -46,7 +54,7 @@ def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = No
     if config.tie_word_embeddings:
         head.weight = embedding.weight
     embed = Embed(embedding, scale=M**0.5)
-    return ready_for_training(Decoder(embed, layers, norm(config), head))
+    return initialize_weights(Decoder(embed, layers, norm(config), head))
 
 
 def attention(
@@ -69,7 +77,7 @@ def attention(
     )
     q_norm, k_norm = ([norm(config, D)] if head_norms else [] for _ in range(2))
     bias = config.attention_bias
-    project = rope.heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)
+    project = rope.rotary_heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)
     output = Linear(H * D, M, bias=bias)
     mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
     return Attention(project, output, mask=mask, scale=scale, softcap=softcap)

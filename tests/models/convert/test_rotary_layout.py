@@ -56,7 +56,7 @@ def test_a_layer_turns_neighbours() -> None:
     before = some.llama()
     after, _ = to_layout(before, "interleaved")
     x = np.random.default_rng(0).standard_normal((7, 24))
-    freq = rope.rotary(before.config.rope).inv_freq.numpy()
+    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, **oracle.maps(before.network.layers[0]), freq=freq)
     found = oracle.attention(
         x, **oracle.maps(after.network.layers[0]), freq=freq, layout="interleaved"

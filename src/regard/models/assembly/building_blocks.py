@@ -13,7 +13,7 @@ from regard.nn import Block
 from regard.nn.linear import Linear
 
 
-def ready_for_training(decoder: Decoder) -> Decoder:
+def initialize_weights(decoder: Decoder) -> Decoder:
     """Give a decoder weights to be trained from, in place.
 
     Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at
@@ -24,7 +24,7 @@ def ready_for_training(decoder: Decoder) -> Decoder:
 
     >>> from regard.nn import Embed
     >>> embed, head = Embed(nn.Embedding(7, 4)), nn.Linear(4, 7)
-    >>> made = ready_for_training(Decoder(embed, [], nn.Identity(), head))
+    >>> made = initialize_weights(Decoder(embed, [], nn.Identity(), head))
     >>> float(made.head.bias.detach().abs().sum())
     0.0
     """

@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from regard.errors import ArgumentError
-from regard.models.convert.layer import Checkpoint, Step, rebuilt
+from regard.models.convert.attention_maps import Checkpoint, ConversionStep, rebuild
 from regard.positions import NTK, Rotary
 
 Extension: TypeAlias = Literal["linear", "ntk", "dynamic", "yarn", "llama3"]
 """The ways that need no search and no other number than the two lengths."""
 
 
-def to_context(
+def extend_context(
     held: Checkpoint, length: int, extension: Extension = "yarn"
-) -> tuple[Checkpoint, Step]:
+) -> tuple[Checkpoint, ConversionStep]:
     """A model that is told to expect `length` tokens, with s = length / the trained length.
 
     linear: every angle / s (position interpolation). ntk: base b s^(d/(d-2)), which is all that is
@@ -40,7 +40,7 @@ def to_context(
 
     >>> import regard
     >>> tiny = regard.load("tiny")
-    >>> after, _ = to_context(Checkpoint(tiny.decoder, tiny.config), 1024)
+    >>> after, _ = extend_context(Checkpoint(tiny.decoder, tiny.config), 1024)
     >>> after.config.rope_scaling
     {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 256}
 
@@ -70,9 +70,9 @@ def to_context(
             "more than that"
         )
     change = _keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
-    after = rebuilt(replace(config, **change), held.weights())
+    after = rebuild(replace(config, **change), held.weights())
     told = ", ".join(f"{key} {value}" for key, value in change.items())
-    return after, Step(
+    return after, ConversionStep(
         f"context from {trained} to {length} by {extension}: {told}",
         notes=("no weight was trained on the new length: measure, or heal, on texts that long",),
     )

@@ -16,16 +16,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.layer import (
+from regard.models.convert.attention_maps import (
     PROJECT,
     Checkpoint,
-    Errors,
-    Step,
+    ConversionStep,
+    LayerErrors,
     layers_of,
-    rebuilt,
-    separate,
+    rebuild,
+    separate_attention,
 )
-from regard.models.families import deepseek_v3, llama, mistral, type_of
+from regard.models.families import deepseek_v3, llama, mistral, model_type_of
 from regard.models.families import regard as own
 from regard.nn import Heads, Latent
 from regard.nn.latent import LowRank
@@ -35,7 +35,7 @@ from regard.positions.rotary import Layout
 
 def to_layout(
     held: Checkpoint, layout: Layout, *, stored: Layout | None = None
-) -> tuple[Checkpoint, Step]:
+) -> tuple[Checkpoint, ConversionStep]:
     """A model with the other rotary layout, and the same function.
 
     A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama`
@@ -86,21 +86,21 @@ def to_layout(
     weights = held.weights()
     for prefix, block in layers_of(held.network):
         weights |= _permuted(prefix, block, layout)
-    errors = (Errors(0.0, 0.0),) * len(held.network.layers)
+    errors = (LayerErrors(0.0, 0.0),) * len(held.network.layers)
     said_by = "" if stored is None else ", as the weights were stored,"
-    return rebuilt(config, weights), Step(
+    return rebuild(config, weights), ConversionStep(
         f"rotary pairs from {stored or said}{said_by} to {layout}: rows of queries and keys in "
         "another order",
         errors,
     )
 
 
-def order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
+def row_order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
     """Which row of the other layout stands in each row of this one.
 
-    >>> order(2, "interleaved").tolist(), order(2, "half").tolist()
+    >>> row_order(2, "interleaved").tolist(), row_order(2, "half").tolist()
     ([0, 2, 1, 3], [0, 2, 1, 3])
-    >>> order(3, "interleaved").tolist(), order(3, "half").tolist()
+    >>> row_order(3, "interleaved").tolist(), row_order(3, "half").tolist()
     ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
     """
     shape = (2, pairs) if layout == "interleaved" else (pairs, 2)
@@ -123,7 +123,7 @@ def _renamed(config: Any, layout: Layout) -> Any:
         return _as_llama(config)
     plain = isinstance(config, (llama.Config, mistral.Config))
     reasons = {
-        f"config keys of {type_of(config)}": not plain,
+        f"config keys of {model_type_of(config)}": not plain,
         "other rotary frequencies": plain and config.rope_scaling is not None,
         "biases": isinstance(config, llama.Config) and (config.attention_bias or config.mlp_bias),
         "a window": plain and any(config.windows()),
@@ -183,7 +183,7 @@ def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor
     project = getattr(getattr(block, "attention", None), "project", None)
     name = prefix + PROJECT
     if isinstance(project, Latent):
-        rows = order(len(project.rotary.inv_freq), layout)
+        rows = row_order(len(project.rotary.inv_freq), layout)
         up = project.q.up if isinstance(project.q, LowRank) else project.q
         path = "q.up." if isinstance(project.q, LowRank) else "q."
         down = dict(project.kv_down.named_parameters())
@@ -191,9 +191,9 @@ def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor
             f"{name}kv_down.{n}": _turned(p, 1, project.kv_rank, rows) for n, p in down.items()
         }
         return found | _heads(f"{name}{path}", up, project.nope_dim, rows)
-    project = separate(block).project
+    project = separate_attention(block).project
     rotary = next(m for m in block.modules() if isinstance(m, Rotary))
-    rows = order(len(rotary.inv_freq), layout)
+    rows = row_order(len(rotary.inv_freq), layout)
     return _heads(name + "q.", project.q, 0, rows) | _heads(name + "k.", project.k, 0, rows)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
-from regard.models.families import family, type_of
+from regard.models.families import family, model_type_of
 from regard.nn import Attention, Block, Heads, PreNorm, Separate
 from regard.nn.norms import OffsetRMSNorm, RMSNorm
 from regard.positions import Rotary
@@ -21,7 +21,7 @@ from regard.positions.rotary import Layout
 PROJECT = "attention.project."
 
 
-class Errors(NamedTuple):
+class LayerErrors(NamedTuple):
     """What a conversion loses in one layer, each relative: of the score forms, and of the
     value-output maps.
     """
@@ -31,7 +31,7 @@ class Errors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionMaps:
     """The maps of one layer, in fp64. A bias is the last column, which meets a 1; gain is what the
     norm in front multiplies by.
 
@@ -46,7 +46,7 @@ class Layer:
 
     >>> from regard.nn.variants import gqa
     >>> norms = [PreNorm(RMSNorm(8)) for _ in range(2)]
-    >>> layer = Layer.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
+    >>> layer = AttentionMaps.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
     >>> layer.k.shape, layer.o.shape, layer.pairs
     (torch.Size([2, 2, 9]), torch.Size([4, 8, 2]), 1)
     """
@@ -60,13 +60,13 @@ class Layer:
     layout: Layout
 
     @classmethod
-    def of(cls, block: nn.Module) -> Layer:
+    def of(cls, block: nn.Module) -> AttentionMaps:
         """The layer of a block of separate queries, keys and values.
 
         Raises:
             ArgumentError: its attention is made otherwise.
         """
-        attention = separate(block)
+        attention = separate_attention(block)
         project = attention.project
         H, _, _, E, _ = project.shape
         rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
@@ -130,13 +130,13 @@ class Layer:
         x = x * self.gain
         return float((self.value_gram() * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
-    def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> Errors:
+    def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> LayerErrors:
         """The relative errors of residuals of keys and of values."""
         whole = self.key_norm(self.k), self.value_norm(self.v)
-        return Errors(self.key_norm(k) / (whole[0] or 1), self.value_norm(v) / (whole[1] or 1))
+        return LayerErrors(self.key_norm(k) / (whole[0] or 1), self.value_norm(v) / (whole[1] or 1))
 
 
-def separate(block: nn.Module) -> Any:
+def separate_attention(block: nn.Module) -> Any:
     """The attention of a block, if it has separate queries, keys and values.
 
     Raises:
@@ -183,7 +183,7 @@ def _gain(block: nn.Module, M: int) -> Tensor:
     return found
 
 
-def stored(prefix: str, x: Float[Tensor, "n d m"], like: Heads) -> dict[str, Tensor]:
+def head_parameters(prefix: str, x: Float[Tensor, "n d m"], like: Heads) -> dict[str, Tensor]:
     """Maps of heads as parameters: the weight, and the bias where there is one."""
     rows = x.flatten(0, 1)
     found = {prefix + "linear.weight": rows[:, :-1].to(like.linear.weight.dtype)}
@@ -207,7 +207,7 @@ class Checkpoint:
     @property
     def model_type(self) -> str:
         """The family."""
-        return type_of(self.config)
+        return model_type_of(self.config)
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter by name; a shared one under each of its names."""
@@ -216,7 +216,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Step:
+class ConversionStep:
     """What one conversion did.
 
     Attributes:
@@ -228,12 +228,12 @@ class Step:
     """
 
     what: str
-    layers: tuple[Errors, ...] = ()
+    layers: tuple[LayerErrors, ...] = ()
     curve: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
+def rebuild(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
     """The model of a config with these weights: no memory is taken for any other.
 
     Args:
@@ -241,7 +241,7 @@ def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
         weights: every parameter of its model by name, each on its own or as another model's: they
             are not copied.
     """
-    found = family(type_of(config))
+    found = family(model_type_of(config))
     assert found is not None
     network = found.build_empty(config)
     before: list[nn.Parameter] = []  # held, so that no id is given twice
@@ -261,12 +261,12 @@ def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
     return Checkpoint(cast("Decoder", network.eval()), config)
 
 
-def both_roots(
+def matrix_sqrt(
     gram: Float[Tensor, "*b d d"],
 ) -> tuple[Float[Tensor, "*b d d"], Float[Tensor, "*b d d"]]:
     """S with S^2 = gram, symmetric, and its pseudo-inverse: what rounding made of a 0 stays 0.
 
-    >>> root, inverse = both_roots(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
+    >>> root, inverse = matrix_sqrt(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
     >>> root.tolist(), inverse.tolist()
     ([[2.0, 0.0], [0.0, 0.0]], [[0.5, 0.0], [0.0, 0.0]])
     """

@@ -11,28 +11,28 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.errors import ArgumentError
-from regard.models.convert.heads import common_pairs
-from regard.models.convert.layer import (
+from regard.models.convert.attention_maps import (
     PROJECT,
+    AttentionMaps,
     Checkpoint,
-    Errors,
-    Layer,
-    Step,
-    both_roots,
+    ConversionStep,
+    LayerErrors,
     layers_of,
-    rebuilt,
-    separate,
+    matrix_sqrt,
+    rebuild,
+    separate_attention,
 )
+from regard.models.convert.grouped_heads import common_pairs
 from regard.models.families import deepseek_v2
 from regard.nn import Attention, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.positions import Rotary
 
-_AT_ONCE = 1 << 16
+_DISTANCES_PER_BLOCK = 1 << 16
 """Distances whose turns are in memory at once."""
 
 
 @dataclass(frozen=True)
-class Split:
+class RotarySplit:
     """Keys and values, with what turns set apart.
 
     Attributes:
@@ -50,7 +50,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TruncatedMaps:
     """Keys without position and values at a rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cut:
     down: Tensor
     up_k: Tensor
     up_v: Tensor
-    errors: Errors
+    errors: LayerErrors
     spectrum: Tensor
 
 
@@ -78,15 +78,15 @@ def mean_turn(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p
     [0.175, 1.0]
     """
     found = torch.zeros(len(inv_freq), dtype=torch.complex128)
-    for start in range(0, length, _AT_ONCE):
-        d = torch.arange(start, min(length, start + _AT_ONCE), dtype=torch.float64)
+    for start in range(0, length, _DISTANCES_PER_BLOCK):
+        d = torch.arange(start, min(length, start + _DISTANCES_PER_BLOCK), dtype=torch.float64)
         for i, theta in enumerate(inv_freq.double().cpu()):
             found[i] += (torch.polar(torch.ones_like(d), -theta * d) / (d + 1)).sum()
     weights = torch.arange(1, length + 1, dtype=torch.float64)
     return found / (1 / weights).sum()
 
 
-def split_rotary(layer: Layer, turn: Complex[Tensor, " p"]) -> Split:
+def split_rotary(layer: AttentionMaps, turn: Complex[Tensor, " p"]) -> RotarySplit:
     """The best common rotary key, and the rest of each key at its mean turn.
 
     k_j = c_j k + r_j for each rotary pair;  r_j becomes turn * r_j, without position
@@ -99,10 +99,10 @@ def split_rotary(layer: Layer, turn: Complex[Tensor, " p"]) -> Split:
     missed = (1 - turn.abs().square()).clamp(min=0).sqrt()
     lost = layer.key_norm(layer.join(missed[:, None] * residual, torch.zeros_like(rest)))
     keys = layer.join(turn[:, None] * residual, rest)
-    return Split(common[0], factor, keys, layer.v, lost / (layer.key_norm(layer.k) or 1))
+    return RotarySplit(common[0], factor, keys, layer.v, lost / (layer.key_norm(layer.k) or 1))
 
 
-def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
+def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> TruncatedMaps:
     """The n rows from which keys without position and values are made with the least error.
 
     [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices
@@ -112,7 +112,7 @@ def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
     G, D, _ = split.k.shape
     gram = query_gram(layer)
     sizes = layer.key_norm(layer.k) or 1.0, layer.value_norm(layer.v) or 1.0
-    roots = both_roots(gram), both_roots(layer.value_gram())
+    roots = matrix_sqrt(gram), matrix_sqrt(layer.value_gram())
     maps = zip(roots, (split.k, split.v), sizes, strict=True)
     stacked = torch.cat([(root @ x / size).flatten(0, 1) for (root, _), x, size in maps])
     u, spectrum, _ = torch.linalg.svd(stacked * layer.gain, full_matrices=False)
@@ -126,10 +126,12 @@ def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
     down = down / bound
     scores = _form_norm(gram, (split.k - up_k @ down) * layer.gain) / sizes[0]
     values = layer.value_norm(split.v - up_v @ down) / sizes[1]
-    return Cut(down, up_k, up_v, Errors((scores**2 + split.lost**2) ** 0.5, values), spectrum)
+    return TruncatedMaps(
+        down, up_k, up_v, LayerErrors((scores**2 + split.lost**2) ** 0.5, values), spectrum
+    )
 
 
-def query_gram(layer: Layer) -> Float[Tensor, "G D D"]:
+def query_gram(layer: AttentionMaps) -> Float[Tensor, "G D D"]:
     """Of the queries that read a key head, in all dims: keys without position meet them
     unturned.
     """
@@ -138,7 +140,7 @@ def query_gram(layer: Layer) -> Float[Tensor, "G D D"]:
     return gram
 
 
-def curve(cuts: list[Cut], full: int) -> dict[int, float]:
+def error_by_rank(cuts: list[TruncatedMaps], full: int) -> dict[int, float]:
     """How many rows -> the relative error of what they carry, the root mean square over layers, in
     sixteen steps up to all.
     """
@@ -153,11 +155,11 @@ def _form_norm(gram: Tensor, x: Tensor) -> float:
     return float((gram * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
 
-LARGEST = 2.0**15
+MAX_CONSTANT = 2.0**15
 """Of the constant: float16 ends at 65504."""
 
 
-def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, Step]:
+def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, ConversionStep]:
     """A model whose attention keeps one latent of `rank` numbers and one rotary key per token.
 
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
@@ -180,7 +182,7 @@ def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, St
     """
     for _, block in layers_of(held.network):
         _check(block, held.network.embed)
-    first = Layer.of(held.network.layers[0])
+    first = AttentionMaps.of(held.network.layers[0])
     G, D, columns = first.k.shape
     # the rotary key takes one row of each pair
     full = min(G * (D + first.v.shape[1]) - 2 * first.pairs, columns) + 1
@@ -196,21 +198,21 @@ def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, St
     turn = _turn(held.network.layers[0], held.config.max_position_embeddings)
     weights, cuts = held.weights(), []
     for prefix, block in layers_of(held.network):
-        layer = Layer.of(block)
+        layer = AttentionMaps.of(block)
         split = split_rotary(layer, turn)
-        cut = cut_to_rank(layer, split, rank - 1)
+        cut = truncated_svd(layer, split, rank - 1)
         cuts.append(cut)
         for name in [n for n in weights if n.startswith(prefix + "attention.")]:
             del weights[name]
         weights |= _stored(prefix, block, layer, split, cut)
-    return rebuilt(config, weights), Step(
+    return rebuild(config, weights), ConversionStep(
         f"{len(first.k)} key/value heads of {first.k.shape[1]} + {first.v.shape[1]} to a latent "
         f"of {rank} and a rotary key of "
         f"{config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} numbers per token and layer "
         "in place of "
         f"{len(first.k) * (first.k.shape[1] + first.v.shape[1])}",
         tuple(cut.errors for cut in cuts),
-        {n + 1: error for n, error in curve(cuts, full - 1).items()},
+        {n + 1: error for n, error in error_by_rank(cuts, full - 1).items()},
     )
 
 
@@ -221,10 +223,10 @@ def _turn(block: nn.Module, length: int) -> Tensor:
 
 
 def _stored(
-    prefix: str, block: nn.Module, layer: Layer, split: Split, cut: Cut
+    prefix: str, block: nn.Module, layer: AttentionMaps, split: RotarySplit, cut: TruncatedMaps
 ) -> dict[str, Tensor]:
     """The parameters of a `Latent` and of the output behind it."""
-    attention = separate(block)
+    attention = separate_attention(block)
     dtype, bias = attention.output.weight.dtype, attention.output.bias
     own = replace(layer, layout="interleaved")
     q, _ = layer.split(layer.q)
@@ -275,14 +277,14 @@ def _constant(rank: int) -> tuple[float, float]:
     """C, and a weight near C / sqrt(rank), which bfloat16 and float16 have exactly: no cast makes
     them disagree.
     """
-    constants = (LARGEST * torch.linspace(0.5, 1, 129)).double()
+    constants = (MAX_CONSTANT * torch.linspace(0.5, 1, 129)).double()
     wanted = constants / rank**0.5
     weights = wanted.bfloat16().double()
     best = int((weights / wanted - 1).abs().argmin())
     return float(constants[best]), float(weights[best])
 
 
-def _config(held: Checkpoint, layer: Layer, rank: int) -> deepseek_v2.Config:
+def _config(held: Checkpoint, layer: AttentionMaps, rank: int) -> deepseek_v2.Config:
     c = held.config
     options = getattr(c, "attention_options", {})
     return deepseek_v2.Config(
@@ -321,7 +323,7 @@ def _check(block: nn.Module, embed: Embed) -> None:
     attention = getattr(block, "attention", None)
     if isinstance(getattr(attention, "project", None), Latent):
         raise ArgumentError("the model has latent attention already; nothing is to be converted")
-    found = separate(block)
+    found = separate_attention(block)
     project = found.project
     steps = [step for heads in (project.q, project.k, project.v) for step in heads.steps]
     flat = [heads.flat for heads in (project.q, project.k, project.v)]
