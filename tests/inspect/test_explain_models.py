@@ -127,7 +127,9 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
 def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
     m = seq2seq()
     m.eos_ids = frozenset(range(1, m.config.vocab_size, 3))  # it ends soon
-    said = [x for x in m.beam_search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.eos_ids]
+    said = [
+        x for x in m.beam_search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.eos_ids
+    ]
     assert list(reading(m, TEXT).sides["target"].ids) == [0, *said]
 
 

@@ -157,7 +157,9 @@ def test_padded_rows_decode_with_caches() -> None:
     to[0] = torch.tensor([-1, -1, 0, 1, 2, 3, 4])
     caches, memory = model.new_caches(), model.encoder(source, at)
     parts = [
-        model.run_decoder(target[:, :4], caches, positions=to[:, :4], memory=memory, memory_positions=at)
+        model.run_decoder(
+            target[:, :4], caches, positions=to[:, :4], memory=memory, memory_positions=at
+        )
     ]
     parts += [model.run_decoder(target[:, i : i + 1], caches) for i in range(4, 7)]
     out = torch.cat(parts, 1)

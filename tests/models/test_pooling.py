@@ -175,11 +175,11 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
         (lambda: (tmp_path / "modules.json").write_text("{}"), "is a JSON dict; it must be a list"),
         (
             lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'),
-            "is no list of modules, each with type and path",
+            "is not a list of modules, each with type and path",
         ),
         (
             lambda: (tmp_path / "modules.json").write_text("[3]"),
-            "is no list of modules, each with type and path",
+            "is not a list of modules, each with type and path",
         ),
         (lambda: (tmp_path / "modules.json").write_text("[3"), "is no JSON"),
         (

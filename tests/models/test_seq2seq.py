@@ -112,7 +112,8 @@ def test_padding_on_the_left_is_the_same(model: Seq2Seq) -> None:
         n = int((where >= 0).sum())
         turned[row, -n:], at[row, -n:] = ids[row, :n], torch.arange(n)
     found, other = (
-        model.beam_search(*given, max_tokens=6, beams=3) for given in ((ids, positions), (turned, at))
+        model.beam_search(*given, max_tokens=6, beams=3)
+        for given in ((ids, positions), (turned, at))
     )
     assert [[x.ids for x in row] for row in found] == [[x.ids for x in row] for row in other]
 
@@ -163,11 +164,11 @@ def test_errors(model: Seq2Seq, network: EncoderDecoder) -> None:
         (lambda: model.beam_search(ids, beams=0), "beams is 0; it must be at least 1"),
         (
             lambda: model.beam_search(torch.tensor([[11]])),
-            "token id 11 at [0, 0] lies outside [0, 11); was it made by another tokenizer?",
+            "token id 11 at [0, 0] lies outside [0, 11); was it produced by another tokenizer?",
         ),
         (
             lambda: model(ids, torch.tensor([[0, -3]])),
-            "token id -3 at [0, 1] lies outside [0, 11); was it made by another tokenizer?",
+            "token id -3 at [0, 1] lies outside [0, 11); was it produced by another tokenizer?",
         ),
     ]
     for make, message in cases:

@@ -131,7 +131,7 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     long = "a b c d e f g h a b"
     with pytest.raises(
         regard.ArgumentError,
-        match="text 1 has 12 tokens, and this model reads 10; split it, or leave out its end with "
+        match="text 1 has 12 tokens, and this model reads at most 10; split it, or leave out its end with "
         "truncate=True",
     ):
         model.embed(["a", long])
@@ -139,7 +139,8 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     assert ids[1].tolist() == [2, *range(4, 12), 3]
     assert torch.equal(model.embed(long, truncate=True), model.embed("a b c d e f g h"))
     with pytest.raises(
-        regard.ArgumentError, match="text 0 has 12 tokens, and this model reads 10; shorten it"
+        regard.ArgumentError,
+        match="text 0 has 12 tokens, and this model reads at most 10; shorten it",
     ):
         model.encode("a b c d e", "f g h a", truncate=True)
     tiny = TextEncoder(network, tokenizer(), CONFIG, max_seq_length=1)
@@ -166,7 +167,7 @@ def test_errors(model: TextEncoder) -> None:
         (
             lambda: model.encode(["a", "b"], ["c"]),
             regard.ArgumentError,
-            "2 texts and 1 seconds; give one second for each text",
+            "2 texts and 1 second text were given; give one second text for each text",
         ),
         (
             lambda: model.embed("a", batch=0),
@@ -176,7 +177,7 @@ def test_errors(model: TextEncoder) -> None:
         (
             lambda: model.hidden(torch.tensor([[12]])),
             regard.ArgumentError,
-            "token id 12 at [0, 0] lies outside [0, 12); was it made by another tokenizer?",
+            "token id 12 at [0, 0] lies outside [0, 12); was it produced by another tokenizer?",
         ),
     ]
     for make, kind, message in cases:
@@ -212,7 +213,7 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     assert made.pooling == Pooling("cls", normalise=False)
     assert made.max_seq_length == 6
     assert_near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
-    with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads 6"):
+    with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads at most 6"):
         made.embed(TEXTS)
 
 
@@ -221,13 +222,13 @@ def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_pa
     save(network, CONFIG, tmp_path)
     with pytest.raises(
         FileError,
-        match=f"bert models are encoders, held as a TextEncoder, and a {kind.__name__} is asked "
+        match=f"bert models are encoders, which load as a TextEncoder, and kind is {kind.__name__}; "
         "for",
     ):
         regard.load(tmp_path, kind=kind)
     with pytest.raises(
         FileError,
-        match="llama models are decoders, held as a Model, and a TextEncoder is asked for",
+        match="llama models are decoders, which load as a Model, and kind is TextEncoder",
     ):
         regard.load("tiny", kind=TextEncoder)
 

@@ -43,13 +43,13 @@ def lines(report: ConversionReport) -> Iterator[str]:
             ["family", before.model_type, after.model_type],
             ["dtype", before.dtype, after.dtype],
             ["parameters", f"{before.parameters:,}", f"{after.parameters:,}"],
-            ["values cached per token", f"{before.kept:,}", f"{after.kept:,}"],
+            ["values cached per token", f"{before.cached_values:,}", f"{after.cached_values:,}"],
         ]
     )
     for step in report.steps:
         yield from _errors(step)
-    if report.healing is not None:
-        yield from _healing_converted(report.healing)
+    if report.finetuning is not None:
+        yield from _healing_converted(report.finetuning)
 
 
 def _measured(m: ModelComparison) -> Iterator[str]:
@@ -277,8 +277,8 @@ def convert(
             length=length,
             revision=revision,
             ignore=ignore or (),
-            heal=_healing(heal, lr=lr, batch=batch, seed=seed),
-            tell=_tell,
+            finetune=_healing(heal, lr=lr, batch=batch, seed=seed),
+            report_progress=_tell,
         )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error

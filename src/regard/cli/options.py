@@ -123,8 +123,12 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
         **given,
     )
     if model.newly_initialized:
-        some = ", ".join(model.newly_initialized[:3]) + (", ..." if len(model.newly_initialized) > 3 else "")
-        typer.echo(f"{len(model.newly_initialized)} weights are random, not trained: {some}", err=True)
+        some = ", ".join(model.newly_initialized[:3]) + (
+            ", ..." if len(model.newly_initialized) > 3 else ""
+        )
+        typer.echo(
+            f"{len(model.newly_initialized)} weights are random, not trained: {some}", err=True
+        )
     tell_ignored(model.ignored)
     return model
 

@@ -41,7 +41,7 @@ def test_a_number_in_our_name_is_itself() -> None:
 def test_a_number_for_each_brace() -> None:
     found = bind_names(chain(2, 3), {"h.{}.p.{}": "layers.{}.steps.{}.weight"})
     assert len(found) == 6
-    assert found["h.1.p.2"].ours == ("layers.1.steps.2.weight",)
+    assert found["h.1.p.2"].parameters == ("layers.1.steps.2.weight",)
 
 
 def test_a_star_is_as_many_as_there_are() -> None:
@@ -50,17 +50,17 @@ def test_a_star_is_as_many_as_there_are() -> None:
 
     stacked = TensorRule(("layers.{}.steps.*.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
     found = bind_names(chain(2, 3), {"h.{}": stacked})
-    assert found["h.1"].ours == tuple(f"layers.1.steps.{i}.weight" for i in range(3))
+    assert found["h.1"].parameters == tuple(f"layers.1.steps.{i}.weight" for i in range(3))
     outer = TensorRule(("layers.*.steps.0.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
     found = bind_names(chain(12, 1), {"all": outer})
-    assert found["all"].ours == tuple(f"layers.{i}.steps.0.weight" for i in range(12))
+    assert found["all"].parameters == tuple(f"layers.{i}.steps.0.weight" for i in range(12))
 
 
 def test_several_below_one_another() -> None:
     found = bind_names(
         chain(2, 2), {"h.{}": stacked_rows("layers.{}.steps.0.weight", "layers.{}.steps.1.weight")}
     )
-    assert found["h.1"].ours == ("layers.1.steps.0.weight", "layers.1.steps.1.weight")
+    assert found["h.1"].parameters == ("layers.1.steps.0.weight", "layers.1.steps.1.weight")
 
 
 def test_a_parameter_without_a_name_is_a_mistake_of_ours() -> None:

@@ -99,7 +99,7 @@ def test_a_layer_too_few(folder: Path) -> None:
     )
     text = refusal(folder)
     assert text.startswith("{}: 9 missing ['model.layers.2.")
-    assert "is a shard missing? --allow-missing PATTERN gives them fresh weights" in text
+    assert "is a shard missing? --allow-missing PATTERN gives them random weights" in text
     config.write_text(
         config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1')
     )
@@ -188,7 +188,7 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
     message = (
-        "no model '{}/x': it is neither an embedded one (tiny) nor a folder, and nothing is "
+        "no model '{}/x': it is neither in the package (tiny) nor a folder, and nothing is "
         "downloaded for such a name. "
     )
     with pytest.raises(FileError) as error:
@@ -227,7 +227,9 @@ FAMILY = Family(ModelConfig, lambda _: Pair(), TABLE, prefixes=("model.",), buff
 def stored(model: Pair) -> dict[str, Tensor]:
     tensors = {}
     for name, binding in bind_names(model, TABLE).items():
-        tensors[name] = binding.rule.pack([model.get_parameter(o) for o in binding.parameters]).detach()
+        tensors[name] = binding.rule.pack(
+            [model.get_parameter(o) for o in binding.parameters]
+        ).detach()
     return tensors
 
 
@@ -278,7 +280,7 @@ def test_a_transposed_matrix() -> None:
 MEMORY = """
 import resource, sys
 import regard
-from regard.models.checkpoint.tensors import Store
+from regard.models.checkpoint.tensors import CheckpointTensors
 def peak():
     return int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) << 10
 import torch

@@ -124,7 +124,7 @@ def test_an_exact_conversion_is_told_as_exact(tmp_path: Path) -> None:
     report = convert("tiny", tmp_path / "out", ConversionOptions(to="mha"), tokens=256)
     assert report.measured.largest == 0
     assert report.measured.perplexity_before == report.measured.perplexity_after
-    assert (report.before.kept, report.after.kept) == (1024, 2048)
+    assert (report.before.cached_values, report.after.cached_values) == (1024, 2048)
 
 
 @pytest.mark.full
@@ -140,7 +140,7 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
     found = {
         name: convert("tiny", tmp_path / name, wanted, tokens=300) for name, wanted in tries.items()
     }
-    assert {report.after.kept for report in found.values()} == {4 * 128}
+    assert {report.after.cached_values for report in found.values()} == {4 * 128}
     loss = {name: report.measured.loss_after for name, report in found.items()}
     assert loss["mla"] < loss["svd"] < loss["mean"]
 
@@ -155,13 +155,13 @@ def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
         ConversionOptions(to="mla", rank=12),
         text=TEXT,
         length=16,
-        heal=how,
+        finetune=how,
     )
     plain = convert(
         source, tmp_path / "plain", ConversionOptions(to="mla", rank=12), text=TEXT, length=16
     )
-    assert report.healing is not None
-    assert report.healing.loss_after < report.healing.loss_before
+    assert report.finetuning is not None
+    assert report.finetuning.loss_after < report.finetuning.loss_before
     assert report.measured.loss_after < plain.measured.loss_after
     assert report.measured.loss_before == plain.measured.loss_before
     assert state(source) == before
@@ -177,9 +177,9 @@ def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
         ConversionOptions(to="mla", rank=12),
         text=TEXT,
         length=16,
-        heal=how,
+        finetune=how,
     )
-    assert again.healing == report.healing
+    assert again.finetuning == report.finetuning
 
 
 def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
@@ -187,8 +187,14 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
     how, told = partial(heal, steps=2), list[str]()
     wanted = ConversionOptions(kv_heads=2)
     done = convert(
-        source, tmp_path / "a", wanted, text=TEXT, length=16, heal=how, tell=told.append
-    ).healing
+        source,
+        tmp_path / "a",
+        wanted,
+        text=TEXT,
+        length=16,
+        finetune=how,
+        report_progress=told.append,
+    ).finetuning
     assert [line.split()[0] for line in told] == [
         "reading",
         "converting",
@@ -206,11 +212,11 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
         text=TEXT,
         tokens=64,
         length=16,
-        heal=how,
+        finetune=how,
     )
-    assert few.healing is not None
-    assert few.healing.held_tokens == 0
-    assert math.isnan(few.healing.held_before)
+    assert few.finetuning is not None
+    assert few.finetuning.held_tokens == 0
+    assert math.isnan(few.finetuning.held_before)
 
 
 def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
             tmp_path / "out",
             ConversionOptions(dtype="bfloat16"),
             text=TEXT,
-            heal=partial(heal, steps=1),
+            finetune=partial(heal, steps=1),
         )
     assert not (tmp_path / "out").exists()
 
@@ -232,16 +238,21 @@ def test_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), tokens=64)
     assert math.isnan(report.measured.loss_after)
     assert report.measured.relative > 0
-    with pytest.raises(ArgumentError, match="healing needs a text, and the model has no tokenizer"):
+    with pytest.raises(
+        ArgumentError, match="finetuning needs a text, and the model has no tokenizer"
+    ):
         convert(
-            source, tmp_path / "other", ConversionOptions(kv_heads=2), heal=partial(heal, steps=1)
+            source,
+            tmp_path / "other",
+            ConversionOptions(kv_heads=2),
+            finetune=partial(heal, steps=1),
         )
 
 
 def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     before = state(source)
     for out in (source, source / "inside", tmp_path / "source" / ".." / "source"):
-        with pytest.raises(ArgumentError, match="which is the source or lies in it"):
+        with pytest.raises(ArgumentError, match="which is the source or is inside it"):
             convert(source, out, ConversionOptions(kv_heads=2))
     link = tmp_path / "link"
     link.symlink_to(source)
@@ -268,7 +279,7 @@ def test_an_empty_folder_will_do(source: Path, tmp_path: Path) -> None:
 def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     breaks: dict[str, Any] = {
-        "load": patch.object(subject, "measure", side_effect=ZeroDivisionError),
+        "load": patch.object(subject, "compare_models", side_effect=ZeroDivisionError),
         "save": patch.object(writing, "save", side_effect=KeyboardInterrupt),
         "disk": patch.object(writing, "sync", side_effect=OSError(28, "No space left on device")),
         "rename": patch.object(Path, "rename", side_effect=OSError(5, "Input/output error")),
@@ -290,7 +301,7 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
         return compare_models(*arguments, **named)
 
     with (
-        patch.object(subject, "measure", late),
+        patch.object(subject, "compare_models", late),
         pytest.raises(FileError, match="cannot write the folder"),
     ):
         convert(source, out, ConversionOptions(kv_heads=2), text=TEXT)
@@ -301,19 +312,25 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({}, "nothing is asked for: give to, kv_heads, rotary_layout, context or dtype"),
+        ({}, "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"),
         ({"scaling": "linear"}, "nothing is asked for"),
         ({"to": "mlaa"}, "to is 'mlaa'; it is one of mha, gqa, mqa, mla"),
-        ({"to": "gqa", "kv_heads": 2, "rank": 3}, "rank is given, and belongs to mla: give to mla"),
-        ({"to": "mla", "kv_heads": 2}, "kv_heads is given, and mla has none: leave it out"),
-        ({"to": "mha", "kv_heads": 2}, "kv_heads is given, and mha has as many as queries"),
-        ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, and mqa has 1: leave it out"),
-        ({"to": "gqa"}, "gqa is asked for, and kv_heads is missing"),
+        (
+            {"to": "gqa", "kv_heads": 2, "rank": 3},
+            "rank is given, but only mla has one: give to mla",
+        ),
+        (
+            {"to": "mla", "kv_heads": 2},
+            "kv_heads is given, but mla has no key/value heads: leave it out",
+        ),
+        ({"to": "mha", "kv_heads": 2}, "kv_heads is given, but mha has as many as query heads"),
+        ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, but mqa has 1: leave it out"),
+        ({"to": "gqa"}, "to is gqa, and kv_heads is missing"),
         (
             {"to": "mla", "pooling": "svd"},
-            "groups by svd are for fewer key/value heads: give kv_heads",
+            "pooling svd is only for fewer key/value heads: give kv_heads",
         ),
-        ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without a context"),
+        ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without context"),
         ({"to": "mqa", "stored_layout": "half"}, "stored_layout is given without rotary_layout"),
         ({"to": "mla", "rotary_layout": "half"}, "the rotary key of mla is always interleaved"),
     ],

@@ -295,7 +295,7 @@ def test_other_positions_are_not_dropped(position: str) -> None:
 
 @pytest.mark.parametrize("rank", [1, 32])
 def test_ranks_that_do_not_fit(rank: int) -> None:
-    message = re.escape(f"rank is {rank}; it must be 2 to 26, at which nothing is cut")
+    message = re.escape(f"rank is {rank}; it must be 2 to 26, at which nothing is truncated")
     with pytest.raises(ArgumentError, match=message):
         to_latent(some.llama(num_key_value_heads=4), rank)
 

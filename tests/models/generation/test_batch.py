@@ -100,7 +100,7 @@ def test_a_neighbour_that_is_seen_is_found(model: Model, monkeypatch: pytest.Mon
 
     right = together(model, PROMPTS[:3], max_tokens=12)
     padded = module.pad_left
-    monkeypatch.setattr(module, "padded", lambda rows, start=0: (padded(rows, start)[0], None))
+    monkeypatch.setattr(module, "pad_left", lambda rows, start=0: (padded(rows, start)[0], None))
     assert together(model, PROMPTS[:3], max_tokens=12) != right
 
 
@@ -142,7 +142,7 @@ def test_two_speeds_are_of_two_clocks(model: Model, monkeypatch: pytest.MonkeyPa
             now[0] += 100.0 if ids.shape[1] > 1 else 1.0
             return super().append(ids, *rest, **more)
 
-    monkeypatch.setattr(module, "Context", Slow)
+    monkeypatch.setattr(module, "DecodeSession", Slow)
     generation = model.generate(PROMPTS[0], max_tokens=5)
     list(generation)
     read = model.encode(PROMPTS[0]).shape[1]

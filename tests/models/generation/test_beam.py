@@ -172,7 +172,9 @@ def test_transformers_finds_the_same(model: Model, theirs: Any) -> None:
             return_dict_in_generate=True,
         )
         made = Model(model.decoder, model.tokenizer, model.config, eos_ids=ends)
-        found = made.beam_search("the quick brown", beams=beams, max_tokens=7, length_penalty=penalty)
+        found = made.beam_search(
+            "the quick brown", beams=beams, max_tokens=7, length_penalty=penalty
+        )
         for x, row in zip(found, right.sequences, strict=True):
             ids = row[prompt.shape[1] :].tolist()
             n = next((i for i, token in enumerate(ids) if token in ends), len(ids))
@@ -198,7 +200,11 @@ def score(logits: Tensor, ids: tuple[int, ...], penalty: float) -> float:
 def test_scores_are_those_of_a_pass_without_a_cache(model: Model, room: CacheConfig) -> None:
     made = Model(model.decoder, model.tokenizer, model.config, eos_ids=())
     done = beam_search_text(
-        made, "the key of", GenerationOptions(9, chunk=2, cache_config=room), beams=4, length_penalty=0.5
+        made,
+        "the key of",
+        GenerationOptions(9, chunk=2, cache_config=room),
+        beams=4,
+        length_penalty=0.5,
     )
     prompt = model.encode("the key of")
     for x in done.completions:

@@ -147,9 +147,9 @@ def test_eight_bits_are_smaller_and_near(model: Model) -> None:
         DecodeSession(model.decoder),
         DecodeSession(model.decoder, CacheConfig("quantised")),
     )
-    exactly.read(ids[:, :-1], chunk=64)
-    coded.read(ids[:, :-1], chunk=64)
-    a, b = exactly.read(ids[:, -1:]), coded.read(ids[:, -1:])
+    exactly.append(ids[:, :-1], chunk=64)
+    coded.append(ids[:, :-1], chunk=64)
+    a, b = exactly.append(ids[:, -1:]), coded.append(ids[:, -1:])
     assert float((a - right).abs().max()) < 1e-5 * float(right.abs().max())
     error = float((b - right).abs().max()) / float(right.abs().max())
     assert 1e-5 < error < 0.1
@@ -242,7 +242,7 @@ def test_a_fork_is_a_context_of_its_own(model: Model) -> None:
         size, fork = context.bytes, context.fork(rows=3)
         more = torch.randint(0, 300, (3, 19))
         for part in more.split([7, 1, 11], 1):
-            logits = fork.read(part)
+            logits = fork.append(part)
         assert_equal(
             logits[:, None],
             model.decoder,
@@ -261,19 +261,19 @@ def test_rows_of_a_paged_fork_share_the_pages_of_the_prompt(model: Model) -> Non
     context.append(torch.randint(0, 300, (1, 48)))
     one, many = context.bytes, context.fork(rows=5)
     assert many.bytes == one
-    many.read(torch.randint(0, 300, (5, 1)))
+    many.append(torch.randint(0, 300, (5, 1)))
     assert many.bytes == one // 3 * (3 + 5)
 
 
 def test_rooms_that_a_model_cannot_have() -> None:
     with pytest.raises(
-        regard.ArgumentError, match=r"cache is 'fixed', but this model's rotary frequencies follow"
+        regard.ArgumentError, match=r"cache is 'fixed', but this model's rotary frequencies depend"
     ):
         DecodeSession(following(SCALINGS[0]), CacheConfig("fixed", 30))  # type: ignore[arg-type]
     far = stack(build("longformer", M, H, window=4, is_causal=True))
     with pytest.raises(
         regard.ArgumentError,
-        match="layer 0 is Longformer, which keeps everything and has no mask to",
+        match="layer 0 is Longformer, which keeps every token and has no mask to",
     ):
         DecodeSession(far, CacheConfig("ring", 30))
     with pytest.raises(
@@ -291,7 +291,7 @@ def test_errors_of_rooms() -> None:
                 "did you mean 'ring'?"
             ),
         ),
-        (("ring", None), "cache='ring' needs max_context: how many tokens it keeps"),
+        (("ring", None), "cache='ring' needs max_context, the number of tokens that it keeps"),
         (("growing", 0), "max_context is 0; it must be at least 1 for cache='growing'"),
         (("streaming", 4), "max_context is 4; it must be at least 5 for cache='streaming'"),
     ]
@@ -302,7 +302,7 @@ def test_errors_of_rooms() -> None:
     with pytest.raises(
         regard.ArgumentError,
         match=r"has 3 tokens and max_tokens is 6: 9 are more than max_context 8; ask for at most "
-        r"5, raise max_context, or let the model forget",
+        r"5, raise max_context, or use a cache that drops old tokens",
     ):
         CacheConfig("fixed", 8).check(3, 6)
     with pytest.raises(

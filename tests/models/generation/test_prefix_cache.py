@@ -103,7 +103,7 @@ def test_the_penalty_sees_what_was_read(model: Model) -> None:
 
 def test_frequencies_that_follow_the_length() -> None:
     made = held(following(DynamicNTK(2.0, 10)))
-    read = made.read("the quick")
+    read = made.cache_prefix("the quick")
     assert len(read.ids) < 10
     for text in (" brown", ""):
         generation = made.generate(text, prefix=read, max_tokens=10)
@@ -131,7 +131,7 @@ def test_errors(model: Model) -> None:
         ),
         (
             lambda: model.cache_prefix(PROMPT, cache="paged"),
-            "cache='paged' needs max_context here: how many tokens",
+            "cache='paged' needs max_context here: the number of tokens",
         ),
         (
             lambda: model.cache_prefix(PROMPT, max_context=2),
@@ -141,11 +141,17 @@ def test_errors(model: Model) -> None:
             lambda: model.generate("a", prefix=read, max_tokens=20),
             "are more than max_context 20; ask for at most",
         ),
-        (lambda: model.generate("a", prefix=read, cache="fixed"), "after brings its caches, Room"),
-        (lambda: model.cache_prefix("a", prefix=read, max_context=99), "after brings its caches, Room"),
+        (
+            lambda: model.generate("a", prefix=read, cache="fixed"),
+            "prefix has its own caches, Room",
+        ),
+        (
+            lambda: model.cache_prefix("a", prefix=read, max_context=99),
+            "prefix has its own caches, Room",
+        ),
         (
             lambda: small.model().generate("a", prefix=read),
-            "after was read by another model; read it with this one",
+            "prefix was read by another model; read it with this one",
         ),
     ]
     for call, message in cases:

@@ -47,7 +47,7 @@ def layer(raw: dict[str, Any], network: nn.Module, number: int = 0) -> dict[str,
     for name, binding in bind_names(network, found.names).items():
         front, _, rest = name.partition(f".{number}.")
         if rest and not any(part.isdigit() for part in front.split(".")):
-            stored = binding.rule.give([parameters[ours].detach() for ours in binding.ours])
+            stored = binding.rule.pack([parameters[ours].detach() for ours in binding.parameters])
             shapes[rest] = tuple(stored.shape)
     return shapes
 

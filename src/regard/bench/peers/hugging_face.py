@@ -167,7 +167,8 @@ def _qwen2(problem: ModelProblem, name: str) -> Any:
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
     bindings = bind_names(problem.decoder, qwen2.FAMILY.names)
     given = {
-        theirs: bound.rule.pack([ours[n] for n in bound.parameters]) for theirs, bound in bindings.items()
+        theirs: bound.rule.pack([ours[n] for n in bound.parameters])
+        for theirs, bound in bindings.items()
     }
     network.load_state_dict(given, assign=True)
     # its frequencies are no parameters, and were made on the device "meta"

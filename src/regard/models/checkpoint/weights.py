@@ -107,7 +107,7 @@ def fill_parameters(
     if allowed:
         assert initialize is not None
         initial = dict(initialize().named_parameters(remove_duplicate=False))
-        for ours in (o for name in allowed for o in bindings[name].ours):
+        for ours in (o for name in allowed for o in bindings[name].parameters):
             value = initial[ours].detach().to(family.dtype_of(ours, dtype))
             _assign(owners[id(parameters[ours])], value)
     return FillResult(allowed, ignored)

@@ -1,6 +1,4 @@
-"""A longer context by another rotary scaling, written into the config with Hugging Face's keys; no
-weight changes.
-"""
+"""Extension of the context length by rotary scaling."""
 
 from __future__ import annotations
 
@@ -12,31 +10,34 @@ from regard.models.convert.attention_maps import Checkpoint, ConversionStep, reb
 from regard.positions import NTK, Rotary
 
 Extension: TypeAlias = Literal["linear", "ntk", "dynamic", "yarn", "llama3"]
-"""The ways that need no search and no other number than the two lengths."""
+"""The scalings that need only the two lengths, and no search."""
 
 
 def extend_context(
-    held: Checkpoint, length: int, extension: Extension = "yarn"
+    checkpoint: Checkpoint, length: int, extension: Extension = "yarn"
 ) -> tuple[Checkpoint, ConversionStep]:
-    """A model that is told to expect `length` tokens, with s = length / the trained length.
+    """Set the context to `length` tokens by a rotary scaling, with s = length / the trained length.
 
-    linear: every angle / s (position interpolation). ntk: base b s^(d/(d-2)), which is all that is
-        written, since transformers has no type of that name. dynamic: the same, following the
-        length that is read; max_position_embeddings stays the trained one, from which transformers
-        counts. yarn: fast pairs as they are, slow ones / s, scores sharpened. llama3: as yarn, in
-        between by wavelength, scores as they are.
+    linear: every angle / s (position interpolation). ntk: the base becomes b s^(d/(d-2)), and only that
+    is written, since transformers has no type of that name. dynamic: the same, but it depends on the
+    length that is read; max_position_embeddings stays the trained one, as transformers expects. yarn:
+    fast pairs are unchanged, slow ones / s, and scores are sharpened. llama3: as yarn, interpolated by
+    wavelength, with unchanged scores.
 
-    Nothing is trained by it: a scaled model is better beyond its trained length than it was, and
-    mostly a little worse within.
+    No weight is trained. The result is better than before beyond the trained length, and usually a
+    little worse within it.
 
     Args:
-        held: a decoder with rotary positions and no scaling of them yet.
-        length: tokens afterwards, more than the trained length.
-        extension: how.
+        checkpoint: a decoder with rotary positions that are not scaled.
+        length: the new context in tokens, more than the trained length.
+        extension: the scaling.
+
+    Returns:
+        The converted checkpoint, and a description.
 
     Raises:
-        ArgumentError: it is no longer context, the model is scaled already or has no such
-            positions, or its family refuses the scaling.
+        ArgumentError: length is not longer, the model is scaled already or has no such positions, or
+            its family refuses the scaling.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -49,19 +50,19 @@ def extend_context(
     """
     if extension not in get_args(Extension):
         raise ArgumentError(
-            f"the scaling is {extension!r}; it is one of {', '.join(get_args(Extension))}"
+            f"the scaling is {extension!r}; it must be one of {', '.join(get_args(Extension))}"
         )
-    config = held.config
-    rotary = next((m for m in held.network.modules() if isinstance(m, Rotary)), None)
+    config = checkpoint.config
+    rotary = next((m for m in checkpoint.network.modules() if isinstance(m, Rotary)), None)
     if rotary is None or not hasattr(config, "rope_theta") or not hasattr(config, "rope_scaling"):
         raise ArgumentError(
-            f"the context of a {held.model_type} cannot be extended: its config has no rope_theta "
+            f"the context of a {checkpoint.model_type} cannot be extended: its config has no rope_theta "
             "and rope_scaling for all layers"
         )
     if config.rope_scaling is not None:
         raise ArgumentError(
             f"rope_scaling is {dict(config.rope_scaling)} already; extend the checkpoint that it "
-            "was made from"
+            "was derived from"
         )
     trained = config.max_position_embeddings
     if length <= trained:
@@ -70,16 +71,19 @@ def extend_context(
             "more than that"
         )
     change = _keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
-    after = rebuild(replace(config, **change), held.weights())
-    told = ", ".join(f"{key} {value}" for key, value in change.items())
+    after = rebuild(replace(config, **change), checkpoint.weights())
+    changes = ", ".join(f"{key} {value}" for key, value in change.items())
     return after, ConversionStep(
-        f"context from {trained} to {length} by {extension}: {told}",
-        notes=("no weight was trained on the new length: measure, or heal, on texts that long",),
+        f"context from {trained} to {length} by {extension}: {changes}",
+        notes=(
+            "no weight was trained on the new length: measure, or finetune, on texts of that "
+            "length",
+        ),
     )
 
 
 def _keys(extension: Extension, length: int, trained: int, config: Any, dim: int) -> dict[str, Any]:
-    """What changes in the config."""
+    """Return the keys that change in the config."""
     factor = length / trained
     scaling: dict[str, Any] = {"rope_type": extension, "factor": factor}
     if extension == "ntk":

@@ -1,6 +1,7 @@
-"""Converting a checkpoint folder into another, and a report of what changed.
+"""`convert`: convert a checkpoint folder into another, and report what changed.
 
-The new folder is written whole or not at all, with everything of the source that is not a weight.
+The new folder is written completely or not at all, with every file of the source that is not a
+weight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from regard.configs.base import Raw
 from regard.configs.reader import IGNORED_KEYS
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import present
 from regard.files.strict import read_json
@@ -44,6 +46,7 @@ from regard.models.model import Model
 from regard.models.save import save
 from regard.nn.projections import Projection
 from regard.positions.rotary import Layout
+from regard.units import plural
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -59,7 +62,7 @@ COPIED_FILES = (
     "LICENSE",
     "LICENSE.txt",
 )
-"""Files that go along as they are."""
+"""Files that are copied unchanged."""
 SOURCE_ONLY_KEYS = frozenset(
     {
         "_commit_hash",
@@ -74,13 +77,13 @@ SOURCE_ONLY_KEYS = frozenset(
         "transformers_version",
     }
 )
-"""Keys of config.json that speak of the source alone."""
+"""Keys of config.json that describe only the source."""
 ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM"}
-"""What transformers calls the families that a conversion may end in."""
+"""`model_type` -> the class name in transformers, for families that a conversion may produce."""
 
 
 TARGETS = ("mha", "gqa", "mqa", "mla")
-"""What attention can become."""
+"""The kinds of attention that a conversion can produce."""
 ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
     "to": TARGETS,
     "pooling": get_args(HeadPooling),
@@ -89,29 +92,27 @@ ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
     "scaling": get_args(Extension),
     "dtype": tuple(DTYPES),
 }
-"""What the options that are words may be."""
+"""Option -> the values that it may have."""
 Finetune: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], FinetuneResult]
-"""Trains a network in place on rows of ids: the loop is not this package's matter."""
+"""A function that trains a network in staging on rows of ids, such as `regard.train` has."""
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What a checkpoint is to become; what is None stays.
+    """What to change in a checkpoint; options that are None leave it as it is.
 
-    Attributes:
+    Args:
         to: "mha", "gqa" (with kv_heads), "mqa" or "mla" (with rank).
-        kv_heads: key/value heads; alone it means gqa.
-        pooling: how fewer of them are made.
-        rank: of the latent; None with "mla" is the full one.
+        kv_heads: the number of key/value heads; given alone, it means gqa.
+        pooling: how fewer key/value heads are computed.
+        rank: the rank of the latent; None with "mla" is the full rank.
         rotary_layout: "half" or "interleaved".
-        stored_layout: the layout that the weights really have, where it is not what config.json
-            says.
-        context, scaling: tokens, and how rotary positions reach so far.
-        dtype: of the weights.
+        stored_layout: the true layout of the weights, if it is not the one that config.json says.
+        context, scaling: the new context in tokens, and the rotary scaling that reaches it.
+        dtype: the dtype of the weights.
 
     Raises:
-        ArgumentError: nothing is asked for, a word is unknown, or what is asked for does not go
-            together.
+        ArgumentError: there is nothing to change, a name is unknown, or options contradict each other.
 
     >>> ConversionOptions(to="mqa", dtype="bfloat16").kv_heads
     1
@@ -131,53 +132,56 @@ class ConversionOptions:
         asked = (self.to, self.kv_heads, self.rotary_layout, self.context, self.dtype)
         if all(value is None for value in asked):
             raise ArgumentError(
-                "nothing is asked for: give to, kv_heads, rotary_layout, context or dtype"
+                "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"
             )
         for name, known in ALLOWED_VALUES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise ArgumentError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+                raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if reason := self._contradiction():
             raise ArgumentError(reason)
         if self.to == "mqa":
             object.__setattr__(self, "kv_heads", 1)
 
     def _contradiction(self) -> str | None:
-        """What does not go together, or None."""
+        """Return the reason why options contradict each other, or None."""
         heads = self.kv_heads is not None
         fewer = heads or self.to == "mqa"
         rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
         checks = (
             (
                 self.rank is not None and self.to != "mla",
-                "rank is given, and belongs to mla: give to mla",
+                "rank is given, but only mla has one: give to='mla'",
             ),
-            (heads and self.to == "mla", "kv_heads is given, and mla has none: leave it out"),
+            (
+                heads and self.to == "mla",
+                "kv_heads is given, but mla has no key/value heads: leave it out",
+            ),
             (
                 heads and self.to == "mha",
-                "kv_heads is given, and mha has as many as queries: leave it out",
+                "kv_heads is given, but mha has as many as query heads: leave it out",
             ),
             (
                 self.to == "mqa" and self.kv_heads not in (None, 1),
-                f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out",
+                f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out",
             ),
-            (self.to == "gqa" and not heads, "gqa is asked for, and kv_heads is missing"),
+            (self.to == "gqa" and not heads, "to is gqa, and kv_heads is missing: give it"),
             (
                 self.pooling != "mean" and not fewer,
-                f"groups by {self.pooling} are for fewer key/value heads: give kv_heads",
+                f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
             ),
             (
                 self.scaling != "yarn" and self.context is None,
-                f"scaling {self.scaling} is given without a context",
+                f"scaling {self.scaling} is given without context: give both",
             ),
             (
                 stored and not rotary,
-                "stored_layout is given without rotary_layout, the one that comes out",
+                "stored_layout is given without rotary_layout, the layout of the result: give both",
             ),
             (
                 self.to == "mla" and rotary and not stored,
                 (
-                    "rotary_layout is given, and the rotary key of mla is always interleaved: "
+                    "rotary_layout is given, but the rotary key of mla is always interleaved: "
                     "leave it out"
                 ),
             ),
@@ -185,6 +189,7 @@ class ConversionOptions:
         return next((reason for wrong, reason in checks if wrong), None)
 
 
+@renamed_parameters(heal="finetune", tell="report_progress")
 def convert(
     source: str | Path,
     out: str | Path,
@@ -195,44 +200,56 @@ def convert(
     length: int | None = None,
     revision: str | None = None,
     ignore: Sequence[str] = (),
-    heal: Finetune | None = None,
-    tell: Callable[[str], None] | None = None,
+    finetune: Finetune | None = None,
+    report_progress: Callable[[str], None] | None = None,
 ) -> ConversionReport:
-    """Convert a checkpoint folder, measure what that did, and write another folder.
+    """Convert a checkpoint folder, measure the effect, and write another folder.
 
-    The result is written beside `out` under another name, loaded again, measured as it was loaded,
-    and only then renamed: `out` is whole or not there. The order is: layout of stored weights,
-    heads or latents, context, layout, dtype.
+    The result is written next to `out` under another name, loaded again, measured as loaded, and then
+    renamed, so that `out` is complete or not there. The order is: layout of the stored weights, heads or
+    latents, context, layout, dtype.
 
     Args:
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
         out: a folder that does not exist, or is empty; never the source.
-        wanted: what it is to become.
-        text: to measure on; None is a built-in one, the topics of `pydoc`.
-        tokens: at most so many of it.
-        length: tokens of a window; None is the trained length, at most 512.
-        revision: of a repository of the hub.
-        ignore: what of the source may be passed over, as `regard.load` takes it; the result is
-            without it.
-        heal: trains the converted network in place on the windows, before it is written.
-        tell: is called with a line at the beginning of each part of the work.
+        wanted: what to change.
+        text: the text for the measurement; None is a built-in one, the topics of `pydoc`.
+        tokens: the largest number of its tokens to use.
+        length: the tokens of a window; None is the trained length, at most 512.
+        revision: the revision of a repository of the hub.
+        ignore: parts of the source to ignore, as in `regard.load`; the result does not have them.
+        finetune: trains the converted network in staging on the windows before it is written; None does
+            not train.
+        report_progress: called with a line of text at the beginning of each part of the work.
+
+    Returns:
+        What changed, and how the two models compare.
 
     Raises:
-        ArgumentError: what is wanted cannot be made of this model.
+        ArgumentError: this model cannot be converted in this way.
         FileError: a folder cannot be read or written.
 
     >>> report = convert("tiny", "one-head", ConversionOptions(to="mqa"), tokens=256)
-    >>> report.before.kept, report.after.kept
+    >>> report.before.cached_values, report.after.cached_values
     (1024, 256)
     >>> import regard
     >>> regard.load("one-head").config.num_key_value_heads
     1
     """
     folder, target = resolve_source(source, revision), Path(out)
-    tell = tell or _ignore_line
-    with staging_folder(folder, target) as place:
+    report_progress = report_progress or _ignore_line
+    with staging_folder(folder, target) as staging:
         return _convert(
-            source, folder, target, place, wanted, text, (tokens, length), heal, ignore, tell
+            source,
+            folder,
+            target,
+            staging,
+            wanted,
+            text,
+            (tokens, length),
+            finetune,
+            ignore,
+            report_progress,
         )
 
 
@@ -240,41 +257,42 @@ def _convert(
     source: str | Path,
     folder: Path,
     target: Path,
-    place: Path,
+    staging: Path,
     wanted: ConversionOptions,
     text: str | None,
     size: tuple[int, int | None],
-    heal: Finetune | None,
+    finetune: Finetune | None,
     ignore: Sequence[str],
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> ConversionReport:
-    """What `convert` does in a place of its own."""
+    """Convert in a staging folder and rename it at the end."""
     tokens, length = size
-    tell(f"reading {source}")
+    report_progress(f"reading {source}")
     before = load(folder, kind=Model, ignore=ignore)
     if not before.has_head:
         raise ArgumentError(
-            f"{source} is a base model without a head, whose logits a conversion would be "
-            "measured by; convert the checkpoint of "
-            "the language model"
+            f"{source} is a base model without a head, and a conversion is measured by logits; "
+            "convert the checkpoint of the language model"
         )
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
     ids, source_text = evaluation_windows(before, text, limit, tokens)
-    tell(f"converting {len(before.decoder.layers)} layers")
+    report_progress(f"converting {plural(len(before.decoder.layers), 'layer')}")
     after, steps = apply_conversions(first, wanted)
-    healing = None
-    if heal is not None:
+    finetuning = None
+    if finetune is not None:
         if not source_text:
-            raise ArgumentError("healing needs a text, and the model has no tokenizer to read one")
-        tell(f"healing on {ids.numel():,} tokens")
-        after, healing = _finetuned(after, heal, ids)
-    tell(f"writing {target}")
-    write_checkpoint(after, folder, read_json(folder / "config.json"), place)
-    again = load(place, kind=Model)
-    tell(f"measuring on {ids.numel():,} tokens")
+            raise ArgumentError(
+                "finetuning needs a text, and the model has no tokenizer to encode one"
+            )
+        report_progress(f"finetuning on {plural(ids.numel(), 'token')}")
+        after, finetuning = _finetuned(after, finetune, ids)
+    report_progress(f"writing {target}")
+    write_checkpoint(after, folder, read_json(folder / "config.json"), staging)
+    again = load(staging, kind=Model)
+    report_progress(f"measuring on {plural(ids.numel(), 'token')}")
     measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
-    rename_to(place, target)
+    rename_to(staging, target)
     return ConversionReport(
         str(source),
         str(target),
@@ -282,18 +300,18 @@ def _convert(
         summarize(first),
         summarize(Checkpoint(again.decoder, again.config)),
         measured,
-        healing,
+        finetuning,
         before.ignored,
     )
 
 
 def apply_conversions(
-    held: Checkpoint, wanted: ConversionOptions
+    checkpoint: Checkpoint, wanted: ConversionOptions
 ) -> tuple[Checkpoint, tuple[ConversionStep, ...]]:
-    """All conversions that are wanted, one after the other; the given model is as before.
+    """Apply all conversions one after the other; the given checkpoint stays as it is.
 
     Raises:
-        ArgumentError: one of them cannot be made.
+        ArgumentError: one of them is not possible.
     """
     todo: list[Callable[[Checkpoint], tuple[Checkpoint, ConversionStep]]] = []
     relayout = None
@@ -315,75 +333,82 @@ def apply_conversions(
         todo.append(partial(to_dtype, dtype=wanted.dtype))
     steps = []
     for step in todo:
-        held, done = step(held)
+        checkpoint, done = step(checkpoint)
         steps.append(done)
-    return held, tuple(steps)
+    return checkpoint, tuple(steps)
 
 
-def summarize(held: Checkpoint) -> ModelSummary:
-    """What a model has and keeps."""
-    unique = {id(p): p for p in held.network.parameters()}.values()
+def summarize(checkpoint: Checkpoint) -> ModelSummary:
+    """Return the family, the dtype and the sizes of a checkpoint."""
+    unique = {id(p): p for p in checkpoint.network.parameters()}.values()
     dtypes = [str(p.dtype).removeprefix("torch.") for p in unique]
-    projections = [m for m in held.network.modules() if isinstance(m, Projection)]
-    kept = sum(sum(project.shape.memory) for project in projections)
+    projections = [m for m in checkpoint.network.modules() if isinstance(m, Projection)]
+    cached_values = sum(sum(project.shape.memory) for project in projections)
     return ModelSummary(
-        held.model_type, max(set(dtypes), key=dtypes.count), sum(p.numel() for p in unique), kept
+        checkpoint.model_type,
+        max(set(dtypes), key=dtypes.count),
+        sum(p.numel() for p in unique),
+        cached_values,
     )
 
 
 def _ignore_line(line: str) -> None:
-    """Nobody waits."""
+    """Discard a line of progress, for callers that want none."""
 
 
-def _to_mha(held: Checkpoint) -> tuple[Checkpoint, ConversionStep]:
-    return to_groups(held, held.config.num_attention_heads)
+def _to_mha(checkpoint: Checkpoint) -> tuple[Checkpoint, ConversionStep]:
+    return to_groups(checkpoint, checkpoint.config.num_attention_heads)
 
 
-def _finetuned(held: Checkpoint, heal: Finetune, ids: Tensor) -> tuple[Checkpoint, FinetuneResult]:
-    """A trained copy: conversions share weights with the model that they were made of."""
-    copy = rebuild(held.config, {name: x.clone() for name, x in held.weights().items()})
-    done = heal(copy.network.requires_grad_(True), ids)
-    return Checkpoint(copy.network.eval().requires_grad_(False), held.config), done
+def _finetuned(
+    checkpoint: Checkpoint, finetune: Finetune, ids: Tensor
+) -> tuple[Checkpoint, FinetuneResult]:
+    """Train a copy, since converted checkpoints share weights with the original."""
+    trained = rebuild(
+        checkpoint.config, {name: x.clone() for name, x in checkpoint.weights().items()}
+    )
+    done = finetune(trained.network.requires_grad_(True), ids)
+    return Checkpoint(trained.network.eval().requires_grad_(False), checkpoint.config), done
 
 
 def check_out(source: Path, out: Path) -> None:
-    """Refuse to write over anything.
+    """Check that a conversion would not overwrite anything.
 
     Raises:
-        ArgumentError: out is the source, or lies in it.
-        FileError: out is a file, or a folder that holds something.
+        ArgumentError: out is the source, or is inside it.
+        FileError: out is a file, or a folder that is not empty.
 
     >>> check_out(Path("a"), Path("a"))
     Traceback (most recent call last):
-    regard.errors.ArgumentError: out is a, which is the source or lies in it; a
+    regard.errors.ArgumentError: out is a, which is the source or is inside it; a
     conversion never writes there: give another folder
     """
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(
-            f"out is {out}, which is the source or lies in it; a conversion never writes there: "
+            f"out is {out}, which is the source or is inside it; a conversion never writes there: "
             "give another folder"
         )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise FileError(f"{out} is there and is no folder; give another name")
+        raise FileError(f"{out} exists and is not a folder; give another name")
     if out.is_dir() and any(out.iterdir()):
-        raise FileError(f"{out} is not empty; nothing is written over: give a new folder")
+        raise FileError(f"{out} is not empty; a conversion never overwrites: give a new folder")
 
 
 @contextmanager
 def staging_folder(source: Path, out: Path) -> Iterator[Path]:
-    """A folder beside `out` for what is to become it, and for nobody else, from the beginning of
-    the work to its end.
+    """Create a folder next to `out` that is to become it, and that no other process uses.
 
-    Whatever fails leaves nothing behind, and what a killed conversion left is swept.
+    After an error nothing remains, and remains of a killed conversion are removed.
 
     Raises:
-        ArgumentError, FileError: as `check_out`; another run is writing `out`; or the disk refuses.
+        ArgumentError, FileError: as in `check_out`; another process is writing `out`; or the disk raises
+            an error.
     """
     check_out(source, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with workplace(out, alone=True) as folder:
-            check_out(source, out)  # another run may have finished it meanwhile
+            check_out(source, out)  # another process may have finished it meanwhile
             yield folder
     except (OSError, SafetensorError) as error:
         if isinstance(error, FileError):
@@ -394,10 +419,10 @@ def staging_folder(source: Path, out: Path) -> Iterator[Path]:
 
 
 def rename_to(folder: Path, out: Path) -> None:
-    """Rename a folder that is whole to `out`.
+    """Rename a complete folder to `out`.
 
     Raises:
-        OSError: the disk refuses, or something came to be in `out` meanwhile.
+        OSError: the disk raises an error, or `out` is no longer empty.
     """
     if out.is_dir():
         out.rmdir()
@@ -405,31 +430,30 @@ def rename_to(folder: Path, out: Path) -> None:
     sync(out.parent)
 
 
-def write_checkpoint(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
-    """Write a converted model into a folder, with everything of the source that is not a weight.
+def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
+    """Write a converted checkpoint into a folder, with every file of the source that is not a weight.
 
     Raises:
         FileError: a file of the source cannot be read.
-        OSError, SafetensorError: the disk refuses; `staging_folder` tells it of the folder that the user
-            named.
+        OSError, SafetensorError: the disk raises an error; `staging_folder` reports it.
     """
-    assert held.network.head is not None  # `convert` refuses a model without one
-    dtype = cast("Tensor", held.network.head.weight).dtype
-    save(held.network, held.config, folder, dtype)
-    path = folder / "config.json"
-    config = read_json(path)
-    kept = {
+    assert checkpoint.network.head is not None  # `convert` raises for a model without one
+    dtype = cast("Tensor", checkpoint.network.head.weight).dtype
+    save(checkpoint.network, checkpoint.config, folder, dtype)
+    config_path = folder / "config.json"
+    config = read_json(config_path)
+    copied_keys = {
         key: raw[key] for key in raw if key in IGNORED_KEYS - SOURCE_ONLY_KEYS and key not in config
     }
     name = config["model_type"]
     if name == raw.get("model_type") and "architectures" in raw:
-        kept["architectures"] = raw["architectures"]
+        copied_keys["architectures"] = raw["architectures"]
     elif name in ARCHITECTURES:
-        kept["architectures"] = [ARCHITECTURES[name]]
-    path.write_text(json.dumps({**config, **kept}, indent=2) + "\n", "utf-8")
+        copied_keys["architectures"] = [ARCHITECTURES[name]]
+    config_path.write_text(json.dumps({**config, **copied_keys}, indent=2) + "\n", "utf-8")
     for file in COPIED_FILES:
-        if (there := present(source, file)) is not None:
-            shutil.copyfile(there, folder / file)
+        if (path := present(source, file)) is not None:
+            shutil.copyfile(path, folder / file)
     for written_file in folder.iterdir():
         sync(written_file)
     sync(folder)

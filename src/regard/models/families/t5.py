@@ -35,7 +35,7 @@ from regard.nn.projections import Separate
 from regard.nn.variants.parts import join, separate
 
 
-class AttentionSizes(NamedTuple):
+class T5AttentionSizes(NamedTuple):
     """Of an attention: the model dim M, the heads H, and the size of one, which need not be M /
     H.
     """
@@ -50,14 +50,14 @@ class AttentionSizes(NamedTuple):
 
 
 def stack_bias(
-    sizes: AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
+    sizes: T5AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
 ) -> T5Relative:
     """The bias of a stack, whose layers share its table: normal with standard deviation M^-0.5.
 
     Raises:
         ArgumentError: as `T5Relative`.
 
-    >>> stack_bias(AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
+    >>> stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
     t5_relative(32 buckets, bidirectional)
     """
     table = nn.Embedding(buckets, sizes.heads).weight
@@ -66,12 +66,12 @@ def stack_bias(
 
 
 def encoder_block(
-    sizes: AttentionSizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+    sizes: T5AttentionSizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
 ) -> Block:
     """A pre-norm block of the encoder.
 
-    >>> bias = stack_bias(AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
-    >>> encoder_block(AttentionSizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.scale
+    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
+    >>> encoder_block(T5AttentionSizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.scale
     1.0
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
@@ -81,12 +81,12 @@ def encoder_block(
 
 
 def decoder_block(
-    sizes: AttentionSizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+    sizes: T5AttentionSizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
 ) -> DecoderBlock:
     """A pre-norm block of the decoder; its attention to the encoder has no bias.
 
-    >>> bias = stack_bias(AttentionSizes(8, 2, 4), 32, 128, bidirectional=False)
-    >>> decoder_block(AttentionSizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.mask
+    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=False)
+    >>> decoder_block(T5AttentionSizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.mask
     Causal()
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
@@ -131,7 +131,7 @@ def build(config: Config) -> EncoderDecoder:
     """The encoder-decoder of a config, with fresh weights as the released code draws them."""
     M, V, D = config.d_model, config.vocab_size, config.d_kv
     sizes, norm = (
-        AttentionSizes(M, config.num_heads, D),
+        T5AttentionSizes(M, config.num_heads, D),
         partial(RMSNorm, M, eps=config.layer_norm_epsilon),
     )
     buckets = config.relative_attention_num_buckets, config.relative_attention_max_distance
