@@ -131,7 +131,8 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     long = "a b c d e f g h a b"
     with pytest.raises(
         regard.ArgumentError,
-        match="text 1 has 12 tokens, and this model reads at most 10; split it, or leave out its end with "
+        match="text 1 has 12 tokens, and this model reads at most 10; split it, or leave out its "
+        "end with "
         "truncate=True",
     ):
         model.embed(["a", long])
@@ -222,13 +223,15 @@ def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_pa
     save(network, CONFIG, tmp_path)
     with pytest.raises(
         FileError,
-        match=f"bert models are encoders, which load as a TextEncoder, and kind is {kind.__name__}; "
+        match="model_type bert is an architecture of kind 'encoder', which loads as a "
+        f"TextEncoder, and kind is {kind.__name__}; "
         "for",
     ):
         regard.load(tmp_path, kind=kind)
     with pytest.raises(
         FileError,
-        match="llama models are decoders, which load as a Model, and kind is TextEncoder",
+        match="model_type llama is an architecture of kind 'decoder', which loads as a Model, and "
+        "kind is TextEncoder",
     ):
         regard.load("tiny", kind=TextEncoder)
 

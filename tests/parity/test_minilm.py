@@ -208,7 +208,8 @@ def test_a_long_text(mine: TextEncoder) -> None:
     text = "attention " * 300
     with pytest.raises(
         regard.ArgumentError,
-        match=r"text 1 has 302 tokens, and this model reads at most 256; split it, or leave out its end "
+        match=r"text 1 has 302 tokens, and this model reads at most 256; split it, or leave out "
+        r"its end "
         r"with truncate=True",
     ):
         mine.embed(["short", text])

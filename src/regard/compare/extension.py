@@ -86,7 +86,8 @@ def extended(model: Model, method: str, target: int) -> Decoder:
         target: tokens to reach, more than the trained length.
 
     Raises:
-        ArgumentError: the method is unknown, or as `regard.models.convert.context_length.extend_context`.
+        ArgumentError: the method is unknown, or as
+            `regard.models.convert.context_length.extend_context`.
 
     >>> import regard
     >>> tiny = regard.load("tiny")

@@ -44,7 +44,7 @@ LOADABLE = tuple(name for name in CONFIGS if name not in COUNTED_ONLY)
 
 
 def config_class(model_type: str) -> type[ModelConfig] | None:
-    """The config class of a `model_type`, or None.
+    """Return the config class of a `model_type`, or None if it is not supported.
 
     >>> config_class("gemma3").__name__
     'Gemma3Config'

@@ -1,4 +1,4 @@
-"""Published models by name, as keys of their config.json; `model_of` looks a model up.
+"""The sizes of published models, as keys of their config.json; `model_of` finds one by name.
 
 The table is data: `regard.configs.reader` reads its entries as it reads any config.json.
 """
@@ -21,9 +21,9 @@ class PublishedModel:
     """A published model.
 
     Attributes:
-        config: the keys of its config.json that say sizes.
-        source: where they are from.
-        note: what a reader should know.
+        config: the keys of its config.json that define sizes.
+        source: the paper or file that has them.
+        note: a remark for readers, or "".
     """
 
     config: Mapping[str, Any]
@@ -335,14 +335,16 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = GPT | LLAMA | QWEN | GEMMA | DEEPS
 
 
 def model_of(source: str) -> Model:
-    """The model of a known name, of a config.json, or of a folder that holds one.
+    """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:
-        source: a name in `PUBLISHED_MODELS`, in any case; or a path.
+        source: a name in `PUBLISHED_MODELS`, in upper or lower case; or a path.
+
+    Returns:
+        The sizes, with their source as a note.
 
     Raises:
-        ArgumentError: there is neither a model nor a file of this name; the message has the
-            nearest names.
+        ArgumentError: neither a model nor a file has this name; the message has similar names.
         FileError: the path has no readable config.json.
 
     >>> model_of("gpt3").attention_parameters

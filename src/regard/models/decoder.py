@@ -24,12 +24,12 @@ class Decoder(nn.Module):
         embed: the input embedding, called as embed(ids, positions).
         layers: the blocks, called as block(x, positions, cache).
         norm: the norm after the last block; an `nn.Identity` for post-norm blocks.
-        head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight. None, as in a base
-            model that was saved alone, gives hidden states only.
+        head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight. None, as in a
+            base model that was saved alone, gives hidden states only.
 
     Raises:
-        ArgumentError: when called: ids are not [B, T] or outside the vocabulary, caches are not one per
-            layer, or logits are asked for and there is no head.
+        ArgumentError: when called: ids are not [B, T] or outside the vocabulary, caches are not one
+            per layer, or logits are asked for and there is no head.
 
     >>> import torch
     >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
@@ -117,7 +117,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
-                f"{plural(len(caches), 'cache')} for {plural(len(self.layers), 'layer')}; give one per "
+                f"{plural(len(caches), 'cache')} for {plural(len(self.layers), 'layer')}; give "
+                "one per "
                 "layer"
             )
         if positions is None:

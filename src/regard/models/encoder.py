@@ -1,5 +1,5 @@
-"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, with the pooler and
-the head that were trained on top of it.
+"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, with the pooler
+and the head that were trained on top of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Encoder(nn.Module):
     Args:
         embed: the input embedding, with positions.
         layers: the blocks, called as block(x, positions).
-        norm: the norm after the last block: a norm for pre-norm blocks, an `nn.Identity` for post-norm
-            ones.
+        norm: the norm after the last block: a norm for pre-norm blocks, an `nn.Identity` for
+            post-norm ones.
 
     Raises:
         ArgumentError: when called: ids are not [B, S].
@@ -54,9 +54,10 @@ class Encoder(nn.Module):
 
         Args:
             ids: token ids [B, S].
-            positions: positions [B, S]; -1 is padding, which no token sees and whose state has no meaning.
-                None is 0 to S - 1.
-            segments: segment ids (token_type_ids) [B, S], for an embedding that has them; None is 0.
+            positions: positions [B, S]; -1 is padding, which no token sees and whose state has no
+                meaning. None is 0 to S - 1.
+            segments: segment ids (token_type_ids) [B, S], for an embedding that has them; None is
+                0.
             backend: the attention kernel, or "auto".
 
         Returns:

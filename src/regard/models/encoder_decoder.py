@@ -41,8 +41,8 @@ class EncoderDecoder(nn.Module):
         head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight.
 
     Raises:
-        ArgumentError: when called: ids are not [B, T]; caches are not one pair per layer; or memory is
-            missing, or given twice.
+        ArgumentError: when called: ids are not [B, T]; caches are not one pair per layer; or memory
+            is missing, or given twice.
 
     >>> import torch
     >>> model = transformer(11, 8, 2, 1)

@@ -1,4 +1,5 @@
-"""Repositories of the Hugging Face hub: names, and downloads through `huggingface_hub` (extra `hub`).
+"""Repositories of the Hugging Face hub: names, and downloads through `huggingface_hub` (extra
+`hub`).
 
 Only safetensors, JSON and tokenizer files are downloaded, each by its name; code and pickles never
 are. The files are stored in the cache that all Hugging Face libraries share, and are read from
@@ -42,8 +43,8 @@ SMALL_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that are downloaded if the repository has them: `regard` reads them, or `regard convert` copies
-them.
+"""Files that are downloaded if the repository has them: `regard` reads them, or `regard convert`
+copies them.
 """
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
 """Suffixes of names that mean files, not repositories."""
@@ -70,7 +71,8 @@ def repository_of(source: str | Path) -> str | None:
         name = source.removeprefix(PREFIX)
         if not _is_id(name):
             raise FileError(
-                f"{shown(source)} is not the name of a repository; write hub:org/name, with letters, "
+                f"{shown(source)} is not the name of a repository; write hub:org/name, with "
+                "letters, "
                 "digits, '-', '_' and '.'"
             )
         return name
@@ -101,21 +103,22 @@ def download(
 ) -> Path:
     """Download a repository into Hugging Face's cache, as far as it is missing there.
 
-    A progress bar is shown. With HF_HUB_OFFLINE=1 only the cache is used. HF_ENDPOINT names the server.
+    A progress bar is shown. With HF_HUB_OFFLINE=1 only the cache is used. HF_ENDPOINT names the
+    server.
 
     Args:
         repository: "org/name".
         revision: a branch, a tag or a commit; None is the main branch.
-        check: called with the folder when everything except the weights is there; an exception ends the
-            download.
+        check: called with the folder when everything except the weights is there; an exception ends
+            the download.
         weights: whether to download the safetensors.
 
     Returns:
         The folder in the cache.
 
     Raises:
-        FileError: the extra is not installed; the repository or revision does not exist or may not be
-            read; it has no safetensors; or the download is incomplete.
+        FileError: the extra is not installed; the repository or revision does not exist or may not
+            be read; it has no safetensors; or the download is incomplete.
         ArgumentError: the revision is empty.
     """
     if revision == "":
@@ -149,7 +152,8 @@ def _shards(folder: Path) -> list[str]:
         check_name(folder, name)
         if not name.endswith(".safetensors"):
             raise FileError(
-                f"{folder / INDEX} names {shown(name)}, which is not a safetensors file; nothing "
+                f"{folder / INDEX} refers to {shown(name)}, which is not a safetensors file; "
+                "nothing "
                 "else is downloaded"
             )
     return shards
@@ -239,14 +243,16 @@ class _Repository:
             )
         elif self._offline or isinstance(error, known.OfflineModeIsEnabled):
             message = (
-                f"is not complete in the cache at {version}, and HF_HUB_OFFLINE forbids the download; "
+                f"is not complete in the cache at {version}, and HF_HUB_OFFLINE forbids the "
+                "download; "
                 "unset it to download"
             )
         elif isinstance(error, known.HfHubHTTPError) and status is not None:
             message = f"was not served: the server answered {status} ({reason}); try again later"
         else:
             message = (
-                f"was not downloaded completely: {type(error).__name__}: {reason}. The finished part is "
+                f"was not downloaded completely: {type(error).__name__}: {reason}. The finished "
+                "part is "
                 "kept; load it again. With "
                 "HF_HUB_OFFLINE=1 only the cache is read"
             )

@@ -96,26 +96,27 @@ def load(
     shards with an index) and tokenizer.json are checked before anything is allocated. Without
     tokenizer.json the model takes only ids.
 
-    Weights of a base model that was saved alone (names without "model." in front, no head) load too.
-    Its head is the embedding where config.json or the family ties the two. Otherwise the model returns
-    hidden states (`hidden`), and raises when logits are asked for.
+    Weights of a base model that was saved alone (names without "model." in front, no head) load
+    too. Its head is the embedding where config.json or the family ties the two. Otherwise the model
+    returns hidden states (`hidden`), and raises when logits are asked for.
 
     Args:
-        source: `"tiny"`, a small Llama that the package contains; `"minilm"`, a trained BERT, if the
-            extra `demo` is installed; a folder; or `"org/name"`, a repository of the Hugging Face hub,
-            if the extra `hub` is installed. `"hub:org/name"` always means a repository. A `Path` is a
-            folder and is never downloaded.
+        source: `"tiny"`, a small Llama that the package contains; `"minilm"`, a trained BERT, if
+            the extra `demo` is installed; a folder; or `"org/name"`, a repository of the Hugging
+            Face hub, if the extra `hub` is installed. `"hub:org/name"` always means a repository. A
+            `Path` is a folder and is never downloaded.
         kind: `Model`, `TextEncoder` or `Seq2Seq`, to raise for any other; None accepts all three.
-        dtype: the dtype of the weights, and so of the computation; None is the dtype that config.json
-            names, or else that of the stored weights. On a CPU, float16 decodes fastest and bfloat16
-            reads prompts fastest (LOG.md).
+        dtype: the dtype of the weights, and so of the computation; None is the dtype that
+            config.json names, or else that of the stored weights. On a CPU, float16 decodes fastest
+            and bfloat16 reads prompts fastest (LOG.md).
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
-        allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get random
-            values and are not trained.
-        ignore: patterns (`*`, `?`) of keys of config.json, of stored tensors, and of adapter files that
-            the family does not know and that are to be ignored. `ignored` of the model lists them.
-        finite: whether to raise for weights that are NaN or infinite; it takes about as long as reading
+        allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
+            random values and are not trained.
+        ignore: patterns (`*`, `?`) of keys of config.json, of stored tensors, and of adapter files
+            that the family does not know and that are to be ignored. `ignored` of the model lists
             them.
+        finite: whether to raise for weights that are NaN or infinite; it takes about as long as
+            reading them.
 
     Returns:
         The model, in evaluation mode and without gradients.
@@ -124,8 +125,8 @@ def load(
         FileError: the folder or a file in it is missing, damaged, not supported, or contradicts
             another; or it holds another kind of model; or the hub does not serve the repository.
         ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
-        ArgumentError: dtype is not a floating-point dtype; ignore names a key or tensor that the family
-            needs; or revision is given for a source that is not on the hub.
+        ArgumentError: dtype is not a floating-point dtype; ignore names a key or tensor that the
+            family needs; or revision is given for a source that is not on the hub.
 
     >>> load("tiny").config.vocab_size
     1024
@@ -189,7 +190,8 @@ def _family(folder: Path, kind: type[Any] | None) -> tuple[Family, Raw]:
     model_class = MODEL_CLASS_OF_KIND[its_family.text]
     if kind not in (None, model_class):
         raise FileError(
-            f"{folder}: {raw['model_type']} models are {its_family.text}s, which load as a "
+            f"{folder}: model_type {raw['model_type']} is an architecture of kind "
+            f"{its_family.text!r}, which loads as a "
             f"{model_class.__name__}, and kind is {kind.__name__}; leave out kind, or give "
             f"kind={model_class.__name__}"
         )
@@ -309,13 +311,14 @@ def resolve_source(
 ) -> Path:
     """Return the folder that a source names; a repository is downloaded into Hugging Face's cache.
 
-    Only `"hub:org/name"` is downloaded, and `"org/name"` where neither that folder nor a folder "org"
+    Only `"hub:org/name"` is downloaded, and `"org/name"` where neither that folder nor a folder
+    "org"
     exists: a mistyped path must not become a request to a server.
 
     Args:
         source, revision: as in `load`.
-        check: called with the folder of a repository when everything except its weights is there; an
-            exception ends the download.
+        check: called with the folder of a repository when everything except its weights is there;
+            an exception ends the download.
 
     Returns:
         The path of the folder.

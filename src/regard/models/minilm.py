@@ -23,7 +23,8 @@ def minilm_folder() -> Path:
     """Return the folder of all-MiniLM-L6-v2, whose weights are checked against the published hash.
 
     Raises:
-        FileError: the package is not installed, or its weights differ; the message says how to get it.
+        FileError: the package is not installed, or its weights differ; the message says how to get
+            it.
 
     Source: Wang et al. 2020 (arXiv 2002.10957); Reimers and Gurevych 2019 (arXiv 1908.10084).
     """

@@ -38,8 +38,8 @@ class Pooling:
 
     Args:
         mode: a `PoolingMode`.
-        normalise: whether the vector is divided by its length, so that the dot product of two vectors
-            is their cosine similarity.
+        normalise: whether the vector is divided by its length, so that the dot product of two
+            vectors is their cosine similarity.
 
     Raises:
         ArgumentError: the mode is unknown.
@@ -170,7 +170,9 @@ def read_max_seq_length(folder: Path) -> int | None:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Return the class name and the folder of each module in modules.json; None without that file."""
+    """Return the class name and the folder of each module in modules.json; None without that
+    file.
+    """
     name = "modules.json"
     path = present(folder, name)
     if path is None:
@@ -255,15 +257,15 @@ class TextEncoder(TextModel):
         Args:
             texts: one text, or B texts.
             seconds: the second text of each pair, for a model that reads pairs; None is no pairs.
-            truncate: whether the end of a text that is too long is cut off; otherwise such a text raises.
-                Pairs are never truncated.
+            truncate: whether the end of a text that is too long is cut off; otherwise such a text
+                raises. Pairs are never truncated.
 
         Returns:
             The ids, positions and segments, each [B, S]; shorter texts are padded at the end.
 
         Raises:
-            ArgumentError: there is no text, `seconds` has another number of texts, or a text has more than
-                `max_seq_length` tokens.
+            ArgumentError: there is no text, `seconds` has another number of texts, or a text has
+                more than `max_seq_length` tokens.
             ArgumentTypeError: a text is not a str.
             FileError: the model has no tokenizer.
         """
@@ -318,7 +320,8 @@ class TextEncoder(TextModel):
 
         Args:
             ids: token ids [B, S], as `encode` returns them.
-            positions: positions [B, S], -1 for padding, whose states have no meaning; None is 0 to S - 1.
+            positions: positions [B, S], -1 for padding, whose states have no meaning; None is 0 to
+                S - 1.
             segments: segment ids [B, S]; None is 0 everywhere.
             backend: the attention kernel, or "auto".
 
@@ -326,7 +329,8 @@ class TextEncoder(TextModel):
             Hidden states [B, S, M].
 
         Raises:
-            ArgumentError: an id is outside the vocabulary, or a position is beyond the learned positions.
+            ArgumentError: an id is outside the vocabulary, or a position is beyond the learned
+                positions.
         """
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
@@ -392,8 +396,8 @@ class TextEncoder(TextModel):
 
         Args:
             texts: one text, or N texts.
-            batch: how many texts one forward pass reads; it changes only time and memory. Texts of similar
-                length are read together.
+            batch: how many texts one forward pass reads; it changes only time and memory. Texts of
+                similar length are read together.
             truncate: as in `encode`.
 
         Returns:

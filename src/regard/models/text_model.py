@@ -1,4 +1,6 @@
-"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, decoding, saving."""
+"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, decoding,
+saving.
+"""
 
 from __future__ import annotations
 

@@ -96,11 +96,12 @@ def split_at_names(text: str, names: Iterable[str]) -> list[str]:
 
 
 class StreamDecoder:
-    """Decodes ids one at a time: `push(id)` returns the characters that are complete, `flush()` the rest.
+    """Decodes ids one at a time: `push(id)` returns the characters that are complete, `flush()` the
+    rest.
 
-    The parts joined equal `Tokenizer.decode` of all ids, and no part of a character is returned. There
-    is one exception: byte tokens beside words (the byte fallback of sentencepiece) that are not valid
-    UTF-8 can turn characters before them into U+FFFD.
+    The parts joined equal `Tokenizer.decode` of all ids, and no part of a character is returned.
+    There is one exception: byte tokens beside words (the byte fallback of sentencepiece) that are
+    not valid UTF-8 can turn characters before them into U+FFFD.
 
     >>> from regard.models.tokenizer import Tokenizer
     >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
@@ -126,12 +127,16 @@ class StreamDecoder:
         return "" if text.endswith("�") else self._emit(text)
 
     def flush(self) -> str:
-        """Return the rest, after the last id; bytes that are not a complete character are U+FFFD."""
+        """Return the rest, after the last id; bytes that are not a complete character are
+        U+FFFD.
+        """
         rest = self._utf8.decode(b"", final=True)
         return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
 
     def _emit(self, text: str) -> str:
-        """Return the new part of the text of the ids; a token's text depends only on the one before it."""
+        """Return the new part of the text of the ids; a token's text depends only on the one before
+        it.
+        """
         new = text[len(self._shown) :]
         self._ids = self._ids[self._emitted :]
         self._emitted, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
@@ -149,8 +154,8 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer:
     """Converts text to token ids and back, with the `tokenizers` package.
 
-    Names of special tokens in a user's text are encoded as ordinary text. `decode(encode(text)) == text`
-    for every text of a byte-level tokenizer. Ids count from 0.
+    Names of special tokens in a user's text are encoded as ordinary text. `decode(encode(text)) ==
+    text` for every text of a byte-level tokenizer. Ids count from 0.
 
     Args:
         backend: the tokenizer of the `tokenizers` package.
@@ -203,11 +208,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a tokenizer.json (any kind that the `tokenizers` package supports), or the one in a folder.
+        """Read a tokenizer.json (any kind that the `tokenizers` package supports), or the one in a
+        folder.
 
         Raises:
-            FileError: the file is missing, not a regular file, not JSON (with line and column), or not a
-                tokenizer that this version can read.
+            FileError: the file is missing, not a regular file, not JSON (with line and column), or
+                not a tokenizer that this version can read.
         """
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
@@ -247,8 +253,8 @@ class Tokenizer:
         Args:
             text: any Unicode text.
             special: whether names of special tokens in the text become their ids.
-            template: whether to add the special tokens that the tokenizer's file puts around a text, such
-                as a token for its beginning.
+            template: whether to add the special tokens that the tokenizer's file puts around a
+                text, such as a token for its beginning.
 
         Returns:
             The ids.
@@ -295,7 +301,9 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Convert ids to text; special tokens appear by name unless skipped, broken UTF-8 as U+FFFD."""
+        """Convert ids to text; special tokens appear by name unless skipped, broken UTF-8 as
+        U+FFFD.
+        """
         chosen = list(ids)
         for index in chosen:
             self._token(index)
@@ -305,7 +313,8 @@ class Tokenizer:
         return str(self._run(self._backend.decode, chosen, skip_special_tokens=False))
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Return one visible string per token: spaces as symbols, part of a character as bytes, ‹E4 BD›.
+        """Return one visible string per token: spaces as symbols, part of a character as bytes, ‹E4
+        BD›.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> tokenizer.pieces(tokenizer.encode("a\\n é"))
@@ -354,7 +363,9 @@ class Tokenizer:
 
 
 def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
-    """Read the tokenizer of a file, whose parts are checked before the `tokenizers` package gets it."""
+    """Read the tokenizer of a file, whose parts are checked before the `tokenizers` package gets
+    it.
+    """
     raw = whole(file, MAX_FILE_BYTES)
     try:
         content = parse(raw)
@@ -379,7 +390,9 @@ class _BackendError(Exception):
 
 
 def _call_backend(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the backend; its errors, also panics that are not an `Exception`, become `_BackendError`."""
+    """Call the backend; its errors, also panics that are not an `Exception`, become
+    `_BackendError`.
+    """
     try:
         return function(*args, **kwargs)
     except Exception as error:

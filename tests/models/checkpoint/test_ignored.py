@@ -143,7 +143,10 @@ def test_an_unknown_key_of_an_inner_object(folder: Path) -> None:
 )
 def test_what_the_family_needs_cannot_be_passed_over(name: str, folder: Path) -> None:
     change_config(folder, hidden_act="silu")
-    message = f"ignore names '{name}', which is not an unknown key or tensor: llama needs it; leave it out"
+    message = (
+        f"ignore names '{name}', which is not an unknown key or tensor: llama needs it; "
+        "leave it out"
+    )
     with pytest.raises(ArgumentError, match=message):
         regard.load(folder, ignore=[name])
 

@@ -243,7 +243,8 @@ def test_errors(model: Model) -> None:
             (
                 f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than "
                 "max_context 10; "
-                f"ask for at most {10 - most}, raise max_context, or use a cache that drops old tokens: "
+                f"ask for at most {10 - most}, raise max_context, or use a cache that drops old "
+                "tokens: "
                 'cache="ring" or "streaming"'
             ),
         ),

@@ -1,5 +1,5 @@
-"""One mechanism of the catalogue as a decoder layer, with other positions or under a window where
-it allows them.
+"""A mechanism of the catalogue `regard.nn.variants` as the attention of a decoder layer, with other
+positions or a window where it supports them.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ from regard.positions import Rotary
 from regard.suggest import suggest
 
 PositionScheme: TypeAlias = Literal["rope", "alibi", "none"]
-"""Where the scores of a mechanism know positions from: turned queries and keys, a penalty on
+"""How the scores of a mechanism depend on positions: rotated queries and keys, a penalty on the
 distance, or not at all.
 """
 
 
 def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.0) -> Mixer:
-    """A mechanism with other positions: its own rotary and ALiBi are taken off, and those of the
-    scheme put on.
+    """Return a mechanism with other positions: its rotary and ALiBi are replaced by those of the
+    scheme.
 
-    "rope": q, k turn by their positions, behind all other steps; "alibi": s_ij - m_h (i - j);
-    "none": neither
+    "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
+    j); "none": neither
 
     Args:
-        mixer: softmax attention whose queries and keys are plain heads; anything else is left as it
-            is, if it has no positions and is to have none. What it is made of goes over to the
-            result.
-        scheme: which; a rotary that is there already stays as it is under "rope".
-        base: of a new rotary.
+        mixer: softmax attention whose queries and keys are plain heads, whose parts are reused in
+            the result. Any other mechanism without positions is returned unchanged for "none".
+        scheme: the position scheme; with "rope" an existing rotary step stays.
+        base: the base of a new rotary step.
 
     Raises:
-        ArgumentError: the scheme is unknown, or positions are part of what the mechanism is.
+        ArgumentError: the scheme is unknown, or positions are part of the mechanism's definition.
 
     >>> from regard.nn.variants import gqa
     >>> layer = with_positions(gqa(32, 4, groups=2), "alibi")
@@ -75,25 +74,26 @@ def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.
 
 
 def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
-    """The schemes that `with_positions` can give a mechanism.
+    """Return the position schemes that `with_positions` can give a mechanism.
 
     >>> from regard.nn.variants import delta_net, gqa, moba
-    >>> supported_schemes(gqa(32, 4, groups=2)), supported_schemes(delta_net(32, 4)), supported_schemes(moba(32, 4, groups=2))
-    (('rope', 'alibi', 'none'), ('none',), ())
+    >>> supported_schemes(gqa(32, 4, groups=2)), supported_schemes(delta_net(32, 4))
+    (('rope', 'alibi', 'none'), ('none',))
+    >>> supported_schemes(moba(32, 4, groups=2))
+    ()
     """
     return tuple(scheme for scheme in get_args(PositionScheme) if _fixed(mixer, scheme) is None)
 
 
 def with_window(mixer: Mixer, size: int) -> Mixer:
-    """A mechanism under a window, too: a query sees the last W keys of those that it saw before,
-    its own included.
+    """Return a mechanism with an additional window: a query sees at most the last W keys.
 
     Args:
-        mixer: softmax attention under a mask. What it is made of goes over to the result.
-        size: W.
+        mixer: softmax attention with a mask; its parts are reused in the result.
+        size: W, the query's own key included.
 
     Raises:
-        ArgumentError: the mechanism is no softmax attention under a mask, or size is less than 1.
+        ArgumentError: the mechanism is not softmax attention with a mask, or size is less than 1.
 
     >>> from regard.nn.variants import qk_norm
     >>> print(with_window(qk_norm(32, 4, groups=2), 3).mask)
@@ -102,21 +102,21 @@ def with_window(mixer: Mixer, size: int) -> Mixer:
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
     window = Window(size)
-    if type(mixer) is not Attention:  # others see what their own rule says
-        raise ArgumentError(f"{type(mixer).__name__} takes no window beside what it keeps itself")
+    if type(mixer) is not Attention:  # other mechanisms have a rule of their own
+        raise ArgumentError(f"{type(mixer).__name__} does not support an additional window")
     return _remade(mixer, window if mixer.mask is None else mixer.mask & window, mixer.bias)
 
 
 def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
-    """Why a mechanism cannot have these positions, or None."""
+    """Return the reason why a mechanism cannot have these positions, or None."""
     name = type(mixer).__name__
     if _heads(mixer) is None:
         if any(isinstance(module, Rotary) for module in mixer.modules()):
             return f"rotary positions are part of this {name}"
-        return None if scheme == "none" else f"queries and keys of this {name} are no plain heads"
+        return None if scheme == "none" else f"queries and keys of this {name} are not plain heads"
     assert isinstance(mixer, Attention)
     if mixer.bias is not None and not isinstance(mixer.bias, ALiBi):
-        return f"the bias {mixer.bias} tells this {name} its positions"
+        return f"this {name} gets its positions from the bias {mixer.bias}"
     if scheme == "alibi" and isinstance(mixer.project, Differential):
         return (
             "the two patterns of differential attention need one slope, and ALiBi has one for each"
@@ -125,9 +125,7 @@ def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
 
 
 def _heads(mixer: Mixer) -> Sequence[Heads | Fused] | None:
-    """What makes queries and keys, with their steps; None where they are no plain heads of a
-    softmax attention.
-    """
+    """Return the projections of queries and keys; None if they are not plain softmax heads."""
     if type(mixer) is not Attention:
         return None
     project = mixer.project.project if isinstance(mixer.project, Gated) else mixer.project
@@ -137,7 +135,7 @@ def _heads(mixer: Mixer) -> Sequence[Heads | Fused] | None:
 
 
 def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:
-    """The parts of an attention under another mask and bias."""
+    """Return attention with the same parts and another mask and bias."""
     return Attention(
         attention.project,
         attention.output,
@@ -151,32 +149,32 @@ def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Atten
 
 
 Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoidal", "none"]
-"""Where positions come from: as the mechanism has them, or in the heads, the scores, the embedding,
-or nowhere.
+"""How positions enter: as the mechanism defines, in the heads, the scores, the embedding, or
+not.
 """
 
 EMBEDDING_POSITIONS = ("learned", "sinusoidal")
 """Positions that are added to the embedding."""
 CAUSAL_OPTIONS = {"is_causal": True, "bidirectional": False}
-"""Options that say whether a mechanism looks ahead, and what they are in a decoder."""
+"""Options that make a mechanism causal -> their values in a decoder."""
 LAYER_INDEX_OPTIONS = ("layer", "depth")
-"""Options that say which layer this is, from 0."""
+"""Options for the index of the layer, from 0."""
 
 
 def decoder_variants() -> tuple[str, ...]:
-    """The mechanisms of the catalogue that can be a decoder's layers.
+    """Return the mechanisms of the catalogue that can be the layers of a decoder.
 
-    >>> "retention" in decoder_variants(), "bahdanau" in decoder_variants(), "prefix_lm" in decoder_variants()
-    (True, False, False)
+    >>> [name in decoder_variants() for name in ("retention", "bahdanau", "prefix_lm")]
+    [True, False, False]
     """
     return tuple(sorted(name for name, entry in VARIANTS.items() if _unfit(entry) is None))
 
 
 def find_variant(name: str) -> Variant:
-    """A mechanism for a decoder, by name.
+    """Return the mechanism for a decoder with this name.
 
     Raises:
-        ArgumentError: no mechanism has this name, or it cannot be a decoder's layer.
+        ArgumentError: no mechanism has this name, or it cannot be the layer of a decoder.
 
     >>> find_variant("gqa").family
     'softmax'
@@ -190,10 +188,10 @@ def find_variant(name: str) -> Variant:
 
 
 def check_position(position: str) -> None:
-    """Refuse a word that is no `Position`.
+    """Check that a name is a `Position`.
 
     Raises:
-        ArgumentError: with the near one.
+        ArgumentError: it is not; the message has a similar name.
 
     >>> check_position("rope")
     """
@@ -214,21 +212,22 @@ def build_mixer(
     position: str = "catalogue",
     window: int | None = None,
 ) -> Mixer:
-    """The attention of one layer of a decoder: causal, x [B,T,M] -> [B,T,M].
+    """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M].
 
     Args:
-        name: of a mechanism in the catalogue.
-        dim, heads: the model dim M and the query heads H.
-        options: its own, as plain values; whether it looks ahead and which layer it is are given
-            here.
-        layer: which layer this is, from 0, for mechanisms that differ from layer to layer.
-        position: "learned" and "sinusoidal" are the embedding's matter: here they are "none".
-        window: None, or W: a query sees at most the last W keys, for mechanisms without a window of
-            their own.
+        name: the name of a mechanism in the catalogue.
+        dim, heads: the model dim M and the number of query heads H.
+        options: the options of its constructor, as plain values, without those for causality and
+            for the index of the layer.
+        layer: the index of the layer from 0, for mechanisms that differ from layer to layer.
+        position: the source of positions; "learned" and "sinusoidal" are added by the embedding and
+            count as "none" here.
+        window: None, or W: a query sees at most the last W keys, for mechanisms without their own
+            window.
 
     Raises:
-        ArgumentError: the mechanism cannot be one, an option is not as its signature says, or it
-            does not take these positions or a window.
+        ArgumentError: the mechanism cannot be the layer of a decoder, an option does not match its
+            signature, or it does not support these positions or a window.
 
     >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
     causal & window(3)
@@ -237,14 +236,15 @@ def build_mixer(
     check_position(position)
     own = names(entry)
     ours = {**CAUSAL_OPTIONS, **dict.fromkeys(LAYER_INDEX_OPTIONS, layer)}
-    given = {key: value for key, value in ours.items() if key in own}
-    for key, value in given.items():
+    decoder_options = {key: value for key, value in ours.items() if key in own}
+    for key, value in decoder_options.items():
         if options.get(key, value) != value:
             raise ArgumentError(
-                f"{key} of {name} is {options[key]!r}; a decoder gives it to each layer: leave it "
+                f"{key} of {name} is {options[key]!r}; the decoder sets it for each layer: leave "
+                "it "
                 "out"
             )
-    mixer = entry.build(dim, heads, **checked(entry, {**options, **given}))
+    mixer = entry.build(dim, heads, **checked(entry, {**options, **decoder_options}))
     assert isinstance(mixer, Mixer)
     _check_width(mixer, name, dim)
     if window is not None:
@@ -253,7 +253,7 @@ def build_mixer(
 
 
 def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
-    """The mechanism under a window; a refusal says what it takes in its place."""
+    """Add a window to the mechanism; the error for one that cannot have it lists its options."""
     own = names(entry)
     if "window" in own:
         raise ArgumentError(
@@ -269,7 +269,7 @@ def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
 
 
 def _positioned(mixer: Mixer, name: str, position: str) -> Mixer:
-    """The mechanism with other positions; a refusal says which it takes."""
+    """Give the mechanism other positions; the error for one that cannot have them lists its own."""
     if position == "catalogue":
         return mixer
     scheme: PositionScheme = (
@@ -289,22 +289,21 @@ def _positioned(mixer: Mixer, name: str, position: str) -> Mixer:
 
 
 def _unfit(entry: Variant) -> str | None:
-    """Why a mechanism cannot be a decoder's layer, or None."""
+    """Return the reason why a mechanism cannot be the layer of a decoder, or None."""
     if entry.family in ("cross", "additive"):
-        return "looks at a second sequence"
+        return "attends to a second sequence"
     if not entry.causal and not CAUSAL_OPTIONS.keys() & set(names(entry)):
-        return "sees what comes behind a token"
+        return "sees later tokens"
     return None
 
 
 def _check_width(mixer: Mixer, name: str, dim: int) -> None:
-    """A mechanism without an output map gives its heads as they are: they must be as wide as the
-    model.
-    """
+    """Check that a mechanism without an output map returns vectors of the model dim."""
     if isinstance(mixer, Attention) and isinstance(mixer.output, nn.Identity):
         H, _, _, E, _ = mixer.project.shape
         width = H * E
         if width != dim:
             raise ArgumentError(
-                f"{name} gives {width} numbers, and the model has dim {dim}; leave head_dim out"
+                f"{name} returns vectors of {width}, and the model has dim {dim}; leave out "
+                "head_dim"
             )

@@ -1,5 +1,5 @@
-"""What DeepSeek-V2 and V3 share: multi-head latent attention, dense layers below mixtures of
-experts, and names.
+"""Parts and checkpoint names of DeepSeek-V2 and V3: multi-head latent attention, and dense layers
+followed by mixtures of experts.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437).
 """
@@ -49,15 +49,13 @@ NAMES = (
         for part in ("gate", "up", "down")
     }
 )
-"""Name in a checkpoint -> name here; {} is the layer, and the expert."""
+"""Stored name -> parameter name; {} is the layer, and the expert."""
 BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
-"""What else a file may hold: the layer that predicts a second token is another model behind V3's 61
-layers.
-"""
+"""Other tensors in files: V3 has a 62nd layer that predicts a second token and is not loaded."""
 
 
 def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
-    """The groups of a config.
+    """Return the groups of experts of a config.
 
     Raises:
         ArgumentError: one of the two keys is missing, or they contradict each other.
@@ -71,22 +69,22 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
 
 
 def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
-    """Check the numbers of the rotary scaling, and the choice of experts.
+    """Check the numbers of the rotary scaling, and the selection of experts.
 
     Raises:
-        ArgumentError: a number is out of range, or the experts cannot be chosen as the keys say.
+        ArgumentError: a number is out of range, or experts cannot be selected as the keys say.
     """
     rope.rotary_module(config.rope)
-    with torch.device("meta"):  # its sizes are checked, and nothing is allocated
+    with torch.device("meta"):  # only sizes are checked, and nothing is allocated
         router()
 
 
 def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
-    """A decoder with fresh weights: the first layers dense, the others with experts.
+    """Build a decoder with initial weights: the first layers are dense, the others have experts.
 
     Args:
         config: the config.
-        router: makes the router of a layer.
+        router: builds the router of a layer.
     """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,5 +1,5 @@
-"""What the Gemmas share: norms with weight 1 + w, a scaled embedding, GeGLU, and from Gemma 2 on
-norms on either side.
+"""Parts and checkpoint names of the Gemmas: norms with weight 1 + w, a scaled embedding, GeGLU, and
+from Gemma 2 on norms before and after each sublayer.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ NAMES = (
     | SANDWICH
     | HEAD_NORMS
 )
-"""Name in a checkpoint of Gemma 2 or 3 -> name here; {} is the layer. What a model does not have
-drops out.
-"""
+"""Stored name of Gemma 2 or 3 -> parameter name; {} is the layer. Absent parts are left out."""
 
 
 def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = None) -> Decoder:
-    """A decoder with fresh weights: the embedding times sqrt(M), the layers, a norm, and a head,
-    capped or not.
+    """Build a decoder with initial weights: the embedding times sqrt(M), the layers, a norm and a
+    head.
+
+    With `cap`, the head caps its logits.
     """
     M, V = config.hidden_size, config.vocab_size
     embedding = nn.Embedding(V, M)
@@ -66,8 +66,9 @@ def attention(
     softcap: float | None = None,
     head_norms: bool = False,
 ) -> Attention:
-    """Grouped queries, causal, within a window if there is one, with a norm on each head of queries
-    and keys or not.
+    """Build causal grouped-query attention, with a window if there is one.
+
+    With `head_norms`, each head of queries and keys has a norm.
     """
     M, D, H, G = (
         config.hidden_size,
@@ -84,16 +85,16 @@ def attention(
 
 
 def feed_forward(config: GemmaConfig) -> GatedFeedForward:
-    """GeGLU, with the form of GELU that has a tanh."""
+    """Build a GeGLU with the tanh approximation of GELU."""
     return GatedFeedForward(config.hidden_size, config.intermediate_size, nn.GELU("tanh"))
 
 
 def sandwich(config: GemmaConfig, mixer: Attention) -> Block:
-    """A block with a norm on either side of the attention and of the feed-forward layer."""
+    """Build a block with a norm before and after the attention and the feed-forward layer."""
     paths = [Sandwich(norm(config), norm(config)) for _ in range(2)]
     return Block(mixer, feed_forward(config), *paths)
 
 
 def norm(config: GemmaConfig, dim: int | None = None) -> OffsetRMSNorm:
-    """A norm of the model's vectors, or of others, with the config's eps."""
+    """Build a norm of the model dim, or of another dim, with the config's eps."""
     return OffsetRMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

@@ -1,5 +1,5 @@
-"""What the families around Llama share: grouped queries, rotary, SwiGLU and RMS norms, and their
-names in checkpoints.
+"""Parts and checkpoint names of Llama-like families: grouped queries, rotary, SwiGLU and RMS
+norms.
 """
 
 from __future__ import annotations
@@ -47,27 +47,25 @@ PRE_NORMS = {
     + "around_feed_forward.norm.weight",
 }
 NAMES = EMBEDDING_AND_HEAD | ATTENTION | FEED_FORWARD | PRE_NORMS
-"""Name in a checkpoint -> name here; {} is the layer. What a model does not have drops out."""
+"""Stored name -> parameter name; {} is the layer. Absent parts are left out."""
 
 PREFIXES, HEAD = ("model.",), "lm_head.weight"
-"""What the base model saved alone lacks: what stands in front of its names, and the head."""
+"""The name prefix, and the head, that a base model saved alone lacks."""
 BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-"""Stored by older versions; they follow from the config."""
+"""Tensors that older versions stored; they follow from the config."""
 
 
 def check(config: GroupedQueryConfig) -> None:
     """Check the numbers of the rotary scaling.
 
     Raises:
-        ArgumentError: as `rope.rotary`.
+        ArgumentError: as in `rope.rotary_module`.
     """
     rope.rotary_module(config.rope)
 
 
 def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
-    """A decoder with fresh weights, from a function that makes a block from the rotary and the
-    layer's window.
-    """
+    """Build a decoder with initial weights; `block` builds a block from rotary and window."""
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
@@ -89,8 +87,9 @@ def attention(
     bias: bool = False,
     output_bias: bool = False,
 ) -> Attention:
-    """Grouped queries, causal, within a window if there is one; the steps, norms and the bias are
-    those of `rope.heads`.
+    """Build causal grouped-query attention, with a window if there is one.
+
+    The steps, norms and bias are those of `rope.rotary_heads`.
     """
     M, D, H, G = (
         config.hidden_size,
@@ -115,11 +114,11 @@ def attention(
 
 
 def block(config: GroupedQueryConfig, mixer: Attention, *, bias: bool = False) -> Block:
-    """Norms in front of the attention and of a SwiGLU; `bias` is the latter's."""
+    """Build a pre-norm block of attention and a SwiGLU, which has biases if `bias`."""
     feed_forward = SwiGLU(config.hidden_size, config.intermediate_size, bias=bias)
     return Block(mixer, feed_forward, PreNorm(norm(config)), PreNorm(norm(config)))
 
 
 def norm(config: GroupedQueryConfig, dim: int | None = None) -> RMSNorm:
-    """A norm of the model's vectors, or of others, with the config's eps."""
+    """Build an RMS norm of the model dim, or of another dim, with the config's eps."""
     return RMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

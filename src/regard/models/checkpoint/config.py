@@ -52,10 +52,11 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
 def read_config(
     folder: Path, family: Family, raw: Raw, *, tensors: int, ignore: Sequence[str] = ()
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Return the config of a family from the content of config.json, and the keys that were ignored.
+    """Return the config of a family from the content of config.json, and the keys that were
+    ignored.
 
-    Ignored are keys that other tools write into any folder (`reader.TOOL_KEYS`), and unknown keys that
-    match `ignore`.
+    Ignored are keys that other tools write into any folder (`reader.TOOL_KEYS`), and unknown keys
+    that match `ignore`.
 
     Args:
         folder: the folder, for messages.
@@ -63,8 +64,8 @@ def read_config(
         raw: the content of config.json.
         tensors: the number of tensors in the folder; a config with more layers than that is refused
             before it costs memory.
-        ignore: patterns (`*`, `?`) of unknown keys to ignore; a key of an inner object has the outer
-            key's name and a dot in front.
+        ignore: patterns (`*`, `?`) of unknown keys to ignore; a key of an inner object has the
+            outer key's name and a dot in front.
 
     Raises:
         FileError: a key is unknown, or a value is not supported or not possible.
@@ -87,7 +88,9 @@ def read_config(
 
 
 def _check_counts(raw: Raw, tensors: int) -> None:
-    """Check that sizes are plausible, and that there are enough tensors for the layers and experts."""
+    """Check that sizes are plausible, and that there are enough tensors for the layers and
+    experts.
+    """
     for name, value in raw.items():
         if isinstance(value, Mapping):  # the text_config of a model that also reads images
             _check_counts(value, tensors)
@@ -117,7 +120,8 @@ def read_json(folder: Path, name: str, *, limit: int = strict.LONGEST) -> dict[s
 def read_eos_ids(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end a text.
 
-    They are eos_token_id of generation_config.json, or else of config.json, or else `<|endoftext|>`.
+    They are eos_token_id of generation_config.json, or else of config.json, or else
+    `<|endoftext|>`.
 
     Raises:
         FileError: eos_token_id is neither an id nor a list of ids.

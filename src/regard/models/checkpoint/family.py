@@ -34,17 +34,17 @@ class Family:
         config: the config class, with the keys of config.json that change the network.
         build: config -> network with initial weights.
         names: the name table: stored name -> parameter name or `TensorRule`; {} is a layer number.
-        complete_config: (config, raw config.json, stored names of the table) -> config with what only
-            the stored tensors show, such as a tied head.
-        prefixes: prefixes of the names of a model with a head that a base model saved alone lacks, such
-            as "transformer.".
+        complete_config: (config, raw config.json, stored names of the table) -> config with what
+            only the stored tensors show, such as a tied head.
+        prefixes: prefixes of the names of a model with a head that a base model saved alone lacks,
+            such as "transformer.".
         head: the stored name of the head's matrix, which a base model may lack; None if it may not.
         buffers: patterns (`re.fullmatch`) of stored tensors that are not weights.
         rename_stored: an older spelling of a stored name -> the spelling of the table.
         keep_float32: patterns (`*`) of parameters that a narrower dtype would damage; they stay in
             float32 or better.
-        check: raises for a config that only the parts of the network can refuse, such as numbers of a
-            rotary scaling; it is called before weights are read or downloaded.
+        check: raises for a config that only the parts of the network can refuse, such as numbers of
+            a rotary scaling; it is called before weights are read or downloaded.
         text: the kind of network: "decoder", "encoder" or "encoder-decoder".
     """
 
@@ -63,7 +63,8 @@ class Family:
     def build_empty(self, config: ModelConfig) -> nn.Module:
         """Build the network of a config on the device "meta": parameters have sizes and no values.
 
-        Initial values are not drawn, which would take most of the time: for 24 layers 0.2 of 0.25 s.
+        Initial values are not drawn, which would take most of the time: for 24 layers 0.2 of 0.25
+        s.
 
         >>> from regard.models.families import llama
         >>> network = llama.FAMILY.build_empty(llama.Config(9, 8, 8, 1, 2, 1, 4))

@@ -16,8 +16,8 @@ class TensorRule:
     """How a stored tensor is split into parameters, and how they are joined again.
 
     Attributes:
-        parameters: the names of the parameters, with {} for the numbers in the stored name, and * for
-            every number that exists.
+        parameters: the names of the parameters, with {} for the numbers in the stored name, and *
+            for every number that exists.
         unpack: (stored tensor, sizes of the parameters) -> the parameters, which may be views.
         pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
             shape that a file must have.
@@ -91,7 +91,8 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     """Return stored name -> parameters, for the layers of a network; absent parts are left out.
 
     >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    >>> list(bind_names(stacked, {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}))
+    >>> table = {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}
+    >>> list(bind_names(stacked, table))
     ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
     """
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]

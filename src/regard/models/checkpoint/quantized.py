@@ -99,8 +99,8 @@ def unpack_fp8(
 
     w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block]
 
-    The product is computed in float32 and rounded once. (The name `scale_inv` is that of the files: the
-    inverse of the factor used for quantization, and so the factor for dequantization.)
+    The product is computed in float32 and rounded once. (The name `scale_inv` is that of the files:
+    the inverse of the factor used for quantization, and so the factor for dequantization.)
 
     Args:
         weight: the matrix [N, K], float8_e4m3fn.
@@ -205,7 +205,8 @@ class DequantizedTensors(CheckpointTensors):
 
 
 def dequantized(store: CheckpointTensors, quantization_config: Any) -> CheckpointTensors:
-    """Return the tensors of a folder with the quantized pairs that config.json describes dequantized.
+    """Return the tensors of a folder with the quantized pairs that config.json describes
+    dequantized.
 
     "mxfp4" (gpt-oss) stores X as `X_blocks` and `X_scales`: [..., in, out], with blocks along `in`.
     "fp8" (DeepSeek-V3) stores `X.weight` and `X.weight_scale_inv`.

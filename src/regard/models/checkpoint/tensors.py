@@ -33,8 +33,8 @@ _CHUNK = 1 << 20
 class CheckpointTensors:
     """The tensors of a checkpoint folder, whose files are checked before anything of them is used.
 
-    Files are read, not memory-mapped: if another process truncates a mapped file, reading it kills this
-    process with SIGBUS, and if another process writes to it, the weights change.
+    Files are read, not memory-mapped: if another process truncates a mapped file, reading it kills
+    this process with SIGBUS, and if another process writes to it, the weights change.
 
     Attributes:
         folder: the model's folder.
@@ -67,8 +67,8 @@ class CheckpointTensors:
             The tensors, none of which is read yet.
 
         Raises:
-            FileError: weights are missing or incomplete; the message says which file, what is wrong, and
-                the next step.
+            FileError: weights are missing or incomplete; the message says which file, what is
+                wrong, and the next step.
 
         >>> from safetensors.torch import save_file
         >>> save_file({"a": torch.ones(2, 3)}, "model.safetensors")
@@ -84,10 +84,11 @@ class CheckpointTensors:
     def read(
         self, names: Iterable[str] | None = None, buffering: Buffering = reading.DEFAULT
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the values of tensors, in the order of the files; each owns its memory.
+        """Yield the name and the values of tensors, in the order of the files; each owns its
+        memory.
 
-        A few tensors are read ahead. Besides what the caller keeps, the memory in use is one tensor or
-        32 MiB, whichever is larger.
+        A few tensors are read ahead. Besides what the caller keeps, the memory in use is one tensor
+        or 32 MiB, whichever is larger.
 
         Args:
             names: which tensors; None for all.
@@ -98,8 +99,8 @@ class CheckpointTensors:
 
         Raises:
             ArgumentError: a name is not that of a tensor.
-            FileError: a file changed after its header was checked, or cannot be read; or a boolean is
-                neither 0 nor 1.
+            FileError: a file changed after its header was checked, or cannot be read; or a boolean
+                is neither 0 nor 1.
 
         >>> from safetensors.torch import save_file
         >>> save_file({"a": torch.ones(2), "b": torch.zeros(1)}, "model.safetensors")
@@ -152,7 +153,9 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _plain(values: Tensor) -> Tensor:
-    """Convert 8-bit floats to float32: torch cannot check them, or (float8_e8m0fnu) calls NaN finite."""
+    """Convert 8-bit floats to float32: torch cannot check them, or (float8_e8m0fnu) calls NaN
+    finite.
+    """
     return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
@@ -169,8 +172,9 @@ def _all_finite(values: Tensor) -> bool:
 def read_headers(folder: Path) -> list[Header]:
     """Read the checked headers of a folder's weights, in the order of the file names.
 
-    model.safetensors is used where it exists, with or without an index, as in transformers. Shards must
-    match the index: each of its tensors is in the shard that it names, and there are no others.
+    model.safetensors is used where it exists, with or without an index, as in transformers. Shards
+    must match the index: each of its tensors is in the shard that it names, and there are no
+    others.
 
     Returns:
         The headers.
@@ -230,7 +234,7 @@ def _shard(folder: Path, name: str, index: Path) -> Path:
     try:
         return inside(folder, name)
     except FileError as e:
-        raise FileError(f"{e} ({index.name} names it)") from e
+        raise FileError(f"{e} ({index.name} refers to it)") from e
 
 
 def _check_places(places: Mapping[str, str], headers: Sequence[Header], index: Path) -> None:
@@ -268,7 +272,8 @@ _WEIGHTS = {
     "the shards hold",
     "*.safetensors": "a safetensors file of another name; rename it to model.safetensors if it is "
     "the whole model",
-    "*.gguf": "a GGUF file of llama.cpp; get the safetensors of the model, from before its quantisation",
+    "*.gguf": "a GGUF file of llama.cpp; get the safetensors of the model, from before its "
+    "quantisation",
     "*.h5": "TensorFlow weights; convert them to safetensors with another tool",
     "*.msgpack": "Flax weights; convert them to safetensors with another tool",
     "*.onnx": "an ONNX graph; get the safetensors of the model",
@@ -310,7 +315,8 @@ def describe_other_weights(names: Iterable[str]) -> str:
 
 
 def missing_config_error(folder: Path) -> FileError:
-    """Return the error for a folder without config.json, with what the folder has and the next step.
+    """Return the error for a folder without config.json, with what the folder has and the next
+    step.
 
     >>> folder = Path("no-config")
     >>> folder.mkdir()

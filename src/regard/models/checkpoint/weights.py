@@ -31,8 +31,8 @@ class FillResult(NamedTuple):
     """The names for which a checkpoint and a network differ.
 
     Attributes:
-        newly_initialized: names of weights that were missing and were allowed to be missing; they have
-            random values.
+        newly_initialized: names of weights that were missing and were allowed to be missing; they
+            have random values.
         ignored: names of stored tensors that belong to no parameter and were not used.
     """
 
@@ -61,8 +61,8 @@ def fill_parameters(
         family: the family, with its name table.
         store: the tensors of a folder.
         dtype: the dtype of the parameters.
-        allow_missing: patterns (`*`, `?`) of stored names that may be missing; their parameters get the
-            values of `initialize`.
+        allow_missing: patterns (`*`, `?`) of stored names that may be missing; their parameters get
+            the values of `initialize`.
         ignore: patterns (`*`, `?`) of stored names that may stay unused.
         finite: whether to raise for NaN and infinity.
         initialize: builds the network with initial weights, for missing ones.
@@ -71,8 +71,8 @@ def fill_parameters(
         The newly initialized and the ignored names.
 
     Raises:
-        FileError: a tensor is missing, unexpected, of another shape, not finite, or differs from the
-            tensor that it is tied to.
+        FileError: a tensor is missing, unexpected, of another shape, not finite, or differs from
+            the tensor that it is tied to.
     """
     bindings = bind_names(model, family.names)
     mapping = map_names(store.folder, store.tensors, family, bindings.__contains__)
@@ -254,10 +254,10 @@ def map_names(
 ) -> NameMapping:
     """Map all stored names to names of the table in one way, or in the way that maps the most.
 
-    It tries the names as they are, and without each prefix that all of them share, such as "module." of
-    training on several devices; and both with the family's own prefix in front, which a base model that
-    was saved alone lacks. A file in which only some names have that prefix cannot be mapped: it was
-    assembled from two models.
+    It tries the names as they are, and without each prefix that all of them share, such as
+    "module." of training on several devices; and both with the family's own prefix in front, which
+    a base model that was saved alone lacks. A file in which only some names have that prefix cannot
+    be mapped: it was assembled from two models.
 
     Args:
         folder: the folder, for messages.

@@ -88,7 +88,9 @@ class AttentionMaps:
         return len(self.q) // len(self.k)
 
     def split(self, x: Float[Tensor, "n d m"]) -> tuple[Complex[Tensor, "n p m"], Tensor]:
-        """Split rows of heads into the rotary pairs, as complex rows a + ib, and the unrotated rows."""
+        """Split rows of heads into the rotary pairs, as complex rows a + ib, and the unrotated
+        rows.
+        """
         P = self.pairs
         turned, rest = x[:, : 2 * P], x[:, 2 * P :]
         shape = (2, P) if self.layout == "half" else (P, 2)
@@ -101,13 +103,17 @@ class AttentionMaps:
         return torch.cat((parts.flatten(1, 2), rest), 1)
 
     def pair_weights(self) -> Float[Tensor, "G p"]:
-        """Return the weight of each rotary pair of a key head: the norm of the queries that read it."""
+        """Return the weight of each rotary pair of a key head: the norm of the queries that read
+        it.
+        """
         z, _ = self.split(self.q * self.gain)
         norms: Tensor = z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
         return norms
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
-        """Return the Gram matrix [G, r, r] of the queries that read a key head, in the unrotated dims."""
+        """Return the Gram matrix [G, r, r] of the queries that read a key head, in the unrotated
+        dims.
+        """
         _, rest = self.split(self.q * self.gain)
         gram: Tensor = (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
         return gram
@@ -118,7 +124,9 @@ class AttentionMaps:
         return gram
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
-        """Return the Frobenius norm of the score forms of keys x, as root mean square over all rotations."""
+        """Return the Frobenius norm of the score forms of keys x, as root mean square over all
+        rotations.
+        """
         z, rest = self.split(x * self.gain)
         turned = (self.pair_weights()[..., None] * z.abs()).square().sum()
         return float(

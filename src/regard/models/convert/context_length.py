@@ -18,11 +18,11 @@ def extend_context(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Set the context to `length` tokens by a rotary scaling, with s = length / the trained length.
 
-    linear: every angle / s (position interpolation). ntk: the base becomes b s^(d/(d-2)), and only that
-    is written, since transformers has no type of that name. dynamic: the same, but it depends on the
-    length that is read; max_position_embeddings stays the trained one, as transformers expects. yarn:
-    fast pairs are unchanged, slow ones / s, and scores are sharpened. llama3: as yarn, interpolated by
-    wavelength, with unchanged scores.
+    linear: every angle / s (position interpolation). ntk: the base becomes b s^(d/(d-2)), and only
+        that is written, since transformers has no type of that name. dynamic: the same, but it
+        depends on the length that is read; max_position_embeddings stays the trained one, as
+        transformers expects. yarn: fast pairs are unchanged, slow ones / s, and scores are
+        sharpened. llama3: as yarn, interpolated by wavelength, with unchanged scores.
 
     No weight is trained. The result is better than before beyond the trained length, and usually a
     little worse within it.
@@ -36,8 +36,8 @@ def extend_context(
         The converted checkpoint, and a description.
 
     Raises:
-        ArgumentError: length is not longer, the model is scaled already or has no such positions, or
-            its family refuses the scaling.
+        ArgumentError: length is not longer, the model is scaled already or has no such positions,
+            or its family refuses the scaling.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -56,7 +56,8 @@ def extend_context(
     rotary = next((m for m in checkpoint.network.modules() if isinstance(m, Rotary)), None)
     if rotary is None or not hasattr(config, "rope_theta") or not hasattr(config, "rope_scaling"):
         raise ArgumentError(
-            f"the context of a {checkpoint.model_type} cannot be extended: its config has no rope_theta "
+            f"the context of a {checkpoint.model_type} cannot be extended: its config has no "
+            "rope_theta "
             "and rope_scaling for all layers"
         )
     if config.rope_scaling is not None:
@@ -75,10 +76,7 @@ def extend_context(
     changes = ", ".join(f"{key} {value}" for key, value in change.items())
     return after, ConversionStep(
         f"context from {trained} to {length} by {extension}: {changes}",
-        notes=(
-            "no weight was trained on the new length: measure, or finetune, on texts of that "
-            "length",
-        ),
+        notes=("no weight was trained on the new length: measure or finetune on long texts",),
     )
 
 

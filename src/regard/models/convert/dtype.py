@@ -35,8 +35,8 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
         The converted checkpoint, and its errors.
 
     Raises:
-        ArgumentError: the name is unknown, the weights have this dtype already, or one of them is too
-            large for it.
+        ArgumentError: the name is unknown, the weights have this dtype already, or one of them is
+            too large for it.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -55,7 +55,8 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
     for name, x in weights.items():
         if not bool(x.isfinite().all()) and bool(before[name].isfinite().all()):
             raise ArgumentError(
-                f"{name} has the value {float(before[name].abs().max()):.3g}, which is too large for "
+                f"{name} has the value {float(before[name].abs().max()):.3g}, which is too large "
+                "for "
                 f"{dtype}; use bfloat16"
             )
     after = rebuild(checkpoint.config, weights)

@@ -112,7 +112,8 @@ class ConversionOptions:
         dtype: the dtype of the weights.
 
     Raises:
-        ArgumentError: there is nothing to change, a name is unknown, or options contradict each other.
+        ArgumentError: there is nothing to change, a name is unknown, or options contradict each
+            other.
 
     >>> ConversionOptions(to="mqa", dtype="bfloat16").kv_heads
     1
@@ -205,9 +206,9 @@ def convert(
 ) -> ConversionReport:
     """Convert a checkpoint folder, measure the effect, and write another folder.
 
-    The result is written next to `out` under another name, loaded again, measured as loaded, and then
-    renamed, so that `out` is complete or not there. The order is: layout of the stored weights, heads or
-    latents, context, layout, dtype.
+    The result is written next to `out` under another name, loaded again, measured as loaded, and
+    then renamed, so that `out` is complete or not there. The order is: layout of the stored
+    weights, heads or latents, context, layout, dtype.
 
     Args:
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
@@ -218,8 +219,8 @@ def convert(
         length: the tokens of a window; None is the trained length, at most 512.
         revision: the revision of a repository of the hub.
         ignore: parts of the source to ignore, as in `regard.load`; the result does not have them.
-        finetune: trains the converted network in staging on the windows before it is written; None does
-            not train.
+        finetune: trains the converted network in staging on the windows before it is written; None
+            does not train.
         report_progress: called with a line of text at the beginning of each part of the work.
 
     Returns:
@@ -401,8 +402,8 @@ def staging_folder(source: Path, out: Path) -> Iterator[Path]:
     After an error nothing remains, and remains of a killed conversion are removed.
 
     Raises:
-        ArgumentError, FileError: as in `check_out`; another process is writing `out`; or the disk raises
-            an error.
+        ArgumentError, FileError: as in `check_out`; another process is writing `out`; or the disk
+            raises an error.
     """
     check_out(source, out)
     try:
@@ -431,7 +432,8 @@ def rename_to(folder: Path, out: Path) -> None:
 
 
 def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
-    """Write a converted checkpoint into a folder, with every file of the source that is not a weight.
+    """Write a converted checkpoint into a folder, with every file of the source that is not a
+    weight.
 
     Raises:
         FileError: a file of the source cannot be read.

@@ -40,16 +40,16 @@ def to_groups(
     """Change the number G of key/value heads; the number of query heads stays.
 
     More heads: each is repeated, k_h = k_{h // (G'/G)}, which is exact. Fewer, "mean": the maps of
-    neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k with the
-    factor moved into the queries, and v_j ~ C_j v with the factor moved into the outputs. This choice
-    minimises sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h' W_v'|^2. A map of keys
-    must commute with the rotation, so C_j is one complex number for each rotary pair, and any matrix
-    where dims are not rotated.
+    neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k
+    with the factor moved into the queries, and v_j ~ C_j v with the factor moved into the outputs.
+    This choice minimises sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
+    W_v'|^2. A map of keys must commute with the rotation, so C_j is one complex number for each
+    rotary pair, and any matrix where dims are not rotated.
 
     Args:
         checkpoint: a decoder whose attention has separate maps.
-        groups: the new number of key/value heads: a divisor of the present one, or a multiple of it that
-            divides the number of query heads.
+        groups: the new number of key/value heads: a divisor of the present one, or a multiple of it
+            that divides the number of query heads.
         pooling: how fewer heads are computed, "mean" or "svd".
 
     Returns:
@@ -137,9 +137,9 @@ def common_pairs(
 ) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
     """Compute one complex row for each pair of each group, and a factor per head: k_j ~ c_j k.
 
-    They minimise sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the stacked
-    rows of the heads. Its scale is free: the factors have mean square 1, so that equal heads have
-    factor 1.
+    They minimise sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the
+    stacked rows of the heads. Its scale is free: the factors have mean square 1, so that equal
+    heads have factor 1.
     """
     heads = torch.unflatten(weight[..., None] * k, 0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
@@ -209,7 +209,8 @@ def _regrouped(config: Any, groups: int) -> Any:
     raise ArgumentError(
         f"the config {model_type_of(config)} has no number of key/value "
         "heads; "
-        "heads can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and "
+        "heads can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, "
+        "and "
         "regard's gqa and mqa"
     )
 

@@ -26,6 +26,7 @@ from regard.models.convert.grouped_heads import common_pairs
 from regard.models.families import deepseek_v2
 from regard.nn import Attention, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.positions import Rotary
+from regard.units import plural
 
 _DISTANCES_PER_BLOCK = 1 << 16
 """The number of distances whose rotations are in memory at once."""
@@ -104,9 +105,9 @@ def split_rotary(layer: AttentionMaps, turn: Complex[Tensor, " p"]) -> RotarySpl
 def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> TruncatedMaps:
     """Compute the n rows from which keys without position and values follow with the least error.
 
-    [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices of the
-    queries and of the output maps. By Eckart and Young the squared error is the sum of the squared
-    singular values after the first n.
+    [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices
+    of the queries and of the output maps. By Eckart and Young the squared error is the sum of the
+    squared singular values after the first n.
     """
     G, D, _ = split.k.shape
     gram = query_gram(layer)
@@ -144,7 +145,9 @@ def query_gram(layer: AttentionMaps) -> Float[Tensor, "G D D"]:
 
 
 def error_by_rank(cuts: list[TruncatedMaps], full: int) -> dict[int, float]:
-    """Return rank -> relative error, as root mean square over layers, for sixteen ranks up to `full`."""
+    """Return rank -> relative error, as root mean square over layers, for sixteen ranks up to
+    `full`.
+    """
     ranks = sorted({max(1, round(full * step / 16)) for step in range(1, 17)})
     squares = [cut.spectrum.square() for cut in cuts]
     left = [[x[rank:].sum() / x.sum().clamp(min=1e-300) for rank in ranks] for x in squares]
@@ -166,10 +169,10 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
 
     Args:
-        checkpoint: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama, mistral
-            without a window, regard's gqa.
-        rank: kv_lora_rank, at least 2, since one of its numbers is a constant; None is the full rank,
-            which truncates nothing.
+        checkpoint: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama,
+            mistral without a window, regard's gqa.
+        rank: kv_lora_rank, at least 2, since one of its numbers is a constant; None is the full
+            rank, which truncates nothing.
 
     Returns:
         The converted checkpoint, and its errors.
@@ -210,11 +213,9 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
             del weights[name]
         weights |= _stored(prefix, block, layer, split, cut)
     return rebuild(config, weights), ConversionStep(
-        f"{len(first.k)} key/value heads of {first.k.shape[1]} + {first.v.shape[1]} to a latent "
-        f"of {rank} and a rotary key of "
-        f"{config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} numbers per token and layer "
-        "in place of "
-        f"{len(first.k) * (first.k.shape[1] + first.v.shape[1])}",
+        f"{plural(G, 'key/value head')} of {D} + {first.v.shape[1]} to a latent of {rank} and a "
+        f"rotary key of {config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} values cached "
+        f"per token and layer instead of {G * (D + first.v.shape[1])}",
         tuple(cut.errors for cut in cuts),
         {n + 1: error for n, error in error_by_rank(cuts, full - 1).items()},
     )

@@ -43,22 +43,22 @@ class EvalWindows(NamedTuple):
 class ModelComparison:
     """Two models compared on the same ids.
 
-    Each window is read separately, and the standard error of a mean over n windows is s / sqrt(n), with
-    s their standard deviation (with n - 1); it is NaN for one window. The standard error of a difference
-    is computed from the differences per window, so that what makes a window difficult for both models
-    cancels.
+    Each window is read separately, and the standard error of a mean over n windows is s / sqrt(n),
+    with s their standard deviation (with n - 1); it is NaN for one window. The standard error of a
+    difference is computed from the differences per window, so that what makes a window difficult
+    for both models cancels.
 
     Args:
         tokens: the number of predicted tokens.
         rows, length: the number of windows, and the tokens of each.
-        divergence, divergence_error: the mean KL(before | after) in nats per token, and its standard
-            error.
+        divergence, divergence_error: the mean KL(before | after) in nats per token, and its
+            standard error.
         agreement, agreement_error: how often both models have the same most likely token.
         loss_before, loss_after: the mean loss in nats per token; NaN without a text.
         loss_change, loss_change_error: after - before.
         largest: the largest absolute difference of a logit.
-        relative: the norm of the differences over that of the logits, both without the mean of each row,
-            which softmax ignores.
+        relative: the norm of the differences over that of the logits, both without the mean of each
+            row, which softmax ignores.
         text: a description of the text; empty if the ids are random.
     """
 
@@ -94,11 +94,12 @@ class ModelComparison:
 
 
 def evaluation_windows(model: Model, text: str | None, length: int, limit: int) -> EvalWindows:
-    """Return ids for an evaluation; without a tokenizer and a text they are random, and have no loss.
+    """Return ids for an evaluation; without a tokenizer and a text they are random, and have no
+    loss.
 
-    The built-in text is the documentation of Python's language topics that `pydoc` prints, which every
-    Python contains: about 465,000 characters of English and examples. The windows are spread evenly over
-    it. Of a given text the beginning is used.
+    The built-in text is the documentation of Python's language topics that `pydoc` prints, which
+    every Python contains: about 465,000 characters of English and examples. The windows are spread
+    evenly over it. Of a given text the beginning is used.
 
     Args:
         model: the model, whose tokenizer encodes the text.
@@ -168,7 +169,8 @@ def compare_models(
     Args:
         before, after: functions from ids [1, T] to logits [1, T, V].
         ids: the windows [N, T].
-        text: a description of the text; empty if the ids are random, in which case there is no loss.
+        text: a description of the text; empty if the ids are random, in which case there is no
+            loss.
 
     Returns:
         The comparison.
@@ -239,7 +241,9 @@ def _rows(ids: Tensor, length: int) -> Tensor:
 
 
 def _spread(ids: Tensor, length: int, rows: int) -> Tensor:
-    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there are."""
+    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there
+    are.
+    """
     rows = max(1, min(rows, len(ids) // length))
     starts = [i * len(ids) // rows for i in range(rows)]
     return torch.stack([ids[a : a + length] for a in starts])
@@ -254,11 +258,12 @@ class FinetuneResult:
     """The result of a few training steps after a conversion.
 
     Args:
-        steps, lr, batch, length, seed: the settings: steps, peak learning rate, rows per step, tokens per
-            row, and the random seed of their order.
+        steps, lr, batch, length, seed: the settings: steps, peak learning rate, rows per step,
+            tokens per row, and the random seed of their order.
         tokens: the number of tokens of the training text.
         loss_before, loss_after: the mean loss on it in nats per token.
-        held_tokens: the number of tokens of its last part, which is held out; 0 if the text is too short.
+        held_tokens: the number of tokens of its last part, which is held out; 0 if the text is too
+            short.
         held_before, held_after: the mean loss on that part in nats per token, NaN without one.
     """
 

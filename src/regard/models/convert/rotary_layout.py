@@ -37,14 +37,14 @@ def to_layout(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Convert to the other rotary layout; the network computes the same function.
 
-    A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama` with
-    the layout "half", and would silently compute something else. It is written as `model_type:
-    "regard"`, which only this package supports, and converted back it is a `llama` again. DeepSeek-V3
-    has a key for the layout.
+    A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama`
+    with the layout "half", and would silently compute something else. It is written as `model_type:
+    "regard"`, which only this package supports, and converted back it is a `llama` again.
+    DeepSeek-V3 has a key for the layout.
 
     Args:
-        checkpoint: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary; with
-            `stored`, any family of separate queries and keys.
+        checkpoint: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary;
+            with `stored`, any family of separate queries and keys.
         layout: the new layout.
         stored: the true layout of the weights, where config.json cannot express it:
             `layout="half", stored="interleaved"` makes an ordinary folder of Meta's weights under
@@ -54,8 +54,8 @@ def to_layout(
         The converted checkpoint, and a description.
 
     Raises:
-        ArgumentError: the layout is the present one, a name is unknown, or the family cannot express
-            the result.
+        ArgumentError: the layout is the present one, a name is unknown, or the family cannot
+            express the result.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -81,7 +81,8 @@ def to_layout(
         config = checkpoint.config
     else:
         raise ArgumentError(
-            f"weights stored as {stored} cannot become {layout} where the config has {config_layout}; "
+            f"weights stored as {stored} cannot become {layout} where the config has "
+            f"{config_layout}; "
             f"convert them to {config_layout}"
         )
     weights = checkpoint.weights()
@@ -90,7 +91,8 @@ def to_layout(
     errors = (LayerErrors(0.0, 0.0),) * len(checkpoint.network.layers)
     stored_note = "" if stored is None else ", as the weights were stored,"
     return rebuild(config, weights), ConversionStep(
-        f"rotary pairs from {stored or config_layout}{stored_note} to {layout}: rows of queries and keys in "
+        f"rotary pairs from {stored or config_layout}{stored_note} to {layout}: rows of queries "
+        "and keys in "
         "another order",
         errors,
     )
@@ -131,7 +133,8 @@ def _renamed(config: Any, layout: Layout) -> Any:
     }
     if problems := [name for name, present in reasons.items() if present]:
         raise ArgumentError(
-            f"the model has {' and '.join(problems)}, and no family here can express that with rotary "
+            f"the model has {' and '.join(problems)}, and no family here can express that with "
+            "rotary "
             f"pairs that are {layout}; "
             "possible are llama and mistral without scaling, bias and window, and deepseek_v3"
         )

@@ -24,7 +24,7 @@ Config = BloomConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
@@ -46,7 +46,7 @@ def _block(config: Config) -> Block:
     return Block(attention, feed_forward, path(_norm(config)), path(_norm(config)))
 
 
-LAYER, OURS = "transformer.h.{}.", "layers.{}."
+STORED_LAYER, MODEL_LAYER = "transformer.h.{}.", "layers.{}."
 PARTS = {
     "input_layernorm": "around_attention.norm",
     "self_attention.query_key_value": "attention.project.linear",
@@ -65,9 +65,9 @@ NAMES = {
 } | {
     name: parameter
     for theirs, ours in PARTS.items()
-    for name, parameter in weight_and_bias(LAYER + theirs, OURS + ours).items()
+    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,

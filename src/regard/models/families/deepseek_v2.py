@@ -20,11 +20,12 @@ METHODS = ("greedy", "group_limited_greedy")
 
 
 def router(config: Config) -> SoftmaxRouter:
-    """Softmax over all experts; groups are compared by their best expert, and count only where
-    topk_method says so.
+    """Build the router: softmax over all experts, which topk_method may limit to the best groups.
+
+    Groups are ranked by their best expert.
 
     Raises:
-        ArgumentError: topk_method is unknown, or the experts cannot be chosen as the keys say.
+        ArgumentError: topk_method is unknown, or experts cannot be selected as the keys say.
     """
     if config.topk_method not in METHODS:
         raise ArgumentError(
@@ -43,7 +44,7 @@ def router(config: Config) -> SoftmaxRouter:
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     return deepseek.decoder(config, partial(router, config))
 
 

@@ -18,10 +18,10 @@ Config = DeepseekV3Config
 
 
 def router(config: Config) -> SigmoidRouter:
-    """Sigmoid scores; groups are compared by their best two.
+    """Build the router with sigmoid scores; groups are ranked by their best two experts.
 
     Raises:
-        ArgumentError: the experts cannot be chosen as the keys say.
+        ArgumentError: experts cannot be selected as the keys say.
     """
     return SigmoidRouter(
         config.hidden_size,
@@ -34,7 +34,7 @@ def router(config: Config) -> SigmoidRouter:
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     return deepseek.decoder(config, partial(router, config))
 
 

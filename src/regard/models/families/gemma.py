@@ -16,7 +16,7 @@ Config = GemmaConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     rotary = rope.rotary_module(config.rope)
 
     def block() -> Block:

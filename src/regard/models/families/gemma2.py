@@ -15,7 +15,7 @@ Config = Gemma2Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     rotary = rope.rotary_module(config.rope)
     mixers = [
         gemma.attention(

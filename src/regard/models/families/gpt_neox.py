@@ -27,7 +27,7 @@ Config = GPTNeoXConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
@@ -50,7 +50,7 @@ def _block(config: Config, rotary: Rotary) -> Block:
     return kind(attention, feed_forward, *paths)
 
 
-LAYER, OURS = "gpt_neox.layers.{}.", "layers.{}."
+STORED_LAYER, MODEL_LAYER = "gpt_neox.layers.{}.", "layers.{}."
 PARTS = {
     "input_layernorm": "around_attention.norm",
     "attention.query_key_value": "attention.project.linear",
@@ -67,9 +67,9 @@ NAMES = {
 } | {
     name: parameter
     for theirs, ours in PARTS.items()
-    for name, parameter in weight_and_bias(LAYER + theirs, OURS + ours).items()
+    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,

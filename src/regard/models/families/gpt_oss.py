@@ -26,7 +26,7 @@ Config = GptOssConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     return llama_like.decoder(config, lambda rotary, window: _block(config, rotary, window))
 
 
@@ -52,21 +52,21 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
 
 
 def _stacked(*parts: str) -> TensorRule:
-    """Parts of all experts in one tensor, whose last dimension takes them in turns; matrices are
-    [in, out].
+    """Return the rule for one part, or interleaved parts, of all experts in one tensor.
 
-    Stored [n, in, p * out] or [n, p * out] -> p times n of [out, in] or [out].
+    Matrices are stored as [in, out]: [n, in, p * out] or [n, p * out] -> p times n of [out, in] or
+    [out].
     """
 
-    def take(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
+    def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
         turns = [stored[..., i :: len(parts)] for i in range(len(parts))]
         return [expert.T if expert.ndim == 2 else expert for part in turns for expert in part]
 
-    def give(found: Sequence[Tensor]) -> Tensor:
-        turned = torch.stack([x.T if x.ndim == 2 else x for x in found])
+    def pack(parameters: Sequence[Tensor]) -> Tensor:
+        turned = torch.stack([x.T if x.ndim == 2 else x for x in parameters])
         return torch.stack(turned.chunk(len(parts)), -1).flatten(-2)
 
-    return TensorRule(tuple(f"{EXPERTS}.*.{part}" for part in parts), take, give)
+    return TensorRule(tuple(f"{EXPERTS}.*.{part}" for part in parts), unpack, pack)
 
 
 EXPERTS = llama_like.MODEL_LAYER + "feed_forward.experts"

@@ -16,7 +16,7 @@ Config = LlamaConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
 
     def block(rotary: Rotary, window: int | None) -> Block:
         bias = config.attention_bias

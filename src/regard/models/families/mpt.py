@@ -28,7 +28,7 @@ Config = MptConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     V, M = config.vocab_size, config.d_model
     embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
     layers = [_block(config) for _ in range(config.n_layers)]
@@ -58,19 +58,19 @@ def _block(config: Config) -> Block:
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
 
 
-LAYER, OURS = "transformer.blocks.{}.", "layers.{}."
+STORED_LAYER, MODEL_LAYER = "transformer.blocks.{}.", "layers.{}."
 NAMES = {
     "transformer.wte.weight": "embed.embedding.weight",
     "transformer.norm_f.weight": "norm.weight",
     "lm_head.weight": "head.weight",
-    LAYER + "norm_1.weight": OURS + "around_attention.norm.weight",
-    LAYER + "attn.Wqkv.weight": OURS + "attention.project.linear.weight",
-    LAYER + "attn.out_proj.weight": OURS + "attention.output.weight",
-    LAYER + "norm_2.weight": OURS + "around_feed_forward.norm.weight",
-    LAYER + "ffn.up_proj.weight": OURS + "feed_forward.up.weight",
-    LAYER + "ffn.down_proj.weight": OURS + "feed_forward.down.weight",
+    STORED_LAYER + "norm_1.weight": MODEL_LAYER + "around_attention.norm.weight",
+    STORED_LAYER + "attn.Wqkv.weight": MODEL_LAYER + "attention.project.linear.weight",
+    STORED_LAYER + "attn.out_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "norm_2.weight": MODEL_LAYER + "around_feed_forward.norm.weight",
+    STORED_LAYER + "ffn.up_proj.weight": MODEL_LAYER + "feed_forward.up.weight",
+    STORED_LAYER + "ffn.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,

@@ -18,7 +18,7 @@ Config = Olmo2Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
 
     def block(rotary: Rotary, window: int | None) -> Block:
         mixer = llama_like.attention(

@@ -17,7 +17,7 @@ Config = Phi3Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     return llama_like.decoder(
         config,
         lambda rotary, window: llama_like.block(

@@ -1,11 +1,11 @@
-"""A decoder of our own kind: pre-norm blocks of any causal mechanism in the catalogue, and SwiGLU.
+"""The family "regard": pre-norm blocks of any causal mechanism in `regard.nn.variants`, and SwiGLU.
 
     x = E[id] + positions
     x = x + mechanism(norm(x))
     x = x + W_down (silu(W_gate norm(x)) * W_up norm(x))
     logits = W norm(x)
 
-The parameters are stored under the names that they have here. Other libraries do not know this
+Parameters are stored under the names that they have here. Other libraries do not support this
 model_type.
 """
 
@@ -30,20 +30,20 @@ from regard.positions import Learned
 
 @dataclass(frozen=True)
 class Config(RegardConfig):
-    """The config, whose mechanism is checked, too.
+    """The config, with a check of the mechanism.
 
     Raises:
-        ArgumentError: a size is less than 1, or the mechanism cannot be a decoder's layer with
+        ArgumentError: a size is less than 1, or the mechanism cannot be the layer of a decoder with
             these options, positions and window.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with torch.device("meta"):  # its sizes are checked, and nothing is allocated
+        with torch.device("meta"):  # only sizes are checked, and nothing is allocated
             self.mixer(0)
 
     def mixer(self, layer: int) -> Mixer:
-        """The attention of a layer, from 0."""
+        """Build the attention of a layer, counted from 0."""
         return build_mixer(
             self.attention,
             self.hidden_size,
@@ -56,7 +56,7 @@ class Config(RegardConfig):
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
@@ -71,7 +71,7 @@ def _embed(config: Config, embedding: nn.Embedding) -> Embed:
     if config.position == "learned":
         return Embed(embedding, Learned(config.max_position_embeddings, M))
     if config.position == "sinusoidal":
-        # beside sinusoids of size 1, the small embedding of a head that is tied to it would be lost
+        # a tied embedding is small and would be lost beside sinusoids of size 1
         return Embed(embedding, Sinusoidal(M), scale=M**0.5 if config.tie_word_embeddings else 1.0)
     return Embed(embedding)
 

@@ -36,8 +36,12 @@ from regard.nn.variants.parts import join, separate
 
 
 class T5AttentionSizes(NamedTuple):
-    """Of an attention: the model dim M, the heads H, and the size of one, which need not be M /
-    H.
+    """The sizes of an attention layer of T5.
+
+    Attributes:
+        dim: the model dim M.
+        heads: the number of heads H.
+        head_dim: the dim of a head, which need not be M / H.
     """
 
     dim: int
@@ -45,17 +49,19 @@ class T5AttentionSizes(NamedTuple):
     head_dim: int
 
     def parts(self) -> tuple[Separate, nn.Linear]:
-        """Queries, keys and values, and the output, none with a bias."""
+        """Return the projection of queries, keys and values, and the output map, without biases."""
         return separate(self.dim, self.heads, self.heads, self.head_dim), join(*self)
 
 
 def stack_bias(
     sizes: T5AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
 ) -> T5Relative:
-    """The bias of a stack, whose layers share its table: normal with standard deviation M^-0.5.
+    """Build the position bias of a stack, whose table all its layers share.
+
+    The table is normal with standard deviation M^-0.5.
 
     Raises:
-        ArgumentError: as `T5Relative`.
+        ArgumentError: as in `T5Relative`.
 
     >>> stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
     t5_relative(32 buckets, bidirectional)
@@ -66,12 +72,16 @@ def stack_bias(
 
 
 def encoder_block(
-    sizes: T5AttentionSizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+    sizes: T5AttentionSizes,
+    bias: T5Relative,
+    feed_forward: nn.Module,
+    norm: Callable[[], nn.Module],
 ) -> Block:
-    """A pre-norm block of the encoder.
+    """Build a pre-norm block of the encoder.
 
     >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
-    >>> encoder_block(T5AttentionSizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.scale
+    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
+    >>> encoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.scale
     1.0
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
@@ -81,12 +91,16 @@ def encoder_block(
 
 
 def decoder_block(
-    sizes: T5AttentionSizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+    sizes: T5AttentionSizes,
+    bias: T5Relative,
+    feed_forward: nn.Module,
+    norm: Callable[[], nn.Module],
 ) -> DecoderBlock:
-    """A pre-norm block of the decoder; its attention to the encoder has no bias.
+    """Build a pre-norm block of the decoder; its cross-attention has no bias.
 
     >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=False)
-    >>> decoder_block(T5AttentionSizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.mask
+    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
+    >>> decoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.mask
     Causal()
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
@@ -97,10 +111,9 @@ def decoder_block(
 
 
 def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
-    """Fresh weights, in place, as T5's released code draws them: normal with standard deviation
-    1/sqrt(fan-in).
+    """Draw initial weights in place, as T5's released code does: normal with std 1/sqrt(fan-in).
 
-    Queries have 1/sqrt(fan-in D), in place of a scale on the scores; embedding and head have 1.
+    Queries have 1/sqrt(fan-in D), which replaces a scale on the scores; embedding and head have 1.
 
     >>> from regard.models.encoder_decoder import transformer
     >>> model = transformer(7, 64, 4, 1)
@@ -120,15 +133,16 @@ Config = T5Config
 
 
 def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
-    """transformers 5 says of every model that its output is tied: a stored one that is not scaled
-    is its own, as in 1.1.
+    """Untie the head if it is stored and not scaled, as in version 1.1.
+
+    transformers 5 writes for every model that its output is tied.
     """
     own = "lm_head.weight" in stored and not config.scale_decoder_outputs
     return replace(config, tie_word_embeddings=False) if own else config
 
 
 def build(config: Config) -> EncoderDecoder:
-    """The encoder-decoder of a config, with fresh weights as the released code draws them."""
+    """Build the encoder-decoder of a config, with the initial weights of the released code."""
     M, V, D = config.d_model, config.vocab_size, config.d_kv
     sizes, norm = (
         T5AttentionSizes(M, config.num_heads, D),
@@ -136,16 +150,18 @@ def build(config: Config) -> EncoderDecoder:
     )
     buckets = config.relative_attention_num_buckets, config.relative_attention_max_distance
     both, ahead = (stack_bias(sizes, *buckets, bidirectional=x) for x in (True, False))
-    readers = [
+    encoder_blocks = [
         encoder_block(sizes, both, _feed_forward(config), norm) for _ in range(config.num_layers)
     ]
-    writers = [
+    decoder_blocks = [
         decoder_block(sizes, ahead, _feed_forward(config), norm)
         for _ in range(config.decoder_layers)
     ]
     scale = M**-0.5 if config.scale_decoder_outputs else 1.0
     embed, head = Embed(nn.Embedding(V, M)), ScaledLogits(M, V, scale=scale)
-    model = EncoderDecoder(Encoder(embed, readers, norm()), embed, writers, norm(), head)
+    model = EncoderDecoder(
+        Encoder(embed, encoder_blocks, norm()), embed, decoder_blocks, norm(), head
+    )
     initialize_t5(model, D)
     if config.tie_word_embeddings:
         head.weight = embed.embedding.weight
@@ -159,7 +175,7 @@ def _feed_forward(config: Config) -> nn.Module:
 
 
 def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str | TensorRule]:
-    """The names of one stack; {} is the layer."""
+    """Return the name table of one stack; {} is the layer."""
     names: dict[str, str | TensorRule] = {}
     for i, (name, where) in enumerate(attentions.items()):
         for x in "qkv":
@@ -181,25 +197,27 @@ def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str 
     return names | {table: ours + "attention.bias_tensors.{}"}
 
 
-OWN = {"SelfAttention": "attention"}
+ENCODER_ATTENTIONS = {"SelfAttention": "attention"}
 NAMES = {
     "shared.weight": "encoder.embed.embedding.weight",
     "encoder.embed_tokens.weight": "encoder.embed.embedding.weight",
     "decoder.embed_tokens.weight": "embed.embedding.weight",
-    **_stack("encoder.block.{}.layer.", "encoder.layers.{}.", OWN),
+    **_stack("encoder.block.{}.layer.", "encoder.layers.{}.", ENCODER_ATTENTIONS),
     "encoder.final_layer_norm.weight": "encoder.norm.weight",
-    **_stack("decoder.block.{}.layer.", "layers.{}.", OWN | {"EncDecAttention": "cross"}),
+    **_stack(
+        "decoder.block.{}.layer.", "layers.{}.", ENCODER_ATTENTIONS | {"EncDecAttention": "cross"}
+    ),
     "decoder.final_layer_norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
 }
-"""Checkpoint name -> name here."""
+"""Stored name -> parameter name."""
 
 
 def check(config: Config) -> None:
-    """Check that the buckets of relative positions fit the distance.
+    """Check that the buckets of relative positions are possible for the distance.
 
     Raises:
-        ArgumentError: they do not.
+        ArgumentError: they are not.
     """
     buckets = config.relative_attention_num_buckets
     for both in (True, False):

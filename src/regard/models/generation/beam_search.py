@@ -70,8 +70,8 @@ class Hypothesis(NamedTuple):
 
     Attributes:
         ids: the ids of its tokens, without the one that ended it.
-        score: the sum of log p over its tokens, with the one that ended it, divided by their number to
-            the power of length_penalty.
+        score: the sum of log p over its tokens, with the one that ended it, divided by their number
+            to the power of length_penalty.
         ended: whether an end id ended it, and not the limit.
     """
 
@@ -95,19 +95,21 @@ def beam_search(
 
     score(y) = (sum_t log p(y_t | y_<t)) / n^length_penalty, for n tokens with the end
 
-    At each step the most likely continuations of all candidates of a row are ranked. One that ends is a
-    result if it is among the first `beams`; the first `beams` that do not end are the next candidates. A
-    row is done when it has `beams` results and no candidate can reach the score of the worst of them.
-    This is transformers' search with early_stopping="never"; Wu et al. 2016 divide by ((5 + n) / 6)^alpha
-    instead. With one beam the search ends with its first result and equals `greedy`.
+    At each step the most likely continuations of all candidates of a row are ranked. One that ends
+    is a result if it is among the first `beams`; the first `beams` that do not end are the next
+    candidates. A row is done when it has `beams` results and no candidate can reach the score of
+    the worst of them. This is transformers' search with early_stopping="never"; Wu et al. 2016
+    divide by ((5 + n) / 6)^alpha instead. With one beam the search ends with its first result and
+    equals `greedy`.
 
     Args:
-        step: a function from ids [rows, 1] to logits [rows, 1, V]; it keeps its own state between calls.
+        step: a function from ids [rows, 1] to logits [rows, 1, V]; it keeps its own state between
+            calls.
         first: the id [B] that starts each row.
         end: the id, or ids, that end a text.
         limit: the largest number of tokens of a text, at least 1.
-        reorder: called with row indices [n]; the state of row i must become that of row rows[i]. The
-            first call makes n = B * beams rows of B: use `Cache.select`, not `Cache.reorder`.
+        reorder: called with row indices [n]; the state of row i must become that of row rows[i].
+            The first call makes n = B * beams rows of B: use `Cache.select`, not `Cache.reorder`.
         beams: the number of candidates per row.
         length_penalty: 0 ranks by probability, a larger value favours long texts.
 
@@ -115,7 +117,8 @@ def beam_search(
         For each row at most `beams` hypotheses, best first.
 
     Raises:
-        ArgumentError: limit or beams is less than 1, first is not one id per row, or a logit is NaN.
+        ArgumentError: limit or beams is less than 1, first is not one id per row, or a logit is
+            NaN.
 
     >>> def count(ids):  # what follows n is n + 1, or 9
     ...     logits = torch.full((*ids.shape, 10), -torch.inf)
@@ -151,8 +154,8 @@ def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None
 
 
 class _BeamSearch:
-    """The state of a beam search: candidates [B, R, n], the sums [B, R] of their log probabilities, and
-    the texts found so far.
+    """The state of a beam search: candidates [B, R, n], the sums [B, R] of their log probabilities,
+    and the texts found so far.
     """
 
     def __init__(
@@ -202,7 +205,9 @@ class _BeamSearch:
         return rows.flatten(), token.gather(1, next_beams).flatten()
 
     def _keep(self, texts: Tensor, value: Tensor, whole: Tensor, ended: Tensor) -> None:
-        """Store the complete texts among the first `beams` continuations; a row keeps its best ones."""
+        """Store the complete texts among the first `beams` continuations; a row keeps its best
+        ones.
+        """
         size = texts.shape[2] ** self.length_penalty
         for b, best_texts in enumerate(self.hypotheses):
             if not self._open[b]:
@@ -258,8 +263,8 @@ class BeamSearchResult:
     Attributes:
         completions: at most `beams` texts, best first.
         seconds: the time of the whole search.
-        prefill_seconds, prompt_tokens: the time for reading the prompt, and the number of tokens read:
-            all but the last, with which the search begins.
+        prefill_seconds, prompt_tokens: the time for reading the prompt, and the number of tokens
+            read: all but the last, with which the search begins.
         steps: the number of decoding steps.
         cache_bytes: the number of bytes in the caches of all beams at the end.
     """
@@ -301,7 +306,8 @@ def beam_search_text(
 
     >>> import regard
     >>> options = GenerationOptions(max_tokens=3)
-    >>> best, second = beam_search_text(regard.load("tiny"), "Return the", options, beams=2).completions
+    >>> result = beam_search_text(regard.load("tiny"), "Return the", options, beams=2)
+    >>> best, second = result.completions
     >>> best.score >= second.score
     True
     """

@@ -37,17 +37,17 @@ class CacheConfig:
 
     A cache class of your own is selected by its `kind`.
 
-    "ring" and "streaming" change the result after max_context tokens, in the same way for every chunk
-    size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
+    "ring" and "streaming" change the result after max_context tokens, in the same way for every
+    chunk size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
 
     Args:
         cache: the kind of cache.
-        max_context: the largest number of tokens of a row, prompt and continuation together; None is no
-            limit.
+        max_context: the largest number of tokens of a row, prompt and continuation together; None
+            is no limit.
 
     Raises:
-        ArgumentError: the kind is unknown, max_context is too small, or it is missing for a kind that
-            drops old tokens.
+        ArgumentError: the kind is unknown, max_context is too small, or it is missing for a kind
+            that drops old tokens.
 
     >>> CacheConfig("ring", 256).forgets
     True
@@ -173,9 +173,10 @@ class CacheConfig:
         """Return the decoder with the masks that this cache needs.
 
         It is the decoder itself, or a copy with the same parameters and narrower masks. "ring" adds
-        `Window(max_context)` to the mask of every layer that keeps every token. "streaming" makes such a
-        layer a `StreamingAttention` where its heads end with a rotary step, so that distances stay inside
-        the cache; otherwise it adds `Window(max_context - 4) | Sinks(4)`, at the true positions.
+        `Window(max_context)` to the mask of every layer that keeps every token. "streaming" makes
+        such a layer a `StreamingAttention` where its heads end with a rotary step, so that
+        distances stay inside the cache; otherwise it adds `Window(max_context - 4) | Sinks(4)`, at
+        the true positions.
 
         Args:
             decoder: the decoder of a model.
@@ -184,12 +185,13 @@ class CacheConfig:
             The decoder to run with these caches.
 
         Raises:
-            ArgumentError: a layer keeps every token and has no mask to restrict; or the rotary frequencies
-                depend on the length, and the cache is not "growing".
+            ArgumentError: a layer keeps every token and has no mask to restrict; or the rotary
+                frequencies depend on the length, and the cache is not "growing".
         """
         if self.cache != "growing" and has_dynamic_rotary(decoder):
             raise ArgumentError(
-                f"cache is {self.cache!r}, but this model's rotary frequencies depend on the length, "
+                f"cache is {self.cache!r}, but this model's rotary frequencies depend on the "
+                "length, "
                 'and its prefix is computed again when they change; only cache="growing" supports '
                 "that"
             )
@@ -219,7 +221,8 @@ class CacheConfig:
         shape = mixer.project.shape if isinstance(mixer, Attention) else None
         if shape is None or len(shape.memory) > 2:
             raise ArgumentError(
-                f"{type(mixer).__name__} caches more than keys and values, which cache={self.cache!r} "
+                f"{type(mixer).__name__} stores more than keys and values, which "
+                f"cache={self.cache!r} "
                 "does not support; choose another one"
             )
         widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
@@ -241,7 +244,8 @@ def _with_mask(attention: Attention, mask: Mask) -> Attention:
                 sink=attention.sink,
             ).train(attention.training)
         except (ArgumentError, TypeError):
-            pass  # the heads do not end with one rotary step, so distances cannot stay inside the cache
+            # the heads do not end with one rotary step, so distances cannot stay inside the cache
+            pass
     attention.mask = mask if attention.mask is None else attention.mask & mask
     return attention
 

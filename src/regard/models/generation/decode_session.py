@@ -1,5 +1,5 @@
-"""`DecodeSession`, a decoder with the caches of a batch, and `PrefixCache`, a prompt that is read once
-and continued several times.
+"""`DecodeSession`, a decoder with the caches of a batch, and `PrefixCache`, a prompt that is read
+once and continued several times.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ class DecodeSession:
 
         Args:
             ids: token ids [B, T], T at least 1.
-            positions: positions [B, T], -1 for padding; None continues from the last token of each row.
-            chunk: the number of tokens per forward pass; None is one pass. It does not change the result.
+            positions: positions [B, T], -1 for padding; None continues from the last token of each
+                row.
+            chunk: the number of tokens per forward pass; None is one pass. It does not change the
+                result.
 
         Returns:
             Logits [B, V] for the token after the last slot of each row.
@@ -186,9 +188,9 @@ def pad_left(
 class PrefixCache:
     """A prompt that a model has read, whose caches several continuations share (prefix caching).
 
-    `model.cache_prefix` creates it. The ids of a continuation are the ids of the prefix, followed by
-    those of the new text. The two texts are tokenized separately, so that a word across the border may
-    have other tokens than in the joined text.
+    `model.cache_prefix` creates it. The ids of a continuation are the ids of the prefix, followed
+    by those of the new text. The two texts are tokenized separately, so that a word across the
+    border may have other tokens than in the joined text.
 
     Args:
         model: the model that reads.

@@ -27,9 +27,10 @@ from regard.models.generation.sampling import Sampler, SamplingParams
 class StopStrings:
     """Passes text on up to the first stop string.
 
-    Text that may be the beginning of a stop string is held back until that is decided. The stop string
-    that is complete first ends the text; of several that are complete at the same character, the one
-    that began first. The result depends on the characters, not on the pieces in which they arrive.
+    Text that may be the beginning of a stop string is held back until that is decided. The stop
+    string that is complete first ends the text; of several that are complete at the same character,
+    the one that began first. The result depends on the characters, not on the pieces in which they
+    arrive.
 
     Args:
         stops: a string, or several, none of them empty.
@@ -120,8 +121,8 @@ class GenerationOptions:
         cache_config: the kind of cache; None is the default, or that of a prefix.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is not an int, or out of its range; a stop string is
-            empty.
+        ArgumentError, ArgumentTypeError: a number is not an int, or out of its range; a stop string
+            is empty.
 
     >>> GenerationOptions(max_tokens=3, stop=("end",)).chunk
     512
@@ -219,8 +220,8 @@ class _GenerationLoop:
         rows: a `Continuation` for each prompt.
         seconds: the time in the model so far.
         prefill_seconds: the part of it for reading the prompts.
-        decode_seconds: the part of it after the first token of each row, which the pass over the prompt
-            gives.
+        decode_seconds: the part of it after the first token of each row, which the pass over the
+            prompt gives.
         prompt_tokens: the number of tokens of all prompts, without those of a prefix.
     """
 
@@ -272,7 +273,9 @@ class _GenerationLoop:
 
     @property
     def tokens_per_second(self) -> float:
-        """The new tokens of all rows per second of model time, including the pass over the prompts."""
+        """The new tokens of all rows per second of model time, including the pass over the
+        prompts.
+        """
         tokens = sum(len(row.ids) for row in self.rows)
         return tokens / self.seconds if self.seconds else 0.0
 
@@ -283,7 +286,9 @@ class _GenerationLoop:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """The tokens of all rows per second after the first of each row; 0 if there was only one."""
+        """The tokens of all rows per second after the first of each row; 0 if there was only
+        one.
+        """
         return self._decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def _checked_config(self) -> CacheConfig:
@@ -354,9 +359,9 @@ class _GenerationLoop:
 class BatchGeneration(_GenerationLoop):
     """Continuations of several prompts, generated while the object is iterated over, once.
 
-    It yields pairs (index of the prompt, piece of text). Prompts of different length are padded on the
-    left, at position -1. A finished row leaves the batch. Rows are independent: row i gets what its
-    prompt alone gets with seed + i, up to the rounding of a batch.
+    It yields pairs (index of the prompt, piece of text). Prompts of different length are padded on
+    the left, at position -1. A finished row leaves the batch. Rows are independent: row i gets what
+    its prompt alone gets with seed + i, up to the rounding of a batch.
 
     Args:
         model: the model.

@@ -32,9 +32,8 @@ class SamplingKeywords(TypedDict, total=False):
 class SamplingParams:
     """How a token is chosen; the steps are in the order of transformers.
 
-    1. repetition_penalty r, for every id that occurs in the row, prompt included: x <- x / r if x > 0,
-       else x <- x r
-    2. temperature t: x <- x / t;  0 chooses the most likely token, and the steps below change nothing
+    1. repetition_penalty r, for every id in the row, prompt included: x <- x / r if x > 0, else x r
+    2. temperature t: x <- x / t;  0 chooses the most likely token, and ends the steps
     3. top_k: keep the k most likely tokens
     4. top_p: keep the most likely tokens until their sum reaches p
     5. min_p: keep tokens with at least min_p times the probability of the most likely one
@@ -46,7 +45,8 @@ class SamplingParams:
         top_k: at least 1; None keeps all.
         top_p: above 0 and at most 1; None keeps all.
         min_p: 0 to 1; None keeps all.
-        repetition_penalty: above 0; 1 changes nothing, a larger value makes repetitions less likely.
+        repetition_penalty: above 0; 1 changes nothing, a larger value makes repetitions less
+            likely.
         seed: random seed of the first row of a batch; row i has seed + i.
 
     Raises:
@@ -107,8 +107,8 @@ def distribution(
 
     p = softmax(steps(logits)), with the steps of `SamplingParams` in their order
 
-    transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k; here
-    exactly k remain.
+    transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k;
+    here exactly k remain.
 
     Args:
         logits: logits [B, V]; a token with -inf cannot be drawn.
@@ -238,7 +238,9 @@ def _keep_ids(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _nucleus(x: Tensor, top_p: float) -> Tensor:
-    """Return x for the most likely tokens until their sum reaches top_p, and -inf for the others."""
+    """Return x for the most likely tokens until their sum reaches top_p, and -inf for the
+    others.
+    """
     p = x.softmax(1)
     few = min(p.shape[1], 1024)  # enough for most rows, and much cheaper than a full sort
     ids = top_ids(p, few)
