@@ -135,7 +135,7 @@ def test_shards(server: Hub, origin: Path) -> None:
     "file, says",
     [
         ("../../secrets.safetensors", "'../../secrets.safetensors' is no plain file name"),
-        ("pytorch_model.bin", "names 'pytorch_model.bin', which is no safetensors file"),
+        ("pytorch_model.bin", "names 'pytorch_model.bin', which is not a safetensors file"),
     ],
 )
 def test_an_index_that_leads_elsewhere(file: str, says: str, server: Hub, origin: Path) -> None:

@@ -136,10 +136,10 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         "weightless",
     ]
     with pytest.raises(
-        ArgumentError, match=r"^bahdanau looks at a second sequence; .* delta_net, "
+        ArgumentError, match=r"^bahdanau attends to a second sequence; .* delta_net, "
     ):
         find_variant("bahdanau")
-    with pytest.raises(ArgumentError, match=r"^prefix_lm sees what comes behind a token; "):
+    with pytest.raises(ArgumentError, match=r"^prefix_lm sees later tokens; "):
         config("prefix_lm")
     with pytest.raises(ArgumentError, match="no mechanism is named 'gqua'; did you mean 'gqa'"):
         Config(V, 32, 48, 2, 4, "gqua")
@@ -256,7 +256,7 @@ def test_why_positions_are_refused() -> None:
     with pytest.raises(ArgumentError, match="rotary positions are part of this InfiniAttention"):
         with_positions(infini(32, 4, segment=4), "none")
     with pytest.raises(
-        ArgumentError, match="queries and keys of this Recurrent are no plain heads"
+        ArgumentError, match="queries and keys of this Recurrent are not plain heads"
     ):
         config("linear_attention", position="rope")
     with pytest.raises(ArgumentError, match="scheme is 'learned'; it is one of rope, alibi, none"):
@@ -310,7 +310,7 @@ def test_windows_that_are_refused() -> None:
         config("retention", window=4)
     with pytest.raises(ArgumentError, match=r"streaming does not take window 4: .* are sinks, rec"):
         config("streaming", window=4)
-    with pytest.raises(ArgumentError, match=r"^NSA takes no window beside what it keeps itself"):
+    with pytest.raises(ArgumentError, match=r"^NSA does not support an additional window"):
         with_window(build_mixer("nsa", 32, 4, VARIANTS["nsa"].sizes), 4)
     with pytest.raises(
         ArgumentError, match="nsa has a window of its own: give it the option window=4"

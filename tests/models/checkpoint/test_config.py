@@ -113,7 +113,7 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         (
             {"auto_map": {"AutoModel": "evil.py"}},
             (
-                "auto_map asks for code that comes with the checkpoint, which is never run and "
+                "auto_map names code in the checkpoint, which is never run and "
                 "may compute something else; use a "
                 "checkpoint of the family's own code. If it changes nothing that is computed, "
                 "pass it over: "
@@ -137,23 +137,23 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
         (
             {"num_hidden_layers": 10**9},
-            "num_hidden_layers is 1000000000, and the folder holds 21 tensors",
+            "num_hidden_layers is 1000000000, and the folder has 21 tensors",
         ),
-        ({"head_dim": 10**9}, "head_dim is 1000000000; at most 1048576 is believed"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000; the largest accepted value is 1048576"),
         (
             {"hidden_size": 10**19},
-            "hidden_size is 10000000000000000000; at most 1048576 is believed",
+            "hidden_size is 10000000000000000000; the largest accepted value is 1048576",
         ),
-        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; at most 16777216 is believed"),
+        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; the largest accepted value is 16777216"),
         (
             {"max_position_embeddings": 2**62},
-            "max_position_embeddings is 4611686018427387904; at most 2147483648 is believed",
+            "max_position_embeddings is 4611686018427387904; the largest accepted value is 2147483648",
         ),
         (
             {"num_attention_heads": 10**6},
-            "num_attention_heads is 1000000; at most 65536 is believed",
+            "num_attention_heads is 1000000; the largest accepted value is 65536",
         ),
-        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder holds 21 tensors"),
+        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder has 21 tensors"),
         ({"hidden_act": "\x1b[2J"}, "hidden_act is '\\x1b[2J'; only 'silu' is supported for llama"),
         ({"rope_scaling": [2]}, "rope_scaling is [2]; it must be an object"),
         (

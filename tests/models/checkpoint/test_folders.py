@@ -13,42 +13,42 @@ from regard.cli.app import run
 from tests.models import small
 
 ADAPTER = (
-    "an adapter, which is nothing without its base model; merge it into that first (peft: "
+    "an adapter, which needs its base model; merge it into that first (peft: "
     "merge_and_unload)"
 )
 WITHOUT_CONFIG = {
     "GGUF alone": (
         ["m.q4_k_m.gguf"],
         (
-            "the folder holds 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
+            "the folder has 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
             "the model, before its quantisation"
         ),
     ),
     "an adapter alone": (
         ["adapter_config.json", "adapter_model.safetensors"],
-        f"the folder holds 'adapter_config.json', {ADAPTER}",
+        f"the folder has 'adapter_config.json', {ADAPTER}",
     ),
-    "an older adapter": (["adapter_model.bin"], f"the folder holds 'adapter_model.bin', {ADAPTER}"),
+    "an older adapter": (["adapter_model.bin"], f"the folder has 'adapter_model.bin', {ADAPTER}"),
     "pickles alone": (
         ["pytorch_model.bin"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
+            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
             "opened; convert it to safetensors elsewhere"
         ),
     ),
     "weights alone": (
         ["model.safetensors"],
-        "the folder holds the weights without it; get it from where they came from",
+        "the folder has the weights without it; get it from where they came from",
     ),
     "shards alone": (
         ["model.safetensors.index.json"],
-        "the folder holds the weights without it; get it from where they came from",
+        "the folder has the weights without it; get it from where they came from",
     ),
     "a training run": (
         ["checkpoint-500/config.json", "checkpoint-900/config.json"],
         "it is in the folder 'checkpoint-500' here, and in 2 in all: give that folder",
     ),
-    "nothing": (["README.md"], "a model folder holds config.json and model.safetensors"),
+    "nothing": (["README.md"], "a model folder has config.json and model.safetensors"),
 }
 
 
@@ -78,7 +78,7 @@ def test_an_adapter_with_the_config_of_its_base(tmp_path: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path}/model.safetensors is missing; the folder holds 'adapter_config.json', "
+        f"{tmp_path}/model.safetensors is missing; the folder has 'adapter_config.json', "
         f"{ADAPTER}"
     )
 

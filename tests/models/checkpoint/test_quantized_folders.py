@@ -136,7 +136,7 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
         ({"w_scales": torch.ones(2, 6, 3)}, MXFP4, "'w_scales' is torch.float32"),
         ({"w_blocks": bytes_(2, 6, 3, 8)}, MXFP4, r"'w_blocks' is torch.uint8 \(2, 6, 3, 8\)"),
         ({"w_blocks": bytes_(3, 16), "w_scales": bytes_(3)}, MXFP4, r"\(3, 16\)"),
-        ({"w": torch.ones(2)}, MXFP4, "'w' is stored plain, and packed too"),
+        ({"w": torch.ones(2)}, MXFP4, "'w' is stored both plain and packed"),
         (eighths(), FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; supported is 'e4m3'"),
         (
             eighths(),

@@ -139,11 +139,11 @@ INDICES = {
     "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
     "nothing": (
         {"weight_map": {}},
-        f"{INDEX}: weight_map is {{}}; it must name a shard for every tensor",
+        f"{INDEX}: weight_map is {{}}; it must map every tensor to a shard",
     ),
     "no map": (
         {"weight_map": [1]},
-        f"{INDEX}: weight_map is [1]; it must name a shard for every tensor",
+        f"{INDEX}: weight_map is [1]; it must map every tensor to a shard",
     ),
     "no file": (
         {"weight_map": {"a": 1}},
@@ -357,50 +357,50 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 FOLDERS = {
-    "nothing": ([], "a model folder holds it, or model.safetensors.index.json and its shards"),
+    "nothing": ([], "a model folder has it, or model.safetensors.index.json and its shards"),
     "a pickle": (
         ["pytorch_model.bin", "config.json"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
+            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
             "opened; convert it"
         ),
     ),
     "pickles": (
         ["b.pt", "a.pt"],
-        "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which is never",
+        "the folder has 'a.pt' and 1 more, PyTorch weights, a pickle, which is never",
     ),
     "an index of pickles": (
         ["pytorch_model.bin.index.json"],
-        "the folder holds 'pytorch_model.bin.index.json', an index",
+        "the folder has 'pytorch_model.bin.index.json', an index",
     ),
     "GGUF": (
         ["M.Q4.GGUF"],
-        "the folder holds 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model",
+        "the folder has 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model",
     ),
     "Keras": (
         ["tf_model.h5"],
-        "the folder holds 'tf_model.h5', TensorFlow weights; convert them to",
+        "the folder has 'tf_model.h5', TensorFlow weights; convert them to",
     ),
     "Flax": (
         ["flax_model.msgpack"],
-        "the folder holds 'flax_model.msgpack', Flax weights; convert",
+        "the folder has 'flax_model.msgpack', Flax weights; convert",
     ),
     "an adapter": (
         ["adapter_model.safetensors"],
         (
-            "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without "
+            "the folder has 'adapter_model.safetensors', an adapter, which is nothing without "
             "its base model; merge it"
         ),
     ),
     "a shard alone": (
         [ONE],
-        f"the folder holds '{ONE}', a shard; download model.safetensors.index.json, which",
+        f"the folder has '{ONE}', a shard; download model.safetensors.index.json, which",
     ),
     "another name": (
         ["consolidated.safetensors"],
-        "the folder holds 'consolidated.safetensors', a safetensors file of another name; ",
+        "the folder has 'consolidated.safetensors', a safetensors file of another name; ",
     ),
-    "a name that plays": (["a\x1b[2J.pt"], "the folder holds 'a\\x1b[2J.pt', PyTorch weights"),
+    "a name that plays": (["a\x1b[2J.pt"], "the folder has 'a\\x1b[2J.pt', PyTorch weights"),
 }
 
 
