@@ -217,7 +217,7 @@ def test_a_refused_call_leaves_every_cache() -> None:
     with pytest.raises(regard.ArgumentError, match="written once"):  # by the second layer
         model.run_decoder(target, caches, memory=memory)
     assert sizes() == [(0, 0), (0, 5)]
-    with pytest.raises(regard.ArgumentError, match="1 caches for 2 layers; new_caches"):
+    with pytest.raises(regard.ArgumentError, match="1 pair of caches for 2 layers; new_caches"):
         model.run_decoder(target, caches[:1], memory=memory)
     with pytest.raises(
         regard.ArgumentError, match=r"ids are \(3,\); they must be \[batch, length\]"

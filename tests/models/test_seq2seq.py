@@ -140,7 +140,7 @@ def test_folders(network: EncoderDecoder, tmp_path: Path) -> None:
     bare = regard.load(tmp_path)
     assert isinstance(bare, Seq2Seq)
     assert (bare.start, bare.eos_ids) == (0, frozenset({1}))
-    assert len(bare.search(torch.tensor([[3, 4, 1]]), max_tokens=2)[0][0].ids) <= 2
+    assert len(bare.beam_search(torch.tensor([[3, 4, 1]]), max_tokens=2)[0][0].ids) <= 2
     with pytest.raises(FileError, match="this model has no tokenizer"):
         bare.generate("a")
     tokenizer().save(tmp_path)

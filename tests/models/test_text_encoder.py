@@ -131,7 +131,7 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     long = "a b c d e f g h a b"
     with pytest.raises(
         regard.ArgumentError,
-        match="text 1 has 12 tokens, and this model reads at most 10; split it, or leave out its "
+        match="text 1 has 12 tokens, and this model reads at most 10; split it, or cut off its "
         "end with "
         "truncate=True",
     ):
@@ -146,7 +146,7 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
         model.encode("a b c d e", "f g h a", truncate=True)
     tiny = TextEncoder(network, tokenizer(), CONFIG, max_seq_length=1)
     with pytest.raises(
-        regard.ArgumentError, match="longest is 1, less than what stands around a text"
+        regard.ArgumentError, match="max_seq_length is 1, less than the number of special tokens"
     ):
         tiny.encode("a", truncate=True)
     free = TextEncoder(network, tokenizer(), CONFIG)
@@ -225,7 +225,7 @@ def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_pa
         FileError,
         match="model_type bert is an architecture of kind 'encoder', which loads as a "
         f"TextEncoder, and kind is {kind.__name__}; "
-        "for",
+        "leave out kind",
     ):
         regard.load(tmp_path, kind=kind)
     with pytest.raises(

@@ -187,7 +187,7 @@ def test_other_kinds_of_tokenizer_decode_and_stream(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [-1, 320, 2**31, 2**40])
 def test_unknown_ids(bad: int) -> None:
     for use in (lambda: TOKENIZER.decode([5, bad]), lambda: TOKENIZER.pieces([bad])):
-        with pytest.raises(ArgumentError, match=rf"token id {bad} outside \[0, 320\)"):
+        with pytest.raises(ArgumentError, match=rf"token id {bad} is outside \[0, 320\)"):
             use()
 
 

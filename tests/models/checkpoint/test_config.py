@@ -104,9 +104,9 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         (
             {"num_hiden_layers": 2},
             (
-                "unknown key 'num_hiden_layers'; did you mean 'num_hidden_layers'? If it changes "
-                "nothing that is computed, pass it "
-                "over: regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
+                "unknown key 'num_hiden_layers'; did you mean 'num_hidden_layers'? If it does "
+                "not change the computation, ignore it"
+                ": regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
                 "'num_hiden_layers'"
             ),
         ),
@@ -115,8 +115,8 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
             (
                 "auto_map names code in the checkpoint, which is never run and "
                 "may compute something else; use a "
-                "checkpoint of the family's own code. If it changes nothing that is computed, "
-                "pass it over: "
+                "checkpoint of the family's own code. If it does not change the computation, "
+                "ignore it: "
                 "regard.load(folder, ignore=('auto_map',)), or --ignore 'auto_map'"
             ),
         ),

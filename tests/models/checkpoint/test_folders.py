@@ -21,7 +21,7 @@ WITHOUT_CONFIG = {
         ["m.q4_k_m.gguf"],
         (
             "the folder has 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
-            "the model, before its quantisation"
+            "the model, from before its quantisation"
         ),
     ),
     "an adapter alone": (
@@ -46,7 +46,7 @@ WITHOUT_CONFIG = {
     ),
     "a training run": (
         ["checkpoint-500/config.json", "checkpoint-900/config.json"],
-        "it is in the folder 'checkpoint-500' here, and in 2 in all: give that folder",
+        "its subfolder 'checkpoint-500' has one (2 subfolders in all): give that folder",
     ),
     "nothing": (["README.md"], "a model folder has config.json and model.safetensors"),
 }

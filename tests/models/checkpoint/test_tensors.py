@@ -151,22 +151,22 @@ INDICES = {
     ),
     "a shard that is not there": (
         {"weight_map": {**A_B, "c": "x.safetensors"}},
-        f"x.safetensors is missing ({INDEX} names it)",
+        f"x.safetensors is missing ({INDEX} refers to it)",
     ),
     "a tensor that is not there": (
         {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
         (
-            f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and "
+            f"{ONE}: 1 tensor missing that the index places there: 'x\\n'; are {INDEX} and "
             "the shards of one download?"
         ),
     ),
     "a tensor in another shard": (
         {"weight_map": {"a": ONE, "b": TWO, "c": TWO, "d": TWO}},
-        f"{ONE}: 1 tensors that the index does not place there: 'b'; are {INDEX} and",
+        f"{ONE}: 1 tensor that the index does not place there: 'b'; are {INDEX} and",
     ),
     "tensors that are not named": (
         {"weight_map": {**A_B, "c": TWO}},
-        f"{TWO}: 1 tensors that the index does not place there: 'd'; are",
+        f"{TWO}: 1 tensor that the index does not place there: 'd'; are",
     ),
 }
 
@@ -184,12 +184,12 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"a": torch.ones(1), "c": torch.arange(5), "d": torch.ones(2, 2)}, tmp_path / TWO)
     assert error_of(tmp_path).startswith(
-        f"{TWO}: 1 tensors that the index does not place there: 'a'; "
+        f"{TWO}: 1 tensor that the index does not place there: 'a'; "
     )
     sharded(tmp_path)
     (tmp_path / TWO).write_bytes((tmp_path / ONE).read_bytes())
     assert error_of(tmp_path).startswith(
-        f"{TWO}: 2 tensors that the index places there and it lacks: 'c', 'd'; "
+        f"{TWO}: 2 tensors missing that the index places there: 'c', 'd'; "
     )
 
 
@@ -226,7 +226,7 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     if name == "\ud800":  # no such text is JSON
         assert said == f"{INDEX} has half a character in '\\ud800'"
         return
-    assert said.endswith(f"a model's files lie in its own folder ({INDEX} names it)")
+    assert said.endswith(f"a model's files lie in its own folder ({INDEX} refers to it)")
 
 
 def test_links(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def test_rooms_that_a_model_cannot_have() -> None:
     ):
         DecodeSession(far, CacheConfig("ring", 30))
     with pytest.raises(
-        regard.ArgumentError, match="Longformer remembers more than keys and values; choose another"
+        regard.ArgumentError, match="Longformer stores more than keys and values, which cache="
     ):
         DecodeSession(far, CacheConfig("quantised", 30))
 

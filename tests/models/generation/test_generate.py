@@ -272,7 +272,7 @@ def test_errors(model: Model) -> None:
         ),
         (
             lambda: model(torch.tensor([[1]]), caches=model.new_caches()[:1]),
-            "1 caches for 2 layers; give one per layer",
+            "1 cache for 2 layers; give one per layer",
         ),
     ]
     for call, message in cases:

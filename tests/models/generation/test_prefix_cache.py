@@ -143,15 +143,15 @@ def test_errors(model: Model) -> None:
         ),
         (
             lambda: model.generate("a", prefix=read, cache="fixed"),
-            "prefix has its own caches, Room",
+            "prefix has its own caches, CacheConfig",
         ),
         (
             lambda: model.cache_prefix("a", prefix=read, max_context=99),
-            "prefix has its own caches, Room",
+            "prefix has its own caches, CacheConfig",
         ),
         (
             lambda: small.model().generate("a", prefix=read),
-            "prefix was read by another model; read it with this one",
+            "prefix was read by another model; create it with this one: model.cache_prefix(...)",
         ),
     ]
     for call, message in cases:
