@@ -157,7 +157,7 @@ INDICES = {
         {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
         (
             f"{ONE}: 1 tensor missing that the index places there: 'x\\n'; are {INDEX} and "
-            "the shards of one download?"
+            "the shards from one download?"
         ),
     ),
     "a tensor in another shard": (
@@ -388,8 +388,8 @@ FOLDERS = {
     "an adapter": (
         ["adapter_model.safetensors"],
         (
-            "the folder has 'adapter_model.safetensors', an adapter, which is nothing without "
-            "its base model; merge it"
+            "the folder has 'adapter_model.safetensors', an adapter, which needs its base "
+            "model; merge it"
         ),
     ),
     "a shard alone": (

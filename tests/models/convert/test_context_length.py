@@ -90,7 +90,7 @@ def test_latents_have_a_context_too() -> None:
             {},
             64,
             "ntkk",
-            "the scaling is 'ntkk'; it is one of linear, ntk, dynamic, yarn, llama3",
+            "the scaling is 'ntkk'; it must be one of linear, ntk, dynamic, yarn, llama3",
         ),
         (
             "llama",

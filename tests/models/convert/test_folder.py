@@ -198,7 +198,7 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in told] == [
         "reading",
         "converting",
-        "healing",
+        "finetuning",
         "writing",
         "measuring",
     ]
@@ -261,9 +261,9 @@ def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine").write_text("precious")
-    with pytest.raises(FileError, match="is not empty; nothing is written over"):
+    with pytest.raises(FileError, match="is not empty; a conversion never overwrites"):
         convert(source, full, ConversionOptions(kv_heads=2))
-    with pytest.raises(FileError, match="is there and is no folder"):
+    with pytest.raises(FileError, match="exists and is not a folder"):
         convert(source, full / "mine", ConversionOptions(kv_heads=2))
     assert state(source) == before
     assert (full / "mine").read_text() == "precious"
@@ -313,11 +313,11 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
     "change, message",
     [
         ({}, "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"),
-        ({"scaling": "linear"}, "nothing is asked for"),
-        ({"to": "mlaa"}, "to is 'mlaa'; it is one of mha, gqa, mqa, mla"),
+        ({"scaling": "linear"}, "there is nothing to change"),
+        ({"to": "mlaa"}, "to is 'mlaa'; it must be one of mha, gqa, mqa, mla"),
         (
             {"to": "gqa", "kv_heads": 2, "rank": 3},
-            "rank is given, but only mla has one: give to mla",
+            "rank is given, but only mla has one: give to=",
         ),
         (
             {"to": "mla", "kv_heads": 2},
@@ -350,7 +350,7 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
     (tmp_path / "bert").mkdir()
     save(network, config, tmp_path / "bert")
-    with pytest.raises(FileError, match="a Model is asked for"):
+    with pytest.raises(FileError, match="kind is Model; leave out kind"):
         convert(tmp_path / "bert", tmp_path / "out", ConversionOptions(kv_heads=2))
 
 

@@ -178,7 +178,7 @@ def _check(H: int, before: int, after: int) -> None:
     if after == before:
         raise ArgumentError(
             f"the model has {before} key/value heads for {H} query heads already; "
-            "choose another number: "
+            "possible numbers are"
             f" {', '.join(str(g) for g in allowed if g != before)}"
         )
     if after not in allowed:
