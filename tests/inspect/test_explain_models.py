@@ -251,7 +251,7 @@ def test_minilm_is_refused_where_its_weights_are_others(
         files: tuple[Any, ...] = ()
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Packaged)
-    with pytest.raises(FileError, match=r"holds no model\.safetensors; install it again"):
+    with pytest.raises(FileError, match=r"has no model\.safetensors; install it again"):
         minilm.minilm_folder()
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"other")

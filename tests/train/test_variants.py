@@ -250,7 +250,8 @@ def test_why_positions_are_refused() -> None:
     ):
         config("differential", position="alibi")
     with pytest.raises(
-        ArgumentError, match=r"^the bias t5_relative.* tells this Attention its positions; leave"
+        ArgumentError,
+        match=r"^this Attention gets its positions from the bias t5_relative.*; leave",
     ):
         with_positions(t5(32, 4), "none")
     with pytest.raises(ArgumentError, match="rotary positions are part of this InfiniAttention"):
@@ -303,8 +304,8 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
 def test_windows_that_are_refused() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"^retention does not take window 4: Recurrent takes no window beside what it keeps "
-        r"itself; its options "
+        match=r"^retention does not take window 4: Recurrent does not support an additional "
+        r"window; its options "
         "are groups, head_dim, value_dim, base, decay",
     ):
         config("retention", window=4)
@@ -329,10 +330,10 @@ def test_layers_have_their_own_numbers() -> None:
     starts = [block.attention.project.start for block in build(config("differential")).layers]
     assert starts == [0.8 - 0.6 * math.exp(-0.3 * depth) for depth in (0, 1)]
     with pytest.raises(
-        ArgumentError, match="depth of differential is 3; a decoder gives it to each layer"
+        ArgumentError, match="depth of differential is 3; the decoder sets it for each layer"
     ):
         config("differential", attention_options={"depth": 3})
-    with pytest.raises(ArgumentError, match="is_causal of mha is False; a decoder gives it"):
+    with pytest.raises(ArgumentError, match="is_causal of mha is False; the decoder sets it"):
         config("mha", attention_options={"is_causal": False})
 
 
@@ -364,7 +365,7 @@ def test_layers_have_their_own_numbers() -> None:
         (
             "causal",
             {"head_dim": 8},
-            "causal gives 8 numbers, and the model has dim 32; leave head_dim out",
+            "causal returns vectors of 8, and the model has dim 32; leave out head_dim",
         ),
     ],
 )
@@ -443,7 +444,10 @@ def test_flags_become_a_config() -> None:
             {"attention": "gqa", "position": "rotary"},
             "position is 'rotary'; it is one of catalogue, rope",
         ),
-        ({"attention": "delta_net", "window": 4}, "Recurrent takes no window"),
+        (
+            {"attention": "delta_net", "window": 4},
+            "Recurrent does not support an additional window",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None) -> None:

@@ -144,10 +144,14 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
             {"hidden_size": 10**19},
             "hidden_size is 10000000000000000000; the largest accepted value is 1048576",
         ),
-        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; the largest accepted value is 16777216"),
+        (
+            {"vocab_size": 2**63},
+            "vocab_size is 9223372036854775808; the largest accepted value is 16777216",
+        ),
         (
             {"max_position_embeddings": 2**62},
-            "max_position_embeddings is 4611686018427387904; the largest accepted value is 2147483648",
+            "max_position_embeddings is 4611686018427387904; the largest accepted value is "
+            "2147483648",
         ),
         (
             {"num_attention_heads": 10**6},

@@ -13,8 +13,7 @@ from regard.cli.app import run
 from tests.models import small
 
 ADAPTER = (
-    "an adapter, which needs its base model; merge it into that first (peft: "
-    "merge_and_unload)"
+    "an adapter, which needs its base model; merge it into that first (peft: merge_and_unload)"
 )
 WITHOUT_CONFIG = {
     "GGUF alone": (
@@ -78,8 +77,7 @@ def test_an_adapter_with_the_config_of_its_base(tmp_path: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path}/model.safetensors is missing; the folder has 'adapter_config.json', "
-        f"{ADAPTER}"
+        f"{tmp_path}/model.safetensors is missing; the folder has 'adapter_config.json', {ADAPTER}"
     )
 
 

@@ -144,7 +144,7 @@ def test_the_search_is_theirs(beams: int, tmp_path: Path) -> None:
     sizes = (SOURCE, 17, 5)
     at = torch.arange(SOURCE).expand(3, -1)
     at = at.where(at < torch.tensor(sizes)[:, None], -1)
-    found = pair.mine.search(pair.source, at, max_tokens=12, beams=beams)
+    found = pair.mine.beam_search(pair.source, at, max_tokens=12, beams=beams)
     for i, n in enumerate(sizes):
         more = {"early_stopping": "never", "length_penalty": 1.0} if beams > 1 else {}
         exact = pair.theirs.generate(
@@ -153,7 +153,7 @@ def test_the_search_is_theirs(beams: int, tmp_path: Path) -> None:
         exact = exact[1:]
         exact = exact[: exact.index(1)] if 1 in exact else exact
         assert list(found[i][0].ids) == exact
-        alone = pair.mine.search(pair.source[i : i + 1, :n], max_tokens=12, beams=beams)[0]
+        alone = pair.mine.beam_search(pair.source[i : i + 1, :n], max_tokens=12, beams=beams)[0]
         assert [x.ids for x in alone] == [x.ids for x in found[i]]
         assert math.isclose(alone[0].score, found[i][0].score, rel_tol=1e-5)
 
