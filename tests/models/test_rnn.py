@@ -334,7 +334,7 @@ def test_errors() -> None:
         ),
         (
             lambda: recurrent(V, M, R, score="dot"),
-            "score is 'dot', but only attention=\"luong\" has a choice of scores",
+            "score is 'dot', but only attention=\"luong\" has several scores",
         ),
         (
             lambda: recurrent(V, M, R, attention="luong", score="x"),

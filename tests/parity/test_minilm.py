@@ -208,7 +208,7 @@ def test_a_long_text(mine: TextEncoder) -> None:
     text = "attention " * 300
     with pytest.raises(
         regard.ArgumentError,
-        match=r"text 1 has 302 tokens, and this model reads at most 256; split it, or leave out "
+        match=r"text 1 has 302 tokens, and this model reads at most 256; split it, or cut off "
         r"its end "
         r"with truncate=True",
     ):

@@ -150,8 +150,10 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         ),
         (
             {"max_position_embeddings": 2**62},
-            "max_position_embeddings is 4611686018427387904; the largest accepted value is "
-            "2147483648",
+            (
+                "max_position_embeddings is 4611686018427387904; the largest accepted value is "
+                "2147483648"
+            ),
         ),
         (
             {"num_attention_heads": 10**6},

@@ -264,7 +264,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3", {}, "norms or other steps on heads"),
     ("olmo2", {}, "norms or other steps on heads and norms of another kind"),
     ("mistral", {"sliding_window": 8}, "a mask of causal & window(8)"),
-    ("phi3", {"partial_rotary_factor": 0.4}, "a rotary that turns a part of each head"),
+    ("phi3", {"partial_rotary_factor": 0.4}, "a rotary that rotates a part of each head"),
     (
         "gemma2",
         {"query_pre_attn_scalar": 10},
@@ -275,7 +275,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rotary positions that follow the length",
+        "rotary positions that depend on the length",
     ),
 ]
 
@@ -304,7 +304,7 @@ def test_latents_of_latents() -> None:
     after, _ = to_latent(some.llama())
     with pytest.raises(ArgumentError, match="the model has latent attention already"):
         to_latent(after)
-    with pytest.raises(ArgumentError, match="is made by Latent, not by separate maps"):
+    with pytest.raises(ArgumentError, match="uses Latent, not separate maps"):
         to_groups(after, 2)
 
 

@@ -139,7 +139,7 @@ def test_a_model_without_tokenizer_meets_drawn_ids() -> None:
     [
         (None, 1, 64, "length is 1; it must be at least 2"),
         (None, 16, 1, "tokens is 1; it must be at least 2"),
-        ("a", 16, 64, "the text has 1 tokens; give at least 2"),
+        ("a", 16, 64, "the text has 1 token; give at least 2"),
     ],
 )
 def test_too_little(text: str | None, length: int, tokens: int, message: str) -> None:
@@ -162,7 +162,7 @@ def test_dtypes() -> None:
         to_dtype(after, "int8")
     after.network.norm.weight.data[0] = 1e5
     with pytest.raises(
-        ArgumentError, match=r"norm.weight holds 1e\+05, which is too large for float16"
+        ArgumentError, match=r"norm.weight has the value 1e\+05, which is too large for float16"
     ):
         to_dtype(after, "float16")
 
