@@ -218,5 +218,5 @@ def test_a_long_text(mine: TextEncoder) -> None:
     assert tokens.ids[0, [0, -1]].tolist() == [101, 102]
     assert len(set(tokens.ids[0, 1:-1].tolist())) == 1
     assert torch.equal(mine.embed(text, truncate=True), mine.embed("attention " * 254))
-    with pytest.raises(regard.ArgumentError, match="this model reads 256; shorten it"):
+    with pytest.raises(regard.ArgumentError, match="this model reads at most 256; shorten it"):
         mine.encode(text, "and another", truncate=True)

@@ -302,7 +302,7 @@ def describe_other_weights(names: Iterable[str]) -> str:
     """Describe the first file with weights that are not read, with the next step; "" without one.
 
     >>> describe_other_weights(["README.md", "model-q4.gguf"])
-    "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, before its
+    "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, from before its
     quantisation"
     """
     names = sorted(names)
