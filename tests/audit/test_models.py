@@ -62,7 +62,7 @@ def test_an_encoder_has_no_fault() -> None:
 @pytest.mark.full
 def test_an_encoder_decoder_has_no_fault() -> None:
     config = t5.Config(60, 16, 8, 24, 1, 2)
-    model = Seq2Seq(t5.build(config).eval(), None, config, start=0, ends=[1])
+    model = Seq2Seq(t5.build(config).eval(), None, config, start=0, eos_ids=[1])
     found = audit(model)
     assert found.names == (), str(found)
     assert {"future", "cache", "batch"} <= held(found)

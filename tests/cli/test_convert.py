@@ -131,8 +131,8 @@ def test_without_a_tokenizer(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing is asked for"),
-        (("--to", "gqa"), "gqa is asked for, and kv_heads is missing"),
+        ((), "there is nothing to change"),
+        (("--to", "gqa"), "to is gqa, and kv_heads is missing"),
         (
             ("--to", "gqa", "--kv-heads", "3"),
             "4 key/value heads cannot become 3 for 4 query heads; possible are 1, 2",
@@ -143,7 +143,7 @@ def test_without_a_tokenizer(
         (("--kv-heads", "2", "--groups", "median"), "pooling is 'median'; it is one of mean, svd"),
         (
             ("--context", "9000", "--scaling", "longrope"),
-            "scaling is 'longrope'; it is one of linear, ntk, dynamic",
+            "scaling is 'longrope'; it must be one of linear, ntk, dynamic",
         ),
         (("--rotary-layout", "gptj"), "rotary_layout is 'gptj'; it is one of half, interleaved"),
         (("--dtype", "fp8"), "dtype is 'fp8'; it is one of float32"),
@@ -173,4 +173,4 @@ def test_folders_that_are_not_fit(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("precious")
     err = said(capsys, source, tmp_path / "full", "--to", "mqa", code=1)
-    assert "is not empty; nothing is written over" in err
+    assert "is not empty; a conversion never overwrites" in err

@@ -15,7 +15,7 @@ import pytest
 
 import regard
 from regard.cli import main
-from regard.configs.known import KNOWN, model_of
+from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import MACHINES
 
@@ -97,7 +97,7 @@ def test_formats_of_the_cache(dtype: str, each: float, capsys: pytest.CaptureFix
 
 
 def test_a_config_and_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    raw = {**KNOWN["qwen3-0.6b"].config, "torch_dtype": "bfloat16"}
+    raw = {**PUBLISHED_MODELS["qwen3-0.6b"].config, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     for source in (tmp_path, tmp_path / "config.json"):
         assert figures(capsys, str(source))["parameters"] == 596_049_920
@@ -244,11 +244,11 @@ def test_a_chart(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "--list")
-    for name in (*KNOWN, *MACHINES):
+    for name in (*PUBLISHED_MODELS, *MACHINES):
         assert any(line.split()[:1] == [name] for line in out.splitlines())
     assert all(machine.source in out for machine in MACHINES.values())
     told = json.loads(said(capsys, "--list", "--json"))
-    assert set(told["models"]) == set(KNOWN)
+    assert set(told["models"]) == set(PUBLISHED_MODELS)
     assert told["machines"]["l4"]["bandwidth"] == 300e9
 
 

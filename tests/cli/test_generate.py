@@ -155,7 +155,7 @@ def test_a_prompt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_beams(capsys: pytest.CaptureFixture[str]) -> None:
-    found = model().beam(PROMPT, beams=3, max_tokens=4, length_penalty=0.5)
+    found = model().beam_search(PROMPT, beams=3, max_tokens=4, length_penalty=0.5)
     given = ["generate", PROMPT, "--beams", "3", "--max-tokens", "4", "--length-penalty", "0.5"]
     assert run(given) == 0
     captured = capsys.readouterr()

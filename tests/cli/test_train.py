@@ -179,7 +179,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         (["--device", "cuba"], "device 'cuba' cannot be used: "),
         (["--window", "4"], "--window is for a mechanism of the catalogue; name one"),
         (["--attention", "gqua"], "no mechanism is named 'gqua'; did you mean 'gqa'"),
-        (["--attention", "luong"], "luong looks at a second sequence"),
+        (["--attention", "luong"], "luong attends to a second sequence"),
         (
             ["--attention", "moba", "--set", "topk=1", "--position", "none"],
             "moba does not take position 'none'",

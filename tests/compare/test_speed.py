@@ -19,7 +19,7 @@ from regard.compare.speed import Timing
 from regard.configs.reader import read_sizes
 from regard.cost.report import CostReport, Setting
 from regard.errors import ArgumentError
-from regard.models.assembly.mechanism import decoders
+from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.decoder import Decoder
 from regard.nn.variants import VARIANTS
 from tests.compare.small import SHAPE, TIMING, plan
@@ -63,7 +63,7 @@ def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
 
 
 @pytest.mark.full(keep=12)
-@pytest.mark.parametrize("name", decoders())
+@pytest.mark.parametrize("name", decoder_variants())
 def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     """It has the logits of one whole pass, and is taken back: further calls say the same, whatever
     the cache.

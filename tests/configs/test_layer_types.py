@@ -115,7 +115,7 @@ MIXED = [FULL, SLIDING, FULL]
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few": (
         {"layer_types": [FULL]},
-        "layer_types has 1 entries and num_hidden_layers is 3; give one per layer",
+        "layer_types has 1 entry and num_hidden_layers is 3; give one per layer",
     ),
     "a string": (
         {"layer_types": FULL},

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import regard
-from regard.configs import CONFIGS, COUNTED_ONLY, FILES, LOADABLE, config_class
+from regard.configs import CONFIG_MODULES, CONFIGS, COUNTED_ONLY, LOADABLE, config_class
 from regard.configs.base import ModelConfig, UnknownKey
-from regard.configs.reader import CHANGE_SIZES, FIXED, ROPE_KEYS, parse, read_sizes
+from regard.configs.reader import FIXED_VALUES, ROPE_KEYS, SIZE_KEYS, parse, read_sizes
 from regard.errors import ArgumentError
 from regard.models.families import family
 from tests.cost.tiny import LLAMA, TINY
@@ -54,7 +54,7 @@ def config_of(raw: dict[str, Any]) -> type[ModelConfig]:
 
 
 def test_every_model_type_has_one_class_and_a_small_config() -> None:
-    assert {raw["model_type"] for raw in EVERY.values()} == set(CONFIGS) == set(FILES)
+    assert {raw["model_type"] for raw in EVERY.values()} == set(CONFIGS) == set(CONFIG_MODULES)
     for name in CONFIGS:
         found = config_class(name)
         assert found is not None
@@ -144,18 +144,18 @@ def test_what_changes_sizes_is_refused_by_both(name: str, change: dict[str, Any]
     for read in (lambda: parse(config_of(raw), raw), lambda: read_sizes(raw, name)):
         with pytest.raises(ArgumentError, match=f"{key} is .*; only .* is supported for {name}"):
             read()
-    assert key in CHANGE_SIZES
+    assert key in SIZE_KEYS
 
 
 def test_the_lists_of_keys_do_not_contradict_each_other() -> None:
-    assert not CHANGE_SIZES & ROPE_KEYS
+    assert not SIZE_KEYS & ROPE_KEYS
     sized = {
         key
         for name in CONFIGS
-        for key in {**FIXED, **(config_class(name) or ModelConfig).fixed}
-        if key in CHANGE_SIZES
+        for key in {**FIXED_VALUES, **(config_class(name) or ModelConfig).fixed}
+        if key in SIZE_KEYS
     }
-    assert sized == CHANGE_SIZES, "every one of them is fixed in some family"
+    assert sized == SIZE_KEYS, "every one of them is fixed in some family"
 
 
 @pytest.mark.parametrize("name", MIXTURES)

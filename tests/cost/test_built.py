@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from regard.configs import CONFIGS, COUNTED_ONLY
-from regard.configs.known import KNOWN
+from regard.configs.published import PUBLISHED_MODELS
 from regard.configs.reader import parse, read_sizes
 from regard.cost import model_of
 from regard.cost.softmax import SoftmaxSpec
@@ -141,10 +141,12 @@ SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_loca
 
 
 @pytest.mark.full(keep=24)
-@pytest.mark.parametrize("name", [n for n in KNOWN if KNOWN[n].config["model_type"] in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [n for n in PUBLISHED_MODELS if PUBLISHED_MODELS[n].config["model_type"] in FAMILIES]
+)
 def test_known_models_with_few_layers_and_experts(name: str) -> None:
     """The real widths; four layers and few experts, so that a built network stays small."""
-    raw = {**KNOWN[name].config}
+    raw = {**PUBLISHED_MODELS[name].config}
     raw |= {key: value for key, value in SMALL.items() if key in raw}
     if raw["model_type"] == "deepseek_v3":
         raw |= {"n_group": 4, "topk_group": 2}

@@ -15,8 +15,8 @@ from regard.cost.report import CostReport, Setting
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.decoder import Decoder
 from regard.models.families import family
-from regard.models.generation.context import Context
-from regard.models.generation.room import Room
+from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.decode_session import DecodeSession
 from tests.cost.tiny import TINY
 
 
@@ -28,9 +28,11 @@ def running(raw: dict[str, Any]) -> Decoder:
     return network.eval()
 
 
-def read(raw: dict[str, Any], tokens: int, room: Room | None = None, rows: int = 1) -> Context:
+def read(
+    raw: dict[str, Any], tokens: int, room: CacheConfig | None = None, rows: int = 1
+) -> DecodeSession:
     """A context that has read so many tokens, the last one by itself."""
-    context = Context(running(raw), room, rows)
+    context = DecodeSession(running(raw), room, rows)
     ids = torch.arange(tokens)[None].expand(rows, -1) % 97
     if tokens > 1:
         context.read(ids[:, :-1])
@@ -65,12 +67,12 @@ def test_bytes_of_real_caches_in_8_bits(name: str, tokens: int) -> None:
     """
     raw = {**TINY[name], "n_positions": 256} if name == "gpt2" else TINY[name]
     report = CostReport(read_sizes(raw, name), Setting(tokens, 1, "fp32", "int8"))
-    assert report.kv_bytes == read(raw, tokens, Room("quantised")).bytes
+    assert report.kv_bytes == read(raw, tokens, CacheConfig("quantised")).bytes
 
 
 def test_a_cache_without_scales_would_be_smaller() -> None:
     """Negative control."""
-    real = read(TINY["llama"], 200, Room("quantised")).bytes
+    real = read(TINY["llama"], 200, CacheConfig("quantised")).bytes
     model = read_sizes(TINY["llama"], "llama")
     assert CostReport(model, Setting(200, 1, "fp32", "fp8")).kv_bytes < real
     assert CostReport(model, Setting(200, 1, "fp32")).kv_bytes > real

@@ -339,7 +339,7 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
         ),
         (
             {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]},
-            "layer_types has 1 entries and num_hidden_layers is 3",
+            "layer_types has 1 entry and num_hidden_layers is 3",
         ),
         (
             {**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3},

@@ -26,7 +26,7 @@ import regard
 from regard.errors import ArgumentError, FileError
 from regard.files import strict_json
 from regard.files.safetensors_header import DTYPES, identify_format, read_header
-from regard.models.checkpoint.store import Store, without_weights
+from regard.models.checkpoint.tensors import CheckpointTensors, missing_weights_error
 from regard.untrusted_text import short_repr
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -432,7 +432,7 @@ def test_names_and_beginnings() -> None:
     assert short_repr("é" * 200) == repr("é" * 100) + "..."
     assert identify_format(b"\xef\xbb\xbf<html>").startswith("it is a web page")
     assert identify_format(b"anything") == identify_format(b"") == ""
-    assert str(without_weights(Path("x"), [])).startswith(
+    assert str(missing_weights_error(Path("x"), [])).startswith(
         "x/model.safetensors is missing; a model "
     )
 
@@ -531,7 +531,7 @@ def test_any_change_is_refused_or_read_as_officially(
     allocated.clear()
     found, said = None, ""
     try:
-        found = dict(Store.open(tmp_path).read())
+        found = dict(CheckpointTensors.open(tmp_path).read())
     except FileError as e:
         said = str(e)
     assert sum(allocated) <= len(content)

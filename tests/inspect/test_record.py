@@ -35,7 +35,7 @@ def encoder() -> TextEncoder:
 def translator() -> Seq2Seq:
     torch.manual_seed(0)
     config = t5.Config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
-    return Seq2Seq(t5.build(config).eval(), tokenizer(), config, start=0, ends=[1])
+    return Seq2Seq(t5.build(config).eval(), tokenizer(), config, start=0, eos_ids=[1])
 
 
 def assert_right_sums(found: Recording, *, ahead: bool = False) -> None:

@@ -35,7 +35,7 @@ from regard.files import atomic_write
 from regard.inspect import Recorder
 from regard.inspect.explain import captured_run, layer_stages
 from regard.inspect.explain.prepared_run import prepare_run
-from regard.models.checkpoint.store import Store
+from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary
 from regard.ops.gemv import gemv
@@ -284,11 +284,11 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
-    read = model.read("to be or not to be", cache=cache, max_context=64 if cache else None)
+    read = model.cache_prefix("to be or not to be", cache=cache, max_context=64 if cache else None)
     check_crowd(
         [
             lambda s=s: "".join(
-                model.generate("x", after=read, max_tokens=2, temperature=1.0, seed=s)
+                model.generate("x", prefix=read, max_tokens=2, temperature=1.0, seed=s)
             )
             for s in (1, 2)
         ],
@@ -758,7 +758,7 @@ def test_files(tmp_path: Path) -> None:
     save_file(
         {f"x{n}": torch.full((50,), float(n)) for n in range(5)}, tmp_path / "model.safetensors"
     )
-    store = Store.open(tmp_path)
+    store = CheckpointTensors.open(tmp_path)
     check_crowd([lambda n=n: dict(store.read([f"x{n}"]))[f"x{n}"] for n in range(5)])
     target = tmp_path / "notes"
 

@@ -116,7 +116,7 @@ def test_cached_decoding_in_any_chunks_is_one_pass(name: str) -> None:
         caches, memory, parts, start = model.new_caches(), model.encoder(source), [], 0
         for n in sizes:
             given = {} if start else {"memory": memory}
-            parts.append(model.decode(target[:, start : start + n], caches, **given))
+            parts.append(model.run_decoder(target[:, start : start + n], caches, **given))
             start += n
         assert close(torch.cat(parts, 1), whole)
         assert [(len(own), len(cross)) for own, cross in caches] == [(9, 6)] * 2
@@ -157,9 +157,11 @@ def test_padded_rows_decode_with_caches() -> None:
     to[0] = torch.tensor([-1, -1, 0, 1, 2, 3, 4])
     caches, memory = model.new_caches(), model.encoder(source, at)
     parts = [
-        model.decode(target[:, :4], caches, positions=to[:, :4], memory=memory, memory_positions=at)
+        model.run_decoder(
+            target[:, :4], caches, positions=to[:, :4], memory=memory, memory_positions=at
+        )
     ]
-    parts += [model.decode(target[:, i : i + 1], caches) for i in range(4, 7)]
+    parts += [model.run_decoder(target[:, i : i + 1], caches) for i in range(4, 7)]
     out = torch.cat(parts, 1)
     assert close(out[:1, 2:], model(source[:1, 2:], target[:1, 2:]))
     assert close(out[1:], model(source[1:], target[1:]))
@@ -209,18 +211,18 @@ def test_a_refused_call_leaves_every_cache() -> None:
 
     memory = model.encoder(source)
     with pytest.raises(regard.ArgumentError, match="there is no memory to attend to"):
-        model.decode(target, caches)
+        model.run_decoder(target, caches)
     assert sizes() == [(0, 0)] * 2
     caches[1].cross.update((torch.zeros(2, 4, 5, 4).double(),) * 2, Span(0, 5))
     with pytest.raises(regard.ArgumentError, match="written once"):  # by the second layer
-        model.decode(target, caches, memory=memory)
+        model.run_decoder(target, caches, memory=memory)
     assert sizes() == [(0, 0), (0, 5)]
-    with pytest.raises(regard.ArgumentError, match="1 caches for 2 layers; new_caches"):
-        model.decode(target, caches[:1], memory=memory)
+    with pytest.raises(regard.ArgumentError, match="1 pair of caches for 2 layers; new_caches"):
+        model.run_decoder(target, caches[:1], memory=memory)
     with pytest.raises(
         regard.ArgumentError, match=r"ids are \(3,\); they must be \[batch, length\]"
     ):
-        model.decode(target[0], memory=memory)
+        model.run_decoder(target[0], memory=memory)
     with pytest.raises(
         regard.ArgumentError, match=r"ids are \(6,\); they must be \[batch, length\]"
     ):
@@ -275,7 +277,7 @@ def test_greedy_with_caches_is_greedy_without() -> None:
     given = {"memory": memory}
 
     def step(ids: Tensor) -> Tensor:
-        logits = model.decode(ids, caches, **given)
+        logits = model.run_decoder(ids, caches, **given)
         given.clear()
         return logits
 
@@ -345,11 +347,11 @@ def test_what_the_encoder_makes_is_encode() -> None:
         torch.arange(6).expand(2, -1).masked_fill(torch.tensor([[0] * 5 + [1], [0] * 6]).bool(), -1)
     )
     with Trace("z") as trace:
-        memory = model.encode(source, at)
+        memory = model.run_encoder(source, at)
     assert list(trace) == [f"encoder.layers.{i}.z" for i in range(2)]
     assert close(memory[:, :5], model.encoder(source, at)[:, :5])
     assert torch.equal(
-        model.decode(target, memory=memory, memory_positions=at), model(source, target, at)
+        model.run_decoder(target, memory=memory, memory_positions=at), model(source, target, at)
     )
 
 

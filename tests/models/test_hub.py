@@ -134,8 +134,8 @@ def test_shards(server: Hub, origin: Path) -> None:
 @pytest.mark.parametrize(
     "file, says",
     [
-        ("../../secrets.safetensors", "'../../secrets.safetensors' is not a plain file name"),
-        ("pytorch_model.bin", "names 'pytorch_model.bin', which is no safetensors file"),
+        ("../../secrets.safetensors", "'../../secrets.safetensors' is no plain file name"),
+        ("pytorch_model.bin", "refers to 'pytorch_model.bin', which is not a safetensors file"),
     ],
 )
 def test_an_index_that_leads_elsewhere(file: str, says: str, server: Hub, origin: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_revision_of_what_is_not_on_the_hub(source: str, server: Hub) -> None:
 
 def test_repositories_that_are_not_given(server: Hub) -> None:
     assert refusal("org/nothing") == (
-        "org/nothing on the hub is not there, or is private: check the name, or log in with `hf "
+        "org/nothing on the hub does not exist, or is private: check the name, or log in with `hf "
         "auth login`"
     )
     server.gated = True
@@ -187,20 +187,20 @@ def test_a_server_that_fails(server: Hub, monkeypatch: pytest.MonkeyPatch) -> No
     assert refusal().startswith("org/small on the hub ")
     point_at("http://127.0.0.1:9", monkeypatch)  # nobody listens there
     text = refusal()
-    assert "org/small on the hub did not arrive whole: ConnectError" in text
-    assert "with HF_HUB_OFFLINE=1 only the cache is read" in text
+    assert "org/small on the hub was not downloaded completely: ConnectError" in text
+    assert "With HF_HUB_OFFLINE=1 only the cache is read" in text
 
 
 def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     server.broken["model.safetensors"] = "short"
     text = refusal()
-    assert text.startswith("org/small on the hub did not arrive whole: ")
+    assert text.startswith("org/small on the hub was not downloaded completely: ")
     assert text.endswith(
-        "What did arrive is kept: load it again; with HF_HUB_OFFLINE=1 only the cache is read"
+        "The finished part is kept; load it again. With HF_HUB_OFFLINE=1 only the cache is read"
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "org/small on the hub is not whole in the cache" in refusal()
+    assert "org/small on the hub is not complete in the cache" in refusal()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     server.broken.clear()
     regard.load(REPOSITORY)
@@ -212,16 +212,16 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
         (
             "pytorch_model.bin",
             (
-                "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not "
-                "open; convert it"
+                "it has 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
+                "convert it"
             ),
         ),
-        ("model.gguf", "it holds 'model.gguf', a GGUF file of llama.cpp; get the safetensors"),
+        ("model.gguf", "it has 'model.gguf', a GGUF file of llama.cpp; get the safetensors"),
         (
             "adapter_model.safetensors",
-            "it holds 'adapter_model.safetensors', an adapter, which is nothing without",
+            "it has 'adapter_model.safetensors', an adapter, which needs its base model",
         ),
-        ("README.md", "it holds 2 other files"),
+        ("README.md", "it has 2 other files"),
     ],
 )
 def test_repositories_without_safetensors(
@@ -253,8 +253,8 @@ def test_what_is_not_understood_is_refused_before_its_weights_come(
 def test_offline_is_the_cache(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal() == (
-        "org/small on the hub is not whole in the cache at its main branch, and HF_HUB_OFFLINE "
-        "forbids to ask for it; unset it "
+        "org/small on the hub is not complete in the cache at its main branch, and HF_HUB_OFFLINE "
+        "forbids the download; unset it "
         "to download"
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -277,14 +277,14 @@ def test_a_mistyped_path_asks_nobody(source: str, server: Hub) -> None:
 
 
 def test_a_path_and_a_folder_of_that_name_are_no_repositories(server: Hub, tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="neither an embedded one"):
+    with pytest.raises(FileError, match="neither in the package"):
         regard.load(Path(REPOSITORY))
     there = tmp_path / "org" / "small"
     there.mkdir(parents=True)
     small.write(there, small.model(seed=2))
     regard.load(REPOSITORY)
     assert server.asked == []
-    assert refusal("hub:a b").startswith("'hub:a b' names no repository of the hub")
+    assert refusal("hub:a b").startswith("'hub:a b' is not the name of a repository")
 
 
 def test_without_the_extra(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,9 +297,9 @@ def test_without_the_extra(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert refusal() == (
-        "no model 'org/small': it is no folder here, and nothing is downloaded, because the extra "
-        "hub is not installed. With it "
-        f"the repository of this name is: {hub.INSTALL}"
+        "no model 'org/small': it is not a folder here, and it is not downloaded as a "
+        "repository, because the extra hub is not installed; install it with "
+        f"{hub.INSTALL}"
     )
 
 

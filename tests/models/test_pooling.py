@@ -15,12 +15,12 @@ from torch import Tensor
 
 import regard
 from regard.errors import FileError
-from regard.models.encoder import first
-from regard.models.text_encoder import Mode, Pooling, pool, read_longest, read_pooling
+from regard.models.encoder import first_token_state
+from regard.models.text_encoder import Pooling, PoolingMode, pool, read_max_seq_length, read_pooling
 from regard.span import Span
 from tests.rules import assert_close_rule
 
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
 
 
 def oracle(states: Tensor, real: Tensor, mode: str, *, normalise: bool) -> Tensor:
@@ -49,7 +49,7 @@ def oracle(states: Tensor, real: Tensor, mode: str, *, normalise: bool) -> Tenso
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_pooling(mode: Mode, normalise: bool, dtype: torch.dtype, scale: float) -> None:
+def test_pooling(mode: PoolingMode, normalise: bool, dtype: torch.dtype, scale: float) -> None:
     """Padding in front, behind, between and everywhere; it holds NaN."""
     real = torch.tensor(
         [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0] * 5]
@@ -88,7 +88,7 @@ def test_without_positions_every_slot_is_a_token() -> None:
         found = pool(states, None, Pooling(mode))
         assert torch.equal(found, pool(states, Span(0, 4), Pooling(mode)))
         assert torch.equal(found, pool(states, torch.arange(4)[None], Pooling(mode)))
-    assert torch.equal(first(states), states[:, 0])
+    assert torch.equal(first_token_state(states), states[:, 0])
 
 
 def test_an_unmarked_slot_counts() -> None:
@@ -130,7 +130,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_folder_says(mode: Mode, tmp_path: Path) -> None:
+def test_what_a_folder_says(mode: PoolingMode, tmp_path: Path) -> None:
     said = {"word_embedding_dimension": 8, "include_prompt": True} | {
         key: m == mode for m, key in KEYS.items()
     }
@@ -175,11 +175,11 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
         (lambda: (tmp_path / "modules.json").write_text("{}"), "is a JSON dict; it must be a list"),
         (
             lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'),
-            "is no list of modules, each with type and path",
+            "is not a list of modules, each with type and path",
         ),
         (
             lambda: (tmp_path / "modules.json").write_text("[3]"),
-            "is no list of modules, each with type and path",
+            "is not a list of modules, each with type and path",
         ),
         (lambda: (tmp_path / "modules.json").write_text("[3"), "is not JSON"),
         (
@@ -207,18 +207,18 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 def test_the_longest_text(tmp_path: Path) -> None:
     file = tmp_path / "sentence_bert_config.json"
-    assert read_longest(tmp_path) is None
+    assert read_max_seq_length(tmp_path) is None
     for said, found in (
         ({"max_seq_length": 128, "do_lower_case": False}, 128),
         ({"max_seq_length": None}, None),
         ({}, None),
     ):
         file.write_text(json.dumps(said), "utf-8")
-        assert read_longest(tmp_path) == found
+        assert read_max_seq_length(tmp_path) == found
     for wrong in (0, -1, "128", True, 1.5):
         file.write_text(json.dumps({"max_seq_length": wrong}), "utf-8")
         with pytest.raises(FileError, match=r"max_seq_length is .*; it must be a number"):
-            read_longest(tmp_path)
+            read_max_seq_length(tmp_path)
 
 
 def test_errors() -> None:

@@ -178,7 +178,7 @@ def test_steps_with_explicit_state_are_teacher_forcing(cell: str, attention: str
     at = torch.tensor([[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]])
     whole = model(source, target, at)
     for sizes in ([1] * 9, [4, 0, 5], [9]):
-        carried, parts, start = model.begin(model.encode(source, at)), [], 0
+        carried, parts, start = model.begin(model.run_encoder(source, at)), [], 0
         for n in sizes:
             logits, carried = model.step(target[:, start : start + n], carried)
             parts.append(logits)
@@ -190,7 +190,7 @@ def test_a_state_can_be_gone_back_to() -> None:
     """A step changes nothing in what it was given: two continuations of one state do not meet."""
     for attention in ATTENTIONS:
         model, source = build("lstm", attention), ids(2, 5)
-        carried = model.begin(model.encode(source))
+        carried = model.begin(model.run_encoder(source))
         before = [x.clone() for x in carried.hidden]
         first, _ = model.step(ids(2, 3), carried)
         again, other = model.step(ids(2, 3), carried)
@@ -334,7 +334,7 @@ def test_errors() -> None:
         ),
         (
             lambda: recurrent(V, M, R, score="dot"),
-            "score is 'dot', but only attention=\"luong\" has a choice of scores",
+            "score is 'dot', but only attention=\"luong\" has several scores",
         ),
         (
             lambda: recurrent(V, M, R, attention="luong", score="x"),

@@ -55,7 +55,7 @@ def network() -> EncoderDecoder:
 
 @pytest.fixture
 def model(network: EncoderDecoder) -> Seq2Seq:
-    return Seq2Seq(network, tokenizer(), CONFIG, start=0, ends=[1])
+    return Seq2Seq(network, tokenizer(), CONFIG, start=0, eos_ids=[1])
 
 
 def by_hand(model: Seq2Seq, text: str, limit: int) -> list[int]:
@@ -63,7 +63,7 @@ def by_hand(model: Seq2Seq, text: str, limit: int) -> list[int]:
     ids, said = model.encode(text)[0], [model.start]
     while len(said) <= limit:
         token = int(model(ids, torch.tensor([said]))[0, -1].argmax())
-        if token in model.ends:
+        if token in model.eos_ids:
             break
         said.append(token)
     return said[1:]
@@ -72,12 +72,12 @@ def by_hand(model: Seq2Seq, text: str, limit: int) -> list[int]:
 @pytest.mark.full
 def test_one_beam_is_the_likeliest_token_at_each_step(model: Seq2Seq) -> None:
     """In a batch of other lengths, too; from caches; up to the end or the limit."""
-    found = model.search(*model.encode(TEXTS), max_tokens=9)
+    found = model.beam_search(*model.encode(TEXTS), max_tokens=9)
     for row, text in zip(found, TEXTS, strict=True):
         exact = by_hand(model, text, 9)
         assert list(row[0].ids) == exact
         assert row[0].ended == (len(exact) < 9)
-        assert list(model.search(model.encode(text)[0], max_tokens=9)[0][0].ids) == exact
+        assert list(model.beam_search(model.encode(text)[0], max_tokens=9)[0][0].ids) == exact
     texts = model.generate(TEXTS, max_tokens=9)
     assert texts == [model.generate(text, max_tokens=9) for text in TEXTS]
     assert texts == [model.tokenizer.decode(by_hand(model, t, 9), skip_special=True) for t in TEXTS]
@@ -91,7 +91,7 @@ def test_more_beams_find_likelier_texts(model: Seq2Seq) -> None:
         ids = model.encode(text)[0]
         best = []
         for beams in (1, 2, 5):
-            found = model.search(ids, max_tokens=5, beams=beams, length_penalty=0.0)[0]
+            found = model.beam_search(ids, max_tokens=5, beams=beams, length_penalty=0.0)[0]
             assert len(found) <= beams
             assert [x.score for x in found] == sorted((x.score for x in found), reverse=True)
             for x in found:
@@ -112,7 +112,8 @@ def test_padding_on_the_left_is_the_same(model: Seq2Seq) -> None:
         n = int((where >= 0).sum())
         turned[row, -n:], at[row, -n:] = ids[row, :n], torch.arange(n)
     found, other = (
-        model.search(*given, max_tokens=6, beams=3) for given in ((ids, positions), (turned, at))
+        model.beam_search(*given, max_tokens=6, beams=3)
+        for given in ((ids, positions), (turned, at))
     )
     assert [[x.ids for x in row] for row in found] == [[x.ids for x in row] for row in other]
 
@@ -138,8 +139,8 @@ def test_folders(network: EncoderDecoder, tmp_path: Path) -> None:
     save(network, CONFIG, tmp_path)
     bare = regard.load(tmp_path)
     assert isinstance(bare, Seq2Seq)
-    assert (bare.start, bare.ends) == (0, frozenset({1}))
-    assert len(bare.search(torch.tensor([[3, 4, 1]]), max_tokens=2)[0][0].ids) <= 2
+    assert (bare.start, bare.eos_ids) == (0, frozenset({1}))
+    assert len(bare.beam_search(torch.tensor([[3, 4, 1]]), max_tokens=2)[0][0].ids) <= 2
     with pytest.raises(FileError, match="this model has no tokenizer"):
         bare.generate("a")
     tokenizer().save(tmp_path)
@@ -149,25 +150,25 @@ def test_folders(network: EncoderDecoder, tmp_path: Path) -> None:
     changed = text.replace('"decoder_start_token_id": null', '"decoder_start_token_id": 4')
     file.write_text(changed.replace('  "eos_token_id": 1,\n', ""), "utf-8")
     made = regard.load(tmp_path, kind=Seq2Seq)
-    assert (made.start, made.ends) == (4, frozenset({1}))
+    assert (made.start, made.eos_ids) == (4, frozenset({1}))
     assert isinstance(made.generate("a b", max_tokens=3), str)
 
 
 def test_errors(model: Seq2Seq, network: EncoderDecoder) -> None:
-    bare = Seq2Seq(network, tokenizer("$A"), CONFIG, start=0, ends=[1])
+    bare = Seq2Seq(network, tokenizer("$A"), CONFIG, start=0, eos_ids=[1])
     ids = torch.tensor([[3, 4, 1]])
     cases: list[tuple[Any, str]] = [
         (lambda: model.generate([]), "texts is empty; give at least one text"),
         (lambda: bare.generate(["a", ""]), "text 1 has no tokens; give at least one character"),
-        (lambda: model.search(ids, max_tokens=0), "limit is 0; it must be at least 1"),
-        (lambda: model.search(ids, beams=0), "beams is 0; it must be at least 1"),
+        (lambda: model.beam_search(ids, max_tokens=0), "limit is 0; it must be at least 1"),
+        (lambda: model.beam_search(ids, beams=0), "beams is 0; it must be at least 1"),
         (
-            lambda: model.search(torch.tensor([[11]])),
-            "token id 11 at [0, 0] lies outside [0, 11); was it made by another tokenizer?",
+            lambda: model.beam_search(torch.tensor([[11]])),
+            "token id 11 at [0, 0] lies outside [0, 11); was it produced by another tokenizer?",
         ),
         (
             lambda: model(ids, torch.tensor([[0, -3]])),
-            "token id -3 at [0, 1] lies outside [0, 11); was it made by another tokenizer?",
+            "token id -3 at [0, 1] lies outside [0, 11); was it produced by another tokenizer?",
         ),
     ]
     for make, message in cases:

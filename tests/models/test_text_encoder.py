@@ -53,7 +53,7 @@ def network() -> HeadedEncoder:
 
 @pytest.fixture
 def model(network: HeadedEncoder) -> TextEncoder:
-    return TextEncoder(network, tokenizer(), CONFIG, longest=10)
+    return TextEncoder(network, tokenizer(), CONFIG, max_seq_length=10)
 
 
 def test_texts_beside_one_another(model: TextEncoder) -> None:
@@ -131,7 +131,8 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     long = "a b c d e f g h a b"
     with pytest.raises(
         regard.ArgumentError,
-        match="text 1 has 12 tokens, and this model reads 10; split it, or leave out its end with "
+        match="text 1 has 12 tokens, and this model reads at most 10; split it, or cut off its "
+        "end with "
         "truncate=True",
     ):
         model.embed(["a", long])
@@ -139,12 +140,13 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     assert ids[1].tolist() == [2, *range(4, 12), 3]
     assert torch.equal(model.embed(long, truncate=True), model.embed("a b c d e f g h"))
     with pytest.raises(
-        regard.ArgumentError, match="text 0 has 12 tokens, and this model reads 10; shorten it"
+        regard.ArgumentError,
+        match="text 0 has 12 tokens, and this model reads at most 10; shorten it",
     ):
         model.encode("a b c d e", "f g h a", truncate=True)
-    tiny = TextEncoder(network, tokenizer(), CONFIG, longest=1)
+    tiny = TextEncoder(network, tokenizer(), CONFIG, max_seq_length=1)
     with pytest.raises(
-        regard.ArgumentError, match="longest is 1, less than what stands around a text"
+        regard.ArgumentError, match="max_seq_length is 1, less than the number of special tokens"
     ):
         tiny.encode("a", truncate=True)
     free = TextEncoder(network, tokenizer(), CONFIG)
@@ -166,7 +168,7 @@ def test_errors(model: TextEncoder) -> None:
         (
             lambda: model.encode(["a", "b"], ["c"]),
             regard.ArgumentError,
-            "2 texts and 1 seconds; give one second for each text",
+            "2 texts and 1 second text were given; give one second text for each text",
         ),
         (
             lambda: model.embed("a", batch=0),
@@ -176,7 +178,7 @@ def test_errors(model: TextEncoder) -> None:
         (
             lambda: model.hidden(torch.tensor([[12]])),
             regard.ArgumentError,
-            "token id 12 at [0, 0] lies outside [0, 12); was it made by another tokenizer?",
+            "token id 12 at [0, 0] lies outside [0, 12); was it produced by another tokenizer?",
         ),
     ]
     for make, kind, message in cases:
@@ -192,7 +194,7 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     bare = regard.load(tmp_path)
     assert isinstance(bare, TextEncoder)
     assert bare.pooling == Pooling()
-    assert bare.longest == 10
+    assert bare.max_seq_length == 10
     with pytest.raises(
         FileError,
         match=r"this model has no tokenizer: its folder holds no tokenizer.json; give ids",
@@ -210,9 +212,9 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 6}', "utf-8")
     made = regard.load(tmp_path, kind=TextEncoder)
     assert made.pooling == Pooling("cls", normalise=False)
-    assert made.longest == 6
+    assert made.max_seq_length == 6
     assert_near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
-    with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads 6"):
+    with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads at most 6"):
         made.embed(TEXTS)
 
 
@@ -221,13 +223,15 @@ def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_pa
     save(network, CONFIG, tmp_path)
     with pytest.raises(
         FileError,
-        match=f"bert models are encoders, held as a TextEncoder, and a {kind.__name__} is asked "
-        "for",
+        match="model_type bert is an architecture of kind 'encoder', which loads as a "
+        f"TextEncoder, and kind is {kind.__name__}; "
+        "leave out kind",
     ):
         regard.load(tmp_path, kind=kind)
     with pytest.raises(
         FileError,
-        match="llama models are decoders, held as a Model, and a TextEncoder is asked for",
+        match="model_type llama is an architecture of kind 'decoder', which loads as a Model, and "
+        "kind is TextEncoder",
     ):
         regard.load("tiny", kind=TextEncoder)
 
@@ -240,5 +244,5 @@ def test_missing_weights_are_named(network: HeadedEncoder, tmp_path: Path) -> No
     kept = {n: x for n, x in load_file(file).items() if "output.dense.bias" not in n}
     save_file(kept, file)
     made = regard.load(tmp_path, kind=TextEncoder, allow_missing=["*output.dense.bias"])
-    assert len(made.fresh) == 4
-    assert "bert.encoder.layer.0.output.dense.bias" in made.fresh
+    assert len(made.newly_initialized) == 4
+    assert "bert.encoder.layer.0.output.dense.bias" in made.newly_initialized

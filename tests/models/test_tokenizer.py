@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.models.tokenizer import END_OF_TEXT, Tokenizer, visible
+from regard.models.tokenizer import END_OF_TEXT, Tokenizer, display_text
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog",
@@ -125,7 +125,7 @@ def test_pieces_hold_nothing_that_a_page_would_obey(words: str) -> None:
     ],
 )
 def test_visible(hidden: str, shown: str) -> None:
-    assert visible(hidden) == shown
+    assert display_text(hidden) == shown
 
 
 def test_training_is_deterministic_and_keeps_every_byte() -> None:
@@ -187,7 +187,7 @@ def test_other_kinds_of_tokenizer_decode_and_stream(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [-1, 320, 2**31, 2**40])
 def test_unknown_ids(bad: int) -> None:
     for use in (lambda: TOKENIZER.decode([5, bad]), lambda: TOKENIZER.pieces([bad])):
-        with pytest.raises(ArgumentError, match=rf"token id {bad} outside \[0, 320\)"):
+        with pytest.raises(ArgumentError, match=rf"token id {bad} is outside \[0, 320\)"):
             use()
 
 

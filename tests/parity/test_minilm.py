@@ -78,7 +78,7 @@ def test_the_weights_are_the_published_ones(where: Path) -> None:
 def test_what_the_folder_says(mine: TextEncoder) -> None:
     assert sum(x.numel() for x in mine.network.parameters()) == 22_713_216
     assert mine.pooling == Pooling("mean", normalise=True)
-    assert mine.longest == 256
+    assert mine.max_seq_length == 256
     assert mine.network.head is None
 
 
@@ -208,7 +208,8 @@ def test_a_long_text(mine: TextEncoder) -> None:
     text = "attention " * 300
     with pytest.raises(
         regard.ArgumentError,
-        match=r"text 1 has 302 tokens, and this model reads 256; split it, or leave out its end "
+        match=r"text 1 has 302 tokens, and this model reads at most 256; split it, or cut off "
+        r"its end "
         r"with truncate=True",
     ):
         mine.embed(["short", text])
@@ -217,5 +218,5 @@ def test_a_long_text(mine: TextEncoder) -> None:
     assert tokens.ids[0, [0, -1]].tolist() == [101, 102]
     assert len(set(tokens.ids[0, 1:-1].tolist())) == 1
     assert torch.equal(mine.embed(text, truncate=True), mine.embed("attention " * 254))
-    with pytest.raises(regard.ArgumentError, match="this model reads 256; shorten it"):
+    with pytest.raises(regard.ArgumentError, match="this model reads at most 256; shorten it"):
         mine.encode(text, "and another", truncate=True)

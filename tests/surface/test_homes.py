@@ -22,8 +22,8 @@ HOMES = {
     # a family, or what families share: they never import one another
     r"(self_attn|model\.layers)\.": {
         "models/families",
-        "models/assembly/grouped.py",
-        "models/assembly/gemmas.py",
+        "models/assembly/llama_like.py",
+        "models/assembly/gemma.py",
         "models/assembly/deepseek.py",
     },
     r"\bnan_to_num\(": set(),

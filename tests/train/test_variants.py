@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 import regard
 from regard.errors import ArgumentError
-from regard.models.assembly.mechanism import (
+from regard.models.assembly.catalogue_mixer import (
+    build_mixer,
     check_position,
-    decoders,
-    entry_of,
-    layer_of,
-    positioned,
-    schemes,
-    windowed,
+    decoder_variants,
+    find_variant,
+    supported_schemes,
+    with_positions,
+    with_window,
 )
-from regard.models.families import family, type_of
+from regard.models.families import family, model_type_of
 from regard.models.families.regard import Config, build
 from regard.models.save import save
 from regard.nn.variants import VARIANTS, gqa, infini, t5
@@ -64,7 +64,7 @@ def assert_close(x: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.full(keep=6)
-@pytest.mark.parametrize("name", decoders())
+@pytest.mark.parametrize("name", decoder_variants())
 def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
     made = config(name)
     model = drawn(made)
@@ -94,7 +94,7 @@ def json_twin(made: Config) -> Config:
 
 
 @pytest.mark.full(keep=12)
-@pytest.mark.parametrize("name", decoders())
+@pytest.mark.parametrize("name", decoder_variants())
 def test_a_cache_continues_it_and_nothing_looks_ahead(name: str) -> None:
     model = drawn(config(name)).double()
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_a_cache_continues_it_and_nothing_looks_ahead(name: str) -> None:
 
 
 @pytest.mark.full(keep=12)
-@pytest.mark.parametrize("name", decoders())
+@pytest.mark.parametrize("name", decoder_variants())
 def test_bf16_autocast_takes_every_mechanism(name: str) -> None:
     model, rows = drawn(config(name)), ids()
     full = next_token_loss(model, rows).item()
@@ -128,7 +128,7 @@ def test_bf16_autocast_takes_every_mechanism(name: str) -> None:
 
 
 def test_which_mechanisms_a_decoder_can_have() -> None:
-    assert sorted(set(VARIANTS) - set(decoders())) == [
+    assert sorted(set(VARIANTS) - set(decoder_variants())) == [
         "bahdanau",
         "cross_attention",
         "luong",
@@ -138,10 +138,10 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         "weightless",
     ]
     with pytest.raises(
-        ArgumentError, match=r"^bahdanau looks at a second sequence; .* delta_net, "
+        ArgumentError, match=r"^bahdanau attends to a second sequence; .* delta_net, "
     ):
-        entry_of("bahdanau")
-    with pytest.raises(ArgumentError, match=r"^prefix_lm sees what comes behind a token; "):
+        find_variant("bahdanau")
+    with pytest.raises(ArgumentError, match=r"^prefix_lm sees later tokens; "):
         config("prefix_lm")
     with pytest.raises(ArgumentError, match="no mechanism is named 'gqua'; did you mean 'gqa'"):
         Config(V, 32, 48, 2, 4, "gqua")
@@ -190,7 +190,7 @@ def turned(x: Tensor, position: int) -> Tensor:
 @pytest.mark.parametrize("position", ["catalogue", "rope", "alibi", "none", "learned"])
 def test_positions_and_windows_are_what_they_say(position: str, window: int | None) -> None:
     kind = {"catalogue": "rope", "learned": "none"}.get(position, position)
-    layer = layer_of("gqa", 32, 4, {"groups": 2}, position=position, window=window)
+    layer = build_mixer("gqa", 32, 4, {"groups": 2}, position=position, window=window)
     randomise(layer.double(), 3)
     x = tokens(7, B=1)
     found = layer(x, Span(1000, 7)).detach()
@@ -227,10 +227,10 @@ TAKES = {
 @pytest.mark.full(keep=7)
 @pytest.mark.parametrize("name", TAKES)
 def test_which_positions_a_mechanism_takes(name: str) -> None:
-    layer = layer_of(name, 32, 4, VARIANTS[name].example_options)
-    assert "".join(s[0] for s in schemes(layer)) == TAKES[name]
+    layer = build_mixer(name, 32, 4, VARIANTS[name].example_options)
+    assert "".join(s[0] for s in supported_schemes(layer)) == TAKES[name]
     takes = {"rope": ["rope"], "alibi": ["alibi"], "none": ["learned", "sinusoidal", "none"]}
-    allowed = {p for s in schemes(layer) for p in takes[s]}
+    allowed = {p for s in supported_schemes(layer) for p in takes[s]}
     for position in ("rope", "alibi", "learned", "sinusoidal", "none"):
         if position in allowed and name in ("gqa", "gpt", "gated", "differential", "delta_net"):
             model = drawn(config(name, position=position)).double()
@@ -252,17 +252,18 @@ def test_why_positions_are_refused() -> None:
     ):
         config("differential", position="alibi")
     with pytest.raises(
-        ArgumentError, match=r"^the bias t5_relative.* tells this Attention its positions; leave"
+        ArgumentError,
+        match=r"^this Attention gets its positions from the bias t5_relative.*; leave",
     ):
-        positioned(t5(32, 4), "none")
+        with_positions(t5(32, 4), "none")
     with pytest.raises(ArgumentError, match="rotary positions are part of this InfiniAttention"):
-        positioned(infini(32, 4, segment=4), "none")
+        with_positions(infini(32, 4, segment=4), "none")
     with pytest.raises(
-        ArgumentError, match="queries and keys of this Recurrent are no plain heads"
+        ArgumentError, match="queries and keys of this Recurrent are not plain heads"
     ):
         config("linear_attention", position="rope")
     with pytest.raises(ArgumentError, match="scheme is 'learned'; it is one of rope, alibi, none"):
-        positioned(gqa(32, 4, groups=2), "learned")  # type: ignore[arg-type]
+        with_positions(gqa(32, 4, groups=2), "learned")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"position is 'alibbi'; .*; did you mean 'alibi'"):
         check_position("alibbi")
 
@@ -305,22 +306,22 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
 def test_windows_that_are_refused() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"^retention does not take window 4: Recurrent takes no window beside what it keeps "
-        r"itself; its options "
+        match=r"^retention does not take window 4: Recurrent does not support an additional "
+        r"window; its options "
         "are groups, head_dim, value_dim, base, decay",
     ):
         config("retention", window=4)
     with pytest.raises(ArgumentError, match=r"streaming does not take window 4: .* are sinks, rec"):
         config("streaming", window=4)
     with pytest.raises(ArgumentError, match=r"^NSA takes no window beside what it keeps itself"):
-        windowed(layer_of("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)
+        with_window(build_mixer("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)
     with pytest.raises(
         ArgumentError, match="nsa has a window of its own: give it the option window=4"
     ):
         config("nsa", window=4)
     with pytest.raises(ArgumentError, match="0"):
         config("gqa", window=0)
-    assert str(windowed(layer_of("mha", 32, 4, {}), 3).mask) == "causal & window(3)"
+    assert str(with_window(build_mixer("mha", 32, 4, {}), 3).mask) == "causal & window(3)"
 
 
 def test_layers_have_their_own_numbers() -> None:
@@ -331,10 +332,10 @@ def test_layers_have_their_own_numbers() -> None:
     starts = [block.attention.project.start for block in build(config("differential")).layers]
     assert starts == [0.8 - 0.6 * math.exp(-0.3 * depth) for depth in (0, 1)]
     with pytest.raises(
-        ArgumentError, match="depth of differential is 3; a decoder gives it to each layer"
+        ArgumentError, match="depth of differential is 3; the decoder sets it for each layer"
     ):
         config("differential", attention_options={"depth": 3})
-    with pytest.raises(ArgumentError, match="is_causal of mha is False; a decoder gives it"):
+    with pytest.raises(ArgumentError, match="is_causal of mha is False; the decoder sets it"):
         config("mha", attention_options={"is_causal": False})
 
 
@@ -366,7 +367,7 @@ def test_layers_have_their_own_numbers() -> None:
         (
             "causal",
             {"head_dim": 8},
-            "causal gives 8 numbers, and the model has dim 32; leave head_dim out",
+            "causal returns vectors of 8, and the model has dim 32; leave out head_dim",
         ),
     ],
 )
@@ -393,10 +394,10 @@ def of(**more: Any) -> Any:
 
 
 def test_flags_become_a_config() -> None:
-    assert type_of(of()) == "llama"
+    assert model_type_of(of()) == "llama"
     assert of(kv_heads=1).num_key_value_heads == 1
     full = of(attention="gqa", kv_heads=1, position="rope", window=8, set=["base=500"])
-    assert type_of(full) == "regard"
+    assert model_type_of(full) == "regard"
     assert (full.attention_options, full.position, full.window) == (
         {"groups": 1, "base": 500},
         "rope",
@@ -448,7 +449,10 @@ def test_flags_become_a_config() -> None:
             {"attention": "gqa", "position": "rotary"},
             "position is 'rotary'; it is one of catalogue, rope",
         ),
-        ({"attention": "delta_net", "window": 4}, "Recurrent takes no window"),
+        (
+            {"attention": "delta_net", "window": 4},
+            "Recurrent does not support an additional window",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None) -> None:

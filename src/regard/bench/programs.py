@@ -207,9 +207,9 @@ class CheckpointProblem(ProgramProblem):
 
 
 def _read_store(problem: CheckpointProblem) -> Way:
-    from regard.models.checkpoint.store import Store
+    from regard.models.checkpoint.tensors import CheckpointTensors
 
-    return Way(lambda: dict(Store.open(problem.folder).read()), problem.compared)
+    return Way(lambda: dict(CheckpointTensors.open(problem.folder).read()), problem.compared)
 
 
 def _read_and_copy(problem: CheckpointProblem) -> Way:

@@ -24,8 +24,8 @@ from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
 from regard.claims.training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
-from regard.models.convert.context import Extension, to_context
-from regard.models.convert.layer import Checkpoint
+from regard.models.convert.attention_maps import Checkpoint
+from regard.models.convert.context_length import Extension, extend_context
 from regard.models.families import llama
 from regard.positions import critical_dimension
 from regard.train.corpus import read, split
@@ -121,7 +121,7 @@ def _measure(budget: float, seed: int) -> Numbers:
         for method in METHODS if times > 1 else ():
             held = Checkpoint(rope, config)  # type: ignore[arg-type]
             found[method][str(times)] = _read(
-                to_context(held, length, method)[0].network, length, asked
+                extend_context(held, length, method)[0].network, length, asked
             )
     real = _on_text(steps(budget, 8), METHODS)
     for method in ("linear", "yarn"):
@@ -149,7 +149,7 @@ def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
     lengths = [trained, max(TIMES) * trained]
     made = {"unscaled": tiny.decoder}
     for method in methods:
-        made[method] = to_context(Checkpoint(tiny.decoder, tiny.config), lengths[-1], method)[
+        made[method] = extend_context(Checkpoint(tiny.decoder, tiny.config), lengths[-1], method)[
             0
         ].network
     found = {
@@ -164,7 +164,7 @@ def _tuned(
 ) -> dict[str, float]:
     """An extension to twice the length, and a few steps on rows that long."""
     held = Checkpoint(copy.deepcopy(rope), config)  # type: ignore[arg-type]
-    model = to_context(held, 2 * T, method)[0].network.requires_grad_(True)
+    model = extend_context(held, 2 * T, method)[0].network.requires_grad_(True)
     longer = replace(TASK, lengths=(T, 2 * T, 2 * T + 1))
     learn(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TalkLoss())
     return _read(model, 2 * T, asked)

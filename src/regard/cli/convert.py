@@ -18,17 +18,17 @@ from regard.files.regular_files import read_text
 from regard.text_table import format_table
 
 if TYPE_CHECKING:
-    from regard.models.convert.layer import Step
-    from regard.models.convert.report import Healing, Measured, Report
-    from regard.models.convert.run import Heal
+    from regard.models.convert.attention_maps import ConversionStep
+    from regard.models.convert.folder import Finetune
+    from regard.models.convert.report import ConversionReport, FinetuneResult, ModelComparison
 
 
-def show(report: Report) -> None:
+def show(report: ConversionReport) -> None:
     """The report as lines."""
     typer.echo("\n".join(lines(report)))
 
 
-def lines(report: Report) -> Iterator[str]:
+def lines(report: ConversionReport) -> Iterator[str]:
     """What was done, what it lost on a text and in each layer, and what healing brought."""
     yield f"{report.source} -> {report.out}"
     for step in report.steps:
@@ -43,16 +43,16 @@ def lines(report: Report) -> Iterator[str]:
             ["family", before.model_type, after.model_type],
             ["dtype", before.dtype, after.dtype],
             ["parameters", f"{before.parameters:,}", f"{after.parameters:,}"],
-            ["values cached per token", f"{before.kept:,}", f"{after.kept:,}"],
+            ["values cached per token", f"{before.cached_values:,}", f"{after.cached_values:,}"],
         ]
     )
     for step in report.steps:
         yield from _errors(step)
-    if report.healing is not None:
-        yield from _healing_converted(report.healing)
+    if report.finetuning is not None:
+        yield from _healing_converted(report.finetuning)
 
 
-def _measured(m: Measured) -> Iterator[str]:
+def _measured(m: ModelComparison) -> Iterator[str]:
     """KL and agreement first: they compare the two models, whatever the text is; a loss depends on
     it.
     """
@@ -86,7 +86,7 @@ def _pm(error: float, unit: str = "") -> str:
     return "" if math.isnan(error) else f" ± {error:.2g}{unit}"
 
 
-def _errors(step: Step) -> Iterator[str]:
+def _errors(step: ConversionStep) -> Iterator[str]:
     """Weight errors by layer, and against the rank."""
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
@@ -103,7 +103,7 @@ def _errors(step: Step) -> Iterator[str]:
             yield f"  {rank:>6}  {lost:<9.2e} {'#' * round(40 * lost)}".rstrip()
 
 
-def _healing_converted(h: Healing) -> Iterator[str]:
+def _healing_converted(h: FinetuneResult) -> Iterator[str]:
     yield ""
     yield (
         f"healing: {h.steps} steps of {h.batch} x {h.length} tokens, AdamW on all weights, peak "
@@ -257,7 +257,7 @@ def convert(
 
     The input is never changed, and nothing is written over: OUT is whole, or not there.
     """
-    from regard.models.convert import Wanted
+    from regard.models.convert import ConversionOptions
     from regard.models.convert import convert as run
 
     given: dict[str, Any] = {
@@ -267,7 +267,7 @@ def convert(
         "scaling": scaling,
     }
     try:
-        wanted = Wanted(to, kv_heads, rank=rank, context=context, dtype=dtype, **given)
+        wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **given)
         report = run(
             folder,
             out,
@@ -277,8 +277,8 @@ def convert(
             length=length,
             revision=revision,
             ignore=ignore or (),
-            heal=_healing(heal, lr=lr, batch=batch, seed=seed),
-            tell=_tell,
+            finetune=_healing(heal, lr=lr, batch=batch, seed=seed),
+            report_progress=_tell,
         )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -289,14 +289,14 @@ def convert(
         show(report)
 
 
-def _healing(steps: int | None, **how: Any) -> Heal | None:
+def _healing(steps: int | None, **how: Any) -> Finetune | None:
     """What trains the converted model, or None."""
     if steps is None:
         return None
     from regard.train.finetune import heal
     from regard.train.progress import show
 
-    return cast("Heal", partial(heal, steps=steps, progress=show(steps), **how))
+    return cast("Finetune", partial(heal, steps=steps, progress=show(steps), **how))
 
 
 def _tell(line: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.configs.known import KNOWN, model_of
+from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
@@ -220,7 +220,7 @@ def _named(source: str, revision: str | None) -> Model:
     """The model of a known name, a path, or a repository of the hub, of which config.json alone is
     downloaded.
     """
-    if "/" in source and source.lower() not in KNOWN:
+    if "/" in source and source.lower() not in PUBLISHED_MODELS:
         # the package of models imports torch, which no other source of sizes waits for
         from regard.models import hub
 

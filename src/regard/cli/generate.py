@@ -17,7 +17,7 @@ from regard.files.regular_files import read_text
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
-    from regard.models import Batch, Model, Seq2Seq, TextEncoder
+    from regard.models import BatchGeneration, Model, Seq2Seq, TextEncoder
 
 
 def answer(
@@ -49,7 +49,7 @@ def answer(
     typer.echo(f"{len(said)} texts in {seconds} s", err=True)
 
 
-def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
+def tell(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
     """Run to the end, printing words as they come, or each text when it and all before it are
     finished.
 
@@ -70,7 +70,7 @@ def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
         _finished(batch, shown)
 
 
-def _finished(batch: Batch, shown: int) -> int:
+def _finished(batch: BatchGeneration, shown: int) -> int:
     """Print the texts from `shown` on that are finished, up to the first that is not; how many are
     printed now.
     """
@@ -84,7 +84,7 @@ def _finished(batch: Batch, shown: int) -> int:
     return shown
 
 
-def figures(batch: Batch) -> dict[str, Any]:
+def figures(batch: BatchGeneration) -> dict[str, Any]:
     """One text and its figures, or several under "rows"."""
     rows = [
         {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}
@@ -109,19 +109,19 @@ def search(
     model: Model, texts: list[str], options: Any, beams: int, length_penalty: float
 ) -> dict[str, Any]:
     """The best text of a beam search and its figures; all of them under "beams"."""
-    from regard.models.generation import search as run
+    from regard.models.generation import beam_search_text as run
 
     if len(texts) > 1:
         raise ArgumentError(f"beams takes one prompt, and there are {len(texts)}")
     done = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
-    best = done.found[0]
+    best = done.completions[0]
     return {
         "prompt": texts[0],
         "text": best.text,
         "ids": list(best.ids),
         "finished": "end" if best.ended else "length",
         "score": best.score,
-        "beams": [found._asdict() for found in done.found],
+        "beams": [found._asdict() for found in done.completions],
         "tokens": len(best.ids),
         "prompt_tokens": done.prompt_tokens,
         "steps": done.steps,
@@ -134,7 +134,7 @@ def search(
         "decode_tokens_per_second": _speed(done.steps / (done.seconds - done.prefill_seconds)),
         "tokens_per_second": round(len(best.ids) / done.seconds, 2),
         "cache_bytes": done.cache_bytes,
-        "cache": options.room.cache,
+        "cache": options.cache_config.cache,
     }
 
 
@@ -297,25 +297,30 @@ def generate(
     go to stderr.
     """
     from regard.models import Model
-    from regard.models.generation import Batch, Options, Room, Sampling
+    from regard.models.generation import (
+        BatchGeneration,
+        CacheConfig,
+        GenerationOptions,
+        SamplingParams,
+    )
 
     texts = _texts(prompts, prompt_file)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
-        options = Options(
+        options = GenerationOptions(
             max_tokens,
             tuple(stop or ()),
             chunk,
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            Room(cache or "growing", max_context),
+            SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            CacheConfig(cache or "growing", max_context),
         )
         loaded = load(model, How(dtype, allow_missing, ignore, finite, revision))
         if not isinstance(loaded, Model):
             answer(loaded, texts, max_tokens, beams or 1, length_penalty, json)
             return
         if beams is None:
-            batch = Batch(loaded, texts, options)
+            batch = BatchGeneration(loaded, texts, options)
         else:
             told = search(loaded, texts, options, beams, length_penalty)
     except ArgumentError as error:

@@ -122,9 +122,13 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
         finite=how.finite,
         **given,
     )
-    if model.fresh:
-        some = ", ".join(model.fresh[:3]) + (", ..." if len(model.fresh) > 3 else "")
-        typer.echo(f"{len(model.fresh)} weights are random, not trained: {some}", err=True)
+    if model.newly_initialized:
+        some = ", ".join(model.newly_initialized[:3]) + (
+            ", ..." if len(model.newly_initialized) > 3 else ""
+        )
+        typer.echo(
+            f"{len(model.newly_initialized)} weights are random, not trained: {some}", err=True
+        )
     tell_ignored(model.ignored)
     return model
 

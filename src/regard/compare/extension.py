@@ -18,8 +18,8 @@ from regard.bench.machine import machine
 from regard.compare.experiment import Numbers, Tell, silent
 from regard.compare.reach import losses, needles, perplexity
 from regard.errors import ArgumentError
-from regard.models.convert.context import Extension, to_context
-from regard.models.convert.layer import Checkpoint
+from regard.models.convert.attention_maps import Checkpoint
+from regard.models.convert.context_length import Extension, extend_context
 from regard.models.decoder import Decoder
 from regard.models.model import Model
 from regard.nn import Attention, PrefixRecomputer
@@ -86,7 +86,8 @@ def extended(model: Model, method: str, target: int) -> Decoder:
         target: tokens to reach, more than the trained length.
 
     Raises:
-        ArgumentError: the method is unknown, or as `regard.models.convert.context.to_context`.
+        ArgumentError: the method is unknown, or as
+            `regard.models.convert.context_length.extend_context`.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -97,7 +98,7 @@ def extended(model: Model, method: str, target: int) -> Decoder:
         raise ArgumentError(f"the method is {method!r}; it is one of {', '.join(METHODS)}")
     if method == UNSCALED:
         return model.decoder
-    found, _ = to_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
+    found, _ = extend_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
     return found.network
 
 

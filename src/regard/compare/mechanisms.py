@@ -10,7 +10,7 @@ import torch
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.models.assembly.mechanism import decoders, entry_of
+from regard.models.assembly.catalogue_mixer import decoder_variants, find_variant
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.nn.variants.registry import parse_options
@@ -90,7 +90,7 @@ class Contestant:
     @property
     def recurrent(self) -> bool:
         """Whether its memory is a state of fixed size."""
-        return entry_of(self.attention).family in RECURRENT
+        return find_variant(self.attention).family in RECURRENT
 
     def config(self, shape: Shape) -> Config:
         """A decoder with this mechanism in every layer.
@@ -186,8 +186,8 @@ def _contestant(name: str, shape: Shape) -> Contestant:
         attention, options = _DEFAULT[name](shape)
         return Contestant(name, attention, options)
     attention, _, settings = name.partition(":")
-    if attention not in decoders():
-        known = (*NAMES, *decoders())
+    if attention not in decoder_variants():
+        known = (*NAMES, *decoder_variants())
         hint = suggest(attention, known, otherwise=".")
         raise ArgumentError(
             f"{name!r} is no mechanism that a decoder can have{hint} The default set is "
@@ -195,7 +195,7 @@ def _contestant(name: str, shape: Shape) -> Contestant:
             "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
         )
     parts = [part for part in settings.split(",") if part]
-    return Contestant(name, attention, parse_options(parts, entry_of(attention)))
+    return Contestant(name, attention, parse_options(parts, find_variant(attention)))
 
 
 def parameters(config: Config) -> int:

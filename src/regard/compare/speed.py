@@ -19,7 +19,7 @@ from regard.compare.mechanisms import decoder
 from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
-from regard.models.generation.room import Room
+from regard.models.generation.cache_config import CacheConfig
 from regard.tracing import Trace
 from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, optimiser
@@ -75,7 +75,7 @@ def read(model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None) ->
     ['Fixed']
     """
     rows, length = prompt.shape
-    caches = Room("fixed", room or length).caches(model, rows)
+    caches = CacheConfig("fixed", room or length).new_caches(model, rows)
     with torch.inference_mode():
         model(prompt, None, caches, last=1)
     return caches

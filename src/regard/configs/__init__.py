@@ -10,7 +10,7 @@ import importlib
 
 from regard.configs.base import ModelConfig
 
-FILES = {
+CONFIG_MODULES = {
     "bert": "bert",
     "bloom": "gpt",
     "deepseek_v2": "deepseek",
@@ -37,21 +37,21 @@ FILES = {
 """model_type -> the module of this package with its config class."""
 COUNTED_ONLY = frozenset({"mixtral", "qwen3_moe"})
 """Families that `regard cost` counts and `regard.load` cannot load."""
-CONFIGS = tuple(sorted(FILES))
+CONFIGS = tuple(sorted(CONFIG_MODULES))
 """Every model_type whose config.json is understood."""
 LOADABLE = tuple(name for name in CONFIGS if name not in COUNTED_ONLY)
 """Every model_type that `regard.load` can load."""
 
 
 def config_class(model_type: str) -> type[ModelConfig] | None:
-    """The config class of a `model_type`, or None.
+    """Return the config class of a `model_type`, or None if it is not supported.
 
     >>> config_class("gemma3").__name__
     'Gemma3Config'
     """
-    if model_type not in FILES:
+    if model_type not in CONFIG_MODULES:
         return None
-    module = importlib.import_module(f"{__name__}.{FILES[model_type]}")
+    module = importlib.import_module(f"{__name__}.{CONFIG_MODULES[model_type]}")
     return next(
         value
         for value in vars(module).values()

@@ -1,8 +1,7 @@
-"""What every family's config has in common: the class `ModelConfig`, its checks, and the names of
-activations.
+"""`ModelConfig`, the base class of all configs, and checks that they share.
 
-A config is a frozen dataclass whose fields are the keys of a config.json that shape the model. It
-needs no torch: `regard.load` builds a network from it, and `regard cost` asks it for `sizes`.
+A config is a frozen dataclass whose fields are the keys of config.json that change the network. It
+needs no torch: `regard.load` builds a network from it, and `regard cost` uses its `sizes`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from regard.errors import ArgumentError
 from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, Any]
-"""A config.json as it was parsed."""
+"""The parsed content of a config.json."""
 
 
 class UnknownKey(ArgumentError):
-    """A key of config.json that its family does not know: the one kind of key that a caller may
-    have passed over.
+    """A key of config.json that its family does not know; a caller may choose to ignore it.
 
-    Attributes:
-        path: the key, behind those of the objects that it stands in.
+    Args:
+        path: the key, after the keys of the objects that contain it.
+        reason: the message.
 
     >>> raise UnknownKey(("rope_scaling", "fator"), "rope_scaling has the unknown key 'fator'")
     Traceback (most recent call last):
-    regard.configs.base.UnknownKey: rope_scaling has the unknown key 'fator'. If it
-    changes nothing that is computed, pass it over: regard.load(folder,
+    regard.configs.base.UnknownKey: rope_scaling has the unknown key 'fator'. If it does
+    not change the computation, ignore it: regard.load(folder,
     ignore=('rope_scaling.fator',)), or --ignore 'rope_scaling.fator'
     """
 
@@ -39,33 +38,33 @@ class UnknownKey(ArgumentError):
         self.path = path
         name = short_repr(self.key)
         super().__init__(
-            f"{reason}{'' if reason.endswith('?') else '.'} If it changes nothing that is "
-            "computed, pass it over: "
+            f"{reason}{'' if reason.endswith('?') else '.'} If it does not change the "
+            "computation, ignore it: "
             f"regard.load(folder, ignore=({name},)), or --ignore {name}"
         )
 
     @property
     def key(self) -> str:
-        """The path with dots, as `ignore` names it."""
+        """The path with dots, as `ignore` spells it."""
         return ".".join(self.path)
 
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """The config of one family. Its fields are the keys that shape the model, with Hugging Face's
-    names; a field without a default must be in the file.
+    """The config of one family: its fields are the keys of config.json that change the network.
 
-    `__post_init__` refuses sizes that contradict each other. What only the parts of the network can
-    refuse, such as the numbers of a rotary scaling, is refused when it is built, and by
+    The names are those of Hugging Face. A field without a default is required. `__post_init__`
+    raises for sizes that contradict each other. What only the parts of the network can check, such
+    as the numbers of a rotary scaling, raises when the network is built, and in
     `regard.models.checkpoint.family.Family.check` when a folder is read.
 
     Attributes:
         model_types: the values of `model_type` that this class reads. The first one is written, and
-            names the family's file in `regard.models.families`.
-        ignored: other keys that do not shape the computation, beside those of every family.
-        fixed: other keys that are understood with these values only.
-        code: what the class names of the family's published code begin with: an `auto_map` that
-            names only such classes asks for what is computed here anyway. Nothing of it is run.
+            is the name of the family's file in `regard.models.families`.
+        ignored: further keys that do not change the computation, besides those for every family.
+        fixed: key -> the only values that are supported.
+        code: the beginning of the class names in the family's published code: an `auto_map` that
+            names only such classes is accepted, because it is the same computation. No code is run.
     """
 
     model_types: ClassVar[tuple[str, ...]]
@@ -75,8 +74,7 @@ class ModelConfig(ABC):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """The config.json with this class's own keys: older and newer spellings are renamed, and
-        defaults that depend on other keys are filled in.
+        """Return the keys with this class's spelling, and with defaults that depend on other keys.
 
         Raises:
             ArgumentError: two keys contradict each other.
@@ -85,13 +83,13 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def sizes(self, name: str) -> Model:
-        """The sizes of the model, from which its parameters, cache and FLOPs are counted.
+        """Return the sizes of the model, from which parameters, cache and FLOPs are counted.
 
         Args:
-            name: what the model is called.
+            name: the name of the model.
 
         Raises:
-            ArgumentError: the sizes fit no model, or are not counted.
+            ArgumentError: the sizes are not possible, or cannot be counted.
         """
 
 
@@ -112,7 +110,7 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
 
 
 def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, Any]:
-    """A config.json with other names of a key replaced by the family's own; a null says nothing.
+    """Rename keys to the family's own spelling; a null counts as absent.
 
     Args:
         raw: the parsed config.json; it is not changed.
@@ -124,17 +122,17 @@ def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, Any]:
     >>> rename_keys({"n_embed": 64, "n_layer": 2}, {"n_embed": "hidden_size"})
     {'n_layer': 2, 'hidden_size': 64}
     """
-    found = dict(raw)
+    renamed = dict(raw)
     for other, own in names.items():
-        value = found.pop(other, None)
+        value = renamed.pop(other, None)
         if value is None:
             continue
-        if found.get(own) not in (None, value):
+        if renamed.get(own) not in (None, value):
             raise ArgumentError(
-                f"{other} is {value!r} and {own} is {found[own]!r}; they mean the same: keep one"
+                f"{other} is {value!r} and {own} is {renamed[own]!r}; they mean the same: keep one"
             )
-        found[own] = value
-    return found
+        renamed[own] = value
+    return renamed
 
 
 ACTIVATIONS = {
@@ -152,17 +150,17 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-"""Name in config.json -> the nonlinearity that it means. "gelu" is x Phi(x) with the error
-function; five names mean its approximation with tanh.
+"""Name in config.json -> nonlinearity. "gelu" is x Phi(x) with the error function; five names mean
+its approximation with tanh.
 """
 
 
 def check_activation(name: str, key: str = "hidden_act") -> None:
-    """Check that a name in config.json means a nonlinearity.
+    """Check that a name in config.json is that of a nonlinearity.
 
     Args:
         name: such as "gelu_new".
-        key: where config.json has it, for the message.
+        key: the key in config.json, for the message.
 
     Raises:
         ArgumentError: the name is not known.

@@ -1,4 +1,4 @@
-"""The config of BERT."""
+"""`BertConfig`: the keys of a BERT config.json."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from regard.cost.spec import HeadShape, Weights
 
 @dataclass(frozen=True)
 class BertConfig(ModelConfig):
-    """The keys of a BERT config.json that shape the model, and what config.json does not say but
-    the stored tensors do.
+    """The keys of a BERT config.json that change the network, and two facts that only tensors show.
 
     Attributes:
         pooler: whether there is a pooler.
-        masked_words: whether there is a head for hidden words, whose matrix is the embedding.
+        masked_words: whether there is a head for masked words, whose matrix is the embedding.
 
     Raises:
         ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or
@@ -62,8 +61,10 @@ class BertConfig(ModelConfig):
         check_activation(self.hidden_act)
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the encoder, with its tables of positions and segments, and its pooler. A
-        head for hidden words is not counted.
+        """Return the sizes of the encoder with its tables of positions and segments, and its
+        pooler.
+
+        A head for masked words is not counted.
         """
         M, H = self.hidden_size, self.num_attention_heads
         D, norm = resolve_head_dim(M, H, None), Weights(norms=2 * M)

@@ -74,26 +74,25 @@ class DeepseekConfig(ModelConfig, ABC):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Older files lack num_key_value_heads; newer ones name two sums of other keys, which are
-        checked.
+        """Return the keys with num_key_value_heads; two sums that newer files repeat are checked.
 
         Raises:
             ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and
                 qk_nope_head_dim.
         """
-        found = normalize_rope(raw)
-        if found.get("num_key_value_heads") is None:
-            found["num_key_value_heads"] = found.get("num_attention_heads")
-        nope, turned = found.get("qk_nope_head_dim"), found.get("qk_rope_head_dim")
+        keys = normalize_rope(raw)
+        if keys.get("num_key_value_heads") is None:
+            keys["num_key_value_heads"] = keys.get("num_attention_heads")
+        nope, turned = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
         if isinstance(nope, int) and isinstance(turned, int):
             for key, allowed in (("head_dim", turned), ("qk_head_dim", nope + turned)):
-                said = found.pop(key, None)
-                if said not in (None, allowed):
+                value = keys.pop(key, None)
+                if value not in (None, allowed):
                     raise ArgumentError(
-                        f"{key} is {said}, and the two parts of a query head, {nope} + {turned}, "
+                        f"{key} is {value}, and the two parts of a query head, {nope} + {turned}, "
                         f"make it {allowed}"
                     )
-        return found
+        return keys
 
     @property
     def rope(self) -> RopeSettings:
@@ -109,7 +108,7 @@ class DeepseekConfig(ModelConfig, ABC):
     router_biases: ClassVar[bool] = False
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder: the first layers are dense, the others have experts."""
+        """Return the sizes of the decoder: the first layers are dense, the others have experts."""
         M, width = self.hidden_size, self.moe_intermediate_size
         mixer = LatentSpec.of(
             M,
@@ -145,12 +144,12 @@ class DeepseekConfig(ModelConfig, ABC):
 
 
 FIXED = {"hidden_act": ("silu",), "moe_layer_freq": (1,)}
-"""Keys that both understand with these values only."""
+"""Key -> the only values that both families support."""
 
 
 @dataclass(frozen=True)
 class DeepseekV2Config(DeepseekConfig):
-    """The keys of DeepSeek-V2."""
+    """The keys of a DeepSeek-V2 config.json that change the network."""
 
     topk_method: str = "greedy"
     n_group: int | None = None
@@ -158,8 +157,8 @@ class DeepseekV2Config(DeepseekConfig):
     routed_scaling_factor: float = 1.0
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
-    # the authors' code scales weights only where it does not renormalise them, and transformers
-    # never does the latter
+    # the authors' code scales expert weights only where it does not renormalise them, and
+    # transformers never renormalises them
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED | {
         "mlp_bias": (False,),
         "norm_topk_prob": (False,),
@@ -169,7 +168,7 @@ class DeepseekV2Config(DeepseekConfig):
 
 @dataclass(frozen=True)
 class DeepseekV3Config(DeepseekConfig):
-    """The keys of DeepSeek-V3, and R1."""
+    """The keys of a DeepSeek-V3 config.json, also for R1, that change the network."""
 
     n_group: int = 8
     topk_group: int = 4
@@ -178,13 +177,13 @@ class DeepseekV3Config(DeepseekConfig):
     rope_interleave: bool = True
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
-    # how many layers behind the last predict a second token: they are not loaded
+    # the number of additional layers that predict a second token, which are not loaded
     ignored: ClassVar[frozenset[str]] = DeepseekConfig.ignored | {"num_nextn_predict_layers"}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED | {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     }
-    # the correction that balances the use of experts: one number for each
+    # the correction that balances the load of experts has one number per expert
     router_biases: ClassVar[bool] = True
 
     @property

@@ -1,7 +1,7 @@
-"""The configs of Gemma, Gemma 2 and Gemma 3 (its text).
+"""The configs of Gemma, Gemma 2 and Gemma 3 (text).
 
-A config.json of the Gemma 3 that also sees pictures (`model_type` "gemma3") is read, too: its
-`text_config` alone.
+Of a config.json of the Gemma 3 that also reads images (`model_type` "gemma3"), only `text_config`
+is used.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class GemmaConfig(GroupedQueryConfig):
-    """The keys of Gemma, which the later ones have, too.
+    """The keys of Gemma, which the later versions have, too.
 
     Raises:
-        ArgumentError: rms_norm_eps is not above 0; or as `GroupedQueryConfig`.
+        ArgumentError: rms_norm_eps is not above 0; or as in `GroupedQueryConfig`.
     """
 
     max_position_embeddings: int = 8192
@@ -32,8 +32,8 @@ class GemmaConfig(GroupedQueryConfig):
     tie_word_embeddings: bool = True
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
-    # two keys name the activation, and files of both kinds are around: "gelu" in `hidden_act` of
-    # the first ones means the form with tanh, as their authors computed it
+    # two keys name the activation, and both kinds of files exist: "gelu" in `hidden_act` of the
+    # first files means the tanh approximation, as their authors computed it
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
@@ -46,8 +46,8 @@ class GemmaConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """The rotary settings in one form; a file without head_dim means 256, whatever the model's
-        size.
+        """Return the keys with rotary settings in one form; head_dim is 256 if the file lacks
+        it.
         """
         return normalize_rope({"head_dim": 256, **raw})
 
@@ -59,11 +59,11 @@ class GemmaConfig(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class WindowedGemmaConfig(GemmaConfig):
-    """The keys that came with Gemma 2: a scale of its own, a cap on logits, norms on either side,
-    and windows in some layers.
+    """The keys that Gemma 2 introduced: a scale, a cap on logits, norms before and after each
+    sublayer, and windows in some layers.
 
     Raises:
-        ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as `GemmaConfig`.
+        ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as in `GemmaConfig`.
     """
 
     query_pre_attn_scalar: float = 256
@@ -85,7 +85,7 @@ class WindowedGemmaConfig(GemmaConfig):
             check_number(key, getattr(self, key), 0, float("inf"), "above 0")
 
     def windows(self) -> tuple[int | None, ...]:
-        """What `layer_types` say, or a window in every layer but each `window_pattern`-th."""
+        """The windows of `layer_types`, or a window except in every `window_pattern`-th layer."""
         return layer_types.windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
@@ -99,7 +99,7 @@ class Gemma2Config(WindowedGemmaConfig):
     """The keys of Gemma 2, which also caps scores, and has a window in layers 0, 2, 4, ...
 
     Raises:
-        ArgumentError: attn_logit_softcapping is not above 0; or as `WindowedGemmaConfig`.
+        ArgumentError: attn_logit_softcapping is not above 0; or as in `WindowedGemmaConfig`.
     """
 
     attn_logit_softcapping: float | None = 50.0
@@ -115,7 +115,7 @@ class Gemma2Config(WindowedGemmaConfig):
 
 
 SIZES = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
-"""What the `text_config` of a Gemma 3 leaves out where it is as here."""
+"""Values of keys that the `text_config` of a Gemma 3 may omit."""
 PICTURES = {
     "text_config",
     "vision_config",
@@ -127,16 +127,16 @@ PICTURES = {
     "eoi_token_id",
     "image_token_id",
 }
-"""Keys of a model that also sees pictures."""
+"""Keys of a model that also reads images."""
 
 
 @dataclass(frozen=True)
 class Gemma3Config(WindowedGemmaConfig):
-    """The keys of Gemma 3: a norm on each head in place of the cap on scores, a window in five
-    layers of six, and another rotary base in the layers with a window.
+    """The keys of Gemma 3: a norm on each head instead of the cap on scores, a window in five of
+    six layers, and another rotary base in the layers with a window.
 
     Raises:
-        ArgumentError: rope_local_base_freq is not above 1; or as `WindowedGemmaConfig`.
+        ArgumentError: rope_local_base_freq is not above 1; or as in `WindowedGemmaConfig`.
     """
 
     max_position_embeddings: int = 131072
@@ -159,35 +159,39 @@ class Gemma3Config(WindowedGemmaConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """One form for the rotary bases of both kinds of layers, and for which layers are of which
-        kind.
-        """
+        """Return the keys with one form for both rotary bases, and for the kind of each layer."""
         if raw.get("model_type") == "gemma3":
             raw = _text(raw)
-        found = normalize_rope({"head_dim": 256, **raw}, layered=True)
-        both = found.pop("rope_parameters")
+        keys = normalize_rope({"head_dim": 256, **raw}, layered=True)
+        both = keys.pop("rope_parameters")
         full, sliding = both[FULL], both[SLIDING]
         if sliding["rope_scaling"] is not None:
             raise ArgumentError(
-                f"rope_parameters.{SLIDING} is scaled, {sliding['rope_scaling']}; only {FULL} may "
-                "be in gemma3_text"
+                f"rope_parameters.{SLIDING} has the scaling {sliding['rope_scaling']}; gemma3_text "
+                f"supports one only for {FULL}"
             )
         for key, value in (("rope_theta", full), ("rope_local_base_freq", sliding)):
             if "rope_theta" in value:
-                found[key] = value["rope_theta"]
-        found["rope_scaling"] = full["rope_scaling"]
-        pattern, layers = found.pop("sliding_window_pattern", None), found.get("num_hidden_layers")
+                keys[key] = value["rope_theta"]
+        keys["rope_scaling"] = full["rope_scaling"]
+        pattern, layers = keys.pop("sliding_window_pattern", None), keys.get("num_hidden_layers")
         if pattern is not None and isinstance(layers, int):
-            given, width = found.get("layer_types"), found.get("sliding_window", cls.sliding_window)
-            spans = layer_types.windows(
-                layers, sliding_window=width, layer_types=given, sliding_window_pattern=pattern
+            named, width = (
+                keys.get("layer_types"),
+                keys.get("sliding_window", cls.sliding_window),
             )
-            found["layer_types"] = [FULL if span is None else SLIDING for span in spans]
-        return found
+            spans = layer_types.windows(
+                layers,
+                sliding_window=width,
+                layer_types=named,
+                sliding_window_pattern=pattern,
+            )
+            keys["layer_types"] = [FULL if span is None else SLIDING for span in spans]
+        return keys
 
     @property
     def local_rope(self) -> RopeSettings:
-        """The rotary settings of layers with a window; those of the others are `rope`."""
+        """The rotary settings of layers with a window; those of the other layers are `rope`."""
         return RopeSettings(
             self.head_dim, self.rope_local_base_freq, None, self.max_position_embeddings
         )
@@ -199,11 +203,11 @@ class Gemma3Config(WindowedGemmaConfig):
 
 
 def _text(raw: Raw) -> dict[str, Any]:
-    """The config of the language model in that of one that also sees pictures."""
+    """Return the config of the language model, from that of a model that also reads images."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ArgumentError(
-            f"text_config is {text!r}; a gemma3 has the language model's keys there"
+            f"text_config is {text!r}; it must be an object with the language model's keys"
         )
     rest = {key: value for key, value in raw.items() if key not in PICTURES}
     return SIZES | rest | dict(text)

@@ -81,7 +81,7 @@ class GPT2Config(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """The general names of sizes are understood, too."""
+        """Return the keys with GPT-2's spelling of sizes; the general one is accepted, too."""
         names = {
             "hidden_size": "n_embd",
             "max_position_embeddings": "n_positions",
@@ -96,7 +96,7 @@ class GPT2Config(ModelConfig):
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder, with its table of positions."""
+        """Return the sizes of the decoder, with its table of positions."""
         M = self.n_embd
         return Model(
             name,
@@ -112,7 +112,7 @@ class GPT2Config(ModelConfig):
 
 
 NEOX_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
-"""GPT-NeoX's names of two keys that others have, too."""
+"""GPT-NeoX's spelling of two keys -> the general one."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class GPTNeoXConfig(ModelConfig):
 
     Raises:
         ArgumentError: a size is less than 1, the norms' eps is not above 0, num_attention_heads
-            does not divide hidden_size, the activation is not known, or what is said of rotary
-            positions is not understood.
+            does not divide hidden_size, the activation is not known, or the settings of rotary
+            positions are not supported.
     """
 
     vocab_size: int
@@ -150,11 +150,9 @@ class GPTNeoXConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Base and part of the rotary positions have their general names in newer files, or are
-        nested.
-        """
-        found = normalize_rope(rename_keys(raw, NEOX_NAMES))
-        return rename_keys(found, {general: own for own, general in NEOX_NAMES.items()})
+        """Return the keys with GPT-NeoX's spelling of the rotary base and part, nested or not."""
+        keys = normalize_rope(rename_keys(raw, NEOX_NAMES))
+        return rename_keys(keys, {general: own for own, general in NEOX_NAMES.items()})
 
     @property
     def rope(self) -> RopeSettings:
@@ -168,7 +166,7 @@ class GPTNeoXConfig(ModelConfig):
         )
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder."""
+        """Return the sizes of the decoder."""
         M = self.hidden_size
         layer = _layer(
             M,
@@ -225,7 +223,9 @@ class BloomConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Older files have n_embed; the general names of the other sizes are understood, too."""
+        """Return the keys with BLOOM's spelling; n_embed and the general names are accepted,
+        too.
+        """
         names = {
             "n_embed": "hidden_size",
             "num_attention_heads": "n_head",
@@ -234,7 +234,7 @@ class BloomConfig(ModelConfig):
         return rename_keys(raw, names)
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder, with the norm behind its embedding."""
+        """Return the sizes of the decoder, with the norm behind its embedding."""
         M = self.hidden_size
         return Model(
             name,
@@ -247,7 +247,7 @@ class BloomConfig(ModelConfig):
 
 
 MPT_ATTENTION = {"alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
-"""The keys of attn_config that shape the model, and what they are where they are not given."""
+"""Keys of attn_config that change the network -> their defaults."""
 MPT_FIXED: dict[str, tuple[Any, ...]] = {
     "alibi": (True,),
     "attn_type": ("multihead_attention",),
@@ -255,7 +255,7 @@ MPT_FIXED: dict[str, tuple[Any, ...]] = {
     "prefix_lm": (False,),
     "qk_ln": (False,),
 }
-"""Keys of attn_config that are understood with these values only."""
+"""Key of attn_config -> the only values that are supported."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class MptConfig(ModelConfig):
 
     Raises:
         ArgumentError: a size is less than 1, the norms' eps is not above 0, n_heads does not divide
-            d_model, or attn_config asks for what is not supported.
+            d_model, or attn_config asks for something unsupported.
     """
 
     vocab_size: int
@@ -314,25 +314,23 @@ class MptConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """The general names of sizes are understood, too; of attn_config what shapes the model is
-        kept.
-        """
+        """Return the keys with MPT's spelling of sizes, and the keys of attn_config that matter."""
         names = {
             "hidden_size": "d_model",
             "num_attention_heads": "n_heads",
             "num_hidden_layers": "n_layers",
         }
-        found = rename_keys(raw, names)
-        attention = found["attn_config"] = {} if (own := found.get("attn_config")) is None else own
+        keys = rename_keys(raw, names)
+        attention = keys["attn_config"] = {} if (own := keys.get("attn_config")) is None else own
         if isinstance(attention, Mapping):
             without = {"attn_impl", "is_encoder_decoder"}
-            found["attn_config"] = {
+            keys["attn_config"] = {
                 k: v for k, v in attention.items() if not (k in without or is_harmless(k))
             }
-        return found
+        return keys
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder, which has no biases at all."""
+        """Return the sizes of the decoder, which has no biases at all."""
         M = self.d_model
         layer = _layer(M, self.n_heads, 4 * M, bias=False, attention_bias=False)
         return Model(

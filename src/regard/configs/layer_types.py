@@ -1,4 +1,4 @@
-"""The sliding window of each layer, from the five keys of a config.json that say it.
+"""The sliding window of each layer, from the five keys of config.json that define it.
 
 `regard.load` and `regard cost` both read these keys here.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+from regard.units import plural
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -22,27 +23,29 @@ def windows(
     max_window_layers: int | None = None,
     use_sliding_window: bool | None = None,
 ) -> tuple[int | None, ...]:
-    """The window of each layer, its own position included; None where a layer sees everything
-    before it.
+    """Return the sliding window of each layer, or None for full attention.
 
-    The first rule that is given decides whether layer i has a window:
-    layer_types[i] == "sliding_attention";  (i + 1) % sliding_window_pattern != 0;
+    A window counts the query's own position. The first rule that is given decides whether layer i
+    has
+    a window: layer_types[i] == "sliding_attention";  (i + 1) % sliding_window_pattern != 0;
     i >= max_window_layers;  always
 
     Args:
-        num_hidden_layers: how many layers.
-        sliding_window: the width W of those that slide; None is no window anywhere.
+        num_hidden_layers: the number of layers.
+        sliding_window: the window W of the sliding layers; None is no window in any layer.
         layer_types: a name for each layer, "full_attention" or "sliding_attention".
-        sliding_window_pattern: every so-manieth layer is full, as in Gemma 3.
-        max_window_layers: so many layers at the bottom are full, as in Qwen 2.
-        use_sliding_window: False makes the window void (Qwen 2); None for a family that has no such
-            key.
+        sliding_window_pattern: one layer in so many is full, as in Gemma 3.
+        max_window_layers: so many first layers are full, as in Qwen 2.
+        use_sliding_window: False disables the window (Qwen 2); None for a family without this key.
+
+    Returns:
+        W or None for each layer.
 
     Raises:
         ArgumentError: a number is out of range, a layer type is unknown or not supported,
-            layer_types has not one entry per layer, or two keys contradict each other: layers that
-            slide without a window, a pattern that gives other layers than layer_types,
-            use_sliding_window without a window or against layer_types.
+            layer_types has not one entry per layer, or two keys contradict each other: sliding
+            layers without a window, a pattern that differs from layer_types, use_sliding_window
+            without a window or against layer_types.
 
     >>> windows(4, sliding_window=512, sliding_window_pattern=2)
     (512, None, 512, None)
@@ -81,12 +84,13 @@ def windows(
 
 
 def _named(layer_types: Sequence[str], layers: int) -> list[bool]:
-    """Which layers slide by their names."""
+    """Return for each layer whether its name says that it slides."""
     if isinstance(layer_types, str) or not isinstance(layer_types, Sequence):
         raise ArgumentError(f"layer_types is {layer_types!r}; it must be a list of names")
     if len(layer_types) != layers:
         raise ArgumentError(
-            f"layer_types has {len(layer_types)} entries and num_hidden_layers is {layers}; give "
+            f"layer_types has {plural(len(layer_types), 'entry')} and num_hidden_layers is "
+            f"{layers}; give "
             "one per layer"
         )
     for i, name in enumerate(layer_types):

@@ -23,11 +23,11 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class GroupedQueryConfig(ModelConfig):
-    """The keys that Llama, its relatives and the Gemmas have in common.
+    """The keys that Llama, its relatives and the Gemmas share.
 
     Raises:
         ArgumentError: a size is less than 1, num_key_value_heads does not divide
-            num_attention_heads, or what is said of rotary positions or windows is not understood.
+            num_attention_heads, or the keys of rotary positions or windows are not supported.
     """
 
     vocab_size: int
@@ -54,31 +54,31 @@ class GroupedQueryConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """The config.json with head_dim and num_key_value_heads, which older files lack, and with
-        the rotary settings in one form.
+        """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
 
         Raises:
             ArgumentError: head_dim is missing and hidden_size is not divisible by the heads; or as
-                `normalize_rope`.
+                in `normalize_rope`.
 
         >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
-        >>> found = LlamaConfig.normalize_keys({**sizes, "rope_parameters": {"rope_theta": 1e6}})
-        >>> found["num_key_value_heads"], found["head_dim"], found["rope_theta"]
+        >>> keys = LlamaConfig.normalize_keys({**sizes, "rope_parameters": {"rope_theta": 1e6}})
+        >>> keys["num_key_value_heads"], keys["head_dim"], keys["rope_theta"]
         (4, 8, 1000000.0)
         """
-        found = normalize_rope(raw)
-        heads, size = found.get("num_attention_heads"), found.get("hidden_size")
+        keys = normalize_rope(raw)
+        heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
         if isinstance(heads, int) and isinstance(size, int) and heads > 0:
-            if found.get("num_key_value_heads") is None:
-                found["num_key_value_heads"] = heads
-            if found.get("head_dim") is None:
+            if keys.get("num_key_value_heads") is None:
+                keys["num_key_value_heads"] = heads
+            if keys.get("head_dim") is None:
                 if size % heads:
                     raise ArgumentError(
-                        f"hidden_size {size} is not divisible by {heads} heads, and head_dim is "
+                        f"hidden_size {size} is not divisible by num_attention_heads {heads}, and "
+                        "head_dim is "
                         "not given"
                     )
-                found["head_dim"] = size // heads
-        return found
+                keys["head_dim"] = size // heads
+        return keys
 
     @property
     def rope(self) -> RopeSettings:
@@ -88,11 +88,11 @@ class GroupedQueryConfig(ModelConfig):
         )
 
     def windows(self) -> tuple[int | None, ...]:
-        """How many keys a query of each layer sees; None is all before it."""
+        """The number of keys that a query of each layer sees; None is all keys before it."""
         return (None,) * self.num_hidden_layers
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder."""
+        """Return the sizes of the decoder."""
         M, feed_forward = self.hidden_size, self.feed_forward()
         norms = Weights(norms=self.norms_per_block * M)
         layers = (Layer(self.attention(window), feed_forward, norms) for window in self.windows())
@@ -106,7 +106,7 @@ class GroupedQueryConfig(ModelConfig):
         )
 
     def attention(self, window: int | None) -> SoftmaxSpec:
-        """The sizes of the attention of a layer with this window."""
+        """Return the sizes of the attention of a layer with this window."""
         H, G, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         bias, output_bias = self.biases
         return SoftmaxSpec.of(
@@ -119,7 +119,7 @@ class GroupedQueryConfig(ModelConfig):
         )
 
     def feed_forward(self) -> FeedForward:
-        """The sizes of every feed-forward layer."""
+        """Return the sizes of a feed-forward layer."""
         return Dense(self.hidden_size, self.intermediate_size)
 
     @property
@@ -148,7 +148,7 @@ class LlamaConfig(GroupedQueryConfig):
     }
 
     def feed_forward(self) -> FeedForward:
-        """The sizes of every feed-forward layer."""
+        """Return the sizes of a feed-forward layer."""
         return Dense(self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
 
     @property
@@ -159,7 +159,7 @@ class LlamaConfig(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class MistralConfig(GroupedQueryConfig):
-    """The keys of Mistral, which has one window for all layers, or none."""
+    """The keys of Mistral, which has one window for all layers or none."""
 
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
@@ -167,7 +167,7 @@ class MistralConfig(GroupedQueryConfig):
     model_types: ClassVar[tuple[str, ...]] = ("mistral",)
 
     def windows(self) -> tuple[int | None, ...]:
-        """One window for all layers, or none."""
+        """Return the same window for all layers, or None for all."""
         return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
 
 
@@ -186,7 +186,7 @@ class MixtralConfig(MistralConfig):
         check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
 
     def feed_forward(self) -> FeedForward:
-        """The sizes of every mixture of experts."""
+        """Return the sizes of a mixture of experts."""
         expert = Dense(self.hidden_size, self.intermediate_size)
         return Experts(expert, self.num_local_experts, self.num_experts_per_tok)
 
@@ -210,8 +210,8 @@ class Qwen2Config(GroupedQueryConfig):
     }
 
     def windows(self) -> tuple[int | None, ...]:
-        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are
-        used.
+        """The windows of `layer_types`, or a window from layer `max_window_layers` on, if windows
+        are used.
         """
         return layer_types.windows(
             self.num_hidden_layers,
@@ -240,7 +240,7 @@ class Qwen3Config(Qwen2Config):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """The keys of Llama; a file without head_dim means 128, whatever the model's size."""
+        """Return the keys as for Llama; without head_dim it is 128, for every size of the model."""
         return super().normalize_keys({"head_dim": 128, **raw})
 
     @property
@@ -274,7 +274,7 @@ class Qwen3MoeConfig(Qwen3Config):
         check_experts("num_experts", self.num_experts, self.num_experts_per_tok)
 
     def feed_forward(self) -> FeedForward:
-        """The sizes of every mixture of experts."""
+        """Return the sizes of a mixture of experts."""
         expert = Dense(self.hidden_size, self.moe_intermediate_size)
         return Experts(expert, self.num_experts, self.num_experts_per_tok)
 
@@ -304,7 +304,7 @@ class Phi3Config(GroupedQueryConfig):
     """The keys of Phi 3, 3.5 and 4-mini.
 
     Raises:
-        ArgumentError: as `GroupedQueryConfig`; or rope_scaling is of a type that Phi 3 does not
+        ArgumentError: as in `GroupedQueryConfig`; or rope_scaling is of a type that Phi 3 does not
             have.
     """
 
@@ -343,7 +343,7 @@ class Phi3Config(GroupedQueryConfig):
         )
 
     def windows(self) -> tuple[int | None, ...]:
-        """One window for all layers, or none."""
+        """Return the same window for all layers, or None for all."""
         return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
 
 
@@ -363,7 +363,7 @@ class GptOssConfig(GroupedQueryConfig):
     """The keys of gpt-oss.
 
     Raises:
-        ArgumentError: as `GroupedQueryConfig`; a token uses more experts than there are; or a
+        ArgumentError: as in `GroupedQueryConfig`; a token uses more experts than there are; or a
             number of the experts is not above 0.
     """
 
@@ -391,25 +391,25 @@ class GptOssConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Files that say nothing of rotary scaling, or null, have the usual one, as transformers
-        reads them.
+        """Return the keys with the usual rotary scaling if the file has none, as in transformers.
 
-        experts_per_token is an older num_experts_per_tok.
+        experts_per_token is an older spelling of num_experts_per_tok.
         """
-        found = normalize_rope(raw)
-        if found["rope_scaling"] is None:
-            said = raw.get("rope_scaling") or raw.get("rope_parameters")
-            found["rope_scaling"] = {"rope_type": "default"} if said else dict(YARN)
-        older, newer = found.pop("experts_per_token", None), found.get("num_experts_per_tok")
-        if older is not None and newer not in (None, older):
+        keys = normalize_rope(raw)
+        if keys["rope_scaling"] is None:
+            scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+            keys["rope_scaling"] = {"rope_type": "default"} if scaling else dict(YARN)
+        old_value, new_value = keys.pop("experts_per_token", None), keys.get("num_experts_per_tok")
+        if old_value is not None and new_value not in (None, old_value):
             raise ArgumentError(
-                f"experts_per_token is {older} and num_experts_per_tok is {newer}; they mean the "
+                f"experts_per_token is {old_value} and num_experts_per_tok is {new_value}; they "
+                "mean the "
                 "same: keep one"
             )
-        return found if older is None else found | {"num_experts_per_tok": older}
+        return keys if old_value is None else keys | {"num_experts_per_tok": old_value}
 
     def windows(self) -> tuple[int | None, ...]:
-        """What `layer_types` say; if there are none, layers 0, 2, 4, ... are local."""
+        """The windows of `layer_types`; without them, layers 0, 2, 4, ... are local."""
         pattern = None if self.layer_types is not None or self.sliding_window is None else 2
         return layer_types.windows(
             self.num_hidden_layers,
@@ -419,7 +419,7 @@ class GptOssConfig(GroupedQueryConfig):
         )
 
     def attention(self, window: int | None) -> SoftmaxSpec:
-        """The sizes of the attention, with one sink per head."""
+        """Return the sizes of the attention, with one sink per head."""
         H, G, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         return SoftmaxSpec.of(
             self.hidden_size,
@@ -431,7 +431,7 @@ class GptOssConfig(GroupedQueryConfig):
         )
 
     def feed_forward(self) -> FeedForward:
-        """The sizes of every mixture of experts, whose router has biases."""
+        """Return the sizes of a mixture of experts whose router has biases."""
         expert = Dense(self.hidden_size, self.intermediate_size, bias=True)
         count = self.num_local_experts
         return Experts(expert, count, self.num_experts_per_tok, router_bias=count)
@@ -441,8 +441,9 @@ def check_experts(key: str, experts: int, per_token: int) -> None:
     """Check that a token uses no more experts than there are.
 
     Args:
-        key: the key of the number of experts, for the message.
-        experts, per_token: how many there are, and how many a token uses.
+        key: the key with the number of experts, for the message.
+        experts: the number of experts.
+        per_token: the number of experts that a token uses.
 
     Raises:
         ArgumentError: it uses more.
@@ -450,4 +451,6 @@ def check_experts(key: str, experts: int, per_token: int) -> None:
     >>> check_experts("num_experts", 8, 2)
     """
     if per_token > experts:
-        raise ArgumentError(f"num_experts_per_tok is {per_token}, and {key} {experts}")
+        raise ArgumentError(
+            f"num_experts_per_tok is {per_token}, and {key} is {experts}; it must be at most that"
+        )

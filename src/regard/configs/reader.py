@@ -1,9 +1,9 @@
-"""Reading a config.json: every key is understood, or it is refused by name.
+"""Reading a config.json: every key is supported, or the error names it.
 
-`parse` makes the config of a family from a parsed file and checks every key; `regard.load` uses it.
-`read_sizes` makes the sizes of the model from the same config; `regard cost` uses it. Counting
-needs less: it passes over keys that are unknown or that change no size, and the settings of rotary
-positions, so that models are counted whose other keys are not supported.
+`parse` returns the config of a family from a parsed file and checks every key; `regard.load` uses
+it. `read_sizes` returns the sizes of the model from the same config; `regard cost` uses it.
+Counting needs less: it ignores keys that are unknown or that change no size, and the settings of
+rotary positions, so that it also counts models whose other keys are not supported.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from regard.errors import ArgumentError, FileError
 from regard.files.strict_json import read_json
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
-MOST_UNKNOWN = 64
-"""The most unknown keys that are passed over: each costs another reading of the whole config."""
+MAX_UNKNOWN_KEYS = 64
+"""The largest number of unknown keys that are ignored; each needs another pass over the config."""
 _SIZES = (
-    # the first word that stands in a key's name decides
+    # the first word that occurs in a key's name decides
     ("window_layers", 1 << 31),
     ("layer", 1 << 9),
     ("expert", 1 << 14),
@@ -52,14 +52,13 @@ _SIZES = (
     ("head", 1 << 16),
     ("", 1 << 20),
 )
-"""Part of a key's name -> the largest whole number that is believed: ten times what any published
-model has, and more.
+"""Part of a key's name -> the largest whole number that is accepted: at least ten times that of any
+published model.
 """
 
-IGNORED = frozenset(
+IGNORED_KEYS = frozenset(
     {
-        # what the file and the model are called, where they came from, and in which classes others
-        # hold them
+        # names and origin of the file and the model, and their classes in other libraries
         "_commit_hash",
         "_name_or_path",
         "architectures",
@@ -73,7 +72,7 @@ IGNORED = frozenset(
         "sentence_transformers",
         "tokenizer_class",
         "transformers_version",
-        # which code computes it elsewhere, in which precision, and what that code returns
+        # which code another library uses, in which precision, and what it returns
         "attn_implementation",
         "chunk_size_feed_forward",
         "dtype",
@@ -91,7 +90,7 @@ IGNORED = frozenset(
         "use_bfloat16",
         "use_cache",
         "xla_device",
-        # training: dropout, losses and first weights
+        # training: dropout, losses and initial weights
         "activation_dropout",
         "attention_dropout",
         "attention_probs_dropout_prob",
@@ -109,8 +108,7 @@ IGNORED = frozenset(
         "neftune_noise_alpha",
         "resid_pdrop",
         "router_aux_loss_coef",
-        # a head that sorts texts into classes: its weights, where there are some, are refused by
-        # their names
+        # a classification head; its weights, if there are any, are refused by their names
         "_num_labels",
         "id2label",
         "label2id",
@@ -123,7 +121,7 @@ IGNORED = frozenset(
         "summary_proj_to_labels",
         "summary_type",
         "summary_use_proj",
-        # what transformers generates by; generation is told by `generate` here
+        # generation in transformers; here the arguments of `generate` replace them
         "assistant_confidence_threshold",
         "assistant_early_stop",
         "assistant_lookbehind",
@@ -171,7 +169,7 @@ IGNORED = frozenset(
         "top_k",
         "top_p",
         "typical_p",
-        # ids of single tokens: which one ends a text is read with the tokenizer
+        # ids of single tokens; the one that ends a text is read with the tokenizer
         "bos_token_id",
         "cls_token_id",
         "decoder_start_token_id",
@@ -182,11 +180,9 @@ IGNORED = frozenset(
         "unk_token_id",
     }
 )
-"""Keys that do not shape the computation of any family: how to train, how to generate, how the file
-came to be.
-"""
+"""Keys that change the computation of no family: training, generation, and origin of the file."""
 
-MARKS = (
+TOOL_KEYS = (
     "_attn_implementation*",
     "_experts_implementation*",
     "_flash_attn_2_enabled",
@@ -196,24 +192,22 @@ MARKS = (
     "use_flash_attention",
     "use_flash_attention_2",
 )
-"""Patterns of keys that other tools leave in any folder: which kernel they computed the same with,
-and their own names.
-"""
+"""Patterns of keys that other tools write into any folder: their kernel, and their own names."""
 
-FIXED: dict[str, tuple[Any, ...]] = {
+FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
     "tie_encoder_decoder": (False,),
-    # where the weights are not in the usual files, those that would be read are others
+    # other values mean that the weights are in other files than those that are read
     "transformers_weights": (None, "model.safetensors", "model.safetensors.index.json"),
 }
-"""Keys that every family understands with these values only, unless it says otherwise."""
+"""Key -> the only values that are supported, unless a family defines others."""
 
 
-CHANGE_SIZES = frozenset(
+SIZE_KEYS = frozenset(
     {
         "add_cross_attention",
         "attention_bias",
@@ -229,8 +223,8 @@ CHANGE_SIZES = frozenset(
         "pruned_heads",
     }
 )
-"""Keys that change sizes: where a family understands one of them with some values only, others are
-refused when the model is counted, too.
+"""Keys that change sizes: values that a family does not support also raise when a model is
+counted.
 """
 ROPE_KEYS = frozenset(
     {
@@ -243,33 +237,33 @@ ROPE_KEYS = frozenset(
         "rotary_pct",
     }
 )
-"""Keys of rotary positions, which change no size."""
+"""The keys of rotary positions, which change no size."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """A dtype of config.json -> its name in `regard.cost.kv_formats.BITS`."""
 
 
-def is_mark(key: str) -> bool:
-    """Whether a key is one that other tools leave in any folder.
+def is_tool_key(key: str) -> bool:
+    """Return whether other tools write this key into any folder.
 
-    >>> is_mark("_attn_implementation_autoset"), is_mark("attention")
+    >>> is_tool_key("_attn_implementation_autoset"), is_tool_key("attention")
     (True, False)
     """
-    return any(fnmatchcase(key, pattern) for pattern in MARKS)
+    return any(fnmatchcase(key, pattern) for pattern in TOOL_KEYS)
 
 
 def is_harmless(key: str) -> bool:
-    """Whether a key changes the numbers of no family: it is in `IGNORED`, or a mark of another
-    tool.
-    """
-    return key in IGNORED or is_mark(key)
+    """Return whether a key changes the computation of no family."""
+    return key in IGNORED_KEYS or is_tool_key(key)
 
 
 Config = TypeVar("Config", bound=ModelConfig)
 
 
 def parse(kind: type[Config], raw: Raw) -> Config:
-    """The config of a family, of which every key is checked: it shapes the model, is known not to,
-    or has a value that is understood.
+    """Return the config of a family; every key is checked.
+
+    A key changes the network, is known to change nothing, or has a supported value; otherwise it
+    raises.
 
     Args:
         kind: the config class of the family.
@@ -284,11 +278,12 @@ def parse(kind: type[Config], raw: Raw) -> Config:
 
 
 def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
+    """Return the config; `sizes_only` checks only the keys that change sizes."""
     known = {f.name: f for f in fields(kind)}
-    found = kind.normalize_keys(raw)
-    fixed = {k: v for k, v in {**FIXED, **kind.fixed}.items() if k not in known}
-    for key, value in found.items():
-        if sizes_only and key not in known and (value is None or key not in CHANGE_SIZES):
+    keys = kind.normalize_keys(raw)
+    fixed = {k: v for k, v in {**FIXED_VALUES, **kind.fixed}.items() if k not in known}
+    for key, value in keys.items():
+        if sizes_only and key not in known and (value is None or key not in SIZE_KEYS):
             continue
         if key in fixed and value not in fixed[key]:
             allowed = " or ".join(repr(v) for v in fixed[key])
@@ -299,63 +294,63 @@ def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
             continue
         raise UnknownKey((key,), f"unknown key {short_repr(key)}{suggest(key, [*known, *fixed])}")
     hints = typing.get_type_hints(kind)
-    if sizes_only:  # a null says nothing, unless it means something for this key
-        found = {
-            k: v for k, v in found.items() if v is not None or type(None) in _kinds(hints.get(k))
+    if sizes_only:  # a null counts as absent, unless it has a meaning for this key
+        keys = {
+            k: v for k, v in keys.items() if v is not None or type(None) in _kinds(hints.get(k))
         }
     required = [
         n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING
     ]
-    if missing := [name for name in required if name not in found]:
+    if missing := [name for name in required if name not in keys]:
         raise ArgumentError(f"it lacks {', '.join(missing)}")
-    for name in known.keys() & found.keys():
-        _check_sizes(name, found[name])
-    return kind(**{n: _typed(n, found[n], hints[n]) for n in known if n in found})
+    for name in known.keys() & keys.keys():
+        _check_sizes(name, keys[name])
+    return kind(**{n: _typed(n, keys[n], hints[n]) for n in known if n in keys})
 
 
-def parse_passing_over(
+def parse_ignoring(
     kind: type[Config],
     raw: Raw,
-    passes: Callable[[str], bool],
+    ignores: Callable[[str], bool],
     reading: Callable[[type[Config], Raw], Config] = parse,
 ) -> tuple[Config, tuple[str, ...]]:
-    """The config of a family, and the unknown keys that were passed over.
+    """Return the config of a family, and the unknown keys that were ignored.
 
     Args:
         kind, raw: as in `parse`.
-        passes: whether an unknown key is passed over; a key of an inner object has the outer one's
-            name and a dot in front.
-        reading: what reads a file in which no key is unknown.
+        ignores: whether to ignore an unknown key; a key of an inner object has the outer key's name
+            and a dot in front.
+        reading: the function that reads a file without unknown keys.
 
     Raises:
-        ArgumentError: as `parse`; or there are more than `MOST_UNKNOWN` such keys.
+        ArgumentError: as in `parse`; or there are more than `MAX_UNKNOWN_KEYS` such keys.
     """
-    passed: list[str] = []
-    for _ in range(MOST_UNKNOWN):
+    ignored_keys: list[str] = []
+    for _ in range(MAX_UNKNOWN_KEYS):
         try:
-            return reading(kind, raw), tuple(passed)
+            return reading(kind, raw), tuple(ignored_keys)
         except UnknownKey as unknown:
             rest = _without(raw, unknown.path)
-            if rest is None or not passes(unknown.key):
+            if rest is None or not ignores(unknown.key):
                 raise
             raw = rest
-            passed.append(unknown.key)
+            ignored_keys.append(unknown.key)
     raise ArgumentError(
-        f"it has more than {MOST_UNKNOWN} unknown keys; at most so many are passed over"
+        f"it has more than {MAX_UNKNOWN_KEYS} unknown keys, the largest number that can be ignored"
     )
 
 
 def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
-    """The sizes of the model of a parsed config.json.
+    """Return the sizes of the model of a parsed config.json.
 
     Args:
-        raw: the keys of Hugging Face; those that do not change sizes are ignored.
-        name: what the model is called.
+        raw: Hugging Face's keys; those that do not change sizes are ignored.
+        name: the name of the model.
         where: the file, for messages.
 
     Raises:
-        ArgumentError: model_type is not known, or a key is missing, of a wrong type, or has a value
-            that is not counted.
+        ArgumentError: model_type is unknown, or a key is missing, of a wrong type, or has a value
+            that cannot be counted.
 
     >>> sizes = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
     >>> read_sizes({"model_type": "gpt2", "vocab_size": 50257, **sizes}, "gpt2").parameters
@@ -371,15 +366,15 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )
     try:
-        config, _ = parse_passing_over(kind, _without_rope(raw), lambda _: True, _parsed_sizes)
+        config, _ = parse_ignoring(kind, _without_rope(raw), lambda _: True, _parsed_sizes)
         model = config.sizes(name)
     except ArgumentError as error:
         raise ArgumentError(
             f"{where}: {error_text(error)}; or give the sizes as flags: --layers --dim --heads ..."
         ) from error
     text = raw.get("text_config")
-    said = text if isinstance(text, Mapping) and config.model_types[0] != model_type else raw
-    dtype = str(said.get("dtype") or said.get("torch_dtype")).removeprefix("torch.")
+    keys = text if isinstance(text, Mapping) and config.model_types[0] != model_type else raw
+    dtype = str(keys.get("dtype") or keys.get("torch_dtype")).removeprefix("torch.")
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
 
 
@@ -388,22 +383,24 @@ def _parsed_sizes(kind: type[Config], raw: Raw) -> Config:
 
 
 def _without_rope(raw: Raw) -> dict[str, Any]:
-    """A config.json without the settings of rotary positions, those of its text_config too."""
-    found = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
-    text = found.get("text_config")
-    return found | {"text_config": _without_rope(text)} if isinstance(text, Mapping) else found
+    """Return a config.json without rotary settings, also in its text_config."""
+    keys = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
+    text = keys.get("text_config")
+    return keys | {"text_config": _without_rope(text)} if isinstance(text, Mapping) else keys
 
 
 def read_sizes_file(path: Path) -> Model:
-    """The sizes of the model of a config.json, or of the folder that it is in.
+    """Return the sizes of the model of a config.json, or of the folder that contains it.
 
     Raises:
-        FileError: the file is not there, too large, or no JSON object.
-        ArgumentError: as `read_sizes`.
+        FileError: the file does not exist, is too large, or is not a JSON object.
+        ArgumentError: as in `read_sizes`.
     """
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
-        raise FileError(f"{path} is no file; give a config.json, or the folder that it is in")
+        raise FileError(
+            f"{path} does not exist; give a config.json, or the folder that contains it"
+        )
     raw = read_json(path)
     try:
         return read_sizes(raw, escape_controls(path.parent.name) or str(path), str(path))
@@ -412,9 +409,7 @@ def read_sizes_file(path: Path) -> Model:
 
 
 def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
-    """A config without one key, which may stand in the text_config of a model that also sees
-    pictures; None without it.
-    """
+    """Return a config without one key, which may be in its text_config; None if it is not there."""
     inner = raw.get(path[0])
     if len(path) > 1 and isinstance(inner, Mapping):
         rest = _without(inner, path[1:])
@@ -428,10 +423,10 @@ def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
 
 
 def _check_sizes(name: str, value: object) -> None:
-    """Whole numbers of a key, of a list or of an object are not larger than anybody means them.
+    """Check that whole numbers of a key, of a list or of an object are not implausibly large.
 
     Raises:
-        ArgumentError: one is: it would only cost time and memory.
+        ArgumentError: one is; it would only cost time and memory.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -443,11 +438,11 @@ def _check_sizes(name: str, value: object) -> None:
         last = name.rpartition(".")[2].lower()
         most = next(limit for word, limit in _SIZES if word in last)
         if abs(value) > most:
-            raise ArgumentError(f"{name} is {value}; at most {most} is believed")
+            raise ArgumentError(f"{name} is {value}; the largest accepted value is {most}")
 
 
 def check_dtypes(raw: Raw) -> None:
-    """`dtype` and its older name do not contradict one another."""
+    """Check that `dtype` and its older name `torch_dtype` do not contradict each other."""
     new, old = raw.get("dtype"), raw.get("torch_dtype")
     if new is not None and old is not None and new != old:
         raise ArgumentError(
@@ -456,7 +451,7 @@ def check_dtypes(raw: Raw) -> None:
 
 
 def _typed(name: str, value: Any, wanted: Any) -> Any:
-    """A JSON value as the type that a field has; lists become tuples."""
+    """Return a JSON value as the type of its field; lists become tuples."""
     for kind in _kinds(wanted):
         origin = typing.get_origin(kind) or kind
         if origin is tuple and isinstance(value, list):
@@ -483,7 +478,7 @@ def _shown(kind: Any) -> str:
     return "an object" if typing.get_origin(kind) else str(kind.__name__)
 
 
-PREPARES_INPUTS = frozenset(
+INPUT_CLASS_KEYS = frozenset(
     {
         "AutoFeatureExtractor",
         "AutoImageProcessor",
@@ -492,40 +487,37 @@ PREPARES_INPUTS = frozenset(
         "AutoVideoProcessor",
     }
 )
-"""Entries of an `auto_map` that name no network: they make ids or pixels, before anything here is
-computed.
-"""
+"""Entries of an `auto_map` that are not networks: they prepare ids or pixels."""
 
 
 def check_code(kind: type[ModelConfig], raw: Raw) -> None:
-    """An `auto_map` may name tokenizers, and the published code that the family was made from;
-    nothing of it is run.
+    """Check an `auto_map`, which may name only tokenizers and the family's published code.
+
+    No code that it names is run.
 
     Args:
         kind: the config class, with the beginning of the family's class names.
         raw: the config.json.
 
     Raises:
-        UnknownKey: it names another class for the network, which may compute something else than
-            the family does.
+        UnknownKey: it names another class for the network, which may compute something else.
 
     >>> from regard.configs.llama import Phi3Config
     >>> check_code(Phi3Config, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})
     >>> check_code(Phi3Config, {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}})
     """
-    said = raw.get("auto_map")
-    if said is None:
+    auto_map = raw.get("auto_map")
+    if auto_map is None:
         return
-    named = said if isinstance(said, Mapping) else {"": said}
+    named = auto_map if isinstance(auto_map, Mapping) else {"": auto_map}
     for role, name in named.items():
-        if role in PREPARES_INPUTS:
+        if role in INPUT_CLASS_KEYS:
             continue
         if kind.code is None:
             raise UnknownKey(
                 ("auto_map",),
-                "auto_map asks for code that comes with the checkpoint, which is never run and "
-                "may compute something "
-                "else; use a checkpoint of the family's own code",
+                "auto_map names code in the checkpoint, which is never run and may compute "
+                "something else; use a checkpoint of the family's own code",
             )
         if not str(name).rpartition(".")[2].startswith(kind.code):
             raise UnknownKey(

@@ -1,4 +1,4 @@
-"""The config of regard's own decoders: any causal mechanism of the catalogue, and SwiGLU."""
+"""`RegardConfig`, for decoders with any causal mechanism of `regard.nn.variants`, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 
 DECODER_OPTIONS = ("is_causal", "bidirectional")
-"""Options that a decoder sets itself."""
+"""Options of a mechanism that the decoder sets."""
 
 
 @dataclass(frozen=True)
 class RegardConfig(ModelConfig):
-    """The keys of its config.json.
+    """The keys of config.json for `model_type` "regard".
 
     Attributes:
         attention: the name of a mechanism in `regard.nn.variants`.
-        attention_options: its constructor's options, as plain values.
+        attention_options: the options of its constructor, as plain values.
         position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal"
             or "none".
-        window: None, or the most keys that a query sees, its own included.
-        max_position_embeddings: the length of training; learned positions end there.
+        window: None, or the number of keys that a query sees, its own included.
+        max_position_embeddings: the training length; learned positions end there.
 
     Raises:
         ArgumentError: a size is less than 1. `regard.models.families.regard.Config` also checks the
@@ -53,10 +53,10 @@ class RegardConfig(ModelConfig):
         check_sizes(self)
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the decoder.
+        """Return the sizes of the decoder.
 
         Raises:
-            ArgumentError: its mechanism is not counted.
+            ArgumentError: its mechanism cannot be counted.
         """
         M, H = self.hidden_size, self.num_attention_heads
         options = {k: v for k, v in self.attention_options.items() if k not in DECODER_OPTIONS}

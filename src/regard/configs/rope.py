@@ -1,8 +1,8 @@
-"""The rotary settings of a config.json, in one form whichever they came in, and checked.
+"""The rotary settings of a config.json, checked and in one form.
 
-Files say the base, the part of each head that turns and the scaling at the top level, in
-`rope_scaling` or in `rope_parameters`. `normalize_rope` brings them into one form;
-`regard.models.assembly.rope` makes the rotary modules.
+Files have the base, the rotated part of each head and the scaling at the top level, in
+`rope_scaling`, or in `rope_parameters`. `normalize_rope` brings them into one form;
+`regard.models.assembly.rope` builds the rotary modules.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ from regard.untrusted_text import short_repr
 ORIGINAL = "original_max_position_embeddings"
 
 
-class Keys(NamedTuple):
-    """The keys of a rope type, beside the type itself and what `normalize_rope` lifts out."""
+class RopeTypeKeys(NamedTuple):
+    """The keys of a rope type, without the type itself and the keys that `normalize_rope` moves up.
+
+    Attributes:
+        required: keys that must be given.
+        optional: keys that may be given.
+    """
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
 
-TYPES: dict[str, Keys] = {
-    "default": Keys(),
-    "dynamic": Keys(("factor",)),
-    "linear": Keys(("factor",)),
-    "llama3": Keys(("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
-    "longrope": Keys(("short_factor", "long_factor"), (ORIGINAL, "factor", "attention_factor")),
-    "proportional": Keys((), ("factor",)),
-    "yarn": Keys(
+ROPE_TYPES: dict[str, RopeTypeKeys] = {
+    "default": RopeTypeKeys(),
+    "dynamic": RopeTypeKeys(("factor",)),
+    "linear": RopeTypeKeys(("factor",)),
+    "llama3": RopeTypeKeys(("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
+    "longrope": RopeTypeKeys(
+        ("short_factor", "long_factor"), (ORIGINAL, "factor", "attention_factor")
+    ),
+    "proportional": RopeTypeKeys((), ("factor",)),
+    "yarn": RopeTypeKeys(
         ("factor",),
         (
             ORIGINAL,
@@ -47,28 +54,26 @@ TYPES: dict[str, Keys] = {
         ),
     ),
 }
-"""Rope type -> its keys. `finetuned`, of the first YaRN checkpoints, says how they were made and
-shapes nothing.
-"""
+"""Rope type -> its keys. `finetuned`, of the first YaRN checkpoints, does not change anything."""
 
 OLD_NAMES = {"su": "longrope"}
-"""Rope types that were renamed."""
+"""Old name of a rope type -> its present name."""
 
 
-FOLLOWING = ("dynamic", "longrope")
-"""Rope types whose frequencies follow the length of what is read."""
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
+"""Rope types whose frequencies depend on the length of the text."""
 
 
 class RopeSettings(NamedTuple):
-    """What `regard.models.assembly.rope.rotary` needs from a config.
+    """The part of a config that `regard.models.assembly.rope.rotary_module` needs.
 
     Attributes:
         head_dim: the head dim D.
         theta: rope_theta, the base.
-        scaling: rope_scaling, as `normalize_rope` gives it or as a file has it; None is no scaling.
+        scaling: rope_scaling, as `normalize_rope` or a file has it; None is no scaling.
         max_positions: max_position_embeddings.
-        partial: partial_rotary_factor, the part of each head that turns.
-        layout: which dims make a pair.
+        partial: partial_rotary_factor, the rotated part of each head.
+        layout: which dims form a pair.
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
     """
 
@@ -82,55 +87,57 @@ class RopeSettings(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """Whether the frequencies follow the length of what is read."""
-        return check_rope(self)["rope_type"] in FOLLOWING
+        """Whether the frequencies depend on the length of the text."""
+        return check_rope(self)["rope_type"] in LENGTH_DEPENDENT_TYPES
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
-    """Check the keys of rotary settings, and that their numbers are numbers.
+    """Check the keys of rotary settings, and that numbers are numbers.
+
+    The ranges of the scaling's numbers are checked when the rotary module is built.
 
     Returns:
-        The rope_scaling in its one form, `{"rope_type": "default"}` where there is none.
+        The rope_scaling in its one form, `{"rope_type": "default"}` without scaling.
 
     Raises:
-        ArgumentError: a number is none, partial_rotary_factor is not above 0 and at most 1, or a
-            key of the scaling is not as it should be. The ranges of the scaling's numbers are
-            checked when the rotary module is made.
+        ArgumentError: a value is not a number, partial_rotary_factor is not above 0 and at most 1,
+            or a key of the scaling is wrong.
 
     >>> check_rope(RopeSettings(64, 1e4, {"type": "linear", "factor": 4.0}, 2048))
     {'rope_type': 'linear', 'factor': 4.0}
     """
-    number("rope_theta", settings.theta)
+    check_finite("rope_theta", settings.theta)
     partial = settings.partial
-    if not 0 < number("partial_rotary_factor", partial) <= 1:
+    if not 0 < check_finite("partial_rotary_factor", partial) <= 1:
         raise ArgumentError(f"partial_rotary_factor is {partial}; it must be above 0 and at most 1")
     scaling = settings.scaling
-    found = None if scaling is None else normal(scaling, "rope_scaling")
-    return {"rope_type": "default"} if found is None else found
+    normalized = None if scaling is None else normalize_scaling(scaling, "rope_scaling")
+    return {"rope_type": "default"} if normalized is None else normalized
 
 
-def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """A rope_scaling with its type as `rope_type`, by its present name, and keys that are checked;
-    None if default.
+def normalize_scaling(scaling: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return a rope_scaling with checked keys and its type as `rope_type`; None if default.
 
-    Keys that are null are left out, as if absent, except a yarn's factor, which then follows from
-    the lengths.
+    Keys with null are left out, except the factor of yarn, which then follows from the lengths.
 
     Args:
-        given: the mapping in a config.json, without rope_theta and partial_rotary_factor.
-        where: what it is called there, for messages.
+        scaling: the mapping in a config.json, without rope_theta and partial_rotary_factor.
+        where: its name there, for messages.
 
     Raises:
-        ArgumentError: the type is unknown, absent beside other keys, or given twice and
-            differently; a key of the type is missing, unknown, or has a value of another kind.
+        ArgumentError: the type is unknown, missing beside other keys, or scaling twice and
+            differently; a key of the type is missing, unknown, or has a value of another type.
 
-    >>> normal({"type": "linear", "factor": 4.0}, "rope_scaling")
+    >>> normalize_scaling({"type": "linear", "factor": 4.0}, "rope_scaling")
     {'rope_type': 'linear', 'factor': 4.0}
     """
-    kind = _kind(given, where)
-    required, known = TYPES[kind].required, (*TYPES[kind].required, *TYPES[kind].optional)
-    found: dict[str, Any] = {"rope_type": kind}
-    for key, value in given.items():
+    kind = _kind(scaling, where)
+    required, known = (
+        ROPE_TYPES[kind].required,
+        (*ROPE_TYPES[kind].required, *ROPE_TYPES[kind].optional),
+    )
+    normalized: dict[str, Any] = {"rope_type": kind}
+    for key, value in scaling.items():
         if key in ("type", "rope_type"):
             continue
         if key not in known:
@@ -141,96 +148,96 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
                 f"Its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
-            found[key] = _checked(f"{where}.{key}", key, value)
-    if lacking := [key for key in required if key not in found]:
+            normalized[key] = _checked(f"{where}.{key}", key, value)
+    if lacking := [key for key in required if key not in normalized]:
         raise ArgumentError(f"{where} of rope_type {kind!r} lacks {', '.join(lacking)}")
-    return None if kind == "default" else found
+    return None if kind == "default" else normalized
 
 
-def _kind(given: Mapping[str, Any], where: str) -> str:
-    said = {name: given[name] for name in ("rope_type", "type") if given.get(name) is not None}
-    if not said:
-        if rest := [key for key in given if key not in ("rope_type", "type")]:
+def _kind(scaling: Mapping[str, Any], where: str) -> str:
+    """Return the present name of the rope type."""
+    types = {name: scaling[name] for name in ("rope_type", "type") if scaling.get(name) is not None}
+    if not types:
+        if rest := [key for key in scaling if key not in ("rope_type", "type")]:
             raise ArgumentError(
                 f"{where} has {', '.join(map(repr, rest))} and no rope_type; say which of "
-                f"{', '.join(TYPES)} it is"
+                f"{', '.join(ROPE_TYPES)} it is"
             )
         return "default"
-    for name, kind in said.items():
-        if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
+    for name, kind in types.items():
+        if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in ROPE_TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {short(kind)}"
-                f"{suggest(kind, (*TYPES, *OLD_NAMES), otherwise='.')} Supported: "
-                f"{', '.join(TYPES)}"
+                f"{where}.{name} is {shorten(kind)}"
+                f"{suggest(kind, (*ROPE_TYPES, *OLD_NAMES), otherwise='.')} Supported: "
+                f"{', '.join(ROPE_TYPES)}"
             )
-    kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
+    kinds = [OLD_NAMES.get(kind, kind) for kind in types.values()]
     if kinds[0] != kinds[-1]:
         raise ArgumentError(
-            f"{where}.rope_type is {said['rope_type']!r} and {where}.type is {said['type']!r}; "
+            f"{where}.rope_type is {types['rope_type']!r} and {where}.type is {types['type']!r}; "
             "remove the wrong one"
         )
     return str(kinds[0])
 
 
-def number(where: str, value: object) -> float:
-    """A finite number as JSON has it, or an error: no string, no boolean, and no integer beyond the
-    range of a float.
+def check_finite(where: str, value: object) -> float:
+    """Return a finite number of JSON; raise for a str, a bool, or an int that a float cannot
+    hold.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
-        raise ArgumentError(f"{where} is {short(value)}; it must be a finite number")
+        raise ArgumentError(f"{where} is {shorten(value)}; it must be a finite number")
     return value
 
 
 def _checked(where: str, key: str, value: Any) -> Any:
-    """The value, if it is of the kind that its key asks for."""
+    """Return the value if it has the type that its key needs."""
     if key in ("truncate", "finetuned"):
         if not isinstance(value, bool):
-            raise ArgumentError(f"{where} is {short(value)}; it must be true or false")
+            raise ArgumentError(f"{where} is {shorten(value)}; it must be true or false")
     elif key in ("short_factor", "long_factor"):
         if not isinstance(value, (list, tuple)):
-            raise ArgumentError(f"{where} is {short(value)}; it must be a list of numbers")
+            raise ArgumentError(f"{where} is {shorten(value)}; it must be a list of numbers")
         for i, x in enumerate(value):
-            number(f"{where}[{i}]", x)
+            check_finite(f"{where}[{i}]", x)
     elif key == ORIGINAL:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 53:
-            raise ArgumentError(f"{where} is {short(value)}; it must be an integer of at least 1")
+            raise ArgumentError(f"{where} is {shorten(value)}; it must be an integer of at least 1")
     elif value is not None:
-        number(where, value)
+        check_finite(where, value)
     return value
 
 
-def short(value: object) -> str:
-    """A value as a message shows it, cut where it is long.
+def shorten(value: object) -> str:
+    """Return the repr of a value for a message, shortened if it is long.
 
-    >>> short("x" * 100)[-5:]
+    >>> shorten("x" * 100)[-5:]
     'xx...'
     """
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-LIFTED = ("rope_theta", "partial_rotary_factor")
-"""Keys that files have at the top level or inside, and `normalize_rope` at the top level."""
+TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Keys that may be nested in files, and that `normalize_rope` moves to the top level."""
 
 
 def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
-    """A config.json with its rotary positions in one form, whichever it came in.
+    """Return the keys of a config.json with its rotary settings in one form.
 
-    rope_theta and partial_rotary_factor stand at the top level if they are given at all;
-    rope_scaling is None, or a mapping with `rope_type` and the keys of the type; rope_parameters is
-    gone.
+    rope_theta and partial_rotary_factor are at the top level if they are given; rope_scaling is
+    None, or a mapping with `rope_type` and the keys of the type; rope_parameters is removed.
 
     Args:
         raw: the parsed config.json; it is not changed.
-        layered: for families whose layer types have frequencies of their own (Gemma 3): these keys
-            then stand in `rope_parameters`, a mapping for "full_attention" and one for
-            "sliding_attention", and nowhere else. In a file of the hub the sliding layers have the
-            base `rope_local_base_freq` and no scaling.
+        layered: for families whose layer types have their own frequencies (Gemma 3): the keys are
+            then in `rope_parameters`, a mapping for "full_attention" and one for
+            "sliding_attention". In a file of the hub the sliding layers have the base
+            `rope_local_base_freq` and no scaling.
 
     Raises:
-        ArgumentError: two places contradict each other, a rope type is not known, or its keys are
-            not as they should be; or rope_parameters are per layer type where the family has one
-            for all, or the reverse.
+        ArgumentError: two places contradict each other, a rope type is unknown, or its keys are
+            wrong; or rope_parameters are per layer type where the family has one setting for all,
+            or the reverse.
 
     >>> linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     >>> normalize_rope({"rope_parameters": linear})
@@ -239,11 +246,11 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
     >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
     {'rope_theta': 10000.0, 'rope_scaling': None}
     """
-    ours = {*LIFTED, "rope_scaling", "rope_parameters"}
+    ours = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
         ours.add("rope_local_base_freq")
     rest = {key: value for key, value in raw.items() if key not in ours}
-    top = {key: raw[key] for key in (*LIFTED, "rope_scaling") if raw.get(key) is not None}
+    top = {key: raw[key] for key in (*TOP_LEVEL_KEYS, "rope_scaling") if raw.get(key) is not None}
     nested = raw.get("rope_parameters")
     types = _layer_types(nested)
     if not layered:
@@ -262,8 +269,8 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
     local = {k: raw[k] for k in ("rope_local_base_freq", "partial_rotary_factor") if k in raw}
     return rest | {
         "rope_parameters": {
-            kind: _one(said, (nested or {}).get(kind), f"rope_parameters.{kind}", base)
-            for kind, said, base in (
+            kind: _one(keys, (nested or {}).get(kind), f"rope_parameters.{kind}", base)
+            for kind, keys, base in (
                 (FULL, top, "rope_theta"),
                 (SLIDING, local, "rope_local_base_freq"),
             )
@@ -272,12 +279,12 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
 
 
 def _layer_types(nested: object) -> tuple[str, ...]:
-    """The layer types that rope_parameters speak of; none if they are flat, or not there."""
+    """Return the layer types in rope_parameters; none if it is flat or missing."""
     if nested is None:
         return ()
     if not isinstance(nested, Mapping):
         raise ArgumentError(
-            f"rope_parameters is {short(nested)}; it must be an object of keys and values"
+            f"rope_parameters is {shorten(nested)}; it must be an object of keys and values"
         )
     if not any(isinstance(value, Mapping) for value in nested.values()):
         return ()
@@ -289,35 +296,41 @@ def _layer_types(nested: object) -> tuple[str, ...]:
                 f"Supported are {FULL} and {SLIDING}"
             )
         if value is not None and not isinstance(value, Mapping):
-            raise ArgumentError(f"rope_parameters.{key} is {short(value)}; it must be an object")
+            raise ArgumentError(f"rope_parameters.{key} is {shorten(value)}; it must be an object")
     return tuple(nested)
 
 
 def _one(
     top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str, base: str = "rope_theta"
 ) -> dict[str, Any]:
-    """rope_theta, partial_rotary_factor and rope_scaling from the top level and from
-    rope_parameters, which must agree.
+    """Combine rope_theta, partial_rotary_factor and rope_scaling from all places, which must
+    agree.
     """
     inner = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
     if not isinstance(inner["rope_scaling"], Mapping):
-        raise ArgumentError(f"rope_scaling is {short(inner['rope_scaling'])}; it must be an object")
-    found: dict[str, Any] = {}
+        raise ArgumentError(
+            f"rope_scaling is {shorten(inner['rope_scaling'])}; it must be an object"
+        )
+    settings: dict[str, Any] = {}
     for key, at_top in (("rope_theta", base), ("partial_rotary_factor", "partial_rotary_factor")):
-        said = {at_top: top.get(at_top)} | {
+        values_at = {at_top: top.get(at_top)} | {
             f"{place}.{key}": keys.get(key) for place, keys in inner.items()
         }
-        values = {place: number(place, x) for place, x in said.items() if x is not None}
+        values = {place: check_finite(place, x) for place, x in values_at.items() if x is not None}
         if len({*values.values()}) > 1:
             both = " and ".join(f"{place} is {value}" for place, value in values.items())
             raise ArgumentError(f"{both}; remove the wrong one")
         if values:
-            found[key] = next(iter(values.values()))
-    rests = {place: {k: keys[k] for k in keys if k not in LIFTED} for place, keys in inner.items()}
-    scalings = [normal(keys, place) for place, keys in rests.items() if keys]
+            settings[key] = next(iter(values.values()))
+    rests = {
+        place: {k: keys[k] for k in keys if k not in TOP_LEVEL_KEYS}
+        for place, keys in inner.items()
+    }
+    scalings = [normalize_scaling(keys, place) for place, keys in rests.items() if keys]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ArgumentError(
-            f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove "
+            f"rope_scaling is {shorten(scalings[0])} and {where} says {shorten(scalings[1])}; "
+            "remove "
             "the wrong one"
         )
-    return found | {"rope_scaling": scalings[0] if scalings else None}
+    return settings | {"rope_scaling": scalings[0] if scalings else None}

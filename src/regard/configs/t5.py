@@ -1,4 +1,4 @@
-"""The config of T5."""
+"""`T5Config`: the keys of a T5 config.json."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class T5Config(ModelConfig):
-    """The keys of a T5 config.json that shape the model.
+    """The keys of a T5 config.json that change the network.
 
     Raises:
-        ArgumentError: a size is less than 1, or feed_forward_proj is not understood.
+        ArgumentError: a size is less than 1, or feed_forward_proj is not supported.
     """
 
     vocab_size: int
@@ -49,19 +49,20 @@ class T5Config(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Newer files repeat what feed_forward_proj says; older ones say by tie_word_embeddings
-        whether the output is scaled.
+        """Return the keys without the newer ones that repeat feed_forward_proj, which are checked.
+
+        In older files tie_word_embeddings says whether the output is scaled.
         """
-        found = dict(raw)
-        said = str(found.get("feed_forward_proj", "relu"))
-        for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(said), strict=True):
-            if found.pop(key, value) != value:
+        keys = dict(raw)
+        proj = str(keys.get("feed_forward_proj", "relu"))
+        for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(proj), strict=True):
+            if keys.pop(key, value) != value:
                 raise ArgumentError(
-                    f"{key} is {raw[key]!r}, and feed_forward_proj {said!r} says {value!r}; keep "
+                    f"{key} is {raw[key]!r}, and feed_forward_proj {proj!r} says {value!r}; keep "
                     "one"
                 )
-        found.setdefault("scale_decoder_outputs", found.get("tie_word_embeddings") is not False)
-        return found
+        keys.setdefault("scale_decoder_outputs", keys.get("tie_word_embeddings") is not False)
+        return keys
 
     @property
     def activation(self) -> tuple[bool, str]:
@@ -70,38 +71,36 @@ class T5Config(ModelConfig):
 
     @property
     def decoder_layers(self) -> int:
-        """The number of layers of the decoder: as many as the encoder's, if the file does not
-        say.
-        """
+        """The number of layers of the decoder; num_layers if the file does not give it."""
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
     def sizes(self, name: str) -> Model:
-        """The sizes of the encoder and the decoder, each with one table of relative position
-        biases.
-        """
+        """Return the sizes of both stacks, each with one table of relative position biases."""
         M, H, D = self.d_model, self.num_heads, self.d_kv
         feed = Dense(M, self.d_ff, gated=self.activation[0])
         buckets = self.relative_attention_num_buckets * H
         norm, shape = Weights(norms=M), HeadShape(H, H, D, D)
-        reader = Layer(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
-        writer = Layer(SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape))
+        encoder_layer = Layer(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
+        decoder_layer = Layer(
+            SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape)
+        )
         return Model(
             name,
             self.vocab_size,
             M,
-            (writer,) * self.decoder_layers,
-            (reader,) * self.num_layers,
+            (decoder_layer,) * self.decoder_layers,
+            (encoder_layer,) * self.num_layers,
             norms=norm + norm + Weights(biases=2 * buckets),
             tied=self.tie_word_embeddings,
             notes=(
-                "the prompt is the encoder's; the decoder's text is counted at the same length",
+                "the encoder reads the prompt; the decoder's text is counted with the same length",
             ),
         )
 
 
 def _activation(proj: str) -> tuple[bool, str]:
-    """Whether there is a gate, and the nonlinearity: gated-gelu has always meant the approximation
-    with tanh.
+    """Return whether there is a gate, and the nonlinearity; gated-gelu means the tanh
+    approximation.
     """
     name = proj.removeprefix("gated-")
     return name != proj, "gelu_new" if proj == "gated-gelu" else name

@@ -17,7 +17,7 @@ from regard.cost.softmax import attention_flops
 from regard.cost.spec import Description, Figure, Spec
 
 if TYPE_CHECKING:
-    from regard.configs.known import model_of
+    from regard.configs.published import model_of
     from regard.cost.report import CostReport, Setting
     from regard.cost.roofline import machine_of
 
@@ -25,7 +25,7 @@ _HOMES = {
     "CostReport": "regard.cost.report",
     "Setting": "regard.cost.report",
     "machine_of": "regard.cost.roofline",
-    "model_of": "regard.configs.known",
+    "model_of": "regard.configs.published",
 }
 _RENAMED = {"Bill": "CostReport"}
 

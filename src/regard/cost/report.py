@@ -73,7 +73,7 @@ class CostReport:
     setting: Setting
 
     def __post_init__(self) -> None:
-        longest = self.model.longest
+        longest = self.model.max_seq_length
         if longest is not None and self.setting.context > longest:
             raise ArgumentError(
                 f"context is {self.setting.context:,}, and {self.model.name} has learned "

@@ -1,15 +1,16 @@
-"""Models made of regard's parts, their checkpoints, tokenizer and generation."""
+"""Models: decoders, encoders and encoder-decoders, their checkpoints, tokenizer and generation."""
 
+from regard.deprecation import renamed
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder, transformer
 from regard.models.generation import (
-    Batch,
-    Found,
+    BatchGeneration,
+    BeamCompletion,
     Generation,
     Hypothesis,
-    Reading,
-    Sampling,
-    Stops,
+    PrefixCache,
+    SamplingParams,
+    StopStrings,
     beam_search,
     distribution,
     greedy,
@@ -21,20 +22,20 @@ from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import Pooling, TextEncoder
 
 __all__ = [
-    "Batch",
+    "BatchGeneration",
+    "BeamCompletion",
     "Encoder",
     "EncoderDecoder",
-    "Found",
     "Generation",
     "HeadedEncoder",
     "Hypothesis",
     "Model",
     "Pooling",
-    "Reading",
+    "PrefixCache",
     "RecurrentEncoderDecoder",
-    "Sampling",
+    "SamplingParams",
     "Seq2Seq",
-    "Stops",
+    "StopStrings",
     "TextEncoder",
     "beam_search",
     "distribution",
@@ -43,3 +44,14 @@ __all__ = [
     "recurrent",
     "transformer",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Batch": "BatchGeneration",
+        "Found": "BeamCompletion",
+        "Reading": "PrefixCache",
+        "Sampling": "SamplingParams",
+        "Stops": "StopStrings",
+    },
+)

@@ -1,4 +1,4 @@
-"""A decoder: embed, blocks, norm, head."""
+"""`Decoder`, the network of a decoder-only model: embedding, blocks, norm and head."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from regard.nn import Block, InputEmbedding
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope
+from regard.units import plural
 
 
 class Decoder(nn.Module):
-    """ids -> embedding -> blocks -> norm -> logits.
+    """A decoder-only network: ids -> embedding -> blocks -> norm -> head -> logits.
 
     Args:
-        embed: an `InputEmbedding`: called as embed(ids, positions).
-        layers: blocks, called as block(x, positions, cache).
-        norm: behind the last block: a norm, or an `nn.Identity` for post-norm blocks.
-        head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them. None, as in
-            a base model that was saved alone: there are states, and no logits.
+        embed: the input embedding, called as embed(ids, positions).
+        layers: the blocks, called as block(x, positions, cache).
+        norm: the norm after the last block; an `nn.Identity` for post-norm blocks.
+        head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight. None, as in a
+            base model that was saved alone, gives hidden states only.
 
     Raises:
-        ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing;
-            logits are asked for, and there is no head.
+        ArgumentError: when called: ids are not [B, T] or outside the vocabulary, caches are not one
+            per layer, or logits are asked for and there is no head.
 
     >>> import torch
     >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
@@ -56,11 +57,17 @@ class Decoder(nn.Module):
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n V"]:
-        """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids
-        continue them.
+        """Compute logits for the token after each given token.
 
-        With `last`, only the last so many: a prompt that is only read needs no logits of its own
-        tokens.
+        Args:
+            ids: token ids [B, T]; with caches, the ids that follow those in the caches.
+            positions: positions [B, T], -1 for padding; None continues from the caches, or from 0.
+            caches: one cache per layer, which are updated; None is no cache.
+            backend: the attention kernel, or "auto".
+            last: compute logits for the last so many tokens only; None is all.
+
+        Returns:
+            Logits [B, n, V], n = T or `last`.
         """
         return self._run(ids, positions, caches, backend, last, self.require_head())
 
@@ -73,8 +80,13 @@ class Decoder(nn.Module):
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n M"]:
-        """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits;
-        arguments as `forward`.
+        """Compute the hidden states after the last norm, from which the head computes logits.
+
+        Args:
+            ids, positions, caches, backend, last: as in `forward`.
+
+        Returns:
+            Hidden states [B, n, M], n = T or `last`.
 
         >>> import torch
         >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
@@ -84,14 +96,10 @@ class Decoder(nn.Module):
         return self._run(ids, positions, caches, backend, last, None)
 
     def require_head(self) -> nn.Module:
-        """The head, for whoever cannot do without logits.
+        """Return the head.
 
         Raises:
-            ArgumentError: there is none.
-
-        >>> embed = InputEmbedding(nn.Embedding(7, 4))
-        >>> Decoder(embed, [], nn.Identity(), nn.Linear(4, 7)).require_head()
-        Linear(in_features=4, out_features=7, bias=True)
+            ArgumentError: the decoder has no head.
         """
         if self.head is None:
             raise ArgumentError(
@@ -113,7 +121,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
-                f"{len(caches)} caches for {len(self.layers)} layers; give one per layer"
+                f"{plural(len(caches), 'cache')} for {plural(len(self.layers), 'layer')}; give "
+                "one per "
+                "layer"
             )
         if positions is None:
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
@@ -131,10 +141,10 @@ class Decoder(nn.Module):
         last: int | None,
         head: nn.Module | None,
     ) -> Tensor:
-        x, heard = self.embed(ids, positions), is_tracing()
+        x, is_traced = self.embed(ids, positions), is_tracing()
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
-            if not heard:
+            if not is_traced:
                 x = layer(x, positions, cache, backend=backend)
                 continue
             with named_scope(f"layers.{i}"):
@@ -145,18 +155,20 @@ class Decoder(nn.Module):
         return out
 
     def new_caches(self) -> list[Cache]:
-        """An empty cache for each layer, of the kind that suits it."""
+        """Create an empty cache for each layer, of the kind that suits its attention."""
         return [cast("Block", layer).new_cache() for layer in self.layers]
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raise ArgumentError for the first id outside [0, vocabulary), which torch would answer with a
-    bare index error.
+    """Check that every id is in [0, vocabulary).
+
+    Raises:
+        ArgumentError: an id is not; torch would raise an index error without values.
     """
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         where = outside.nonzero()[0].tolist()
         raise ArgumentError(
             f"token id {int(ids[tuple(where)])} at {where} lies outside [0, {vocabulary}); "
-            "was it made by another tokenizer?"
+            "was it produced by another tokenizer?"
         )

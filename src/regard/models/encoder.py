@@ -1,5 +1,5 @@
-"""An encoder: embed, blocks that see the whole sequence, norm; and what may be trained on top of
-it.
+"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, with the pooler
+and the head that were trained on top of it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from regard.tracing import named_scope
 
 
 class Encoder(nn.Module):
-    """ids -> embedding with positions -> blocks -> norm -> states.
+    """An encoder network: ids -> embedding -> blocks -> norm -> hidden states.
 
     Args:
-        embed: an `InputEmbedding`.
-        layers: blocks, called as block(x, positions).
-        norm: behind the last block: an `nn.Identity` for post-norm blocks, a norm for pre-norm
-            ones.
+        embed: the input embedding, with positions.
+        layers: the blocks, called as block(x, positions).
+        norm: the norm after the last block: a norm for pre-norm blocks, an `nn.Identity` for
+            post-norm ones.
 
     Raises:
-        ArgumentError: ids are not [B,S].
+        ArgumentError: when called: ids are not [B, S].
 
     >>> import torch
     >>> from regard.nn.embedding import Sinusoidal
@@ -50,11 +50,18 @@ class Encoder(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
-        """States [B,S,M] of ids [B,S]; a slot at position -1 is padding: no other sees it, and its
-        own state means nothing.
+        """Compute the hidden states of ids.
 
-        Segments tell which text of the input a token belongs to, 0 by default; only an embedding
-        that has them takes them.
+        Args:
+            ids: token ids [B, S].
+            positions: positions [B, S]; -1 is padding, which no token sees and whose state has no
+                meaning. None is 0 to S - 1.
+            segments: segment ids (token_type_ids) [B, S], for an embedding that has them; None is
+                0.
+            backend: the attention kernel, or "auto".
+
+        Returns:
+            Hidden states [B, S, M].
         """
         positions = Span(0, ids.shape[-1]) if positions is None else positions
         x = self.embed(ids, positions, segments)
@@ -66,18 +73,17 @@ class Encoder(nn.Module):
 
 
 class HeadedEncoder(nn.Module):
-    """An encoder with what was trained on top of it: a pooler for the whole text, a head for words
-    that were hidden.
+    """An encoder with a pooler for the whole text and a head for masked words.
 
-    states = encoder(ids);  pooled = pooler(states of the first token);  logits = head(states)
+    states = encoder(ids);  pooled = pooler(state of the first token);  logits = head(states)
 
     Args:
-        encoder: an `Encoder`.
-        pooler: a module [B,M] -> [B,M], or None.
-        head: a module [B,S,M] -> [B,S,V], or None; give it the weight of the embedding to tie them.
+        encoder: the encoder.
+        pooler: a module [B, M] -> [B, M], or None.
+        head: a module [B, S, M] -> [B, S, V], which may share the embedding's weight, or None.
 
     Raises:
-        ArgumentError: when called: what is asked for was not trained.
+        ArgumentError: when called: the pooler or the head that is asked for is None.
 
     >>> from regard.nn.embedding import Sinusoidal
     >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
@@ -102,39 +108,71 @@ class HeadedEncoder(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
-        """States [B,S,M] of ids [B,S], as `Encoder`."""
+        """Compute the hidden states of ids, as `Encoder` does.
+
+        Args:
+            ids, positions, segments, backend: as in `Encoder.forward`.
+
+        Returns:
+            Hidden states [B, S, M].
+        """
         states: Tensor = self.encoder(ids, positions, segments, backend=backend)
         return states
 
     def pooled(
         self, states: Float[Tensor, "B S M"], positions: Positions | None = None
     ) -> Float[Tensor, "B M"]:
-        """What the pooler makes of the state of each text's first token."""
+        """Apply the pooler to the state of each text's first token.
+
+        Args:
+            states: hidden states [B, S, M].
+            positions: positions [B, S], -1 for padding; None means that there is no padding.
+
+        Returns:
+            Vectors [B, M].
+
+        Raises:
+            ArgumentError: there is no pooler.
+        """
         if self.pooler is None:
-            raise ArgumentError("this model has no pooler: none was stored; pool its states")
-        pooled: Tensor = self.pooler(first(states, positions))
+            raise ArgumentError(
+                "this model has no pooler, because the checkpoint has none; pool its states"
+            )
+        pooled: Tensor = self.pooler(first_token_state(states, positions))
         return pooled
 
     def logits(self, states: Float[Tensor, "B S M"]) -> Float[Tensor, "B S V"]:
-        """Logits for the word that stands, or stood, at each slot."""
+        """Compute logits for the word at each slot, as masked language models do.
+
+        Args:
+            states: hidden states [B, S, M].
+
+        Returns:
+            Logits [B, S, V].
+
+        Raises:
+            ArgumentError: there is no head.
+        """
         if self.head is None:
             raise ArgumentError(
-                "this model has no head: none was stored; load a checkpoint for masked words"
+                "this model has no head, because the checkpoint has none; load a checkpoint of a "
+                "masked language model"
             )
         logits: Tensor = self.head(states)
         return logits
 
 
-def first(
+def first_token_state(
     states: Float[Tensor, "B S M"], positions: Positions | None = None
 ) -> Float[Tensor, "B M"]:
-    """The state of the first slot of each row that is no padding.
+    """Return the state [B, M] of the first slot of each row that is not padding.
 
-    >>> first(torch.tensor([[[5.0], [6.0], [7.0]]]), torch.tensor([[-1, 0, 1]])).tolist()
+    >>> positions = torch.tensor([[-1, 0, 1]])
+    >>> first_token_state(torch.tensor([[[5.0], [6.0], [7.0]]]), positions).tolist()
     [[6.0]]
     """
     if positions is None or isinstance(positions, Span):
         return states[:, 0]
-    at = (positions >= 0).int().argmax(1)  # of several largest ones, the first
+    slots = (positions >= 0).int().argmax(1)  # argmax returns the first of several maxima
     rows = torch.arange(states.shape[0], device=states.device)
-    return states[rows, at.to(states.device)]
+    return states[rows, slots.to(states.device)]

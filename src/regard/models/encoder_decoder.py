@@ -1,4 +1,4 @@
-"""An encoder and a decoder that attends to it: the first Transformer."""
+"""`EncoderDecoder`, the network of the original Transformer, and a function that builds it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.caches import rollback_on_error
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.models.encoder import Encoder
@@ -24,21 +25,24 @@ from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import named_scope
+from regard.units import plural
 
 
 class EncoderDecoder(nn.Module):
-    """source ids -> encoder -> memory;  target ids, memory -> decoder -> logits for the token after
-    each.
+    """An encoder-decoder network.
+
+    source ids -> encoder -> memory;  target ids, memory -> decoder -> logits for the next token
 
     Args:
-        encoder: an `Encoder`.
-        embed: the `InputEmbedding` of the target; it may be the encoder's.
-        layers: decoder blocks.
-        norm: behind the last of them, as in `Encoder`.
-        head: a module [B,T,M] -> [B,T,V]; give it the weight of the embedding to tie them.
+        encoder: the encoder.
+        embed: the input embedding of the target, which may be the encoder's.
+        layers: the blocks of the decoder.
+        norm: the norm after the last of them, as in `Encoder`.
+        head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight.
 
     Raises:
-        ArgumentError: ids are not [B,T]; caches are not one per layer; there is no memory, or two.
+        ArgumentError: when called: ids are not [B, T]; caches are not one pair per layer; or memory
+            is missing, or given twice.
 
     >>> import torch
     >>> model = transformer(11, 8, 2, 1)
@@ -46,12 +50,15 @@ class EncoderDecoder(nn.Module):
     >>> model(source, target).shape
     torch.Size([1, 2, 11])
     >>> caches = model.new_caches()
-    >>> memory = model.encode(source)
-    >>> first = model.decode(target[:, :1], caches, memory=memory)
-    >>> second = model.decode(target[:, 1:], caches)
+    >>> memory = model.run_encoder(source)
+    >>> first = model.run_decoder(target[:, :1], caches, memory=memory)
+    >>> second = model.run_decoder(target[:, 1:], caches)
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), figure 1.
     """
+
+    encode = renamed_attribute("run_encoder")
+    decode = renamed_attribute("run_decoder")
 
     def __init__(
         self,
@@ -74,11 +81,19 @@ class EncoderDecoder(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of target_ids [B,T], given the source [B,S]; -1
-        marks padding in both.
+        """Compute logits for the token after each target token, given the source.
+
+        Args:
+            source_ids: ids [B, S] of the source.
+            target_ids: ids [B, T] of the target.
+            source_positions, target_positions: their positions, -1 for padding; None counts from 0.
+            backend: the attention kernel, or "auto".
+
+        Returns:
+            Logits [B, T, V].
         """
-        memory = self.encode(source_ids, source_positions, backend=backend)
-        return self.decode(
+        memory = self.run_encoder(source_ids, source_positions, backend=backend)
+        return self.run_decoder(
             target_ids,
             positions=target_positions,
             memory=memory,
@@ -86,19 +101,28 @@ class EncoderDecoder(nn.Module):
             backend=backend,
         )
 
-    def encode(
+    def run_encoder(
         self,
         ids: Int[Tensor, "B S"],
         positions: Positions | None = None,
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
-        """What the decoder reads of a source [B,S]; slots at position -1 are padding."""
+        """Run the encoder on a source.
+
+        Args:
+            ids: ids [B, S] of the source.
+            positions: positions [B, S], -1 for padding; None is 0 to S - 1.
+            backend: the attention kernel, or "auto".
+
+        Returns:
+            Hidden states [B, S, M], the memory to which the decoder attends.
+        """
         with named_scope("encoder"):
             states: Tensor = self.encoder(ids, positions, backend=backend)
             return states
 
-    def decode(
+    def run_decoder(
         self,
         ids: Int[Tensor, "B T"],
         caches: Sequence[BlockCaches] | None = None,
@@ -108,15 +132,23 @@ class EncoderDecoder(nn.Module):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits for the token after each of ids [B,T]. With caches, ids go on from them, and only
-        the first call gives memory.
+        """Run the decoder on target ids, with or without caches.
 
-        A call that is refused leaves the caches as they were.
+        Args:
+            ids: ids [B, T] of the target; with caches, those that follow the ids in the caches.
+            caches: from `new_caches`, one pair per layer; a call that raises leaves them unchanged.
+            positions: positions [B, T], -1 for padding; None continues from the caches, or from 0.
+            memory: hidden states [B, S, M] of the source; with caches, only in the first call.
+            memory_positions: their positions [B, S], -1 for padding.
+            backend: the attention kernel, or "auto".
+
+        Returns:
+            Logits [B, T, V] for the token after each id.
         """
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
-                f"{len(caches)} caches for {len(self.layers)} layers; new_caches() gives one pair "
-                "per layer"
+                f"{plural(len(caches), 'pair')} of caches for {plural(len(self.layers), 'layer')}; "
+                "new_caches() returns one pair per layer"
             )
         if positions is None:
             positions = (
@@ -152,7 +184,11 @@ class EncoderDecoder(nn.Module):
         return logits
 
     def new_caches(self) -> list[BlockCaches]:
-        """Empty caches for a target and its source, a pair for each layer of the decoder."""
+        """Create empty caches for the target and for the source.
+
+        Returns:
+            One pair for each layer of the decoder.
+        """
         return [cast("DecoderBlock", layer).new_caches() for layer in self.layers]
 
 
@@ -167,18 +203,20 @@ def transformer(
     activation: nn.Module | None = None,
     dropout: float = 0.0,
 ) -> EncoderDecoder:
-    """The first Transformer: post-norm blocks, sinusoids, and one matrix for both embeddings and
-    the output.
+    """Build the original Transformer: post-norm, sinusoids, one matrix for embeddings and output.
 
     Args:
-        vocabulary: V, shared by source and target.
+        vocabulary: the vocabulary size V, shared by source and target.
         dim: the model dim M.
-        heads: H, of M / H each.
-        layers: of the encoder, and as many of the decoder.
+        heads: the number of heads H, of dim M / H each.
+        layers: the number of layers of the encoder, and of the decoder.
         hidden: the width of the feed-forward layers; None is 4 M.
-        residual: `PostNorm`, or `PreNorm`, which adds a norm behind each stack.
-        activation: of the feed-forward layers; None is ReLU.
-        dropout: on embeddings and sublayers, 0.1 in the paper.
+        residual: `PostNorm`, or `PreNorm`, which adds a norm after each stack.
+        activation: the nonlinearity of the feed-forward layers; None is ReLU.
+        dropout: the probability of dropout on embeddings and sublayers, 0.1 in the paper.
+
+    Returns:
+        The network with initial weights.
 
     Raises:
         ArgumentError: a size is less than 1, or M is not a multiple of heads.
@@ -212,7 +250,7 @@ def transformer(
         return FeedForward(dim, wide, activation)
 
     embedding = nn.Embedding(vocabulary, dim)
-    nn.init.normal_(embedding.weight, std=dim**-0.5)  # of size 1 once it is scaled
+    nn.init.normal_(embedding.weight, std=dim**-0.5)  # it has size 1 after the scaling
     embed = InputEmbedding(
         embedding, SinusoidalPositions(dim), scale=math.sqrt(dim), dropout=dropout
     )

@@ -1,9 +1,9 @@
-"""Repositories of the Hugging Face hub: what a user names is downloaded, through `huggingface_hub`
-(the extra `hub`).
+"""Repositories of the Hugging Face hub: names, and downloads through `huggingface_hub` (extra
+`hub`).
 
-Only safetensors, JSON and the files of a tokenizer are asked for, each by its name; code and
-pickles never are. The files lie in the cache that all of Hugging Face's libraries share, and are
-read from there as those of any other folder.
+Only safetensors, JSON and tokenizer files are downloaded, each by its name; code and pickles never
+are. The files are stored in the cache that all Hugging Face libraries share, and are read from
+there like those of any other folder.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import check_file_name
-from regard.models.checkpoint.store import INDEX, SINGLE, other_weights, read_index
+from regard.models.checkpoint.tensors import INDEX, SINGLE, describe_other_weights, read_index
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
 PREFIX = "hub:"
 INSTALL = "python -m pip install 'regard[hub]'"
-ABOUT = (
+HUB_HINT = (
     'A repository of the Hugging Face hub is named as "org/name" or "hub:org/name" and downloaded '
     "where the extra hub is "
     f"installed: {INSTALL}"
 )
-"""What the extra does, for whoever named something that is not there."""
+"""A hint for error messages about a source that does not exist."""
 
-SMALL = (
+SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "adapter_config.json",
@@ -42,21 +43,21 @@ SMALL = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that are asked for where a repository has them: what is read here, and what `regard
-convert` hands on.
+"""Files that are downloaded if the repository has them: `regard` reads them, or `regard convert`
+copies them.
 """
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
-"""Ends of names that are meant as files, not as repositories."""
+"""Suffixes of names that mean files, not repositories."""
 _POOLING = re.compile(r"[0-9]+_Pooling/config\.json")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}")
 
 
 def repository_of(source: str | Path) -> str | None:
-    """The repository that a source names, or None where it is a path or a name of another kind.
+    """Return the repository that a source names, or None if it is a path or another name.
 
     Raises:
-        FileError: it may be both; or what stands behind "hub:" is no name of a repository.
+        FileError: the source may be both; or the part after "hub:" is not the name of a repository.
 
     >>> sources = ("hub:org/name", "org-that-is-no-folder/name", Path("org/name"))
     >>> tuple(repository_of(source) for source in sources)
@@ -70,7 +71,7 @@ def repository_of(source: str | Path) -> str | None:
         name = source.removeprefix(PREFIX)
         if not _is_id(name):
             raise FileError(
-                f"{short_repr(source)} names no repository of the hub; write hub:org/name, of "
+                f"{short_repr(source)} is not the name of a repository; write hub:org/name, with "
                 "letters, "
                 "digits, '-', '_' and '.'"
             )
@@ -80,10 +81,10 @@ def repository_of(source: str | Path) -> str | None:
         return None
     if path.parent.exists():
         raise FileError(
-            f"no model {short_repr(source)}: there is no such folder, and because there is a "
-            "folder "
+            f"no model {short_repr(source)}: there is no such folder, and because there is a folder "
             f"{short_repr(str(path.parent))} here it "
-            "is not taken for a repository of the hub; nothing is downloaded. If that is meant, "
+            "is not treated as a repository of the hub, and nothing is downloaded. If you mean the "
+            "repository, "
             f"write {PREFIX}{source}"
         )
     return source
@@ -100,22 +101,24 @@ def download(
     *,
     weights: bool = True,
 ) -> Path:
-    """The folder of a repository in Hugging Face's cache; what is missing there is downloaded, with
-    a progress bar.
+    """Download a repository into Hugging Face's cache, as far as it is missing there.
 
-    With HF_HUB_OFFLINE=1 nobody is asked, and what the cache holds is taken. The server is that of
-    HF_ENDPOINT.
+    A progress bar is shown. With HF_HUB_OFFLINE=1 only the cache is used. HF_ENDPOINT names the
+    server.
 
     Args:
         repository: "org/name".
         revision: a branch, a tag or a commit; None is the main branch.
-        check: is called with the folder when all but the weights is there; what it raises ends the
-            download.
-        weights: whether the safetensors are wanted.
+        check: called with the folder when everything except the weights is there; an exception ends
+            the download.
+        weights: whether to download the safetensors.
+
+    Returns:
+        The folder in the cache.
 
     Raises:
-        FileError: the extra is not installed; there is no such repository or revision, or it may
-            not be read; it holds no safetensors; or the download does not arrive whole.
+        FileError: the extra is not installed; the repository or revision does not exist or may not
+            be read; it has no safetensors; or the download is incomplete.
         ArgumentError: the revision is empty.
     """
     if revision == "":
@@ -134,55 +137,52 @@ def download(
 
 
 def _small(names: Collection[str] | None) -> list[str]:
-    """What is asked for beside the weights, of the files that there are; all of it where the list
-    is not known.
-    """
+    """Return the files to download beside the weights; all candidates if the list is not known."""
     if names is None:
-        return [*SMALL, INDEX]
+        return [*SMALL_FILES, INDEX]
     index = [] if SINGLE in names else [INDEX]
     pooling = sorted(name for name in names if _POOLING.fullmatch(name))
-    return [*(name for name in (*SMALL, *index) if name in names), *pooling]
+    return [*(name for name in (*SMALL_FILES, *index) if name in names), *pooling]
 
 
 def _shards(folder: Path) -> list[str]:
-    """The shards that an index names; what leads out of the folder or is no safetensors is never
-    asked for.
-    """
-    found = sorted(set(read_index(folder).values()))
-    for name in found:
+    """Return the shards that an index names; only safetensors inside the folder are allowed."""
+    shards = sorted(set(read_index(folder).values()))
+    for name in shards:
         check_file_name(folder, name)
         if not name.endswith(".safetensors"):
             raise FileError(
-                f"{folder / INDEX} names {short_repr(name)}, which is no safetensors file; nothing "
+                f"{folder / INDEX} refers to {short_repr(name)}, which is not a safetensors file; "
+                "nothing "
                 "else is downloaded"
             )
-    return found
+    return shards
 
 
 def _check_listing(repository: str, names: Collection[str], *, weights: bool) -> None:
-    """Refuse a repository that has nothing to load, before anything of it is downloaded."""
+    """Raise for a repository without a config or weights, before anything is downloaded."""
     wanted = [("config.json", {"config.json"})]
     wanted += [(SINGLE, {SINGLE, INDEX})] if weights else []
     for name, either in wanted:
         if not either & set(names):
-            other = other_weights(names)
-            held = f"it holds {other}" if other else f"it holds {len(names)} other files"
+            other = describe_other_weights(names)
+            contents = f"it has {other}" if other else f"it has {plural(len(names), 'other file')}"
             raise FileError(
-                f"{repository} on the hub has no {name}, and nothing was downloaded; {held}"
+                f"{repository} on the hub has no {name}, and nothing was downloaded; {contents}"
             )
 
 
 class _Repository:
-    """One repository at one commit, behind `huggingface_hub`, whose errors become ours."""
+    """One repository at one commit; errors of `huggingface_hub` become `FileError`."""
 
     def __init__(self, name: str, revision: str | None) -> None:
         try:
             from huggingface_hub import HfApi, errors, snapshot_download
         except ImportError as error:
             raise FileError(
-                f"no model {short_repr(name)}: it is no folder here, and nothing is downloaded, "
-                "because the extra hub is not "
-                f"installed. With it the repository of this name is: {INSTALL}"
+                f"no model {short_repr(name)}: it is not a folder here, and it is not downloaded "
+                "as a repository, because the extra hub is not installed; install it with "
+                f"{INSTALL}"
             ) from error
         self._api, self._errors, self._download = HfApi(), errors, snapshot_download
         self._name, self._revision = name, revision
@@ -190,40 +190,42 @@ class _Repository:
         self._commit: str | None = None
 
     def names(self) -> set[str] | None:
-        """The names of its files, from the server; None where nobody may be asked."""
+        """Return the names of its files, from the server; None if offline."""
         try:
-            found = self._api.model_info(self._name, revision=self._revision)
+            info = self._api.model_info(self._name, revision=self._revision)
         except self._errors.OfflineModeIsEnabled:
             self._offline = True
             return None
-        except Exception as error:  # of the library, of what it sends requests with, of the system
-            raise self._told(error) from error
-        self._commit = str(found.sha)
-        return {str(file.rfilename) for file in found.siblings or ()}
+        except Exception as error:  # of the library, of its HTTP client, or of the system
+            raise self._as_file_error(error) from error
+        self._commit = str(info.sha)
+        return {str(file.rfilename) for file in info.siblings or ()}
 
     def fetch(self, names: Sequence[str]) -> Path:
-        """Have these files in the cache, all of one commit; the folder that they are in."""
+        """Download these files, all of one commit, and return their folder in the cache."""
         try:
-            found = Path(
+            folder = Path(
                 self._download(
                     self._name,
-                    # by its name the first time, so that the cache knows which commit it was
+                    # by name the first time, so that the cache records its commit
                     revision=self._revision,
                     allow_patterns=[glob.escape(name) for name in names],
                     local_files_only=self._offline,
                 )
             )
         except Exception as error:  # as above
-            raise self._told(error) from error
-        if self._commit not in (None, found.name):
-            raise FileError(f"{self._name} on the hub was changed while it was read; load it again")
-        self._revision = self._commit = found.name
-        return found
+            raise self._as_file_error(error) from error
+        if self._commit not in (None, folder.name):
+            raise FileError(
+                f"{self._name} on the hub changed while it was downloaded; load it again"
+            )
+        self._revision = self._commit = folder.name
+        return folder
 
-    def _told(self, error: Exception) -> FileError:
-        """What went wrong, by kind, and the next step."""
+    def _as_file_error(self, error: Exception) -> FileError:
+        """Return an error with the cause, by its kind, and the next step."""
         known = self._errors
-        at = (
+        version = (
             "its main branch"
             if self._revision is None
             else f"revision {short_repr(self._revision)}"
@@ -231,25 +233,29 @@ class _Repository:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = short_repr(str(error).strip().split("\n")[0])
         if isinstance(error, known.GatedRepoError):
-            said = (
+            message = (
                 "may be read only by those who have accepted its conditions; accept them there "
                 "and log in with `hf auth login`"
             )
         elif isinstance(error, known.RevisionNotFoundError):
-            said = f"has no {at}; name a branch, a tag or a commit that it has"
+            message = f"has no {version}; name a branch, a tag or a commit that it has"
         elif isinstance(error, known.RepositoryNotFoundError):
-            said = "is not there, or is private: check the name, or log in with `hf auth login`"
+            message = (
+                "does not exist, or is private: check the name, or log in with `hf auth login`"
+            )
         elif self._offline or isinstance(error, known.OfflineModeIsEnabled):
-            said = (
-                f"is not whole in the cache at {at}, and HF_HUB_OFFLINE forbids to ask for it; "
+            message = (
+                f"is not complete in the cache at {version}, and HF_HUB_OFFLINE forbids the "
+                "download; "
                 "unset it to download"
             )
         elif isinstance(error, known.HfHubHTTPError) and status is not None:
-            said = f"is not given: the server answered {status} ({reason}); try again later"
+            message = f"was not served: the server answered {status} ({reason}); try again later"
         else:
-            said = (
-                f"did not arrive whole: {type(error).__name__}: {reason}. What did arrive is "
-                "kept: load it again; with "
+            message = (
+                f"was not downloaded completely: {type(error).__name__}: {reason}. The finished "
+                "part is "
+                "kept; load it again. With "
                 "HF_HUB_OFFLINE=1 only the cache is read"
             )
-        return FileError(f"{self._name} on the hub {said}")
+        return FileError(f"{self._name} on the hub {message}")

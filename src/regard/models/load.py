@@ -1,4 +1,4 @@
-"""Finding a model by its source."""
+"""`regard.load`: a model from a Hugging Face folder, from the hub, or from the package."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.regular_files import checked_path_or_none, open_regular
 from regard.files.safetensors_header import identify_format
 from regard.models import hub
-from regard.models.checkpoint.config import read_config, read_ends, read_raw
+from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import OWN
-from regard.models.checkpoint.quantized import unpacked
-from regard.models.checkpoint.store import Store
-from regard.models.checkpoint.weights import fill, placed, table
+from regard.models.checkpoint.name_tables import SAME_NAMES
+from regard.models.checkpoint.quantized import dequantized
+from regard.models.checkpoint.tensors import CheckpointTensors
+from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
 from regard.models.decoder import Decoder
-from regard.models.demo import minilm
 from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family
+from regard.models.minilm import minilm_folder
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
-from regard.models.text_encoder import TextEncoder, read_longest, read_pooling
+from regard.models.text_encoder import TextEncoder, read_max_seq_length, read_pooling
 from regard.models.tokenizer import Tokenizer
 from regard.untrusted_text import short_repr
 
-EMBEDDED = ("tiny",)
-"""Models that come with the package."""
-Held = TypeVar("Held", bound=Model | TextEncoder | Seq2Seq)
+BUNDLED_MODELS = ("tiny",)
+"""The models that the package contains."""
+LoadedKind = TypeVar("LoadedKind", bound=Model | TextEncoder | Seq2Seq)
 
 
 @overload
@@ -56,13 +56,13 @@ def load(
 def load(
     source: str | Path,
     *,
-    kind: type[Held],
+    kind: type[LoadedKind],
     dtype: torch.dtype | None = ...,
     revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
     finite: bool = ...,
-) -> Held: ...
+) -> LoadedKind: ...
 
 
 @overload
@@ -87,44 +87,46 @@ def load(
     ignore: Sequence[str] = (),
     finite: bool = False,
 ) -> Model | TextEncoder | Seq2Seq:
-    """Load a model and its tokenizer from a Hugging Face folder, from the hub, or an embedded one
-    by name.
+    """Load a model and its tokenizer from a Hugging Face folder, from the hub, or from the package.
 
-    A decoder is held as a `Model`, an encoder as a `TextEncoder`, an encoder-decoder as a
+    A decoder is returned as a `Model`, an encoder as a `TextEncoder`, an encoder-decoder as a
     `Seq2Seq`.
 
-    The folder is data, never code: config.json, safetensors (one file, or shards with an index) and
-    tokenizer.json are checked before anything is allocated. A folder without tokenizer.json gives a
-    model that takes ids only.
+    The folder is read as data; no code from it is run. config.json, the safetensors (one file, or
+    shards with an index) and tokenizer.json are checked before anything is allocated. Without
+    tokenizer.json the model takes only ids.
 
     Weights of a base model that was saved alone (names without "model." in front, no head) load
-    too. Its head is the embedding where config.json or the family ties the two; otherwise the model
-    has states (`hidden`) and refuses logits.
+    too. Its head is the embedding where config.json or the family ties the two. Otherwise the model
+    returns hidden states (`hidden`), and raises when logits are asked for.
 
     Args:
-        source: `"tiny"`, a Llama-shaped decoder that comes with the package; `"minilm"`, a trained
-            BERT, if the extra `demo` is installed; a folder; or `"org/name"`, a repository of the
-            Hugging Face hub, if the extra `hub` is installed. `"hub:org/name"` says so where a
-            folder may be meant. A `Path` is a folder and never downloaded.
-        kind: one of these three, for who can use no other; None is what the folder holds.
-        dtype: of the weights, and so of the computation; None is the one that config.json names,
-            else that of the stored weights. On a CPU, float16 decodes fastest, and bfloat16 reads
-            prompts fastest (LOG.md).
-        revision: of a repository on the hub: a branch, a tag or a commit; None is its main branch.
-        allow_missing: patterns (`*`, `?`) of stored names that may be absent; such weights are
-            fresh, not trained.
-        ignore: patterns of what the folder holds and the family does not know: keys of config.json,
-            stored tensors, and adapter_config.json. The model's `ignored` says what was passed
-            over.
-        finite: whether to refuse weights that are NaN or infinite; it takes about as long again as
+        source: `"tiny"`, a small Llama that the package contains; `"minilm"`, a trained BERT, if
+            the extra `demo` is installed; a folder; or `"org/name"`, a repository of the Hugging
+            Face hub, if the extra `hub` is installed. `"hub:org/name"` always means a repository. A
+            `Path` is a folder and is never downloaded.
+        kind: `Model`, `TextEncoder` or `Seq2Seq`, to raise for any other; None accepts all three.
+        dtype: the dtype of the weights, and so of the computation; None is the dtype that
+            config.json names, or else that of the stored weights. On a CPU, float16 decodes fastest
+            and bfloat16 reads prompts fastest (LOG.md).
+        revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
+        allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
+            random values and are not trained.
+        ignore: patterns (`*`, `?`) of keys of config.json, of stored tensors, and of adapter files
+            that the family does not know and that are to be ignored. `ignored` of the model lists
+            them.
+        finite: whether to raise for weights that are NaN or infinite; it takes about as long as
             reading them.
+
+    Returns:
+        The model, in evaluation mode and without gradients.
 
     Raises:
         FileError: the folder or a file in it is missing, damaged, not supported, or contradicts
-            another; or it holds another kind of model; or the hub does not give the repository.
-        ArgumentTypeError: allow_missing or ignore is one str.
-        ArgumentError: dtype is not a floating-point one; ignore names a key or tensor that the
-            family needs; a revision is given for what is not on the hub.
+            another; or it holds another kind of model; or the hub does not serve the repository.
+        ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
+        ArgumentError: dtype is not a floating-point dtype; ignore names a key or tensor that the
+            family needs; or revision is given for a source that is not on the hub.
 
     >>> load("tiny").config.vocab_size
     1024
@@ -132,65 +134,72 @@ def load(
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64")
     for name, patterns in (("allow_missing", allow_missing), ("ignore", ignore)):
-        if isinstance(patterns, str):  # which is a sequence of letters
-            raise ArgumentTypeError(f"{name} is a str; give several: {name}=[{patterns!r}]")
+        if isinstance(patterns, str):  # a str is a sequence of characters
+            raise ArgumentTypeError(
+                f"{name} is a str; give a sequence of patterns: {name}=[{patterns!r}]"
+            )
 
     def check(folder: Path) -> None:
-        # of a repository on the hub, before its weights are downloaded: the number of tensors is
+        # called before the weights of a repository are downloaded, when the number of tensors is
         # not known yet
-        _adapters(folder, ignore)
-        read_config(folder, *_family(folder, kind), tensors=_MANY, ignore=ignore)
+        _check_adapter_files(folder, ignore)
+        read_config(folder, *_family(folder, kind), tensors=_ASSUMED_TENSORS, ignore=ignore)
 
-    folder = folder_of(source, revision, check)
-    found, raw = _family(folder, kind)
-    store = unpacked(Store.open(folder), raw.get("quantization_config"))
-    beside = _adapters(folder, ignore)
-    config, passed = read_config(folder, found, raw, tensors=len(store.tensors), ignore=ignore)
-    config, headless = _settled(found, config, raw, store)
-    network = found.build_empty(config)
+    folder = resolve_source(source, revision, check)
+    its_family, raw = _family(folder, kind)
+    store = dequantized(CheckpointTensors.open(folder), raw.get("quantization_config"))
+    beside = _check_adapter_files(folder, ignore)
+    config, passed = read_config(folder, its_family, raw, tensors=len(store.tensors), ignore=ignore)
+    config, headless = _complete_config(its_family, config, raw, store)
+    network = its_family.build_empty(config)
     if headless:
         cast("Decoder", network).head = None
-    filled = fill(
+    filled = fill_parameters(
         network,
-        found,
+        its_family,
         store,
         dtype=dtype or _dtype(folder, raw, store),
         allow_missing=allow_missing,
         ignore=ignore,
         finite=finite,
-        fresh=partial(found.build, config),
+        initialize=partial(its_family.build, config),
     )
     ignored = (*beside, *passed, *filled.ignored)
     _check_ignored(ignore, ignored, raw, store)
     network = network.eval().requires_grad_(False)
-    return _model(network, config, folder, raw, {"fresh": filled.fresh, "ignored": ignored})
+    return _model(
+        network,
+        config,
+        folder,
+        raw,
+        {"newly_initialized": filled.newly_initialized, "ignored": ignored},
+    )
 
 
-_MANY = 1 << 16
-_READ = frozenset({"dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"})
-"""Keys that shape no network, and say what is stored and what ends a text."""
+_ASSUMED_TENSORS = 1 << 16
+_READ_KEYS = frozenset(
+    {"dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"}
+)
+"""Keys that are read although they do not change the structure of the network."""
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
 def _family(folder: Path, kind: type[Any] | None) -> tuple[Family, Raw]:
-    """What config.json names, and what it says; another kind of model than is asked for is
-    refused.
-    """
-    found, raw = read_raw(folder, family)
-    held = KINDS[found.text]
-    if kind not in (None, held):
+    """Return the family that config.json names, and the file; raise for another kind than asked."""
+    its_family, raw = read_raw(folder, family)
+    model_class = MODEL_CLASS_OF_KIND[its_family.text]
+    if kind not in (None, model_class):
         raise FileError(
-            f"{folder}: {raw['model_type']} models are {found.text}s, held as a {held.__name__}, "
-            f"and a {kind.__name__} is "
-            f"asked for; `regard.load` without a kind gives it"
+            f"{folder}: model_type {raw['model_type']} is an architecture of kind "
+            f"{its_family.text!r}, which loads as a "
+            f"{model_class.__name__}, and kind is {kind.__name__}; leave out kind, or give "
+            f"kind={model_class.__name__}"
         )
-    return found, raw
+    return its_family, raw
 
 
-def _adapters(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:
-    """The first file of an adapter beside the model, if it is to be passed over; otherwise it is
-    refused.
-    """
+def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:
+    """Return the adapter file beside the model, if it is to be ignored; otherwise raise for it."""
     name = next((name for name in _ADAPTERS if (folder / name).exists()), None)
     if name is None:
         return ()
@@ -205,62 +214,65 @@ def _adapters(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:
     return (name,)
 
 
-def _settled(found: Family, config: Any, raw: Raw, store: Store) -> tuple[Any, bool]:
-    """The config with what only the stored tensors tell; and whether they are a base model's that
-    has no head at all.
-    """
-    if found.names is OWN:
-        return found.settle(config, raw, store.tensors), False
-    where = placed(store.folder, store.tensors, found, table(found))
-    stored = set(where.names.values())
-    alone = where.bare and found.head is not None and found.head not in stored
-    if alone and not config.tie_word_embeddings:
+def _complete_config(
+    its_family: Family, config: Any, raw: Raw, store: CheckpointTensors
+) -> tuple[Any, bool]:
+    """Complete the config from the stored tensors; and return whether they lack a head."""
+    if its_family.names is SAME_NAMES:
+        return its_family.complete_config(config, raw, store.tensors), False
+    mapping = map_names(store.folder, store.tensors, its_family, name_matcher(its_family))
+    stored = set(mapping.names.values())
+    base_only = (
+        mapping.is_base_model and its_family.head is not None and its_family.head not in stored
+    )
+    if base_only and not config.tie_word_embeddings:
         return config, True
-    return found.settle(config, raw, stored), False
+    return its_family.complete_config(config, raw, stored), False
 
 
-def _check_ignored(ignore: Sequence[str], ignored: Sequence[str], raw: Raw, store: Store) -> None:
-    """A name that was to be passed over and is there, and was not, would have been used behind the
-    caller's back.
-    """
+def _check_ignored(
+    ignore: Sequence[str], ignored: Sequence[str], raw: Raw, store: CheckpointTensors
+) -> None:
+    """Raise for a name in `ignore` that the family needs and that was therefore used."""
     for name in ignore:
         inner: Any = raw
         for part in name.split("."):
             inner = inner.get(part) if isinstance(inner, dict) else None
-        there = name in store.tensors or inner is not None or name in raw
-        unread = is_harmless(name) and name not in _READ
-        if there and name not in ignored and not unread:
+        exists = name in store.tensors or inner is not None or name in raw
+        unread = is_harmless(name) and name not in _READ_KEYS
+        if exists and name not in ignored and not unread:
             raise ArgumentError(
-                f"ignore names {short_repr(name)}, which is no unknown key or tensor: "
+                f"ignore names {short_repr(name)}, which is not an unknown key or tensor: "
                 f"{raw['model_type']} needs it; leave it out"
             )
 
 
-KINDS: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
+MODEL_CLASS_OF_KIND: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
     "decoder": Model,
     "encoder": TextEncoder,
     "encoder-decoder": Seq2Seq,
 }
-"""What a family's `text` is held as."""
+"""`text` of a family -> the class of its models."""
 
 
 def _model(
-    network: nn.Module, config: Any, folder: Path, raw: Raw, told: dict[str, Any]
+    network: nn.Module, config: Any, folder: Path, raw: Raw, load_record: dict[str, Any]
 ) -> Model | TextEncoder | Seq2Seq:
+    """Combine a network with its tokenizer and with what generation needs."""
     name = "tokenizer.json"
     file = checked_path_or_none(folder, name)
     tokenizer = None if file is None else Tokenizer.load(file)
     if isinstance(network, HeadedEncoder):
-        longest = [config.max_position_embeddings, read_longest(folder)]
+        limits = [config.max_position_embeddings, read_max_seq_length(folder)]
         return TextEncoder(
             network,
             tokenizer,
             config,
             pooling=read_pooling(folder),
-            longest=min(n for n in longest if n is not None),
-            **told,
+            max_seq_length=min(n for n in limits if n is not None),
+            **load_record,
         )
-    ends = read_ends(folder, raw, tokenizer)
+    eos_ids = read_eos_ids(folder, raw, tokenizer)
     if isinstance(network, EncoderDecoder):
         start = config.decoder_start_token_id
         return Seq2Seq(
@@ -268,23 +280,23 @@ def _model(
             tokenizer,
             config,
             start=config.pad_token_id if start is None else start,
-            ends=ends or {config.eos_token_id},
-            **told,
+            eos_ids=eos_ids or {config.eos_token_id},
+            **load_record,
         )
-    return Model(cast("Decoder", network), tokenizer, config, ends=ends, **told)
+    return Model(cast("Decoder", network), tokenizer, config, eos_ids=eos_ids, **load_record)
 
 
-def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
-    """The one dtype that config.json names, else that of most stored bytes."""
+def _dtype(folder: Path, raw: Raw, store: CheckpointTensors) -> torch.dtype:
+    """Return the dtype that config.json names, or else that of most stored bytes."""
     text = raw.get("dtype") or raw.get("torch_dtype")
     if text is not None:
-        found = getattr(torch, str(text).removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        dtype = getattr(torch, str(text).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise FileError(
                 f"{folder / 'config.json'}: torch_dtype is {short_repr(text)}; it must be float32, "
                 "float16, bfloat16 or float64"
             )
-        return found
+        return dtype
     bytes_of: dict[torch.dtype, int] = {}
     for x in store.tensors.values():
         if x.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -292,25 +304,28 @@ def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
     return max(bytes_of, key=lambda d: bytes_of[d], default=torch.float32)
 
 
-def folder_of(
+def resolve_source(
     source: str | Path,
     revision: str | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """The folder that a source names; a repository of the hub is downloaded into the cache of
-    Hugging Face.
+    """Return the folder that a source names; a repository is downloaded into Hugging Face's cache.
 
-    Nothing is downloaded but for `"hub:org/name"`, and `"org/name"` where neither that folder nor a
-    folder "org" is here: a mistyped path must not become a question to a server.
+    Only `"hub:org/name"` is downloaded, and `"org/name"` where neither that folder nor a folder
+    "org"
+    exists: a mistyped path must not become a request to a server.
 
     Args:
-        source, revision: as `load` takes them.
-        check: is called with the folder of a repository when all but its weights is there; what it
-            raises ends the download.
+        source, revision: as in `load`.
+        check: called with the folder of a repository when everything except its weights is there;
+            an exception ends the download.
+
+    Returns:
+        The path of the folder.
 
     Raises:
-        FileError: it names none.
-        ArgumentError: a revision is given for what is not on the hub.
+        FileError: the source does not name a folder, a repository, or a model of the package.
+        ArgumentError: revision is given for a source that is not on the hub.
     """
     repository = hub.repository_of(source)
     if repository is not None:
@@ -321,11 +336,11 @@ def folder_of(
             "it out, or name one: "
             "org/name, or hub:org/name"
         )
-    if source in EMBEDDED:
+    if source in BUNDLED_MODELS:
         config = Path(str(resources.files("regard") / "assets" / str(source) / "config.json"))
         return config.resolve().parent  # an installer may have linked each file
     if source == "minilm" and not Path(source).is_dir():
-        return minilm()
+        return minilm_folder()
     folder = Path(source)
     if folder.is_file():
         with open_regular(folder) as (file, _):
@@ -336,8 +351,9 @@ def folder_of(
         )
     if not folder.is_dir():
         raise FileError(
-            f"no model {str(source)!r}: it is neither an embedded one ({', '.join(EMBEDDED)}) nor "
+            f"no model {str(source)!r}: it is neither in the package "
+            f"({', '.join(BUNDLED_MODELS)}) nor "
             "a folder, and nothing is "
-            f"downloaded for such a name. {hub.ABOUT}"
+            f"downloaded for such a name. {hub.HUB_HINT}"
         )
     return folder

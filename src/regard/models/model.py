@@ -1,8 +1,8 @@
-"""A model as users hold it: a decoder, its tokenizer and its config."""
+"""A decoder with its tokenizer and its config: `Model`, as `regard.load` returns it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import torch
@@ -11,73 +11,68 @@ from torch import Tensor
 
 from regard.argument_checks import check_keyword_names
 from regard.caches import Cache
-from regard.errors import ArgumentError, FileError
+from regard.deprecation import renamed_attribute, renamed_parameters
+from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
-from regard.models.generation.beam import Found, search
-from regard.models.generation.context import Reading
-from regard.models.generation.generate import Batch, Generation, Options
-from regard.models.generation.room import Room
-from regard.models.generation.sampling import Choices, Sampling
+from regard.models.generation.beam_search import BeamCompletion, beam_search_text
+from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.decode_session import PrefixCache
+from regard.models.generation.generate import BatchGeneration, Generation, GenerationOptions
+from regard.models.generation.sampling import SamplingKeywords, SamplingParams
+from regard.models.text_model import TextModel
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions
 
 
-class Model:
-    """A decoder with its tokenizer and its config; `regard.load` makes it.
+class Model(TextModel):
+    """A decoder with its tokenizer and its config, as `regard.load` returns it.
+
+    Args:
+        decoder: the network: ids [B, T] -> logits [B, T, V].
+        tokenizer: converts texts to ids and back; with None, the model takes only ids.
+        config: the frozen config of its family.
+        eos_ids: the ids that end a text; None is the tokenizer's end of text, if it has one.
+        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
+        ignored: parts of the checkpoint that were not used.
 
     Attributes:
-        decoder: ids [B,T] -> logits [B,T,V].
-        config: the frozen config of its family.
-        ends: the ids that end a text.
-        fresh: names of weights that the folder lacked and was allowed to lack: they are not
-            trained.
-        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files;
-            see `regard.load`.
+        decoder, config, eos_ids: the arguments.
+        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack. They
+            have random values and are not trained.
+        ignored: keys of config.json, tensors and files that the checkpoint has and that were not
+            used; see `regard.load`.
     """
 
+    ends = renamed_attribute("eos_ids")
+    read = renamed_attribute("cache_prefix")
+    beam = renamed_attribute("beam_search")
+
+    @renamed_parameters(ends="eos_ids", fresh="newly_initialized")
     def __init__(
         self,
         decoder: Decoder,
         tokenizer: Tokenizer | None,
         config: Any,
         *,
-        ends: Collection[int] | None = None,
-        fresh: Collection[str] = (),
+        eos_ids: Collection[int] | None = None,
+        newly_initialized: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
-        self.decoder, self.config, self._tokenizer = decoder, config, tokenizer
-        if ends is None:
+        super().__init__(decoder, tokenizer, config, newly_initialized, ignored)
+        self.decoder = decoder
+        if eos_ids is None:
             end = None if tokenizer is None else tokenizer.end_of_text
-            ends = () if end is None else (end,)
-        self.ends, self.fresh, self.ignored = frozenset(ends), tuple(fresh), tuple(ignored)
+            eos_ids = () if end is None else (end,)
+        self.eos_ids = frozenset(eos_ids)
 
     @property
     def has_head(self) -> bool:
-        """Whether there are logits: a base model that was saved alone, without a tied head, gives
-        states only.
+        """Whether the model has a head and so returns logits.
+
+        A base model that was saved alone, and whose head is not tied to the embedding, has none. It
+        only returns hidden states.
         """
         return self.decoder.head is not None
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the folder had a tokenizer.json."""
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Text <-> ids.
-
-        Raises:
-            FileError: the folder had no tokenizer.json.
-        """
-        if self._tokenizer is None:
-            raise FileError(
-                "this model has no tokenizer: its folder holds no tokenizer.json; give ids to "
-                "forward, or add the file "
-                "(a tokenizer.model or vocab.txt alone is converted by transformers: "
-                "save_pretrained of a fast tokenizer)"
-            )
-        return self._tokenizer
 
     def forward(
         self,
@@ -87,17 +82,21 @@ class Model:
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of ids [B,T].
+        """Compute the logits for the token after each given token. `model(...)` does the same.
 
         Args:
-            ids: token ids; with caches, the ones that follow what the caches hold.
-            positions: default: 0..T-1, or on from the caches.
-            caches: one per layer, from `new_caches`.
+            ids: token ids [B, T]; with caches, the ids that follow those in the caches.
+            positions: positions [B, T], -1 for padding; None is 0 to T - 1, or the positions that
+                follow those in the caches.
+            caches: one cache per layer, from `new_caches`, which are updated; None is no cache.
             backend: the attention kernel, or "auto".
 
+        Returns:
+            Logits [B, T, V].
+
         Raises:
-            ArgumentError: an id lies outside the vocabulary, the caches are not one per layer, or
-                the model has no head.
+            ArgumentError: an id is outside the vocabulary, the number of caches is not the number
+                of layers, or the model has no head.
 
         >>> import regard, torch
         >>> regard.load("tiny").forward(torch.tensor([[1, 2, 3]])).shape
@@ -117,13 +116,17 @@ class Model:
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits.
+        """Compute the hidden states after the last norm, from which the head computes logits.
 
         Args:
             ids, positions, caches, backend: as in `forward`.
 
+        Returns:
+            Hidden states [B, T, M].
+
         Raises:
-            ArgumentError: an id lies outside the vocabulary, or the caches are not one per layer.
+            ArgumentError: an id is outside the vocabulary, or the number of caches is not the
+                number of layers.
 
         >>> import regard, torch
         >>> regard.load("tiny").hidden(torch.tensor([[1, 2, 3]])).shape
@@ -133,17 +136,30 @@ class Model:
         return self.decoder.hidden(ids, positions, caches, backend=backend)
 
     def new_caches(self) -> list[Cache]:
-        """An empty cache for each layer, of the kind that suits it."""
+        """Create an empty key/value cache for each layer.
+
+        Returns:
+            One cache per layer, each of the kind that suits the layer's attention.
+        """
         return self.decoder.new_caches()
 
     def encode(self, text: str) -> Int[Tensor, "1 T"]:
-        """The ids of a text, [1,T], with what the tokenizer puts around it; a text that gives none
-        is refused.
+        """Convert a text to ids, with the special tokens that the tokenizer adds.
+
+        Args:
+            text: not empty.
+
+        Returns:
+            Token ids [1, T].
+
+        Raises:
+            ArgumentError: the text has no tokens.
+            FileError: the model has no tokenizer.
         """
         ids = self.tokenizer.encode(text, template=True)
         if not ids:
             raise ArgumentError(f"the text {text!r} has no tokens; give at least one character")
-        return torch.tensor([ids])
+        return torch.tensor([ids], device=self.device)
 
     @overload
     def generate(
@@ -152,11 +168,11 @@ class Model:
         *,
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
-        after: Reading | None = ...,
+        prefix: PrefixCache | None = ...,
         chunk: int | None = ...,
         max_context: int | None = ...,
         cache: str | None = ...,
-        **choices: Unpack[Choices],
+        **choices: Unpack[SamplingKeywords],
     ) -> Generation: ...
 
     @overload
@@ -166,50 +182,57 @@ class Model:
         *,
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
-        after: Reading | None = ...,
+        prefix: PrefixCache | None = ...,
         chunk: int | None = ...,
         max_context: int | None = ...,
         cache: str | None = ...,
-        **choices: Unpack[Choices],
-    ) -> Batch: ...
+        **choices: Unpack[SamplingKeywords],
+    ) -> BatchGeneration: ...
 
+    @renamed_parameters(after="prefix")
     def generate(
         self,
         prompt: str | list[str] | tuple[str, ...],
         *,
         max_tokens: int = 64,
         stop: str | Sequence[str] = (),
-        after: Reading | None = None,
+        prefix: PrefixCache | None = None,
         chunk: int | None = 512,
         max_context: int | None = None,
         cache: str | None = None,
-        **choices: Unpack[Choices],
-    ) -> Generation | Batch:
-        """Continue a prompt, or several at once: an iterator of pieces of text, each as soon as it
-        is known.
+        **choices: Unpack[SamplingKeywords],
+    ) -> Generation | BatchGeneration:
+        """Continue one prompt, or several prompts as a batch, and stream the new text.
 
-        The likeliest token is taken unless `temperature` is above 0. What is written does not
-        depend on `chunk`, nor on a cache that keeps everything exactly: it is what passes without a
-        cache would give.
+        The most likely token is chosen at each step, unless `temperature` is above 0. The result
+        does not depend on `chunk`, nor on the kind of an exact cache: it equals generation without
+        a cache.
 
         Args:
-            prompt: a text, or several, which are continued as one batch: see `Batch`. Not empty,
-                unless with `after`.
-            max_tokens: stop after as many; it stops earlier at a token that ends a text (`ends`),
-                or a stop string.
-            stop: strings that end the text, which they are left out of.
-            after: what `read` has read, which the prompt goes on from; its caches are forked.
-            chunk: the prompt is read in pieces of so many tokens.
-            max_context: the most tokens of prompt and continuation; what is behind it depends on
-                the cache.
-            cache: "growing" (the default), "fixed", "paged", "quantised", "ring" or "streaming":
-                see `generation.Room`.
+            prompt: one text, or several texts, which are continued as one batch; see
+                `BatchGeneration`. Only with `prefix` may a prompt be empty.
+            max_tokens: the largest number of new tokens. Generation stops earlier at an id of
+                `eos_ids`, or at a stop string.
+            stop: one or several strings that end the text; they are not part of it.
+            prefix: a text that `cache_prefix` has read before, which the prompt continues. Its
+                caches are copied, not changed.
+            chunk: the number of prompt tokens that one forward pass reads (chunked prefill); None
+                reads the whole prompt in one pass.
+            max_context: the largest number of tokens of prompt and continuation together. The kind
+                of cache decides what happens beyond it.
+            cache: "growing" (the default), "fixed", "paged", "quantised", "ring" or "streaming";
+                see `regard.models.generation.CacheConfig`.
             **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
-                `Sampling`. The seed is of generators of its own; the global one is not touched.
+                `SamplingParams`. Sampling uses random generators of its own and does not change
+                PyTorch's global one.
+
+        Returns:
+            An iterator of pieces of text, each as soon as it is known; for several prompts, of
+            pairs (index of the prompt, piece).
 
         Raises:
-            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, or there
-                is no room.
+            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, or the
+                tokens do not fit into `max_context`.
 
         >>> import regard
         >>> model = regard.load("tiny")
@@ -220,40 +243,48 @@ class Model:
         >>> sorted({row for row, piece in batch}), [row.finished for row in batch.rows]
         ([0, 1], ['length', 'length'])
         """
-        check_keyword_names("generate", choices, Choices.__annotations__)
-        options = Options(max_tokens, stop, chunk, Sampling(**choices), _room(cache, max_context))
+        check_keyword_names("generate", choices, SamplingKeywords.__annotations__)
+        options = GenerationOptions(
+            max_tokens, stop, chunk, SamplingParams(**choices), _cache_config(cache, max_context)
+        )
         if isinstance(prompt, str):
-            return Generation(self, prompt, options, after)
-        return Batch(self, prompt, options, after)
+            return Generation(self, prompt, options, prefix)
+        return BatchGeneration(self, prompt, options, prefix)
 
-    def read(
+    @renamed_parameters(after="prefix")
+    def cache_prefix(
         self,
         prompt: str,
         *,
-        after: Reading | None = None,
+        prefix: PrefixCache | None = None,
         chunk: int | None = 512,
         max_context: int | None = None,
         cache: str | None = None,
-    ) -> Reading:
-        """Read a prompt once, for many continuations: `generate(text, after=reading)`.
+    ) -> PrefixCache:
+        """Read a prompt once and keep its caches, for several continuations (prefix caching).
 
         Args:
-            prompt: not empty.
-            after, chunk, max_context, cache: as in `generate`.
+            prompt: the text to read, not empty.
+            prefix: a text that was read before, which the prompt continues.
+            chunk, max_context, cache: as in `generate`.
+
+        Returns:
+            The prefix, for `generate(text, prefix=...)`.
 
         Raises:
-            ArgumentError: the prompt is empty, or there is no room for it.
+            ArgumentError: the prompt is empty, or it does not fit into `max_context`.
 
         >>> import regard
         >>> model = regard.load("tiny")
-        >>> read = model.read("Return the")
-        >>> draw = {"after": read, "max_tokens": 3, "temperature": 1.0}
-        >>> ["".join(model.generate("", seed=seed, **draw)) != "" for seed in (1, 2)]
+        >>> prefix = model.cache_prefix("Return the")
+        >>> options = {"prefix": prefix, "max_tokens": 3, "temperature": 1.0}
+        >>> ["".join(model.generate("", seed=seed, **options)) != "" for seed in (1, 2)]
         [True, True]
         """
-        return Reading(self, prompt, after=after, chunk=chunk, room=_room(cache, max_context))
+        cache_config = _cache_config(cache, max_context)
+        return PrefixCache(self, prompt, prefix=prefix, chunk=chunk, cache_config=cache_config)
 
-    def beam(
+    def beam_search(
         self,
         prompt: str,
         *,
@@ -263,32 +294,41 @@ class Model:
         chunk: int | None = 512,
         max_context: int | None = None,
         cache: str | None = None,
-    ) -> list[Found]:
-        """The continuations that are likeliest as a whole, best first, by beam search: see
-        `beam_search`.
+    ) -> list[BeamCompletion]:
+        """Search the most likely continuations of a prompt as a whole; see `beam_search`.
 
         Args:
-            prompt: not empty.
-            beams: how many beginnings are kept at every step, and how many texts are found.
-            max_tokens: the most new tokens, at least 1.
-            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, more
-                favours long texts.
+            prompt: the text to continue, not empty.
+            beams: how many candidates are kept at every step, and the largest number of results.
+            max_tokens: the largest number of new tokens, at least 1.
+            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, a
+                larger value favours long texts.
             chunk, max_context, cache: as in `generate`.
 
+        Returns:
+            At most `beams` continuations, best first.
+
         Raises:
-            ArgumentError: the prompt is empty, an option is out of range, or there is no room.
+            ArgumentError: the prompt is empty, an option is out of range, or the tokens do not fit
+                into `max_context`.
 
         >>> import regard
-        >>> best, second = regard.load("tiny").beam("Return the", beams=2, max_tokens=4)
+        >>> best, second = regard.load("tiny").beam_search("Return the", beams=2, max_tokens=4)
         >>> len(best.ids), best.score > second.score
         (4, True)
         """
-        options = Options(max_tokens, chunk=chunk, room=_room(cache, max_context))
-        return search(self, prompt, options, beams=beams, length_penalty=length_penalty).found
+        options = GenerationOptions(
+            max_tokens, chunk=chunk, cache_config=_cache_config(cache, max_context)
+        )
+        result = beam_search_text(self, prompt, options, beams=beams, length_penalty=length_penalty)
+        return result.completions
+
+    def _json_files(self) -> Mapping[str, Any]:
+        return {"generation_config.json": {"eos_token_id": sorted(self.eos_ids)}}
 
 
-def _room(cache: str | None, max_context: int | None) -> Room | None:
-    """The room that was asked for, or None."""
+def _cache_config(cache: str | None, max_context: int | None) -> CacheConfig | None:
+    """Return the cache configuration that was asked for; None if nothing was."""
     if cache is None and max_context is None:
         return None
-    return Room(cache or "growing", max_context)
+    return CacheConfig(cache or "growing", max_context)

@@ -1,4 +1,4 @@
-"""Recurrent encoder-decoders: without attention, with Bahdanau's, with Luong's."""
+"""Recurrent encoder-decoders (RNN, GRU, LSTM): without attention, with Bahdanau's or Luong's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.argument_checks import check_positions
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
-from regard.models.generation.beam import greedy
+from regard.models.generation.beam_search import greedy
 from regard.nn.rnn import (
     BahdanauDecoder,
     DecoderState,
@@ -28,14 +29,15 @@ from regard.span import Positions, Span
 from regard.tracing import named_scope
 
 CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
-"""The networks by name: Elman's, the gated unit, and the long short-term memory."""
+"""Name -> PyTorch class of the recurrent network."""
 
 
-class Encoded(NamedTuple):
-    """What a source became.
+class EncoderOutput(NamedTuple):
+    """The result of the recurrent encoder.
 
-    source: its states, one per slot, and their positions.
-    hidden: what the decoder starts from, each part [layers, B, R].
+    Attributes:
+        source: the hidden state of each slot, and their positions.
+        hidden: the initial state of the decoder, each part [layers, B, R].
     """
 
     source: EncodedSource
@@ -43,23 +45,25 @@ class Encoded(NamedTuple):
 
 
 class RecurrentEncoderDecoder(nn.Module):
-    """source ids -> encoder -> states;  target ids, states -> decoder -> logits.
+    """A recurrent encoder-decoder network, with or without attention.
 
-    The decoder starts where the encoder ended: behind the last token, or, for a bidirectional
-    encoder, behind the first, where its backward direction ends.
+    source ids -> encoder -> states;  target ids, states -> decoder -> logits for the next token
+
+    The decoder starts from the last state of the encoder: after the last token, or, for a
+    bidirectional encoder, after the first token, where its backward direction ends.
 
     Args:
         embedding: an `nn.Embedding` [V, M] for source and target.
         encoder: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
-        decoder: `PlainDecoder`, `BahdanauDecoder` or `LuongDecoder`, over a network of the
-            encoder's layers and size.
-        head: a module [B,T,F] -> [B,T,V].
-        bridge: a linear map in s_0 = tanh(bridge(h)), or None: s_0 = h. An LSTM's cell goes over as
-            it is.
+        decoder: `PlainDecoder`, `BahdanauDecoder` or `LuongDecoder`, over a network with the
+            encoder's number of layers and size.
+        head: a module [B, T, F] -> [B, T, V].
+        bridge: a linear map for the initial state s_0 = tanh(bridge(h)), or None for s_0 = h. The
+            cell of an LSTM is passed on unchanged.
 
     Raises:
-        ArgumentError: encoder and decoder do not fit one another; when called, ids or positions do
-            not fit.
+        ArgumentError: encoder and decoder differ in kind or size; when called: ids or positions
+            have another shape.
 
     >>> model = recurrent(11, 8, 16, attention="luong")
     >>> model(torch.tensor([[3, 4, 5]]), torch.tensor([[1, 2]])).shape
@@ -68,6 +72,8 @@ class RecurrentEncoderDecoder(nn.Module):
     Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473),
     appendix A.2.
     """
+
+    encode = renamed_attribute("run_encoder")
 
     def __init__(
         self,
@@ -97,32 +103,61 @@ class RecurrentEncoderDecoder(nn.Module):
         source_positions: Positions | None = None,
         target_positions: Positions | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of target_ids [B,T], which are given, not guessed
-        (teacher forcing).
+        """Compute logits for the token after each given target token (teacher forcing).
+
+        Args:
+            source_ids: ids [B, S] of the source.
+            target_ids: ids [B, T] of the target.
+            source_positions, target_positions: their positions, -1 for padding; None counts from 0.
+
+        Returns:
+            Logits [B, T, V].
         """
-        carried = self.begin(self.encode(source_ids, source_positions))
+        carried = self.begin(self.run_encoder(source_ids, source_positions))
         return self.step(target_ids, carried, target_positions)[0]
 
-    def encode(self, ids: Int[Tensor, "B S"], positions: Positions | None = None) -> Encoded:
-        """The states of a source [B,S]; slots at position -1 are padding, wherever they stand, and
-        change nothing.
+    def run_encoder(
+        self, ids: Int[Tensor, "B S"], positions: Positions | None = None
+    ) -> EncoderOutput:
+        """Run the encoder on a source.
+
+        Args:
+            ids: ids [B, S] of the source.
+            positions: positions [B, S]; slots at position -1 are padding and have no influence.
+
+        Returns:
+            The hidden states of the source, and the initial state of the decoder.
         """
         x, positions = self._embed(ids, positions)
         states, hidden = run_rnn(self.encoder, x, positions)
         ways = 2 if self.encoder.bidirectional else 1
         h, *cell = (torch.unflatten(part, 0, (-1, ways))[:, -1] for part in hidden)
         h = h if self.bridge is None else torch.tanh(self.bridge(h))
-        return Encoded(EncodedSource(states, positions), (h, *cell))
+        return EncoderOutput(EncodedSource(states, positions), (h, *cell))
 
-    def begin(self, encoded: Encoded) -> DecoderState:
-        """What the decoder carries in front of the first token of the target."""
+    def begin(self, encoded: EncoderOutput) -> Carried:
+        """Return the state of the decoder before its first step.
+
+        Args:
+            encoded: the result of `run_encoder`.
+
+        Returns:
+            The state for the first call of `step`.
+        """
         return self.decoder.begin(encoded.hidden, encoded.source)
 
     def step(
         self, ids: Int[Tensor, "B T"], carried: DecoderState, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T V"], DecoderState]:
-        """Logits for the token after each of the next ids [B,T], any number of them, and what is
-        carried behind them.
+    ) -> tuple[Float[Tensor, "B T V"], Carried]:
+        """Compute logits for the token after each of the next ids.
+
+        Args:
+            ids: the next ids [B, T], any number of them.
+            carried: the state of the decoder, from `begin` or from the last step.
+            positions: positions [B, T], -1 for padding; None counts from 0.
+
+        Returns:
+            Logits [B, T, V], and the state after these ids.
         """
         y, positions = self._embed(ids, positions)
         with named_scope("decoder"):
@@ -138,11 +173,20 @@ class RecurrentEncoderDecoder(nn.Module):
         end: int,
         limit: int,
     ) -> Int[Tensor, "B n"]:
-        """The likeliest token at each step, from `start` until each row has said `end`, or `limit`
-        tokens are there.
+        """Choose the most likely token at each step, until all rows have ended.
+
+        Args:
+            source_ids: ids [B, S] of the source.
+            source_positions: their positions, -1 for padding; None counts from 0.
+            start: the id with which each target begins.
+            end: the id that ends a target.
+            limit: the largest number of tokens.
+
+        Returns:
+            Ids [B, n], n <= limit, without `start`.
         """
         with torch.no_grad():
-            carried = self.begin(self.encode(source_ids, source_positions))
+            carried = self.begin(self.run_encoder(source_ids, source_positions))
 
         def step(ids: Tensor) -> Tensor:
             nonlocal carried
@@ -153,9 +197,7 @@ class RecurrentEncoderDecoder(nn.Module):
         return greedy(step, first, end=end, limit=limit)
 
     def _embed(self, ids: Tensor, positions: Positions | None) -> tuple[Tensor, Positions]:
-        """Vectors [B,L,M] and positions; the id of an empty slot means nothing, and is not looked
-        up.
-        """
+        """Return vectors [B, L, M] and positions; the ids of empty slots are not looked up."""
         if ids.ndim != 2:
             raise ArgumentError(
                 f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
@@ -178,20 +220,23 @@ def recurrent(
     attention: str | None = None,
     score: str | None = None,
 ) -> RecurrentEncoderDecoder:
-    """A recurrent encoder-decoder as in the papers.
+    """Build a recurrent encoder-decoder as in the papers.
 
-    None: both directions are one, and the decoder has the encoder's last state only. "bahdanau":
-        the encoder reads in both directions, and s_0 = tanh(W h) of the backward one. "luong": one
-        direction, attention from the present state.
+    attention=None: encoder and decoder have one direction, and the decoder receives only the
+    encoder's last state. "bahdanau": the encoder has two directions, and s_0 = tanh(W h) of the
+    backward one. "luong": one direction, and attention from the current state.
 
     Args:
-        vocabulary: V, shared by source and target.
+        vocabulary: the vocabulary size V, shared by source and target.
         dim: the size M of an embedding.
         hidden: the size R of a state.
         cell: "rnn", "gru" or "lstm".
-        layers: of the encoder and of the decoder.
+        layers: the number of layers of the encoder, and of the decoder.
         attention: None, "bahdanau" or "luong".
-        score: of Luong's: "dot", "general" or "concat"; None is "general".
+        score: the score of Luong's attention: "dot", "general" or "concat"; None is "general".
+
+    Returns:
+        The network with initial weights.
 
     Raises:
         ArgumentError: a name is unknown, or a size is less than 1.
@@ -211,25 +256,23 @@ def recurrent(
     ):
         if size < 1:
             raise ArgumentError(f"{name} is {size}; it must be at least 1")
-    for name, given, known in (
+    for name, value, known in (
         ("cell", cell, (*CELLS,)),
         ("attention", attention, (None, "bahdanau", "luong")),
     ):
-        if given not in known:
+        if value not in known:
             raise ArgumentError(
-                f"{name} is {given!r}; it must be one of {', '.join(map(str, known))}"
+                f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}"
             )
     if score is not None and attention != "luong":
-        raise ArgumentError(
-            f'score is {score!r}, but only attention="luong" has a choice of scores'
-        )
+        raise ArgumentError(f'score is {score!r}, but only attention="luong" has several scores')
     make, two = CELLS[cell], attention == "bahdanau"
     encoder = make(dim, hidden, layers, batch_first=True, bidirectional=two)
     embedding, head = nn.Embedding(vocabulary, dim), nn.Linear(hidden, vocabulary)
     if two:
-        found = bahdanau(hidden, memory_dim=2 * hidden)
+        bahdanau_attention = bahdanau(hidden, memory_dim=2 * hidden)
         network = make(dim + 2 * hidden, hidden, layers, batch_first=True)
-        decoder: RecurrentDecoder = BahdanauDecoder(network, found, 2 * hidden)
+        decoder: RecurrentDecoder = BahdanauDecoder(network, bahdanau_attention, 2 * hidden)
         return RecurrentEncoderDecoder(embedding, encoder, decoder, head, nn.Linear(hidden, hidden))
     network = make(dim, hidden, layers, batch_first=True)
     if attention is None:

@@ -1,48 +1,110 @@
-"""Saving a model as a checkpoint folder."""
+"""Saving a model as a checkpoint folder: config.json, model.safetensors and tokenizer.json."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from regard.models.checkpoint.names import bind
-from regard.models.families import family, type_of
+from regard.errors import FileError
+from regard.files.atomic_write import sync_to_disk, temporary_folder
+from regard.models.checkpoint.name_tables import bind_names
+from regard.models.families import family, model_type_of
+from regard.models.tokenizer import Tokenizer
+from regard.untrusted_text import error_text
 
 
 def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json and model.safetensors of a family's model into a folder that exists.
+    """Write config.json and model.safetensors of a network into a folder that exists.
 
     A shared parameter is written under its first name. A decoder without a head is written as a
-    base model is: the names have no prefix, from which a reader knows it.
+    base model: its names have no prefix, which is how a reader recognises it.
 
     Args:
-        network: made by the family's builder.
+        network: built by the family's builder.
         config: the config of its family.
-        folder: where to write.
-        dtype: of the weights.
+        folder: an existing folder.
+        dtype: the dtype of the stored weights.
     """
-    name = type_of(config)
-    found = family(name)
-    assert found is not None
+    model_type = model_type_of(config)
+    its_family = family(model_type)
+    assert its_family is not None
     parameters = dict(network.named_parameters(remove_duplicate=False))
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    bindings = bind(network, found.names)
-    bare = found.head is not None and found.head not in bindings
-    for theirs, binding in bindings.items():
-        ids = {id(parameters[ours]) for ours in binding.ours}
-        if ids & seen:
+    written_ids: set[int] = set()
+    bindings = bind_names(network, its_family.names)
+    is_base_model = its_family.head is not None and its_family.head not in bindings
+    for table_name, binding in bindings.items():
+        ids = {id(parameters[name]) for name in binding.parameters}
+        if ids & written_ids:
             continue
-        seen |= ids
-        parts = [parameters[o].detach().to(found.dtype_of(o, dtype)) for o in binding.ours]
-        stored = theirs.removeprefix(found.prefixes[0]) if bare else theirs
-        tensors[stored] = binding.rule.give(parts).contiguous()
-    raw = {"model_type": name, **asdict(config), "torch_dtype": str(dtype).removeprefix("torch.")}
+        written_ids |= ids
+        parts = [
+            parameters[name].detach().to(its_family.dtype_of(name, dtype))
+            for name in binding.parameters
+        ]
+        stored = table_name.removeprefix(its_family.prefixes[0]) if is_base_model else table_name
+        tensors[stored] = binding.rule.pack(parts).contiguous()
+    dtype_name = str(dtype).removeprefix("torch.")
+    raw = {"model_type": model_type, **asdict(config), "torch_dtype": dtype_name}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+
+
+def save_model(
+    network: nn.Module,
+    config: Any,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None,
+    json_files: Mapping[str, Any],
+) -> Path:
+    """Write a network, its config and its tokenizer to a new folder, completely or not at all.
+
+    Args:
+        network, config, dtype: as in `save`.
+        folder: a folder that does not exist, or is empty.
+        tokenizer: written as tokenizer.json, unless it is None.
+        json_files: path in the folder -> content, for further JSON files.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        FileError: the folder exists and is not empty, or it cannot be written.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise FileError(f"{folder} exists and is not a folder; give another name")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise FileError(f"{folder} is not empty; saving never overwrites: give a new folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(folder, alone=True) as staging:
+            save(network, config, staging, dtype)
+            if tokenizer is not None:
+                tokenizer.save(staging)
+            for name, content in json_files.items():
+                (staging / name).parent.mkdir(exist_ok=True)
+                (staging / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+            for path in staging.rglob("*"):
+                sync_to_disk(path)
+            sync_to_disk(staging)
+            if folder.is_dir():
+                folder.rmdir()
+            staging.rename(folder)
+            sync_to_disk(folder.parent)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(
+            f"{folder}: cannot write the folder: {error_text(error)}; free some space, or choose another"
+        ) from error
+    return folder

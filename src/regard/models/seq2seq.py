@@ -1,8 +1,8 @@
-"""An encoder-decoder as users hold it: a text in, a text out."""
+"""An encoder-decoder with its tokenizer: texts in, texts out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -10,42 +10,48 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.caches import Cross
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.models.decoder import check_ids
 from regard.models.encoder_decoder import EncoderDecoder
-from regard.models.generation.beam import Hypothesis, beam_search
-from regard.models.tokenized import Tokenized, beside, several
+from regard.models.generation.beam_search import Hypothesis, beam_search
+from regard.models.text_model import TextModel, as_text_list, pad_right
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions
 
 
-class Seq2Seq(Tokenized):
-    """An encoder-decoder with its tokenizer and its config; `regard.load` makes it.
+class Seq2Seq(TextModel):
+    """An encoder-decoder with its tokenizer and its config, as `regard.load` returns it.
 
     Args:
-        network: source ids, target ids -> logits.
-        tokenizer: None: `encode` and `generate` are refused; `search` takes ids.
+        network: the encoder-decoder: source ids and target ids -> logits.
+        tokenizer: converts texts to ids; with None, `encode` and `generate` raise, and
+            `beam_search` takes ids.
         config: the frozen config of its family, with vocab_size.
-        start: the id that every target begins with.
-        ends: the ids that end a text.
-        fresh: stored names that were missing, and allowed to be.
-        ignored: what the folder holds and nobody looked at.
+        start: the id with which every target begins.
+        eos_ids: the ids that end a text.
+        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
+        ignored: parts of the checkpoint that were not used.
 
     Attributes:
-        network, config, start, ends, fresh, ignored: as given.
+        network, config, start, eos_ids, newly_initialized, ignored: the arguments.
 
     >>> from regard.models.families import t5
     >>> import regard
     >>> config = t5.Config(1024, 8, 4, 16, 1, 2)
     >>> network, tokenizer = t5.build(config).eval(), regard.load("tiny").tokenizer
-    >>> model = Seq2Seq(network, tokenizer, config, start=0, ends=[1])
+    >>> model = Seq2Seq(network, tokenizer, config, start=0, eos_ids=[1])
     >>> len(model.generate(["to be", "or not"], max_tokens=3, beams=2))
     2
     >>> ids, positions = model.encode("to be")
-    >>> len(model.search(ids, positions, max_tokens=3)[0][0].ids) <= 3
+    >>> len(model.beam_search(ids, positions, max_tokens=3)[0][0].ids) <= 3
     True
     """
 
+    ends = renamed_attribute("eos_ids")
+    search = renamed_attribute("beam_search")
+
+    @renamed_parameters(ends="eos_ids", fresh="newly_initialized")
     def __init__(
         self,
         network: EncoderDecoder,
@@ -53,26 +59,33 @@ class Seq2Seq(Tokenized):
         config: Any,
         *,
         start: int,
-        ends: Collection[int],
-        fresh: Collection[str] = (),
+        eos_ids: Collection[int],
+        newly_initialized: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
-        super().__init__(network, tokenizer, config, fresh, ignored)
-        self.network, self.start, self.ends = network, start, frozenset(ends)
+        super().__init__(network, tokenizer, config, newly_initialized, ignored)
+        self.network, self.start, self.eos_ids = network, start, frozenset(eos_ids)
 
     def encode(self, texts: str | Sequence[str]) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
-        """The ids [B,S] of texts, with what the tokenizer puts around them, and their positions, -1
-        behind a shorter one.
+        """Convert texts to ids, with the special tokens that the tokenizer adds.
+
+        Args:
+            texts: one text, or B texts.
+
+        Returns:
+            The ids [B, S], and their positions [B, S], which are -1 in the padding after a shorter
+            text.
 
         Raises:
             ArgumentError: there is no text, or one has no tokens.
-            ArgumentTypeError: a text is no str.
+            ArgumentTypeError: a text is not a str.
+            FileError: the model has no tokenizer.
         """
-        rows = [self.tokenizer.encode_pair(text)[0] for text in several(texts)]
+        rows = [self.tokenizer.encode_pair(text)[0] for text in as_text_list(texts)]
         for i, row in enumerate(rows):
             if not row:
                 raise ArgumentError(f"text {i} has no tokens; give at least one character")
-        return beside(rows, self.device)
+        return pad_right(rows, self.device)
 
     def forward(
         self,
@@ -83,11 +96,20 @@ class Seq2Seq(Tokenized):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of target_ids [B,T], the first of which is
-        `start`; -1 marks padding.
+        """Compute the logits for the token after each target token. `model(...)` does the same.
+
+        Args:
+            source_ids: ids [B, S] of the source.
+            target_ids: ids [B, T] of the target so far, the first of which is `start`.
+            source_positions: positions [B, S], -1 for padding; None is 0 to S - 1.
+            target_positions: positions [B, T], -1 for padding; None is 0 to T - 1.
+            backend: the attention kernel, or "auto".
+
+        Returns:
+            Logits [B, T, V].
 
         Raises:
-            ArgumentError: an id lies outside of the vocabulary.
+            ArgumentError: an id is outside the vocabulary.
         """
         for ids, positions in ((source_ids, source_positions), (target_ids, target_positions)):
             self._check(ids, positions)
@@ -121,25 +143,32 @@ class Seq2Seq(Tokenized):
         beams: int = 1,
         length_penalty: float = 1.0,
     ) -> str | list[str]:
-        """What the model answers to a text, or to several at once; the same for each as alone.
+        """Generate the target text for each source text.
+
+        A text gets the same answer alone and in a batch.
 
         Args:
-            texts: one, or several.
-            max_tokens: stop after as many; it stops earlier at a token that ends a text.
-            beams: 1 takes the likeliest token at each step; more search for the likeliest text.
-            length_penalty: of the search: 0 ranks by probability, more favours long texts.
+            texts: one source text, or several.
+            max_tokens: the largest number of new tokens. Generation stops earlier at an id of
+                `eos_ids`.
+            beams: the number of beams; 1 takes the most likely token at each step.
+            length_penalty: exponent of the length in the score of beam search: 0 ranks by
+                probability, a larger value favours long texts.
+
+        Returns:
+            The generated text; a list of texts where several were given.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as `encode`; a number is out of range.
+            ArgumentError, ArgumentTypeError: as in `encode`; or a number is out of range.
         """
-        found = self.search(
+        hypotheses = self.beam_search(
             *self.encode(texts), max_tokens=max_tokens, beams=beams, length_penalty=length_penalty
         )
-        said = [self.tokenizer.decode(row[0].ids, skip_special=True) for row in found]
-        return said[0] if isinstance(texts, str) else said
+        answers = [self.tokenizer.decode(row[0].ids, skip_special=True) for row in hypotheses]
+        return answers[0] if isinstance(texts, str) else answers
 
     @torch.no_grad()
-    def search(
+    def beam_search(
         self,
         ids: Int[Tensor, "B S"],
         positions: Positions | None = None,
@@ -148,15 +177,20 @@ class Seq2Seq(Tokenized):
         beams: int = 1,
         length_penalty: float = 1.0,
     ) -> list[list[Hypothesis]]:
-        """The best answers to each source, best first: `beam_search` over cached steps, which with
-        one beam is greedy.
+        """Search the best targets of each source with cached decoder steps.
+
+        With one beam this is greedy search. See `regard.models.beam_search`.
 
         Args:
-            ids, positions: as `encode` gives them; padding may stand on either side.
+            ids: source ids [B, S], as `encode` returns them.
+            positions: their positions [B, S], -1 for padding, which may be on either side.
             max_tokens, beams, length_penalty: as in `generate`.
 
+        Returns:
+            For each source its hypotheses, best first.
+
         Raises:
-            ArgumentError: an id lies outside of the vocabulary, or a number is out of range.
+            ArgumentError: an id is outside the vocabulary, or a number is out of range.
         """
         self._check(ids, positions)
         step, reorder = self._steps(ids, positions)
@@ -164,7 +198,7 @@ class Seq2Seq(Tokenized):
         return beam_search(
             step,
             first,
-            end=self.ends,
+            end=self.eos_ids,
             limit=max_tokens,
             reorder=reorder,
             beams=beams,
@@ -172,19 +206,19 @@ class Seq2Seq(Tokenized):
         )
 
     def _steps(
-        self, ids: Tensor, positions: Positions | None
+        self, source: Tensor, positions: Positions | None
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], None]]:
-        """One cached step of the decoder, and the change of its rows."""
+        """Return a function for one cached decoder step, and one that reorders the cached rows."""
         caches = self.network.new_caches()
-        begun = cast("Cross", caches[0].cross)
+        source_cache = cast("Cross", caches[0].cross)
         memory: dict[str, Any] = {}
 
         def step(ids: Tensor) -> Tensor:
-            if not begun.written:  # here, so that a refused number costs no pass
+            if not source_cache.written:  # only now, so that a bad argument costs no encoder pass
                 memory.update(
-                    memory=self.network.encode(source, positions), memory_positions=positions
+                    memory=self.network.run_encoder(source, positions), memory_positions=positions
                 )
-            logits = self.network.decode(ids, caches, **memory)
+            logits = self.network.run_decoder(ids, caches, **memory)
             memory.clear()
             return logits
 
@@ -195,9 +229,17 @@ class Seq2Seq(Tokenized):
                 for cache in (cache for pair in caches for cache in pair):
                     cache.select(rows)
 
-        source = ids
         return step, reorder
 
     def _check(self, ids: Tensor, positions: Positions | None) -> None:
+        """Check that every id that is not padding is in the vocabulary."""
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
+
+    def _json_files(self) -> Mapping[str, Any]:
+        return {
+            "generation_config.json": {
+                "decoder_start_token_id": self.start,
+                "eos_token_id": sorted(self.eos_ids),
+            }
+        }

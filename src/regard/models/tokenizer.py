@@ -1,4 +1,4 @@
-"""The tokenizer: text to ids and back, streaming decoding, and how tokens are displayed."""
+"""`Tokenizer`: text to ids and back, streaming decoding, and the display of tokens."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from regard.files.regular_files import read_bytes
 from regard.files.strict_json import parse_json
 from regard.untrusted_text import error_text, short_repr
 
-_GLYPHS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+_DISPLAY_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
-def visible(text: str) -> str:
-    """`text` with what a page would hide or obey shown as glyphs: spaces, controls, marks.
+def display_text(text: str) -> str:
+    """Return the text with spaces, control characters and marks shown as visible symbols.
 
-    >>> visible(" a\\x00\\u202e")
+    >>> display_text(" a\\x00\\u202e")
     '·a␀‹U+202E›'
     """
-    return "".join(_glyph(letter) for letter in text)
+    return "".join(_display_symbol(letter) for letter in text)
 
 
-def _glyph(letter: str) -> str:
-    if letter in _GLYPHS:
-        return _GLYPHS[letter]
+def _display_symbol(letter: str) -> str:
+    if letter in _DISPLAY_SYMBOLS:
+        return _DISPLAY_SYMBOLS[letter]
     kind = unicodedata.category(letter)
     if ord(letter) < 32:
         return chr(0x2400 + ord(letter))
@@ -42,23 +42,24 @@ def _glyph(letter: str) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Letter -> byte: printable bytes are themselves, the others follow from U+0100 on."""
+    """Return character -> byte: printable bytes are themselves, the others start at U+0100."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in own]
     return {chr(b): b for b in own} | {chr(0x100 + i): b for i, b in enumerate(moved)}
 
 
 BYTE_OF = _byte_alphabet()
+"""Character of the byte-level alphabet -> byte."""
 
 
-def encodable(text: str) -> str:
-    """The text itself, when it is Unicode text.
+def check_unicode(text: str) -> str:
+    """Return the text if it is valid Unicode text.
 
     Raises:
         ArgumentError: it has a lone surrogate.
-        ArgumentTypeError: it is no str.
+        ArgumentTypeError: it is not a str.
 
-    >>> encodable("né 你好")
+    >>> check_unicode("né 你好")
     'né 你好'
     """
     if not isinstance(text, str):
@@ -70,36 +71,37 @@ def encodable(text: str) -> str:
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise ArgumentError(
-            f"text has a lone surrogate U+{code:04X} at offset {error.start}; it is no Unicode "
-            "text: decode its source with errors='replace'"
+            f"text has a lone surrogate U+{code:04X} at offset {error.start}; it is not valid "
+            "Unicode text: decode its source with errors='replace'"
         ) from error
     return text
 
 
-def cut(text: str, names: Iterable[str]) -> list[str]:
-    """Text cut before and after every name, the longest name first where two begin together.
+def split_at_names(text: str, names: Iterable[str]) -> list[str]:
+    """Split text before and after every name; of names that begin together, the longest one counts.
 
-    >>> cut("a<b>c", ["<b>"])
+    >>> split_at_names("a<b>c", ["<b>"])
     ['a', '<b>', 'c']
     """
-    parts, start, at = [], 0, 0
+    parts, start, index = [], 0, 0
     ordered = sorted(names, key=len, reverse=True)
-    while at < len(text):
-        name = next((n for n in ordered if text.startswith(n, at)), None)
+    while index < len(text):
+        name = next((n for n in ordered if text.startswith(n, index)), None)
         if name is None:
-            at += 1
+            index += 1
             continue
-        parts += [text[start:at], name]
-        at = start = at + len(name)
+        parts += [text[start:index], name]
+        index = start = index + len(name)
     return [part for part in [*parts, text[start:]] if part]
 
 
 class StreamDecoder:
-    """Text as ids arrive: `push(id)` gives the characters now complete, `flush()` what is left.
+    """Decodes ids one at a time: `push(id)` returns the characters that are complete, `flush()` the
+    rest.
 
-    The parts joined equal `Tokenizer.decode` of all ids; half a character is never given out. The
-    one exception are byte tokens beside words (sentencepiece's byte fallback) that spell no UTF-8:
-    they make U+FFFD of letters before them, too.
+    The parts joined equal `Tokenizer.decode` of all ids, and no part of a character is returned.
+    There is one exception: byte tokens beside words (the byte fallback of sentencepiece) that are
+    not valid UTF-8 can turn characters before them into U+FFFD.
 
     >>> from regard.models.tokenizer import Tokenizer
     >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
@@ -111,13 +113,12 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # not of one byte-level alphabet: the ids given out last, and those that make no whole text
-        # yet
+        # for other tokenizers: the ids returned last, and those that are not a complete text yet
         self._ids: list[int] = []
-        self._given, self._shown = 0, ""
+        self._emitted, self._shown = 0, ""
 
     def push(self, index: int) -> str:
-        """The text that this id completes, often one word, sometimes nothing."""
+        """Return the text that this id completes, often one word and sometimes empty."""
         raw = self._tokenizer.token_bytes(index)
         if raw is not None:
             return self._utf8.decode(raw)
@@ -126,36 +127,42 @@ class StreamDecoder:
         return "" if text.endswith("�") else self._emit(text)
 
     def flush(self) -> str:
-        """The rest, when no more ids come; bytes that never became a character are U+FFFD."""
+        """Return the rest, after the last id; bytes that are not a complete character are
+        U+FFFD.
+        """
         rest = self._utf8.decode(b"", final=True)
         return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
 
     def _emit(self, text: str) -> str:
-        """What is new in the text of the ids; how a token reads depends on the one in front of it,
-        and on no earlier one.
+        """Return the new part of the text of the ids; a token's text depends only on the one before
+        it.
         """
         new = text[len(self._shown) :]
-        self._ids = self._ids[self._given :]
-        self._given, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
+        self._ids = self._ids[self._emitted :]
+        self._emitted, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
         return new
 
 
-LONGEST = 128 << 20
-"""Bytes of a tokenizer.json; those of a quarter of a million tokens have some 35 MB."""
-LARGEST_ID = 1 << 22
-"""Ids are below it; the largest vocabulary in use has a million."""
+MAX_FILE_BYTES = 128 << 20
+"""The largest size of a tokenizer.json; one with 250,000 tokens has about 35 MB."""
+MAX_TOKEN_ID = 1 << 22
+"""Token ids must be smaller; the largest vocabulary in use has a million."""
 END_OF_TEXT = "<|endoftext|>"
-"""The one special token of a tokenizer trained here: it stands between documents."""
+"""The only special token of a tokenizer trained here; it separates documents."""
 
 
 class Tokenizer:
-    """Text <-> token ids, over a `tokenizers` backend; control tokens in user text are literal.
+    """Converts text to token ids and back, with the `tokenizers` package.
 
-    `decode(encode(text)) == text` for every text of a byte-level tokenizer. Ids are 0-based.
+    Names of special tokens in a user's text are encoded as ordinary text. `decode(encode(text)) ==
+    text` for every text of a byte-level tokenizer. Ids count from 0.
+
+    Args:
+        backend: the tokenizer of the `tokenizers` package.
 
     Raises:
-        ArgumentError: a token id outside the vocabulary, or text with a lone surrogate.
-        FileError: the file that it was read from asks for parts that it does not have.
+        ArgumentError: a token id is outside the vocabulary, or a text has a lone surrogate.
+        FileError: the file that it was read from refers to parts that it does not have.
 
     >>> tokenizer = Tokenizer.train(["low lower lowest"] * 9, vocab_size=260)
     >>> tokenizer.pieces(tokenizer.encode("low low"))
@@ -165,9 +172,8 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        backend.encode_special_tokens = True  # never matched in user text
-        # a file may say so, and then texts would lose their ends, or have ends that are not theirs,
-        # unseen
+        backend.encode_special_tokens = True  # special tokens are never matched in user text
+        # a file may enable truncation or padding, which would silently change texts
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -197,23 +203,24 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator((encodable(text) for text in texts), trainer)
+        backend.train_from_iterator((check_unicode(text) for text in texts), trainer)
         return cls(backend)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a tokenizer.json (any kind the `tokenizers` package knows), or the one in a folder.
+        """Read a tokenizer.json (any kind that the `tokenizers` package supports), or the one in a
+        folder.
 
         Raises:
-            FileError: missing, no regular file, not JSON (with line and column), or not a tokenizer
-                this version can read.
+            FileError: the file is missing, not a regular file, not JSON (with line and column), or
+                not a tokenizer that this version can read.
         """
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         return _read(cls, file)
 
     def save(self, path: str | Path) -> Path:
-        """Write tokenizer.json to a file, or into a folder; gives the path written."""
+        """Write tokenizer.json to a file, or into a folder, and return the path written."""
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         try:
@@ -227,70 +234,87 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are; ids are 0 ... vocab_size - 1."""
+        """The number of tokens; ids are 0 ... vocab_size - 1."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def special(self) -> dict[str, int]:
-        """Special tokens and their ids, a copy."""
+        """The special tokens and their ids, as a copy."""
         return dict(self._special)
 
     @property
     def end_of_text(self) -> int | None:
-        """The id of `<|endoftext|>`, or None when the tokenizer has no such token."""
+        """The id of `<|endoftext|>`, or None if the tokenizer has no such token."""
         return self._special.get(END_OF_TEXT)
 
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
-        """Token ids of `text`; `special=True` also turns names of special tokens into their ids.
+        """Convert a text to token ids.
 
-        `template=True` adds what the tokenizer's file puts around a text, such as a token for its
-        beginning.
+        Args:
+            text: any Unicode text.
+            special: whether names of special tokens in the text become their ids.
+            template: whether to add the special tokens that the tokenizer's file puts around a
+                text, such as a token for its beginning.
+
+        Returns:
+            The ids.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
         (13, [0])
         """
-        encodable(text)
+        check_unicode(text)
         if not special:
-            return list(self._ask(self._backend.encode, text, add_special_tokens=template).ids)
+            return list(self._run(self._backend.encode, text, add_special_tokens=template).ids)
         ids: list[int] = []
-        for part in cut(text, self._special):
+        for part in split_at_names(text, self._special):
             known = self._special.get(part)
             ids += [known] if known is not None else self.encode(part)
         return ids
 
     def encode_pair(self, first: str, second: str | None = None) -> tuple[list[int], list[int]]:
-        """Ids of a text, or of two, with what the tokenizer's file puts around them; and which text
-        each belongs to, 0 or 1.
+        """Convert one text, or a pair of texts, to ids, with the special tokens around them.
+
+        Args:
+            first: the first text.
+            second: the second text of a pair, or None.
+
+        Returns:
+            The ids, and for each the segment that it belongs to, 0 or 1.
 
         >>> Tokenizer.train(["x"], vocab_size=257).encode_pair("a", "bc")[1]
         [0, 1, 1]
         """
-        pair = None if second is None else encodable(second)
-        found = self._ask(self._backend.encode, encodable(first), pair, add_special_tokens=True)
-        return list(found.ids), list(found.type_ids)
+        pair = None if second is None else check_unicode(second)
+        encoding = self._run(
+            self._backend.encode, check_unicode(first), pair, add_special_tokens=True
+        )
+        return list(encoding.ids), list(encoding.type_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, in parallel; special tokens stay literal."""
+        """Convert many texts to token ids in parallel; special tokens stay ordinary text."""
         for text in texts:
-            encodable(text)
+            check_unicode(text)
         return [
             list(row.ids)
-            for row in self._ask(self._backend.encode_batch, list(texts), add_special_tokens=False)
+            for row in self._run(self._backend.encode_batch, list(texts), add_special_tokens=False)
         ]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of `ids`; special tokens show by name unless skipped, broken UTF-8 as U+FFFD."""
+        """Convert ids to text; special tokens appear by name unless skipped, broken UTF-8 as
+        U+FFFD.
+        """
         chosen = list(ids)
         for index in chosen:
             self._token(index)
         if skip_special:
             hidden = set(self._special.values())
             chosen = [i for i in chosen if i not in hidden]
-        return str(self._ask(self._backend.decode, chosen, skip_special_tokens=False))
+        return str(self._run(self._backend.decode, chosen, skip_special_tokens=False))
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """One visible string per token: spaces as glyphs, part of a character as bytes, ‹E4 BD›.
+        """Return one visible string per token: spaces as symbols, part of a character as bytes, ‹E4
+        BD›.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> tokenizer.pieces(tokenizer.encode("a\\n é"))
@@ -299,11 +323,11 @@ class Tokenizer:
         return [self._piece(index) for index in ids]
 
     def stream(self) -> StreamDecoder:
-        """A decoder to be fed one id at a time."""
+        """Return a decoder that takes one id at a time."""
         return StreamDecoder(self)
 
     def token_bytes(self, index: int) -> bytes | None:
-        """The bytes that a token stands for, or None where the tokenizer is not byte-level."""
+        """Return the bytes of a token, or None if the tokenizer is not byte-level."""
         token = self._token(index)
         if not self._byte_level:
             return None
@@ -311,21 +335,20 @@ class Tokenizer:
             return token.encode("utf-8")
         return bytes(BYTE_OF[letter] for letter in token)
 
-    def _ask(self, question: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return _asked(question, *given, **more)
+            return _call_backend(function, *args, **kwargs)
         except _BackendError as error:
             raise FileError(
-                f"the tokenizer's file does not fit itself: {error_text(error, 300)}; is it "
-                "damaged?"
+                f"the tokenizer's file contradicts itself: {error_text(error, 300)}; is it damaged?"
             ) from error
 
     def _piece(self, index: int) -> str:
         raw = self.token_bytes(index)
         if raw is None:
-            return visible(self._token(index))
+            return display_text(self._token(index))
         try:
-            return visible(raw.decode("utf-8"))
+            return display_text(raw.decode("utf-8"))
         except UnicodeDecodeError:
             return f"‹{raw.hex(' ').upper()}›"
 
@@ -333,16 +356,17 @@ class Tokenizer:
         token = self._backend.id_to_token(index) if 0 <= index < 2**32 else None
         if token is None:
             raise ArgumentError(
-                f"token id {index} outside [0, {self.vocab_size}); is it another tokenizer's?"
+                f"token id {index} is outside [0, {self.vocab_size}); does it belong to another "
+                "tokenizer?"
             )
         return token
 
 
 def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
-    """The tokenizer of a file, whose parts are looked at before the `tokenizers` package gets
+    """Read the tokenizer of a file, whose parts are checked before the `tokenizers` package gets
     it.
     """
-    raw = read_bytes(file, LONGEST)
+    raw = read_bytes(file, MAX_FILE_BYTES)
     try:
         content = parse_json(raw)
     except ArgumentError as error:
@@ -352,7 +376,7 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
             raise FileError(f"{file}: no {key!r} at the top level; is this a tokenizer.json?")
     _check_ids(content, file)
     try:
-        return kind(_asked(tokenizers.Tokenizer.from_str, raw.decode("utf-8")))
+        return kind(_call_backend(tokenizers.Tokenizer.from_str, raw.decode("utf-8")))
     except _BackendError as error:
         raise FileError(
             f"{file}: the tokenizers package {tokenizers.__version__} cannot read it "
@@ -362,15 +386,15 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
 
 
 class _BackendError(Exception):
-    """What the backend raises: it has no error of its own."""
+    """Any error of the `tokenizers` package, which has no error class of its own."""
 
 
-def _asked(question: Callable[..., Any], *given: Any, **more: Any) -> Any:
-    """An answer of the backend; a failed check inside it is no `Exception`, and is an error like
-    its others.
+def _call_backend(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the backend; its errors, also panics that are not an `Exception`, become
+    `_BackendError`.
     """
     try:
-        return question(*given, **more)
+        return function(*args, **kwargs)
     except Exception as error:
         raise _BackendError(str(error)) from error
     except BaseException as error:
@@ -380,17 +404,15 @@ def _asked(question: Callable[..., Any], *given: Any, **more: Any) -> Any:
 
 
 def _check_ids(content: dict[str, Any], file: Path) -> None:
-    """No id is beyond what a vocabulary can have: the backend fills every gap below the largest
-    one.
-    """
+    """Check that every id is small: the backend fills all gaps below the largest one."""
     model, added = content["model"], content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     if isinstance(added, list):
         ids += [token.get("id") for token in added if isinstance(token, dict)]
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < LARGEST_ID), None)
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < MAX_TOKEN_ID), None)
     if wrong is not None:
         raise FileError(
-            f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to {LARGEST_ID - 1}, "
+            f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to {MAX_TOKEN_ID - 1}, "
             "without large gaps"
         )

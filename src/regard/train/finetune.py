@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.report import Healing
+from regard.models.convert.report import FinetuneResult
 from regard.train.batches import Batches
 from regard.train.loop import fit
 from regard.train.losses import evaluate
@@ -28,7 +28,7 @@ def heal(
     batch: int = 4,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Healing:
+) -> FinetuneResult:
     """Train a network in place on rows of ids, and say what it brought on them and on a last tenth
     that was held back.
 
@@ -68,7 +68,7 @@ def heal(
     before = _losses(network, trained, rest)
     fit(network, batches, settings, progress=progress)
     after = _losses(network, trained, rest)
-    return Healing(
+    return FinetuneResult(
         steps,
         lr,
         batch,

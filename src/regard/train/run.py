@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder, write_user_file
 from regard.files.folder_lock import folder_locked
-from regard.models.assembly.mechanism import decoders, entry_of
-from regard.models.families import family, llama, regard, type_of
+from regard.models.assembly.catalogue_mixer import decoder_variants, find_variant
+from regard.models.families import family, llama, model_type_of, regard
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 from regard.nn.variants import VARIANTS
@@ -91,7 +91,7 @@ def model_of(config: Any, seed: int) -> nn.Module:
     >>> sum(p.numel() for p in model_of(config, 0).parameters())
     28832
     """
-    found = family(type_of(config))
+    found = family(model_type_of(config))
     assert found is not None
     torch.manual_seed(seed)
     return found.build(config)
@@ -120,7 +120,7 @@ def unreached(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]
 def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     """The mechanism's own options, and the window that is put over it."""
     name = o["attention"]
-    entry = entry_of(name)
+    entry = find_variant(name)
     own, chosen = option_names(entry), parse_options(o.get("set") or (), entry)
     for key, flag, value in (
         ("groups", "--kv-heads", o.get("kv_heads")),
@@ -131,7 +131,7 @@ def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         if value is not None and key in own:
             chosen[key] = value
         elif value is not None and key == "groups":
-            able = [n for n in decoders() if key in option_names(VARIANTS[n])]
+            able = [n for n in decoder_variants() if key in option_names(VARIANTS[n])]
             raise ArgumentError(
                 f"{flag} does not go with {name}, whose key/value heads are fixed; it goes with "
                 f"{', '.join(able)}"
@@ -168,7 +168,7 @@ class Run:
         tokenizer, tokens, validation = self.data()
         model, config = self.model(tokenizer.vocab_size)
         parameters = sum(p.numel() for p in model.parameters())
-        say(f"model: {type_of(config)}, {parameters:,} parameters")
+        say(f"model: {model_type_of(config)}, {parameters:,} parameters")
         if missed := unreached(model, config.vocab_size, self.options["context"]):
             say(
                 f"note: the loss has no gradient for {', '.join(missed)}: they stay as they were "
@@ -293,7 +293,7 @@ def check_device(device: str) -> None:
 def about(config: Any) -> dict[str, Any]:
     """What a model is, as plain values: a run goes on with the same only."""
     found: dict[str, Any] = json.loads(
-        json.dumps({"model_type": type_of(config), **asdict(config)})
+        json.dumps({"model_type": model_type_of(config), **asdict(config)})
     )
     return found
 

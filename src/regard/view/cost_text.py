@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from regard import units
-from regard.configs.known import KNOWN, model_of
+from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
 from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
 from regard.cost.softmax import SoftmaxSpec
@@ -242,7 +242,8 @@ def listing(*, json: bool) -> str:
     sizes = {name: model_of(name).parameters for name in KNOWN}
     if json:
         models = {
-            name: {"parameters": n, "source": KNOWN[name].source} for name, n in sizes.items()
+            name: {"parameters": n, "source": PUBLISHED_MODELS[name].source}
+            for name, n in sizes.items()
         }
         machines = {
             name: {

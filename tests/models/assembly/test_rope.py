@@ -17,7 +17,7 @@ from regard import masks
 from regard.configs.rope import RopeSettings, normalize_rope
 from regard.errors import ArgumentError
 from regard.models.assembly import rope
-from regard.models.assembly.rope import heads
+from regard.models.assembly.rope import rotary_heads
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PrefixRecomputer, PreNorm, RMSNorm, SwiGLU
 from regard.positions import DynamicNTK, LongRoPE, Rotary, YaRN
@@ -136,7 +136,7 @@ MAX = 64
 
 
 def rotary(*settings: Any, **more: Any) -> Rotary:
-    return rope.rotary(RopeSettings(*settings, **more))
+    return rope.rotary_module(RopeSettings(*settings, **more))
 
 
 def make(scaling: dict[str, Any], head_dim: int, theta: float, **more: Any) -> Rotary:
@@ -681,7 +681,7 @@ def decoder(scaling: dict[str, Any] | None) -> Decoder:
     made = rotary(8, 100.0, scaling, 8 if scaling and scaling["rope_type"] == "dynamic" else 16)
     layers = []
     for _ in range(2):
-        project = heads(
+        project = rotary_heads(
             24,
             4,
             2,
@@ -738,4 +738,4 @@ def test_a_stale_key_is_refused_and_frozen_frequencies_would_differ(name: str) -
 
 def test_heads_of_another_size_are_refused() -> None:
     with pytest.raises(ArgumentError, match="rotary is for heads of 8, and head_dim is 16"):
-        heads(32, 4, 2, 16, rotary(8, 1e4, None, 64))
+        rotary_heads(32, 4, 2, 16, rotary(8, 1e4, None, 64))

@@ -104,19 +104,19 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         (
             {"num_hiden_layers": 2},
             (
-                "unknown key 'num_hiden_layers'; did you mean 'num_hidden_layers'? If it changes "
-                "nothing that is computed, pass it "
-                "over: regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
+                "unknown key 'num_hiden_layers'; did you mean 'num_hidden_layers'? If it does "
+                "not change the computation, ignore it"
+                ": regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
                 "'num_hiden_layers'"
             ),
         ),
         (
             {"auto_map": {"AutoModel": "evil.py"}},
             (
-                "auto_map asks for code that comes with the checkpoint, which is never run and "
+                "auto_map names code in the checkpoint, which is never run and "
                 "may compute something else; use a "
-                "checkpoint of the family's own code. If it changes nothing that is computed, "
-                "pass it over: "
+                "checkpoint of the family's own code. If it does not change the computation, "
+                "ignore it: "
                 "regard.load(folder, ignore=('auto_map',)), or --ignore 'auto_map'"
             ),
         ),
@@ -137,23 +137,29 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
         (
             {"num_hidden_layers": 10**9},
-            "num_hidden_layers is 1000000000, and the folder holds 21 tensors",
+            "num_hidden_layers is 1000000000, and the folder has 21 tensors",
         ),
-        ({"head_dim": 10**9}, "head_dim is 1000000000; at most 1048576 is believed"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000; the largest accepted value is 1048576"),
         (
             {"hidden_size": 10**19},
-            "hidden_size is 10000000000000000000; at most 1048576 is believed",
+            "hidden_size is 10000000000000000000; the largest accepted value is 1048576",
         ),
-        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; at most 16777216 is believed"),
+        (
+            {"vocab_size": 2**63},
+            "vocab_size is 9223372036854775808; the largest accepted value is 16777216",
+        ),
         (
             {"max_position_embeddings": 2**62},
-            "max_position_embeddings is 4611686018427387904; at most 2147483648 is believed",
+            (
+                "max_position_embeddings is 4611686018427387904; the largest accepted value is "
+                "2147483648"
+            ),
         ),
         (
             {"num_attention_heads": 10**6},
-            "num_attention_heads is 1000000; at most 65536 is believed",
+            "num_attention_heads is 1000000; the largest accepted value is 65536",
         ),
-        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder holds 21 tensors"),
+        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder has 21 tensors"),
         ({"hidden_act": "\x1b[2J"}, "hidden_act is '\\x1b[2J'; only 'silu' is supported for llama"),
         ({"rope_scaling": [2]}, "rope_scaling is [2]; it must be an object"),
         (
@@ -235,7 +241,7 @@ def test_which_ids_end_a_text(folder: Path, generation: Any, config: Any, wanted
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     model = regard.load(folder)
-    assert model.ends == (wanted or {model.tokenizer.end_of_text})
+    assert model.eos_ids == (wanted or {model.tokenizer.end_of_text})
 
 
 def test_ends_that_are_no_ids(folder: Path) -> None:

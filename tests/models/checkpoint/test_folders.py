@@ -13,42 +13,41 @@ from regard.cli.app import run
 from tests.models import small
 
 ADAPTER = (
-    "an adapter, which is nothing without its base model; merge it into that first (peft: "
-    "merge_and_unload)"
+    "an adapter, which needs its base model; merge it into that first (peft: merge_and_unload)"
 )
 WITHOUT_CONFIG = {
     "GGUF alone": (
         ["m.q4_k_m.gguf"],
         (
-            "the folder holds 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
-            "the model, before its quantisation"
+            "the folder has 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
+            "the model, from before its quantisation"
         ),
     ),
     "an adapter alone": (
         ["adapter_config.json", "adapter_model.safetensors"],
-        f"the folder holds 'adapter_config.json', {ADAPTER}",
+        f"the folder has 'adapter_config.json', {ADAPTER}",
     ),
-    "an older adapter": (["adapter_model.bin"], f"the folder holds 'adapter_model.bin', {ADAPTER}"),
+    "an older adapter": (["adapter_model.bin"], f"the folder has 'adapter_model.bin', {ADAPTER}"),
     "pickles alone": (
         ["pytorch_model.bin"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
-            "opened; convert it to safetensors with another program"
+            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
+            "opened; convert it to safetensors elsewhere"
         ),
     ),
     "weights alone": (
         ["model.safetensors"],
-        "the folder holds the weights without it; get it from where they came from",
+        "the folder has the weights without it; get it from where they came from",
     ),
     "shards alone": (
         ["model.safetensors.index.json"],
-        "the folder holds the weights without it; get it from where they came from",
+        "the folder has the weights without it; get it from where they came from",
     ),
     "a training run": (
         ["checkpoint-500/config.json", "checkpoint-900/config.json"],
-        "it is in the folder 'checkpoint-500' here, and in 2 in all: give that folder",
+        "its subfolder 'checkpoint-500' has one (2 subfolders in all): give that folder",
     ),
-    "nothing": (["README.md"], "a model folder holds config.json and model.safetensors"),
+    "nothing": (["README.md"], "a model folder has config.json and model.safetensors"),
 }
 
 
@@ -78,8 +77,7 @@ def test_an_adapter_with_the_config_of_its_base(tmp_path: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path}/model.safetensors is missing; the folder holds 'adapter_config.json', "
-        f"{ADAPTER}"
+        f"{tmp_path}/model.safetensors is missing; the folder has 'adapter_config.json', {ADAPTER}"
     )
 
 
@@ -110,7 +108,7 @@ def test_names_that_are_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FileError) as error:
         regard.load("tny")
     assert str(error.value) == (
-        "no model 'tny': it is neither an embedded one (tiny) nor a folder, and nothing is "
+        "no model 'tny': it is neither in the package (tiny) nor a folder, and nothing is "
         "downloaded for such a name. "
         'A repository of the Hugging Face hub is named as "org/name" or "hub:org/name" and '
         "downloaded where the extra hub "

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import ArgumentError, ArgumentTypeError, FileError
 from regard.cli.app import run
-from regard.configs.reader import IGNORED, MARKS, is_harmless, parse
+from regard.configs.reader import IGNORED_KEYS, TOOL_KEYS, is_harmless, parse
 from regard.models.families import FAMILIES, bert, family, mpt
 from regard.models.save import save
 from tests.models import small
@@ -95,8 +95,8 @@ def test_they_are_harmless_in_every_family(name: str) -> None:
         assert is_harmless(key), key
         assert key not in own, key
     assert not any(is_harmless(key) for key in found.config.fixed)
-    assert not found.config.ignored & IGNORED
-    assert not any(key in IGNORED for key in MARKS)
+    assert not found.config.ignored & IGNORED_KEYS
+    assert not any(key in IGNORED_KEYS for key in TOOL_KEYS)
 
 
 @pytest.mark.parametrize("keep", [{}, {"AutoModel": "modeling_mine.Mine"}])
@@ -107,7 +107,7 @@ def test_code_for_a_tokenizer_is_harmless_and_code_for_a_network_is_not(
     if not keep:
         assert regard.load(folder).ignored == ("auto_map",)
         return
-    with pytest.raises(FileError, match="auto_map asks for code that comes with the checkpoint"):
+    with pytest.raises(FileError, match="auto_map names code in the checkpoint"):
         regard.load(folder)
     assert regard.load(folder, ignore=["auto_map"]).ignored == ("auto_map",)
 
@@ -117,8 +117,8 @@ def test_an_unknown_key_says_how_to_go_on(folder: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(folder)
     assert str(error.value) == (
-        f"{folder}/config.json: unknown key 'quality'. If it changes nothing that is computed, "
-        "pass it over: "
+        f"{folder}/config.json: unknown key 'quality'. If it does not change the computation, "
+        "ignore it: "
         "regard.load(folder, ignore=('quality',)), or --ignore 'quality'"
     )
     with pytest.raises(FileError, match=r"unknown key 'a\\x1b\[2Jb'"):
@@ -144,7 +144,8 @@ def test_an_unknown_key_of_an_inner_object(folder: Path) -> None:
 def test_what_the_family_needs_cannot_be_passed_over(name: str, folder: Path) -> None:
     change_config(folder, hidden_act="silu")
     message = (
-        f"ignore names '{name}', which is no unknown key or tensor: llama needs it; leave it out"
+        f"ignore names '{name}', which is not an unknown key or tensor: llama needs it; "
+        "leave it out"
     )
     with pytest.raises(ArgumentError, match=message):
         regard.load(folder, ignore=[name])
@@ -153,7 +154,7 @@ def test_what_the_family_needs_cannot_be_passed_over(name: str, folder: Path) ->
 @pytest.mark.parametrize("name", ["ignore", "allow_missing"])
 def test_one_name_is_not_several(name: str, folder: Path) -> None:
     with pytest.raises(
-        ArgumentTypeError, match=rf"{name} is a str; give several: {name}=\['key'\]"
+        ArgumentTypeError, match=rf"{name} is a str; give a sequence of patterns: {name}=\['key'\]"
     ):
         regard.load(folder, **{name: "key"})
 

@@ -21,9 +21,9 @@ from regard.configs.base import ModelConfig
 from regard.inspect import head_scores, record
 from regard.models import Model
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import OWN
-from regard.models.checkpoint.weights import placed, table
-from regard.models.convert import Wanted, convert
+from regard.models.checkpoint.name_tables import SAME_NAMES
+from regard.models.checkpoint.weights import map_names, name_matcher
+from regard.models.convert import ConversionOptions, convert
 from regard.models.families import FAMILIES, family, gpt_neox
 from regard.models.save import save
 from tests.models import small
@@ -67,7 +67,7 @@ def names_of(name: str) -> tuple[Family, list[str]]:
     """A family, and the names of its table with a number for each {}."""
     found = family(name)
     assert found is not None
-    assert found.names is not OWN
+    assert found.names is not SAME_NAMES
     return found, sorted({theirs.replace("{}", "3") for theirs in found.names})
 
 
@@ -75,9 +75,9 @@ def names_of(name: str) -> tuple[Family, list[str]]:
 @pytest.mark.parametrize("name", NAMED)
 def test_prefixes_of_every_family(name: str, wrapper: str) -> None:
     found, names = names_of(name)
-    where = placed(Path(), [wrapper + n for n in names], found, table(found))
+    where = map_names(Path(), [wrapper + n for n in names], found, name_matcher(found))
     assert where.names == {wrapper + n: n for n in names}
-    assert (where.homeless, where.bare) == ((), False)
+    assert (where.unmatched, where.is_base_model) == ((), False)
 
 
 @pytest.mark.parametrize("name", WITH_PREFIX)
@@ -86,18 +86,20 @@ def test_the_base_model_of_every_family(name: str) -> None:
     (prefix,) = found.prefixes
     own = [n for n in names if n.startswith(prefix)]
     for stored in (own, names):  # without the head, and with it
-        where = placed(Path(), [n.removeprefix(prefix) for n in stored], found, table(found))
+        where = map_names(
+            Path(), [n.removeprefix(prefix) for n in stored], found, name_matcher(found)
+        )
         assert where.names == {n.removeprefix(prefix): n for n in stored}
-        assert (where.homeless, where.bare) == ((), True)
-    assert not placed(Path(), own, found, table(found)).bare
+        assert (where.unmatched, where.is_base_model) == ((), True)
+    assert not map_names(Path(), own, found, name_matcher(found)).is_base_model
     mixed = [own[0], *(n.removeprefix(prefix) for n in own[1:])]
-    assert placed(Path(), mixed, found, table(found)).homeless == (own[0],)
+    assert map_names(Path(), mixed, found, name_matcher(found)).unmatched == (own[0],)
 
 
 def test_names_of_many_parts_cost_few_passes() -> None:
     found, names = names_of("llama")
     deep = [".".join("a" * 200) + "." + n for n in names]
-    assert set(placed(Path(), deep, found, table(found)).homeless) == set(deep)
+    assert set(map_names(Path(), deep, found, name_matcher(found)).unmatched) == set(deep)
 
 
 def test_two_mappings_that_fit_are_refused() -> None:
@@ -105,7 +107,7 @@ def test_two_mappings_that_fit_are_refused() -> None:
         ModelConfig, lambda _: torch.nn.Identity(), {"w": "w", "a.w": "a", "b": "b", "a.b": "c"}
     )
     with pytest.raises(FileError, match=r"can be read in two ways: 'a\.w' is a\.w or w; rename"):
-        placed(Path(), ["a.w", "a.b"], both, table(both))
+        map_names(Path(), ["a.w", "a.b"], both, name_matcher(both))
 
 
 def test_a_wrapped_checkpoint_is_the_same_model(folder: Path) -> None:
@@ -145,8 +147,8 @@ def test_a_base_model_without_a_head_gives_states(said: bool | None, folder: Pat
     for ask in (
         lambda: model(ids),
         lambda: "".join(model.generate("the", max_tokens=2)),
-        lambda: model.read("the"),
-        lambda: model.beam("the", max_tokens=2),
+        lambda: model.cache_prefix("the"),
+        lambda: model.beam_search("the", max_tokens=2),
     ):
         with pytest.raises(ArgumentError, match=message):
             ask()
@@ -213,7 +215,7 @@ def test_commands_on_a_base_model(
     ids = torch.tensor([[1, 2, 3, 1, 2, 3]])
     assert head_scores(model, ids).keys() == head_scores(small.model(), ids).keys()
     with pytest.raises(ArgumentError, match="is a base model without a head"):
-        convert(folder, tmp_path / "out", Wanted(to="mqa"))
+        convert(folder, tmp_path / "out", ConversionOptions(to="mqa"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

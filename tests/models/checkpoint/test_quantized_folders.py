@@ -16,8 +16,8 @@ from torch import Tensor
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint.quantized import unpacked
-from regard.models.checkpoint.store import Store
+from regard.models.checkpoint.quantized import dequantized
+from regard.models.checkpoint.tensors import CheckpointTensors
 from tests.oracles import moe as oracle
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,9 +35,9 @@ def bytes_(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
     return torch.randint(low, high, shape, generator=make, dtype=torch.uint8)
 
 
-def opened(folder: Path, tensors: dict[str, Tensor], said: Any) -> Store:
+def opened(folder: Path, tensors: dict[str, Tensor], said: Any) -> CheckpointTensors:
     save_file(tensors, folder / "model.safetensors")
-    return unpacked(Store.open(folder), said)
+    return dequantized(CheckpointTensors.open(folder), said)
 
 
 def blocks_and_scales() -> dict[str, Tensor]:
@@ -55,8 +55,8 @@ def eighths(N: int = 6, K: int = 9, seed: int = 0) -> dict[str, Tensor]:
 
 def test_a_plain_folder_is_itself(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    store = Store.open(tmp_path)
-    assert unpacked(store, None) is store
+    store = CheckpointTensors.open(tmp_path)
+    assert dequantized(store, None) is store
 
 
 def test_mxfp4_is_one_matrix_turned(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_pairs_may_lie_in_different_shards(tmp_path: Path) -> None:
         "weight_map": {n: f"model-0000{i}-of-00002.safetensors" for n, i in where.items()},
     }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    store = unpacked(Store.open(tmp_path), MXFP4)
+    store = dequantized(CheckpointTensors.open(tmp_path), MXFP4)
     (tmp_path / "whole").mkdir()
     whole = opened(tmp_path / "whole", packed, MXFP4)
     for (name, x), (other, y) in zip(store.read(), sorted(whole.read(), reverse=True), strict=True):
@@ -136,7 +136,7 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
         ({"w_scales": torch.ones(2, 6, 3)}, MXFP4, "'w_scales' is torch.float32"),
         ({"w_blocks": bytes_(2, 6, 3, 8)}, MXFP4, r"'w_blocks' is torch.uint8 \(2, 6, 3, 8\)"),
         ({"w_blocks": bytes_(3, 16), "w_scales": bytes_(3)}, MXFP4, r"\(3, 16\)"),
-        ({"w": torch.ones(2)}, MXFP4, "'w' is stored plain, and packed too"),
+        ({"w": torch.ones(2)}, MXFP4, "'w' is stored both plain and packed"),
         (eighths(), FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; supported is 'e4m3'"),
         (
             eighths(),

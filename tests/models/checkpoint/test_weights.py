@@ -21,9 +21,9 @@ import regard
 from regard import FileError
 from regard.configs.base import ModelConfig
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Rule, bind, rows, transposed
-from regard.models.checkpoint.store import Store
-from regard.models.checkpoint.weights import fill
+from regard.models.checkpoint.name_tables import TensorRule, bind_names, stacked_rows, transposed
+from regard.models.checkpoint.tensors import CheckpointTensors
+from regard.models.checkpoint.weights import fill_parameters
 from regard.models.save import save
 from tests.models import small
 
@@ -99,7 +99,7 @@ def test_a_layer_too_few(folder: Path) -> None:
     )
     text = refusal(folder)
     assert text.startswith("{}: 9 missing ['model.layers.2.")
-    assert "is a shard missing? --allow-missing PATTERN gives them fresh weights" in text
+    assert "is a shard missing? --allow-missing PATTERN gives them random weights" in text
     config.write_text(
         config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 1')
     )
@@ -115,7 +115,7 @@ def test_what_may_be_missing_is_fresh_and_said(folder: Path) -> None:
     )
     model = regard.load(folder, allow_missing=["*input_layernorm*", "*.up_proj.weight"])
     missing = {"model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"}
-    assert set(model.fresh) == missing
+    assert set(model.newly_initialized) == missing
     layers: Any = model.decoder.layers
     assert layers[1].attention_residual.norm.weight.eq(1).all()
     assert layers[0].feed_forward.up.weight.std() > 0.1
@@ -188,7 +188,7 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
     message = (
-        "no model '{}/x': it is neither an embedded one (tiny) nor a folder, and nothing is "
+        "no model '{}/x': it is neither in the package (tiny) nor a folder, and nothing is "
         "downloaded for such a name. "
     )
     with pytest.raises(FileError) as error:
@@ -211,11 +211,11 @@ class Pair(nn.Module):
 
 
 SIZES = {"up": 4, "gate": 2}
-TABLE: dict[str, str | Rule] = {
-    "model.h.{}.both.weight": rows("layers.{}.up.weight", "layers.{}.gate.weight"),
+TABLE: dict[str, str | TensorRule] = {
+    "model.h.{}.both.weight": stacked_rows("layers.{}.up.weight", "layers.{}.gate.weight"),
     "model.h.{}.up.bias": "layers.{}.up.bias",
     "model.h.{}.gate.bias": "layers.{}.gate.bias",
-    "model.experts": Rule(
+    "model.experts": TensorRule(
         ("experts.*.weight",),
         lambda stored, _: stored.unbind(),
         lambda parts: torch.stack(list(parts)),
@@ -226,8 +226,10 @@ FAMILY = Family(ModelConfig, lambda _: Pair(), TABLE, prefixes=("model.",), buff
 
 def stored(model: Pair) -> dict[str, Tensor]:
     tensors = {}
-    for name, binding in bind(model, TABLE).items():
-        tensors[name] = binding.rule.give([model.get_parameter(o) for o in binding.ours]).detach()
+    for name, binding in bind_names(model, TABLE).items():
+        tensors[name] = binding.rule.pack(
+            [model.get_parameter(o) for o in binding.parameters]
+        ).detach()
     return tensors
 
 
@@ -247,7 +249,9 @@ def test_rules_take_what_they_give(tmp_path: Path) -> None:
     save_file(renamed | {"h.0.cache": torch.zeros(2)}, tmp_path / "model.safetensors")
     with torch.device("meta"):
         other = Pair()
-    assert fill(other, FAMILY, Store.open(tmp_path), dtype=torch.float32) == ([], [])
+    assert fill_parameters(
+        other, FAMILY, CheckpointTensors.open(tmp_path), dtype=torch.float32
+    ) == ([], [])
     for name, parameter in model.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name
     storages = [p.untyped_storage().data_ptr() for p in other.parameters()]
@@ -258,25 +262,25 @@ def test_two_spellings_of_one_tensor(tmp_path: Path) -> None:
     tensors = {n: t.contiguous() for n, t in stored(Pair()).items()}
     tensors["model.specialists"] = tensors["model.experts"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    older = replace(FAMILY, respell=lambda name: name.replace("specialists", "experts"))
+    older = replace(FAMILY, rename_stored=lambda name: name.replace("specialists", "experts"))
     with pytest.raises(
         FileError,
         match=r"'model.specialists' and 'model.experts' are two names of model.experts; keep one",
     ):
-        fill(Pair(), older, Store.open(tmp_path), dtype=torch.float32)
+        fill_parameters(Pair(), older, CheckpointTensors.open(tmp_path), dtype=torch.float32)
 
 
 def test_a_transposed_matrix() -> None:
     weight = torch.randn(4, 3)
     rule = transposed("w")
-    assert torch.equal(rule.take(rule.give([weight]), [weight.shape])[0], weight)
-    assert rule.give([weight]).shape == (3, 4)
+    assert torch.equal(rule.unpack(rule.pack([weight]), [weight.shape])[0], weight)
+    assert rule.pack([weight]).shape == (3, 4)
 
 
 MEMORY = """
 import resource, sys
 import regard
-from regard.models.checkpoint.store import Store
+from regard.models.checkpoint.tensors import CheckpointTensors
 def peak():
     return int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) << 10
 import torch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.models.convert.layer import Checkpoint
+from regard.models.convert.attention_maps import Checkpoint
 from regard.models.families import family
 from tests.models import small
 

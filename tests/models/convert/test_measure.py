@@ -13,9 +13,9 @@ import torch
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.models.convert import measure, to_dtype, to_groups, to_latent
-from regard.models.convert.layer import Checkpoint
-from regard.models.convert.report import Report, _spread, topics, windows
+from regard.models.convert import compare_models, to_dtype, to_groups, to_latent
+from regard.models.convert.attention_maps import Checkpoint
+from regard.models.convert.report import ConversionReport, _spread, evaluation_windows, pydoc_topics
 from regard.models.model import Model
 from tests.models import small
 from tests.models.convert import some
@@ -25,7 +25,7 @@ def test_every_figure_by_loops() -> None:
     before = some.llama()
     after, _ = to_groups(before, 1)
     ids = some.ids(before, 9)
-    found = measure(before.network, after.network, ids)
+    found = compare_models(before.network, after.network, ids)
     largest, moved, whole, n = 0.0, 0.0, 0.0, 0
     means: dict[str, list[float]] = {"before": [], "after": [], "change": [], "kl": [], "same": []}
     for row in ids:
@@ -61,14 +61,14 @@ def test_every_figure_by_loops() -> None:
     assert (found.agreement, found.agreement_error) == pytest.approx((mean("same"), error("same")))
     assert found.largest == pytest.approx(largest)
     assert found.relative == pytest.approx((moved / whole) ** 0.5)
-    one = measure(before.network, after.network, ids[:1])
+    one = compare_models(before.network, after.network, ids[:1])
     assert math.isnan(one.divergence_error)
     assert math.isnan(one.loss_change_error)
 
 
 def test_a_model_beside_itself() -> None:
     held = some.llama()
-    found = measure(held.network, held.network, some.ids(held), text="")
+    found = compare_models(held.network, held.network, some.ids(held), text="")
     assert (found.largest, found.relative, found.divergence, found.agreement) == (0, 0, 0, 1)
     assert (found.divergence_error, found.agreement_error) == (0, 0)
     assert math.isnan(found.perplexity_before)
@@ -78,26 +78,26 @@ def test_a_model_beside_itself() -> None:
 
 def test_windows_of_a_given_text_are_its_beginning() -> None:
     tiny = regard.load("tiny")
-    text = topics()[:3000]
+    text = pydoc_topics()[:3000]
     whole = len(tiny.encode(text)[0])
-    rows, told = windows(tiny, text, 100, 10_000)
+    rows, told = evaluation_windows(tiny, text, 100, 10_000)
     assert told == "the given text"
     assert rows.shape[0] == -(-whole // 100)
     assert whole - len(rows) < rows.numel() <= whole
     assert rows.flatten().tolist() == tiny.encode(text)[0, : rows.numel()].tolist()
-    assert windows(tiny, text, 512, 50).ids.shape == (1, 50)
+    assert evaluation_windows(tiny, text, 512, 50).ids.shape == (1, 50)
 
 
 @pytest.mark.full
 def test_the_built_in_text_is_long_and_read_all_over() -> None:
     tiny = regard.load("tiny")
-    ids = tiny.encode(topics())[0].tolist()
-    rows, told = windows(tiny, None, 256, 4096)
+    ids = tiny.encode(pydoc_topics())[0].tolist()
+    rows, told = evaluation_windows(tiny, None, 256, 4096)
     assert rows.shape == (16, 256)
     assert told == f"the topics of pydoc, Python {platform.python_version()}"
     starts = [i * len(ids) // 16 for i in range(16)]
     assert rows.tolist() == [ids[a : a + 256] for a in starts]
-    assert windows(tiny, None, 256, 300).ids.shape == (1, 256)
+    assert evaluation_windows(tiny, None, 256, 300).ids.shape == (1, 256)
     assert _spread(torch.arange(1000), 256, 10**6).tolist() == [
         list(range(a, a + 256)) for a in (0, 333, 666)
     ], "as many as there are, none over another"
@@ -106,7 +106,7 @@ def test_the_built_in_text_is_long_and_read_all_over() -> None:
 def test_a_python_without_topics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(FileError, match=r"this Python has no pydoc_data, .*--text FILE"):
-        topics()
+        pydoc_topics()
 
 
 def test_the_loss_of_a_latent_is_seen() -> None:
@@ -115,8 +115,8 @@ def test_the_loss_of_a_latent_is_seen() -> None:
     """
     tiny = regard.load("tiny")
     after, _ = to_latent(Checkpoint(tiny.decoder, tiny.config), 96)
-    ids, told = windows(tiny, None, 256, 2560)
-    found = measure(tiny.decoder, after.network, ids, text=told)
+    ids, told = evaluation_windows(tiny, None, 256, 2560)
+    found = compare_models(tiny.decoder, after.network, ids, text=told)
     assert found.loss_change > 0.3
     assert found.loss_change > 5 * found.loss_change_error
     assert found.divergence > 5 * found.divergence_error
@@ -126,12 +126,12 @@ def test_the_loss_of_a_latent_is_seen() -> None:
 def test_a_model_without_tokenizer_meets_drawn_ids() -> None:
     made = small.model()
     bare = Model(made.decoder, None, made.config)
-    rows, text = windows(bare, None, 16, 64)
+    rows, text = evaluation_windows(bare, None, 16, 64)
     assert text == ""
     assert rows.shape == (4, 16)
-    assert torch.equal(rows, windows(bare, None, 16, 64).ids)
+    assert torch.equal(rows, evaluation_windows(bare, None, 16, 64).ids)
     with pytest.raises(regard.FileError, match="this model has no tokenizer"):
-        windows(bare, "a text", 16, 64)
+        evaluation_windows(bare, "a text", 16, 64)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_a_model_without_tokenizer_meets_drawn_ids() -> None:
     [
         (None, 1, 64, "length is 1; it must be at least 2"),
         (None, 16, 1, "tokens is 1; it must be at least 2"),
-        ("a", 16, 64, "the text has 1 tokens; give at least 2"),
+        ("a", 16, 64, "the text has 1 token; give at least 2"),
     ],
 )
 def test_too_little(text: str | None, length: int, tokens: int, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        windows(regard.load("tiny"), text, length, tokens)
+        evaluation_windows(regard.load("tiny"), text, length, tokens)
 
 
 def test_dtypes() -> None:
@@ -162,16 +162,16 @@ def test_dtypes() -> None:
         to_dtype(after, "int8")
     after.network.norm.weight.data[0] = 1e5
     with pytest.raises(
-        ArgumentError, match=r"norm.weight holds 1e\+05, which is too large for float16"
+        ArgumentError, match=r"norm.weight has the value 1e\+05, which is too large for float16"
     ):
         to_dtype(after, "float16")
 
 
 def test_json_has_no_nan() -> None:
     held = some.llama()
-    sizes = regard.models.convert.run.sizes(held)
-    found = measure(held.network, held.network, some.ids(held), text="")
-    figures = Report("a", "b", (), sizes, sizes, found, None).figures()
+    sizes = regard.models.convert.folder.summarize(held)
+    found = compare_models(held.network, held.network, some.ids(held), text="")
+    figures = ConversionReport("a", "b", (), sizes, sizes, found, None).figures()
     assert figures["measured"]["loss_before"] is figures["measured"]["loss_change"] is None
     assert figures["measured"]["divergence_error"] == 0
     assert figures["before"]["kept"] == 2 * 40

@@ -12,7 +12,7 @@ import torch
 
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.models.checkpoint.names import bind
+from regard.models.checkpoint.name_tables import bind_names
 from regard.models.families import bert, family, t5
 from tests.parity.families.published import build, count, layer, placed
 
@@ -152,11 +152,11 @@ def test_the_head_for_hidden_words_is_what_is_stored() -> None:
     """bert-base-uncased with the head, without the pooler: 109,514,298."""
     config = parse(bert.Config, BERT)
     stored = ["bert.embeddings.word_embeddings.weight", "cls.predictions.bias"]
-    settled = bert.FAMILY.settle(config, BERT, stored)
+    settled = bert.FAMILY.complete_config(config, BERT, stored)
     assert (settled.pooler, settled.masked_words) == (False, True)
     with torch.device("meta"):
         assert count(bert.build(settled)) == 109_514_298
-    both = bert.FAMILY.settle(config, BERT, [*stored, "bert.pooler.dense.weight"])
+    both = bert.FAMILY.complete_config(config, BERT, [*stored, "bert.pooler.dense.weight"])
     assert (both.pooler, both.masked_words) == (True, True)
 
 
@@ -230,8 +230,8 @@ def _block(raw: dict[str, Any], stack: str) -> dict[str, tuple[int, ...]]:
     network = build(raw)[1]
     parameters = dict(network.named_parameters(remove_duplicate=False))
     found, seen, front = {}, set(), f"{stack}.block.0."
-    for name, binding in bind(network, t5.NAMES).items():
-        parameter = parameters[binding.ours[0]]
+    for name, binding in bind_names(network, t5.NAMES).items():
+        parameter = parameters[binding.parameters[0]]
         if name.startswith(front) and id(parameter) not in seen:
             found[name.removeprefix(front)] = tuple(parameter.shape)
         seen.add(id(parameter))
@@ -250,10 +250,10 @@ def test_a_stored_output_that_is_not_scaled_is_its_own() -> None:
     }
     config = parse(t5.Config, raw)
     assert config.tie_word_embeddings
-    assert not t5.FAMILY.settle(config, raw, ["lm_head.weight"]).tie_word_embeddings
-    assert t5.FAMILY.settle(config, raw, ["shared.weight"]).tie_word_embeddings
+    assert not t5.FAMILY.complete_config(config, raw, ["lm_head.weight"]).tie_word_embeddings
+    assert t5.FAMILY.complete_config(config, raw, ["shared.weight"]).tie_word_embeddings
     tied = parse(t5.Config, T5_SMALL)
-    assert t5.FAMILY.settle(tied, T5_SMALL, ["lm_head.weight"]) == tied
+    assert t5.FAMILY.complete_config(tied, T5_SMALL, ["lm_head.weight"]) == tied
 
 
 def test_fresh_weights_are_as_the_released_codes() -> None:

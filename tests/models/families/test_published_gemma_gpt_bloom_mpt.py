@@ -14,7 +14,7 @@ from regard.biases.alibi import alibi_slopes
 from regard.configs.base import ACTIVATIONS, rename_keys
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.models.assembly.parts import activation
+from regard.models.assembly.building_blocks import activation
 from regard.models.families import family
 from regard.nn.projections import ClippedQKV
 from tests.parity.families.published import build, count, layer, placed

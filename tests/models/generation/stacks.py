@@ -43,7 +43,7 @@ def following(scaling: Scaling, layers: int = 2) -> Decoder:
 
 def held(decoder: Decoder) -> Model:
     """As users hold it."""
-    return Model(decoder, small.model().tokenizer, small.config(), ends=())
+    return Model(decoder, small.model().tokenizer, small.config(), eos_ids=())
 
 
 def exact(decoder: Decoder, ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -57,5 +57,5 @@ def kinds(caches: list[Cache]) -> list[str]:
 
 def read_in_pieces(context: object, ids: Tensor, sizes: list[int]) -> Tensor:
     """The logits [B,pieces,V] behind each piece."""
-    parts = [context.read(x)[:, None] for x in ids.split(sizes, 1)]  # type: ignore[attr-defined]
+    parts = [context.append(x)[:, None] for x in ids.split(sizes, 1)]  # type: ignore[attr-defined]
     return torch.cat(parts, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import regard
-from regard.models import Batch, Model
+from regard.models import BatchGeneration, Model
 from regard.nn.variants import build
 from regard.positions import DynamicNTK
 from tests.models import small
@@ -36,7 +36,7 @@ def together(
     model: Model, prompts: list[str], **options: Any
 ) -> list[tuple[list[int], str, str | None]]:
     batch = model.generate(prompts, **options)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, BatchGeneration)
     texts = [""] * len(prompts)
     for row, piece in batch:
         assert piece
@@ -78,7 +78,7 @@ def test_rows_that_finish_leave_the_others_alone() -> None:
         first = held(decoder)
         free = alone(first, PROMPTS[:4], max_tokens=7, temperature=1.0)
         ends = [free[0][0][3], free[2][0][5], free[1][0][0]]
-        made = Model(decoder, first.tokenizer, first.config, ends=ends)
+        made = Model(decoder, first.tokenizer, first.config, eos_ids=ends)
         options = {"max_tokens": 7, "temperature": 1.0, "stop": free[3][1][3:5]}
         found = together(made, PROMPTS[:4], **options)
         assert found == alone(made, PROMPTS[:4], **options)
@@ -99,8 +99,8 @@ def test_a_neighbour_that_is_seen_is_found(model: Model, monkeypatch: pytest.Mon
     from regard.models.generation import generate as module
 
     right = together(model, PROMPTS[:3], max_tokens=12)
-    padded = module.padded
-    monkeypatch.setattr(module, "padded", lambda rows, start=0: (padded(rows, start)[0], None))
+    padded = module.pad_left
+    monkeypatch.setattr(module, "pad_left", lambda rows, start=0: (padded(rows, start)[0], None))
     assert together(model, PROMPTS[:3], max_tokens=12) != right
 
 
@@ -137,12 +137,12 @@ def test_two_speeds_are_of_two_clocks(model: Model, monkeypatch: pytest.MonkeyPa
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
 
-    class Slow(module.Context):
-        def read(self, ids: Any, *rest: Any, **more: Any) -> Any:
+    class Slow(module.DecodeSession):
+        def append(self, ids: Any, *rest: Any, **more: Any) -> Any:
             now[0] += 100.0 if ids.shape[1] > 1 else 1.0
-            return super().read(ids, *rest, **more)
+            return super().append(ids, *rest, **more)
 
-    monkeypatch.setattr(module, "Context", Slow)
+    monkeypatch.setattr(module, "DecodeSession", Slow)
     generation = model.generate(PROMPTS[0], max_tokens=5)
     list(generation)
     read = model.encode(PROMPTS[0]).shape[1]

@@ -16,13 +16,13 @@ from torch import Tensor
 import regard
 from regard.models import EncoderDecoder, Model, RecurrentEncoderDecoder, recurrent, transformer
 from regard.models.generation import (
+    CacheConfig,
+    GenerationOptions,
     Hypothesis,
-    Options,
-    Room,
-    Sampling,
+    SamplingParams,
     beam_search,
+    beam_search_text,
     greedy,
-    search,
 )
 from regard.nn.rnn import DecoderState
 from tests.models import small
@@ -152,10 +152,10 @@ def theirs(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_transformers_finds_the_same(model: Model, theirs: Any) -> None:
-    endless = Model(model.decoder, model.tokenizer, model.config, ends=())
+    endless = Model(model.decoder, model.tokenizer, model.config, eos_ids=())
     prompt, ended = model.encode("the quick brown"), []
     for beams, penalty, several in ((2, 0.0, 1), (4, -0.5, 1), (3, 1.0, 2), (5, 2.0, 1)):
-        likely = endless.beam("the quick brown", beams=beams, max_tokens=7)
+        likely = endless.beam_search("the quick brown", beams=beams, max_tokens=7)
         ends = [x.ids[2] for x in likely[:several]]  # which do come
         right = theirs.generate(
             prompt,
@@ -171,8 +171,10 @@ def test_transformers_finds_the_same(model: Model, theirs: Any) -> None:
             output_scores=True,
             return_dict_in_generate=True,
         )
-        made = Model(model.decoder, model.tokenizer, model.config, ends=ends)
-        found = made.beam("the quick brown", beams=beams, max_tokens=7, length_penalty=penalty)
+        made = Model(model.decoder, model.tokenizer, model.config, eos_ids=ends)
+        found = made.beam_search(
+            "the quick brown", beams=beams, max_tokens=7, length_penalty=penalty
+        )
         for x, row in zip(found, right.sequences, strict=True):
             ids = row[prompt.shape[1] :].tolist()
             n = next((i for i, token in enumerate(ids) if token in ends), len(ids))
@@ -190,29 +192,39 @@ def score(logits: Tensor, ids: tuple[int, ...], penalty: float) -> float:
     return float(p.sum()) / len(ids) ** penalty
 
 
-@pytest.mark.parametrize("room", [Room(), Room("fixed"), Room("paged"), Room("paged", 64)], ids=str)
-def test_scores_are_those_of_a_pass_without_a_cache(model: Model, room: Room) -> None:
-    made = Model(model.decoder, model.tokenizer, model.config, ends=())
-    done = search(made, "the key of", Options(9, chunk=2, room=room), beams=4, length_penalty=0.5)
+@pytest.mark.parametrize(
+    "room",
+    [CacheConfig(), CacheConfig("fixed"), CacheConfig("paged"), CacheConfig("paged", 64)],
+    ids=str,
+)
+def test_scores_are_those_of_a_pass_without_a_cache(model: Model, room: CacheConfig) -> None:
+    made = Model(model.decoder, model.tokenizer, model.config, eos_ids=())
+    done = beam_search_text(
+        made,
+        "the key of",
+        GenerationOptions(9, chunk=2, cache_config=room),
+        beams=4,
+        length_penalty=0.5,
+    )
     prompt = model.encode("the key of")
-    for x in done.found:
+    for x in done.completions:
         whole = torch.cat([prompt, torch.tensor([x.ids])], 1)
         right = score(model(whole)[0, prompt.shape[1] - 1 : -1], x.ids, 0.5)
         assert abs(x.score - right) < 1e-5 * abs(right)
         assert x.text == model.tokenizer.decode(x.ids)
-    assert len({x.ids for x in done.found}) == 4
+    assert len({x.ids for x in done.completions}) == 4
     assert done.seconds > 0
     assert done.cache_bytes > 0
 
 
 def test_one_beam_of_a_model_is_its_greedy_text(model: Model) -> None:
-    (found,) = model.beam("the quick", beams=1, max_tokens=9)
+    (found,) = model.beam_search("the quick", beams=1, max_tokens=9)
     generation = model.generate("the quick", max_tokens=9)
     assert found.text == "".join(generation)
     assert list(found.ids) == generation.ids
     one = model.tokenizer.encode("t")
     assert len(one) == 1, "a prompt of one token has nothing to read in front of the search"
-    assert model.beam("t", beams=1, max_tokens=3)[0].text == "".join(
+    assert model.beam_search("t", beams=1, max_tokens=3)[0].text == "".join(
         model.generate("t", max_tokens=3)
     )
 
@@ -227,7 +239,7 @@ def of_transformer(model: EncoderDecoder, source: Tensor, where: Tensor) -> Keep
     def step(ids: Tensor) -> Tensor:
         given = dict(memory)
         memory.clear()
-        return model.decode(ids, caches, **given)
+        return model.run_decoder(ids, caches, **given)
 
     def reorder(rows: Tensor) -> None:
         for pair in caches:
@@ -238,7 +250,7 @@ def of_transformer(model: EncoderDecoder, source: Tensor, where: Tensor) -> Keep
 
 
 def of_recurrent(model: RecurrentEncoderDecoder, source: Tensor, where: Tensor) -> Keeps:
-    carried = model.begin(model.encode(source, where))
+    carried = model.begin(model.run_encoder(source, where))
 
     def step(ids: Tensor) -> Tensor:
         nonlocal carried
@@ -306,13 +318,13 @@ def test_errors(model: Model) -> None:
         with pytest.raises(regard.ArgumentError, match=message):
             beam_search(step, ids, **given | change)
     for options in (
-        Options(stop="x"),
-        Options(sampling=Sampling(temperature=1.0)),
-        Options(sampling=Sampling(repetition_penalty=2.0)),
+        GenerationOptions(stop="x"),
+        GenerationOptions(sampling=SamplingParams(temperature=1.0)),
+        GenerationOptions(sampling=SamplingParams(repetition_penalty=2.0)),
     ):
         with pytest.raises(regard.ArgumentError, match="beam search takes no sampler and no stop"):
-            search(model, "the", options)
+            beam_search_text(model, "the", options)
     with pytest.raises(regard.ArgumentError, match="limit is 0; it must be at least 1"):
-        model.beam("the", max_tokens=0)
+        model.beam_search("the", max_tokens=0)
     with pytest.raises(regard.ArgumentError, match="are more than max_context 3"):
-        model.beam("the", max_tokens=8, max_context=3)
+        model.beam_search("the", max_tokens=8, max_context=3)

@@ -107,7 +107,7 @@ def test_two_generations_at_a_time_do_not_meet(model: Model) -> None:
 
 def ending(model: Model, *ends: int) -> Model:
     """The same model, which ends a text at other ids."""
-    return Model(model.decoder, model.tokenizer, model.config, ends=ends)
+    return Model(model.decoder, model.tokenizer, model.config, eos_ids=ends)
 
 
 def test_it_stops_at_an_id_that_ends_a_text(model: Model) -> None:
@@ -199,7 +199,7 @@ def test_frequencies_that_follow_the_length(model: Model) -> None:
         for token in generation.ids:
             assert token == int(made(ids)[0, -1].argmax())
             ids = torch.cat([ids, torch.tensor([[token]])], 1)
-        with pytest.raises(regard.ArgumentError, match='only cache="growing" can do that'):
+        with pytest.raises(regard.ArgumentError, match='only cache="growing" supports that'):
             made.generate("the quick", cache="fixed")
 
 
@@ -233,7 +233,7 @@ def test_errors(model: Model) -> None:
         (lambda: model.generate(""), "the text '' has no tokens; give at least one character"),
         (lambda: model.generate(PROMPT, max_tokens=-1), "max_tokens is -1; it must be 0 or more"),
         (lambda: model.generate(PROMPT, chunk=0), "chunk is 0; it must be 1 or more"),
-        (lambda: model.generate([]), "there are no prompts; give at least one"),
+        (lambda: model.generate([]), "prompts is empty; give at least one prompt"),
         (
             lambda: model.generate(["the", ""]),
             "the text '' has no tokens; give at least one character",
@@ -243,7 +243,8 @@ def test_errors(model: Model) -> None:
             (
                 f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than "
                 "max_context 10; "
-                f"ask for at most {10 - most}, raise max_context, or let the model forget: "
+                f"ask for at most {10 - most}, raise max_context, or use a cache that drops old "
+                "tokens: "
                 'cache="ring" or "streaming"'
             ),
         ),
@@ -259,11 +260,11 @@ def test_errors(model: Model) -> None:
         (lambda: model.generate(PROMPT, top_k=301), "top_k is 301; it must be 1 to 300, or None"),
         (
             lambda: model(torch.tensor([[1, 2], [3, 300]])),
-            "token id 300 at [1, 1] lies outside [0, 300); was it made by another tokenizer?",
+            "token id 300 at [1, 1] lies outside [0, 300); was it produced by another tokenizer?",
         ),
         (
             lambda: model(torch.tensor([[-1]])),
-            "token id -1 at [0, 0] lies outside [0, 300); was it made by another tokenizer?",
+            "token id -1 at [0, 0] lies outside [0, 300); was it produced by another tokenizer?",
         ),
         (
             lambda: model(torch.tensor([1, 2])),
@@ -271,7 +272,7 @@ def test_errors(model: Model) -> None:
         ),
         (
             lambda: model(torch.tensor([[1]]), caches=model.new_caches()[:1]),
-            "1 caches for 2 layers; give one per layer",
+            "1 cache for 2 layers; give one per layer",
         ),
     ]
     for call, message in cases:

@@ -13,10 +13,10 @@ from torch import nn
 
 import regard
 from regard.configs.reader import parse
-from regard.models.checkpoint.names import bind
-from regard.models.checkpoint.weights import placed as place
+from regard.models.checkpoint.name_tables import bind_names
+from regard.models.checkpoint.weights import map_names as place
 from regard.models.families import family
-from regard.models.generation.context import Context
+from regard.models.generation.decode_session import DecodeSession
 from regard.models.model import Model
 from regard.models.save import save
 from tests.parity.families.harness import assert_near, ids_of, transformers
@@ -44,10 +44,10 @@ def layer(raw: dict[str, Any], network: nn.Module, number: int = 0) -> dict[str,
     assert found is not None
     parameters = dict(network.named_parameters(remove_duplicate=False))
     shapes = {}
-    for name, binding in bind(network, found.names).items():
+    for name, binding in bind_names(network, found.names).items():
         front, _, rest = name.partition(f".{number}.")
         if rest and not any(part.isdigit() for part in front.split(".")):
-            stored = binding.rule.give([parameters[ours].detach() for ours in binding.ours])
+            stored = binding.rule.pack([parameters[ours].detach() for ours in binding.parameters])
             shapes[rest] = tuple(stored.shape)
     return shapes
 
@@ -56,7 +56,7 @@ def placed(raw: dict[str, Any], network: nn.Module, *names: str) -> list[str | N
     """Where stored names go: the names of the table that they are found under."""
     found = family(raw["model_type"])
     assert found is not None
-    known = bind(network, found.names)
+    known = bind_names(network, found.names)
     table = place(Path("folder"), names, found, known.__contains__).names
     return [table.get(name) for name in names]
 
@@ -105,7 +105,7 @@ def assert_following(model: Any, folder: Path, change_at: int) -> Model:
 
     for length in (change_at - 1, change_at, change_at + 1, ids.shape[1]):
         assert_near(mine(ids[:, :length]), exact(ids[:, :length]))
-    prefix, context, at = regard.nn.PrefixRecomputer(mine.decoder), Context(mine.decoder), 0
+    prefix, context, at = regard.nn.PrefixRecomputer(mine.decoder), DecodeSession(mine.decoder), 0
     while at < ids.shape[1]:
         size = {0: 7, 7: 1, 8: 3}.get(at, 1)
         at += size

@@ -275,7 +275,7 @@ def test_what_a_file_leaves_out() -> None:
     assert read(rope_scaling=None) == read()
     default = {"rope_type": "default", "rope_theta": 1e4}
     unscaled = read(rope_scaling="absent", rope_theta="absent", rope_parameters=default)
-    assert (rope.rotary(unscaled.rope).scaling, unscaled.rope_theta) == (None, 1e4)
+    assert (rope.rotary_module(unscaled.rope).scaling, unscaled.rope_theta) == (None, 1e4)
 
 
 @pytest.mark.parametrize(

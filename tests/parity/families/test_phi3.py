@@ -203,7 +203,7 @@ FOUR = LONG | {
 def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
     config, network = build(raw)
     assert count(network) == parameters
-    rotary = rope.rotary(config.rope)
+    rotary = rope.rotary_module(config.rope)
     assert len(rotary.inv_freq) == 48  # Phi-4-mini: three quarters of 128
     assert rotary.follows_length == (raw is not MINI)
     factor = 1 if raw is MINI else 1.1902380714238083

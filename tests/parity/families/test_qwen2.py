@@ -175,9 +175,7 @@ def test_published_names() -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match="layer_types has 1 entries and num_hidden_layers is 24"
-    ):
+    with pytest.raises(ArgumentError, match="layer_types has 1 entry and num_hidden_layers is 24"):
         build(HALF | {"layer_types": ["full_attention"]})
     with pytest.raises(
         ArgumentError, match="use_sliding_window is true and sliding_window is null"

@@ -85,10 +85,10 @@ def test_logits(kind: str, tmp_path: Path) -> None:
     assert_near(mine(pair.source[1:2], pair.target[1:2]), exact[1:2])
     for sizes in ([7, 1, 13, 19], [1] * TARGET):
         caches, found, at = mine.network.new_caches(), [], 0
-        memory = mine.network.encode(pair.source)
+        memory = mine.network.run_encoder(pair.source)
         for size in sizes:
             given = {} if at else {"memory": memory}
-            found.append(mine.network.decode(pair.target[:, at : at + size], caches, **given))
+            found.append(mine.network.run_decoder(pair.target[:, at : at + size], caches, **given))
             at += size
         assert_near(torch.cat(found, 1), exact)
     where = torch.arange(SOURCE) + 1000, torch.arange(TARGET) + 5000
@@ -111,13 +111,13 @@ def test_padding_of_source_and_target_changes_nothing(left: bool, tmp_path: Path
         given.append((padded, positions))
     (source, at), (target, to) = given
     found = pair.mine(source, target, at, to)
-    caches, memory = pair.mine.network.new_caches(), pair.mine.network.encode(source, at)
+    caches, memory = pair.mine.network.new_caches(), pair.mine.network.run_encoder(source, at)
     parts = []
     for t in range(TARGET):
         first = {} if t else {"memory": memory, "memory_positions": at}
         part = slice(t, t + 1)
         parts.append(
-            pair.mine.network.decode(target[:, part], caches, positions=to[:, part], **first)
+            pair.mine.network.run_decoder(target[:, part], caches, positions=to[:, part], **first)
         )
     for i, (n, m) in enumerate(sizes):
         alone = pair.exact(pair.source[i : i + 1, :n], pair.target[i : i + 1, :m])
@@ -144,7 +144,7 @@ def test_the_search_is_theirs(beams: int, tmp_path: Path) -> None:
     sizes = (SOURCE, 17, 5)
     at = torch.arange(SOURCE).expand(3, -1)
     at = at.where(at < torch.tensor(sizes)[:, None], -1)
-    found = pair.mine.search(pair.source, at, max_tokens=12, beams=beams)
+    found = pair.mine.beam_search(pair.source, at, max_tokens=12, beams=beams)
     for i, n in enumerate(sizes):
         more = {"early_stopping": "never", "length_penalty": 1.0} if beams > 1 else {}
         exact = pair.theirs.generate(
@@ -153,7 +153,7 @@ def test_the_search_is_theirs(beams: int, tmp_path: Path) -> None:
         exact = exact[1:]
         exact = exact[: exact.index(1)] if 1 in exact else exact
         assert list(found[i][0].ids) == exact
-        alone = pair.mine.search(pair.source[i : i + 1, :n], max_tokens=12, beams=beams)[0]
+        alone = pair.mine.beam_search(pair.source[i : i + 1, :n], max_tokens=12, beams=beams)[0]
         assert [x.ids for x in alone] == [x.ids for x in found[i]]
         assert math.isclose(alone[0].score, found[i][0].score, rel_tol=1e-5)
 

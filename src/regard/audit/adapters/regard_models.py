@@ -177,8 +177,8 @@ class Seq2SeqAdapter(_ModelAdapter):
             if inputs.memory is None:
                 return CallOutput(network(source, x))
             caches = network.new_caches() if inputs.memory is NEW_CACHE else inputs.memory
-            memory = network.encode(source) if inputs.memory is NEW_CACHE else None
-            return CallOutput(network.decode(x, caches, memory=memory), None, caches)
+            memory = network.run_encoder(source) if inputs.memory is NEW_CACHE else None
+            return CallOutput(network.run_decoder(x, caches, memory=memory), None, caches)
 
 
 def model_adapter(

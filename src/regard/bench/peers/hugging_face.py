@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.bench.case import Peer, Way
 from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
-from regard.models.checkpoint.names import bind
+from regard.models.checkpoint.name_tables import bind_names
 from regard.models.families import qwen2
 
 NEEDS = ("transformers",)
@@ -165,9 +165,10 @@ def _qwen2(problem: ModelProblem, name: str) -> Any:
         network = Qwen2ForCausalLM(config)
     network.train(False)
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
-    bindings = bind(problem.decoder, qwen2.FAMILY.names)
+    bindings = bind_names(problem.decoder, qwen2.FAMILY.names)
     given = {
-        theirs: bound.rule.give([ours[n] for n in bound.ours]) for theirs, bound in bindings.items()
+        theirs: bound.rule.pack([ours[n] for n in bound.parameters])
+        for theirs, bound in bindings.items()
     }
     network.load_state_dict(given, assign=True)
     # its frequencies are no parameters, and were made on the device "meta"

@@ -291,15 +291,15 @@ def _encoder(model: TextEncoder, text: str) -> PreparedRun:
         predict,
         "text",
         model.tokenizer.pieces,
-        model.longest,
+        model.max_seq_length,
     )
 
 
 def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
     ids, positions = model.encode(text)
     if target is None:
-        answer = list(model.search(ids, positions, max_tokens=64)[0][0].ids)
-        answer = answer[:-1] if answer and answer[-1] in model.ends else answer
+        answer = list(model.beam_search(ids, positions, max_tokens=64)[0][0].ids)
+        answer = answer[:-1] if answer and answer[-1] in model.eos_ids else answer
     else:
         answer = model.tokenizer.encode(target)
     target_ids = torch.tensor([[model.start, *answer]], device=ids.device)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from regard.inspect.explain.prepared_run import PreparedRun, PretokenizedInput, prepare_run
-from regard.models.assembly.mechanism import decoders
+from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer
 from regard.models.families import bert
@@ -89,7 +89,7 @@ def random_model(
 def _build(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
     tokenizer = _tokenizer()
     V = tokenizer.vocab_size
-    if entry.name in decoders():
+    if entry.name in decoder_variants():
         config = own.Config(
             V, DIM, 2 * DIM, LAYERS, HEADS, attention=entry.name, attention_options=options
         )

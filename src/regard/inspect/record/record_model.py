@@ -14,7 +14,7 @@ from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.recorder import Recorder, RecordingOptions
 from regard.inspect.record.recording import Recording
-from regard.models.generation.context import padded
+from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
@@ -156,7 +156,7 @@ def _model(
             raise ArgumentTypeError("text must be a str, several of them, or ids [B,T]")
         if positions is not None:
             raise ArgumentError("positions can be given only with ids, not with a text")
-        ids, positions = padded([model.encode(row)[0].tolist() for row in rows])
+        ids, positions = pad_left([model.encode(row)[0].tolist() for row in rows])
     # a base model without a head has attention, but no logits
     run = model.forward if model.has_head else model.hidden
     if chunk is None:
@@ -216,7 +216,7 @@ def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dic
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
     source, positions = model.encode(text)
     if target is None:
-        with_ends = model.search(source, positions, max_tokens=tokens or 64)
+        with_ends = model.beam_search(source, positions, max_tokens=tokens or 64)
         answers = [list(row[0].ids) for row in with_ends]
     else:
         answers = [model.tokenizer.encode(target)] * len(source)

@@ -1,3 +1,1 @@
-"""What families are assembled from, beside the parts of `regard.nn`: what several of them read,
-name and build alike.
-"""
+"""Building blocks that several model families share: attention, rotary modules, initial weights."""

@@ -1,5 +1,5 @@
-"""What DeepSeek-V2 and V3 share: multi-head latent attention, dense layers below mixtures of
-experts, and names.
+"""Parts and checkpoint names of DeepSeek-V2 and V3: multi-head latent attention, and dense layers
+followed by mixtures of experts.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437).
 """
@@ -14,20 +14,20 @@ from torch import nn
 from regard import masks
 from regard.configs.deepseek import DeepseekConfig
 from regard.errors import ArgumentError
-from regard.models.assembly import grouped, rope
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly import llama_like, rope
+from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
 from regard.nn.feed_forward import ExpertGroups, MoE, Router
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
-OURS, THEIRS = grouped.OURS, grouped.THEIRS
+OURS, THEIRS = llama_like.MODEL_LAYER, llama_like.STORED_LAYER
 PROJECT = OURS + "attention.project."
 NAMES = (
-    grouped.OUTSIDE
-    | grouped.PRE_NORMS
-    | grouped.FEED_FORWARD
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.PRE_NORMS
+    | llama_like.FEED_FORWARD
     | {
         THEIRS + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
         THEIRS + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
@@ -49,15 +49,13 @@ NAMES = (
         for part in ("gate", "up", "down")
     }
 )
-"""Name in a checkpoint -> name here; {} is the layer, and the expert."""
-BUFFERS = (*grouped.BUFFERS, r"model\.layers\.61\..*")
-"""What else a file may hold: the layer that predicts a second token is another model behind V3's 61
-layers.
-"""
+"""Stored name -> parameter name; {} is the layer, and the expert."""
+BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
+"""Other tensors in files: V3 has a 62nd layer that predicts a second token and is not loaded."""
 
 
-def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
-    """The groups of a config.
+def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
+    """Return the groups of experts of a config.
 
     Raises:
         ArgumentError: one of the two keys is missing, or they contradict each other.
@@ -71,30 +69,30 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGrou
 
 
 def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
-    """Check the numbers of the rotary scaling, and the choice of experts.
+    """Check the numbers of the rotary scaling, and the selection of experts.
 
     Raises:
-        ArgumentError: a number is out of range, or the experts cannot be chosen as the keys say.
+        ArgumentError: a number is out of range, or experts cannot be selected as the keys say.
     """
-    rope.rotary(config.rope)
-    with torch.device("meta"):  # its sizes are checked, and nothing is allocated
+    rope.rotary_module(config.rope)
+    with torch.device("meta"):  # only sizes are checked, and nothing is allocated
         router()
 
 
 def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
-    """A decoder with fresh weights: the first layers dense, the others with experts.
+    """Build a decoder with initial weights: the first layers are dense, the others have experts.
 
     Args:
         config: the config.
-        router: makes the router of a layer.
+        router: builds the router of a layer.
     """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = rope.rotary(config.rope)
+    rotary = rope.rotary_module(config.rope)
     layers = [_block(config, rotary, router, layer) for layer in range(config.num_hidden_layers)]
-    return ready_for_training(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
 def _block(

@@ -1,4 +1,4 @@
-"""The rotary modules that follow from the settings of a config.json."""
+"""Rotary modules for the settings of a config.json, and projections of heads that use them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from regard.errors import ArgumentError
 from regard.nn import HeadProjection, SeparateQKV
 from regard.nn.dynamic_rotary import PerRowRotary, RecomputedQKV
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
+from regard.units import plural
 
 
-def rotary(settings: RopeSettings) -> Rotary:
-    """The `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`.
+def rotary_module(settings: RopeSettings) -> Rotary:
+    """Build the `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`.
 
-    int(head_dim * partial) dims turn, and the exponents divide by that number; for "proportional"
-    the head dim divides. "dynamic" and "longrope" follow the length of what is read, so that a
-    cache of rotated keys needs `heads`.
+    int(head_dim * partial) dims are rotated, and the exponents divide by that number; for
+    "proportional" they divide by the head dim. "dynamic" and "longrope" depend on the length of the
+    text, so that a cache of rotated keys needs `rotary_heads`.
 
-    Three things to know. "dynamic" counts from max_positions, "longrope" and "yarn" from the length
-    before stretching (max_positions where it is not given). LongRoPE's factor, if absent, is
-    max_positions over that length. `mscale` and `mscale_all_dim` are read as DeepSeek's code does,
-    1 and 0 when absent: transformers ignores one without the other. The latter's effect on the
+    "dynamic" counts from max_positions; "longrope" and "yarn" from the length before the extension
+    (max_positions if it is not given). The factor of LongRoPE, if absent, is max_positions over
+    that length. `mscale` and `mscale_all_dim` are read as in DeepSeek's code, 1 and 0 when absent,
+    whereas transformers ignores one without the other. The effect of `mscale_all_dim` on the
     softmax is in `Rotary.softmax_factor`, for families that apply it.
 
     Args:
         settings: the `rope` of a config.
 
     Raises:
-        ArgumentError: a number is out of range, the scaling's type or a key of it is not as it
-            should be, or the list of a LongRoPE has not one number per pair.
+        ArgumentError: a number is out of range, the type or a key of the scaling is wrong, or the
+            list of a LongRoPE has not one number per pair.
 
-    >>> rotary(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
+    >>> rotary_module(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
     Rotary(64, base=150000.0, scaling=Linear(factor=8.0), layout='half')
 
     Source: see `regard.positions` for each scaling.
@@ -42,7 +43,7 @@ def rotary(settings: RopeSettings) -> Rotary:
     checked, D, partial = check_rope(settings), settings.head_dim, settings.partial
     proportional = checked["rope_type"] == "proportional"
     turning = 2 * int(partial * D // 2) if proportional else int(D * partial)
-    scaling = scaling_of(checked, turning // 2, settings.max_positions, settings.original)
+    scaling = rope_scaling(checked, turning // 2, settings.max_positions, settings.original)
     return Rotary(
         D,
         settings.theta,
@@ -54,7 +55,7 @@ def rotary(settings: RopeSettings) -> Rotary:
     )
 
 
-def heads(
+def rotary_heads(
     dim: int,
     H: int,
     G: int,
@@ -66,29 +67,29 @@ def heads(
     q_flat: nn.Module | None = None,
     k_flat: nn.Module | None = None,
     bias: bool = False,
-) -> SeparateQKV:
-    """Queries, keys and values with rotary as the last step of the first two, fit for a cache
-    whatever the scaling.
+) -> Separate:
+    """Build the projection of queries, keys and values with rotary as the last step of the first
+    two.
 
-    Where the frequencies follow the length, keys that were rotated for another are refused on
-    recall, and the prefix has to be run again (`regard.nn.PrefixRecomputer`): then decoding with a
-    cache equals one pass. Parameters have the same names in both cases.
+    Where the frequencies depend on the length, cached keys that were rotated with other frequencies
+    raise when they are read, and the prefix has to be computed again (`regard.nn.Prefix`); so
+    decoding with a cache equals one pass. Parameters have the same names in both cases.
 
     Args:
-        dim, H, G, head_dim: model dim, query heads, key/value heads, and D.
-        rotary: from `rotary`.
+        dim, H, G, head_dim: the model dim, query heads, key/value heads, and D.
+        rotary: from `rotary_module`.
         q_steps, k_steps: steps on heads before the rotation, such as a norm per head.
         q_flat, k_flat: a norm over all heads at once (OLMo 2).
-        bias: whether the three linear maps have one.
+        bias: whether the three linear maps have a bias.
 
     Raises:
-        ArgumentError: rotary is for another head dim; or what `SeparateQKV` refuses.
+        ArgumentError: rotary is for another head dim; or as in the projection's constructor.
 
     >>> plain = RopeSettings(8, 1e4, None, 64)
-    >>> heads(32, 4, 2, 8, rotary(plain)).shape.memory
+    >>> rotary_heads(32, 4, 2, 8, rotary_module(plain)).shape.memory
     (16, 16)
     >>> dynamic = plain._replace(scaling={"rope_type": "dynamic", "factor": 2.0})
-    >>> heads(32, 4, 2, 8, rotary(dynamic)).shape.memory
+    >>> rotary_heads(32, 4, 2, 8, rotary_module(dynamic)).shape.memory
     (16, 16, 1)
     """
     if rotary.dim != head_dim:
@@ -104,15 +105,15 @@ def heads(
     )
 
 
-def scaling_of(
-    found: Mapping[str, Any], pairs: int, max_positions: int, original: int | None
+def rope_scaling(
+    settings: Mapping[str, Any], pairs: int, max_positions: int, original: int | None
 ) -> Scaling | None:
-    """The scaling of a checked rope_scaling (`normal`); None for default, and proportional without
-    a factor.
+    """Return the scaling of a checked rope_scaling; None for default, or proportional without
+    factor.
 
     Args:
-        found: the rope_scaling.
-        pairs: rotary pairs, which LongRoPE's lists must fit.
+        settings: the rope_scaling, from `normalize_scaling`.
+        pairs: the number of rotary pairs, which the lists of LongRoPE must match.
         max_positions: max_position_embeddings.
         original: original_max_position_embeddings at the top level of the config, where Phi-3 has
             it.
@@ -121,18 +122,18 @@ def scaling_of(
         ArgumentError: a number is out of range, the trained length is missing (llama3) or given
             twice and differently, or a list of factors has another length.
 
-    >>> scaling_of({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
+    >>> rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
     DynamicNTK(factor=2.0, original_length=4096)
     """
-    kind = found["rope_type"]
+    kind = settings["rope_type"]
     if kind == "default":
         return None
-    rest = {k: v for k, v in found.items() if k not in ("rope_type", "finetuned", ORIGINAL)}
+    rest = {k: v for k, v in settings.items() if k not in ("rope_type", "finetuned", ORIGINAL)}
     if kind in ("linear", "proportional"):
         return LinearScaling(**rest) if rest else None
     if kind == "dynamic":
         return DynamicNTK(original_length=max_positions, **rest)
-    length = _trained(found, kind, max_positions, original)
+    length = _trained(settings, kind, max_positions, original)
     if kind == "llama3":
         return Llama3(original_length=length, **rest)
     if rest.get("factor") is None:
@@ -142,16 +143,17 @@ def scaling_of(
     for name in ("short_factor", "long_factor"):
         if len(rest[name]) != pairs:
             raise ArgumentError(
-                f"rope_scaling.{name} has {len(rest[name])} numbers and a head has {pairs} rotary "
-                "pairs; "
-                "give one number per pair"
+                f"rope_scaling.{name} has {plural(len(rest[name]), 'number')} and a head has "
+                f"{plural(pairs, 'rotary pair')}; give one number per pair"
             )
     return LongRoPE(original_length=length, **rest)
 
 
-def _trained(found: Mapping[str, Any], kind: str, max_positions: int, original: int | None) -> int:
-    """The length that the frequencies were trained at."""
-    inner = found.get(ORIGINAL)
+def _trained(
+    settings: Mapping[str, Any], kind: str, max_positions: int, original: int | None
+) -> int:
+    """Return the length with which the frequencies were trained."""
+    inner = settings.get(ORIGINAL)
     if original is not None and inner is not None and original != inner:
         raise ArgumentError(
             f"{ORIGINAL} is {original} at the top level and {inner} in rope_scaling; remove the "
@@ -162,7 +164,6 @@ def _trained(found: Mapping[str, Any], kind: str, max_positions: int, original: 
         return length
     if kind == "llama3":
         raise ArgumentError(
-            f"rope_scaling of rope_type 'llama3' lacks {ORIGINAL}, the length before it was "
-            "stretched"
+            f"rope_scaling of rope_type 'llama3' lacks {ORIGINAL}, the length before the extension"
         )
     return max_positions

@@ -1,4 +1,4 @@
-"""What loading knows of a model family beside its config: its builder and its names."""
+"""`Family`: the builder, the name table and other properties of a model family (`model_type`)."""
 
 from __future__ import annotations
 
@@ -12,80 +12,76 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
-from regard.models.checkpoint.names import Names
+from regard.models.checkpoint.name_tables import NameTable
 
 
 def tie_absent_head(config: Any, raw: Raw, stored: Collection[str]) -> Any:
-    """A head that is not stored is the embedding, unless config.json says that it is not."""
+    """Tie the head to the embedding if it is not stored, unless config.json says otherwise."""
     if "lm_head.weight" in stored or raw.get("tie_word_embeddings") is False:
         return config
     return replace(config, tie_word_embeddings=True)
 
 
 def _accept(config: Any) -> None:
-    """A config that its own class has checked in full."""
+    """Accept every config: its class has checked it completely."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type` of Hugging Face: everything about it that is not in the parts of its model.
+    """A model family: everything about a Hugging Face `model_type` except the parts of its network.
 
     Attributes:
-        config: the config class, with the keys of config.json that shape the model.
-        build: config -> model, with fresh weights.
-        names: the name table: name in a checkpoint -> name here, or a `Rule`; {} is a layer's
-            number.
-        settle: (config, raw, names of the table that are stored) -> config: what only the stored
-            tensors tell, such as a tied head.
-        prefixes: what stands in front of the names of a model with a head, and is missing where the
-            base model alone was saved: "transformer.".
-        head: the name of the head's matrix, without which a base model gives states and no logits;
-            None where the head is no part of what may be missing.
-        buffers: patterns (`re.fullmatch`) of stored tensors that are no weights.
-        respell: a stored name -> the one of the table, for older spellings.
-        exact: patterns (`*`) of parameters here that a narrower dtype would spoil: they stay in
+        config: the config class, with the keys of config.json that change the network.
+        build: config -> network with initial weights.
+        names: the name table: stored name -> parameter name or `TensorRule`; {} is a layer number.
+        complete_config: (config, raw config.json, stored names of the table) -> config with what
+            only the stored tensors show, such as a tied head.
+        prefixes: prefixes of the names of a model with a head that a base model saved alone lacks,
+            such as "transformer.".
+        head: the stored name of the head's matrix, which a base model may lack; None if it may not.
+        buffers: patterns (`re.fullmatch`) of stored tensors that are not weights.
+        rename_stored: an older spelling of a stored name -> the spelling of the table.
+        keep_float32: patterns (`*`) of parameters that a narrower dtype would damage; they stay in
             float32 or better.
-        check: refuses what only the parts of the network can refuse in a config, such as the
-            numbers of a rotary scaling; it is called before any weight is read or downloaded.
-        text: what a user holds: "decoder", "encoder" or "encoder-decoder".
+        check: raises for a config that only the parts of the network can refuse, such as numbers of
+            a rotary scaling; it is called before weights are read or downloaded.
+        text: the kind of network: "decoder", "encoder" or "encoder-decoder".
     """
 
     config: type[ModelConfig]
     build: Callable[[Any], nn.Module]
-    names: Names
-    settle: Callable[[Any, Raw, Collection[str]], Any] = tie_absent_head
+    names: NameTable
+    complete_config: Callable[[Any, Raw, Collection[str]], Any] = tie_absent_head
     prefixes: tuple[str, ...] = ()
     head: str | None = None
     buffers: tuple[str, ...] = ()
-    respell: Callable[[str], str] = str
-    exact: tuple[str, ...] = ()
+    rename_stored: Callable[[str], str] = str
+    keep_float32: tuple[str, ...] = ()
     check: Callable[[Any], object] = _accept
     text: str = "decoder"
 
     def build_empty(self, config: ModelConfig) -> nn.Module:
-        """The model of a config on the device "meta": its parameters have sizes and no values.
+        """Build the network of a config on the device "meta": parameters have sizes and no values.
 
-        Initial values would be lost there, and drawing them takes most of the time: of a model with
-        24 layers 0.2 of 0.25 seconds.
+        Initial values are not drawn, which would take most of the time: for 24 layers 0.2 of 0.25
+        s.
 
         >>> from regard.models.families import llama
-        >>> made = llama.FAMILY.build_empty(llama.Config(9, 8, 8, 1, 2, 1, 4))
-        >>> made.head.weight.device.type, tuple(made.head.weight.shape)
+        >>> network = llama.FAMILY.build_empty(llama.Config(9, 8, 8, 1, 2, 1, 4))
+        >>> network.head.weight.device.type, tuple(network.head.weight.shape)
         ('meta', (9, 8))
         """
         with torch.device("meta"), _NoInitialValues():
             return self.build(config)
 
     def dtype_of(self, ours: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of one parameter in a model of this dtype."""
-        stays = any(fnmatchcase(ours, pattern) for pattern in self.exact)
-        return torch.promote_types(dtype, torch.float32) if stays else dtype
+        """Return the dtype of one parameter in a network of this dtype."""
+        keeps = any(fnmatchcase(ours, pattern) for pattern in self.keep_float32)
+        return torch.promote_types(dtype, torch.float32) if keeps else dtype
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Where it is on, the functions of `torch.nn.init` leave a tensor on the device "meta" as it
-    is: on that device each of them is computed in Python, for nothing.
-    """
+    """A context in which the functions of `torch.nn.init` skip tensors on the device "meta"."""
 
     def __torch_function__(
         self,
@@ -94,9 +90,9 @@ class _NoInitialValues(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            tensor = args[0] if args else given["tensor"]
+            tensor = args[0] if args else keywords["tensor"]
             if tensor.is_meta:
                 return tensor
-        return func(*args, **given)
+        return func(*args, **keywords)

@@ -1,5 +1,5 @@
-"""Checkpoints whose matrices are stored as small numbers with a scale per block (MXFP4 and block
-FP8), read as if they were plain.
+"""Block-quantized checkpoints (MXFP4 and block FP8), whose matrices are dequantized when they are
+read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.safetensors_header import StoredTensor
 from regard.files.safetensors_reader import DEFAULT_BUFFERING, ReadBuffering
-from regard.models.checkpoint.store import Store
+from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.untrusted_text import short_repr
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the three low bits of an MXFP4 number stand for; the fourth is the sign."""
+"""The values of the three low bits of an MXFP4 number; the fourth bit is the sign."""
 
-PIECE = 2**16
-"""Bytes that are unpacked at a time, so that what is needed beside the result stays small."""
+CHUNK_BYTES = 2**16
+"""The number of bytes that are unpacked at a time, which bounds the temporary memory."""
 _LARGEST_BLOCK = 1 << 14  # published files have 128
 
 
@@ -35,25 +35,26 @@ def unpack_mxfp4(
     scales: UInt8[Tensor, "*b G"],
     dtype: torch.dtype = torch.float32,
     *,
-    piece: int = PIECE,
+    piece: int = CHUNK_BYTES,
 ) -> Float[Tensor, "*b n"]:
-    """Weights in blocks of 32 four-bit numbers that share a power of two, as `openai/gpt-oss` files
-    hold their experts.
+    """Dequantize blocks of 32 four-bit numbers with a shared power of two, as in `openai/gpt-oss`.
 
     w[g 32 + 2 i + h] = 2^(scales[g] - 127) * e2m1(nibble h of blocks[g, i]),  the low nibble first
 
-    blocks [..., G, 16] and scales [..., G] give [..., G * 32]. Every value is exact in float32, and
-    in bfloat16 too; a scale of 255 is the format's NaN.
+    Every value is exact in float32, and in bfloat16 too. A scale of 255 is NaN in this format.
 
     Args:
-        blocks: two numbers a byte.
-        scales: an exponent per block, biased by 127.
-        dtype: of the result; float16 has too little range and is refused.
-        piece: bytes of `blocks` that are unpacked at a time, a multiple of 16.
+        blocks: uint8 [..., G, 16], two numbers per byte.
+        scales: uint8 [..., G], an exponent per block, biased by 127.
+        dtype: the dtype of the result; float16 has too little range and raises.
+        piece: how many bytes of `blocks` are unpacked at a time, a multiple of 16.
+
+    Returns:
+        The values [..., G * 32].
 
     Raises:
-        ArgumentError: blocks are not [..., G, 16], or scales do not go with them.
-        ArgumentTypeError: they are not uint8, or the dtype cannot hold the values.
+        ArgumentError: blocks are not [..., G, 16], or scales do not match them.
+        ArgumentTypeError: they are not uint8, or the dtype cannot represent the values.
 
     >>> blocks = torch.full((1, 16), 0x92, dtype=torch.uint8)
     >>> unpack_mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))[:4]
@@ -75,8 +76,7 @@ def unpack_mxfp4(
             "scales from 2^-127 to 2^127"
         )
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
-    # what each byte holds, as one number of eight bytes: that many times faster to look up than two
-    # of four
+    # the two float32 values of each byte as one int64, which is much faster to look up
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int64)
     exponents = torch.arange(256, device=blocks.device)
     powers = (exponents.double() - 127).exp2().masked_fill(exponents == 255, torch.nan).float()
@@ -95,26 +95,26 @@ def unpack_fp8(
     *,
     block: int = 128,
 ) -> Float[Tensor, "N K"]:
-    """A matrix of eight-bit floats with a factor for each square block, as DeepSeek-V3 files hold
-    theirs.
+    """Dequantize a matrix of 8-bit floats with a factor for each square block, as in DeepSeek-V3.
 
     w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block]
 
-    The product is made in float32 and rounded once.
-
-    weight [N,K] and scale_inv [ceil(N / block), ceil(K / block)] give [N,K]. (The name is the
-    files': the inverse of what the weight was multiplied by, and so a factor here.)
+    The product is computed in float32 and rounded once. (The name `scale_inv` is that of the files:
+    the inverse of the factor used for quantization, and so the factor for dequantization.)
 
     Args:
-        weight: the matrix, float8_e4m3fn.
-        scale_inv: the factors.
-        dtype: of the result.
-        block: rows and columns of a block.
+        weight: the matrix [N, K], float8_e4m3fn.
+        scale_inv: the factors [ceil(N / block), ceil(K / block)], float32.
+        dtype: the dtype of the result.
+        block: the number of rows and of columns of a block.
+
+    Returns:
+        The matrix [N, K].
 
     Raises:
         ArgumentError: there is not one factor for each block, or block is less than 1.
-        ArgumentTypeError: weight is not float8_e4m3fn, scale_inv not float32, or the dtype no plain
-            one.
+        ArgumentTypeError: weight is not float8_e4m3fn, scale_inv not float32, or dtype is not a
+            supported one.
 
     >>> unpack_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)
     Traceback (most recent call last):
@@ -156,13 +156,13 @@ def _check_bytes(name: str, x: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Pair:
+class QuantizedMatrix:
     """A matrix that is stored as small numbers and their scales.
 
     Attributes:
         values, scales: the names of the two tensors.
-        plain: what they stand for: its name, dtype and shape.
-        unpack: (values, scales) -> that.
+        plain: the header entry of the dequantized matrix: name, dtype and shape.
+        unpack: (values, scales) -> the dequantized matrix.
     """
 
     values: str
@@ -172,25 +172,25 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Unpacked(Store):
-    """A store in which each pair of tensors is the one that they stand for, unpacked when it is
-    read.
+class DequantizedTensors(CheckpointTensors):
+    """Checkpoint tensors in which each pair of values and scales appears as the dequantized matrix.
 
-    Scales are read first: they are a sixteenth of what they belong to, or less.
+    Scales are read first: they are at most a sixteenth of the size of their values.
 
     Attributes:
-        packed: what the files hold.
-        pairs: by the name of the plain tensor.
+        packed: the tensors in the files.
+        pairs: name of the dequantized matrix -> its pair.
     """
 
-    packed: Store
-    pairs: Mapping[str, Pair]
+    packed: CheckpointTensors
+    pairs: Mapping[str, QuantizedMatrix]
 
     def read(
         self, names: Iterable[str] | None = None, buffering: ReadBuffering = DEFAULT_BUFFERING
     ) -> Iterator[tuple[str, Tensor]]:
-        """As `Store.read`; the memory in use is also that of the scales, and of one plain
-        tensor.
+        """Yield names and values as `CheckpointTensors.read` does.
+
+        The memory in use also contains the scales, and one dequantized tensor.
         """
         chosen = list(self.tensors if names is None else names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
@@ -204,35 +204,43 @@ class Unpacked(Store):
                 yield name, tensor
 
 
-def unpacked(store: Store, said: Any) -> Store:
-    """The store of a folder, with the block formats that its config.json names taken apart.
+def dequantized(store: CheckpointTensors, quantization_config: Any) -> CheckpointTensors:
+    """Return the tensors of a folder with the quantized pairs that config.json describes
+    dequantized.
 
-    "mxfp4" (gpt-oss) is `X_blocks` and `X_scales`, which are X: [..., in, out], where blocks are
-    along `in`; "fp8" (DeepSeek-V3) is `X.weight` and `X.weight_scale_inv`.
+    "mxfp4" (gpt-oss) stores X as `X_blocks` and `X_scales`: [..., in, out], with blocks along `in`.
+    "fp8" (DeepSeek-V3) stores `X.weight` and `X.weight_scale_inv`.
 
     Args:
         store: the tensors of the folder.
-        said: `quantization_config` of its config.json; None is a plain checkpoint.
+        quantization_config: the value of that key in config.json; None is a plain checkpoint.
+
+    Returns:
+        The same tensors, dequantized when they are read.
 
     Raises:
-        FileError: the method or a key of it is not understood; tensors do not make pairs, or not of
-            fitting shapes.
+        FileError: the method or one of its keys is not supported; or tensors do not form pairs of
+            matching shapes.
 
-    >>> store = Store(Path("folder"), {}, 0, {})
-    >>> unpacked(store, None) is store
+    >>> store = CheckpointTensors(Path("folder"), {}, 0, {})
+    >>> dequantized(store, None) is store
     True
-    >>> unpacked(store, {"quant_method": "gptq"})
+    >>> dequantized(store, {"quant_method": "gptq"})
     Traceback (most recent call last):
     regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'gptq';
     supported are 'mxfp4' and 'fp8': take a plain checkpoint
     """
-    if said is None:
+    if quantization_config is None:
         return store
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = (
+        quantization_config.get("quant_method")
+        if isinstance(quantization_config, Mapping)
+        else None
+    )
     if method == "mxfp4":
         pairs = _mxfp4(store)
     elif method == "fp8":
-        pairs = _fp8(store, _block(store.folder, said))
+        pairs = _fp8(store, _block(store.folder, quantization_config))
     else:
         raise _config(
             store.folder,
@@ -240,21 +248,22 @@ def unpacked(store: Store, said: Any) -> Store:
             "checkpoint",
         )
     hidden = {name for pair in pairs for name in (pair.values, pair.scales)}
-    found = {name: x for name, x in store.tensors.items() if name not in hidden}
+    entries = {name: x for name, x in store.tensors.items() if name not in hidden}
     for pair in pairs:
-        if pair.plain.name in found:
+        if pair.plain.name in entries:
             raise FileError(
-                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored plain, and packed "
-                "too; "
+                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored both plain and packed; "
                 "keep one"
             )
-        found[pair.plain.name] = pair.plain
-    total = sum(x.bytes for x in found.values())
+        entries[pair.plain.name] = pair.plain
+    total = sum(x.bytes for x in entries.values())
     by_name = {pair.plain.name: pair for pair in pairs}
-    return Unpacked(store.folder, MappingProxyType(found), total, store.marks, store, by_name)
+    return DequantizedTensors(
+        store.folder, MappingProxyType(entries), total, store.marks, store, by_name
+    )
 
 
-def _mxfp4(store: Store) -> list[Pair]:
+def _mxfp4(store: CheckpointTensors) -> list[QuantizedMatrix]:
     pairs = []
     for name, x in store.tensors.items():
         plain = name.removesuffix("_blocks")
@@ -265,7 +274,9 @@ def _mxfp4(store: Store) -> list[Pair]:
         if not fits or {x.dtype, scales.dtype} != {torch.uint8}:
             raise _misfit(x, scales, "uint8 [..., G, 16] and uint8 [..., G]")
         shape = (*x.shape[:-3], 32 * x.shape[-2], x.shape[-3])
-        pairs.append(Pair(name, scales.name, _plain(x, plain, shape, torch.bfloat16), _transposed))
+        pairs.append(
+            QuantizedMatrix(name, scales.name, _plain(x, plain, shape, torch.bfloat16), _transposed)
+        )
     return pairs
 
 
@@ -274,7 +285,7 @@ def _transposed(blocks: Tensor, scales: Tensor) -> Tensor:
     return unpack_mxfp4(blocks, scales, torch.bfloat16).mT
 
 
-def _fp8(store: Store, block: int) -> list[Pair]:
+def _fp8(store: CheckpointTensors, block: int) -> list[QuantizedMatrix]:
     pairs = []
     for name, x in store.tensors.items():
         if x.dtype != torch.float8_e4m3fn:
@@ -284,13 +295,14 @@ def _fp8(store: Store, block: int) -> list[Pair]:
         if len(x.shape) != 2 or scales.shape != wanted or scales.dtype != torch.float32:
             raise _misfit(x, scales, f"a matrix and float32 {wanted}")
         plain = _plain(x, name, x.shape, torch.float32)
-        pairs.append(Pair(name, scales.name, plain, partial(unpack_fp8, block=block)))
+        pairs.append(QuantizedMatrix(name, scales.name, plain, partial(unpack_fp8, block=block)))
     return pairs
 
 
-def _block(folder: Path, said: Mapping[str, Any]) -> int:
-    """The side of a block."""
-    fmt, sides = said.get("fmt", "e4m3"), said.get("weight_block_size")
+def _block(folder: Path, quantization_config: Mapping[str, Any]) -> int:
+    """Return the number of rows and columns of a block."""
+    fmt = quantization_config.get("fmt", "e4m3")
+    sides = quantization_config.get("weight_block_size")
     if fmt != "e4m3":
         raise _config(folder, f"the fmt {short_repr(fmt)}; supported is 'e4m3'")
     side = sides[0] if isinstance(sides, list) and len(sides) == 2 else None
@@ -301,7 +313,7 @@ def _block(folder: Path, said: Mapping[str, Any]) -> int:
     return side
 
 
-def _scales(store: Store, values: StoredTensor, name: str) -> StoredTensor:
+def _scales(store: CheckpointTensors, values: StoredTensor, name: str) -> Stored:
     if name not in store.tensors:
         raise FileError(
             f"{values.file}: {short_repr(values.name)} is packed, and its scales "
@@ -321,8 +333,8 @@ def _plain(
 
 
 def _misfit(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:
-    said = [f"{short_repr(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
-    return FileError(f"{values.file}: {' and '.join(said)}; they must be {wanted}")
+    pair = [f"{short_repr(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
+    return FileError(f"{values.file}: {' and '.join(pair)}; they must be {wanted}")
 
 
 def _config(folder: Path, problem: str) -> FileError:

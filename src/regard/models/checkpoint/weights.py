@@ -1,8 +1,8 @@
-"""Filling a model with stored tensors: each one is used, each parameter is filled, or the folder is
-refused.
+"""Filling a network's parameters with the stored tensors of a checkpoint.
 
-`placed` finds which name of the family's table each stored tensor has: a file may lack a prefix, or
-have one too many.
+Every stored tensor is used and every parameter is filled; otherwise the folder is refused.
+`map_names` finds the entry of the family's name table for each stored tensor: the names in a file
+may lack a prefix, or have an additional one.
 """
 
 from __future__ import annotations
@@ -20,80 +20,84 @@ from torch import Tensor, nn
 from regard.did_you_mean import close_matches
 from regard.errors import FileError
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Binding, bind, pattern
-from regard.models.checkpoint.store import Store, check_finite
+from regard.models.checkpoint.name_tables import TensorBinding, bind_names, name_pattern
+from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
-_DEEPEST = 8  # wrappers around a model; each costs a pass over all names
+_MAX_PREFIX_PARTS = 8  # of wrappers around a model; each costs a pass over all names
 
 
-class Filled(NamedTuple):
-    """What was not as a checkpoint has it.
+class FillResult(NamedTuple):
+    """The names for which a checkpoint and a network differ.
 
     Attributes:
-        fresh: names of weights that were missing, and allowed to be: they are not trained.
-        ignored: names of stored tensors that belong to no parameter, and were passed over.
+        newly_initialized: names of weights that were missing and were allowed to be missing; they
+            have random values.
+        ignored: names of stored tensors that belong to no parameter and were not used.
     """
 
-    fresh: list[str]
+    newly_initialized: list[str]
     ignored: list[str]
 
 
-def fill(
+def fill_parameters(
     model: nn.Module,
     family: Family,
-    store: Store,
+    store: CheckpointTensors,
     *,
     dtype: torch.dtype,
     allow_missing: Sequence[str] = (),
     ignore: Sequence[str] = (),
     finite: bool = False,
-    fresh: Callable[[], nn.Module] | None = None,
-) -> Filled:
-    """Give every parameter of a model, which may be on the device "meta", its stored values in one
-    dtype.
+    initialize: Callable[[], nn.Module] | None = None,
+) -> FillResult:
+    """Give every parameter of a network its stored values, converted to one dtype.
 
-    Names and shapes are compared before anything is read. A tensor at a time is read, so that no
-    more is in memory than the model and that one tensor.
+    The network may be on the device "meta". Names and shapes are compared before anything is read.
+    One tensor is read at a time, so that memory holds no more than the network and that tensor.
 
     Args:
-        model: made by the family's builder.
-        family: with the name table.
+        model: built by the family's builder.
+        family: the family, with its name table.
         store: the tensors of a folder.
-        dtype: of the parameters.
-        allow_missing: patterns (`*`, `?`) of stored names that may be absent; their parameters are
-            those of `fresh`.
-        ignore: patterns (`*`, `?`) of stored names that may be left unused where the model has no
-            parameter for them.
-        finite: whether to look for NaN and infinity in what is read.
-        fresh: makes the model with fresh weights, for what may be missing.
+        dtype: the dtype of the parameters.
+        allow_missing: patterns (`*`, `?`) of stored names that may be missing; their parameters get
+            the values of `initialize`.
+        ignore: patterns (`*`, `?`) of stored names that may stay unused.
+        finite: whether to raise for NaN and infinity.
+        initialize: builds the network with initial weights, for missing ones.
+
+    Returns:
+        The newly initialized and the ignored names.
 
     Raises:
-        FileError: a tensor is missing, unexpected, of another shape, not finite, or contradicts its
-            twin.
+        FileError: a tensor is missing, unexpected, of another shape, not finite, or differs from
+            the tensor that it is tied to.
     """
-    bindings = bind(model, family.names)
-    where = placed(store.folder, store.tensors, family, bindings.__contains__)
-    place = where.names
+    bindings = bind_names(model, family.names)
+    mapping = map_names(store.folder, store.tensors, family, bindings.__contains__)
+    name_of = mapping.names
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted, twins = _first_names(bindings, parameters)
-    given = {twins.get(name, name) for name in place.values()}
-    missing = [name for name in wanted if name not in given]
+    stored_names = {twins.get(name, name) for name in name_of.values()}
+    missing = [name for name in wanted if name not in stored_names]
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
-    ignored = [n for n in where.homeless if any(fnmatchcase(n, p) for p in ignore)]
+    ignored = [n for n in mapping.unmatched if any(fnmatchcase(n, p) for p in ignore)]
     passed = {*ignored}
-    unexpected = [n for n in where.homeless if n not in passed]
+    unexpected = [n for n in mapping.unmatched if n not in passed]
     if unexpected or len(missing) > len(allowed):
-        wrong = _complaint(store, [n for n in missing if n not in allowed], unexpected)
+        wrong = _mismatch_message(store, [n for n in missing if n not in allowed], unexpected)
         raise FileError(error_text(wrong, 4000))
-    _check_shapes(store, place, bindings, parameters)
+    _check_shapes(store, name_of, bindings, parameters)
     owners = _owners(model)
     filled: dict[int, str] = {}
-    for stored_name, tensor in store.read(place):
+    for stored_name, tensor in store.read(name_of):
         if finite:
             check_finite(stored_name, tensor)
-        found = _taken(tensor, bindings[place[stored_name]], parameters, family, dtype)
-        for ours, value in found.items():
+        values = _parameter_values(
+            tensor, bindings[name_of[stored_name]], parameters, family, dtype
+        )
+        for ours, value in values.items():
             key = id(parameters[ours])
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
@@ -101,103 +105,100 @@ def fill(
                 _assign(owners[key], value)
                 filled[key] = stored_name
     if allowed:
-        assert fresh is not None
-        made = dict(fresh().named_parameters(remove_duplicate=False))
-        for ours in (o for name in allowed for o in bindings[name].ours):
-            value = made[ours].detach().to(family.dtype_of(ours, dtype))
+        assert initialize is not None
+        initial = dict(initialize().named_parameters(remove_duplicate=False))
+        for ours in (o for name in allowed for o in bindings[name].parameters):
+            value = initial[ours].detach().to(family.dtype_of(ours, dtype))
             _assign(owners[id(parameters[ours])], value)
-    return Filled(allowed, ignored)
+    return FillResult(allowed, ignored)
 
 
 def _first_names(
-    bindings: Mapping[str, Binding], parameters: Mapping[str, Tensor]
+    bindings: Mapping[str, TensorBinding], parameters: Mapping[str, Tensor]
 ) -> tuple[list[str], dict[str, str]]:
-    """Names that must be stored, and those of parameters that another name fills: name -> that
-    name.
-    """
+    """Return the names that must be stored, and those whose parameter another name fills."""
     by_parameter: dict[int, str] = {}
     wanted: list[str] = []
     twins: dict[str, str] = {}
     for name, binding in bindings.items():
-        other = by_parameter.get(id(parameters[binding.ours[0]]))
+        other = by_parameter.get(id(parameters[binding.parameters[0]]))
         if other is None:
             wanted.append(name)
-            by_parameter.update({id(parameters[ours]): name for ours in binding.ours})
+            by_parameter.update({id(parameters[ours]): name for ours in binding.parameters})
         else:
             twins[name] = other
     return wanted, twins
 
 
 def _check_shapes(
-    store: Store,
-    place: Mapping[str, str],
-    bindings: Mapping[str, Binding],
+    store: CheckpointTensors,
+    name_of: Mapping[str, str],
+    bindings: Mapping[str, TensorBinding],
     parameters: Mapping[str, Tensor],
 ) -> None:
-    for stored_name, name in place.items():
-        binding, found = bindings[name], store.tensors[stored_name]
-        meta = [parameters[ours].detach().to("meta") for ours in binding.ours]
-        wanted = tuple(binding.rule.give(meta).shape)
-        if found.shape != wanted:
+    for stored_name, name in name_of.items():
+        binding, entry = bindings[name], store.tensors[stored_name]
+        meta = [parameters[ours].detach().to("meta") for ours in binding.parameters]
+        wanted = tuple(binding.rule.pack(meta).shape)
+        if entry.shape != wanted:
             raise FileError(
-                f"{found.file}: {escape_controls(stored_name)} is {found.shape}; the config says "
-                f"{wanted}"
+                f"{entry.file}: {escape_controls(stored_name)} is {entry.shape}; the config says {wanted}"
             )
-        if not found.dtype.is_floating_point:
+        if not entry.dtype.is_floating_point:
             raise FileError(
-                f"{found.file}: {escape_controls(stored_name)} is {found.dtype}; a weight must be "
-                "a "
+                f"{entry.file}: {escape_controls(stored_name)} is {entry.dtype}; a weight must be a "
                 "floating-point number"
             )
 
 
-def _taken(
+def _parameter_values(
     tensor: Tensor,
-    binding: Binding,
+    binding: TensorBinding,
     parameters: Mapping[str, Tensor],
     family: Family,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The parameters that a stored tensor holds; views are copied, so that the stored one can
-    go.
-    """
-    values = binding.rule.take(tensor, [parameters[ours].shape for ours in binding.ours])
+    """Return the parameters that a stored tensor holds; views are copied to free the tensor."""
+    values = binding.rule.unpack(tensor, [parameters[ours].shape for ours in binding.parameters])
     whole = len(values) == 1 and values[0].is_contiguous()
-    found = {}
-    for ours, value in zip(binding.ours, values, strict=True):
+    by_name = {}
+    for ours, value in zip(binding.parameters, values, strict=True):
         wanted = family.dtype_of(ours, dtype)
-        found[ours] = value.to(wanted) if whole else value.to(wanted, copy=True).contiguous()
-    return found
+        by_name[ours] = value.to(wanted) if whole else value.to(wanted, copy=True).contiguous()
+    return by_name
 
 
-Owners = dict[int, list[tuple[nn.Module, str]]]
-"""Parameter -> the modules that hold it, and under which name: several where it is shared."""
+ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
+"""id of a parameter -> the modules that hold it, with its name there; several if it is shared."""
 
 
-def _owners(model: nn.Module) -> Owners:
-    found: Owners = {}
+def _owners(model: nn.Module) -> ParameterOwners:
+    owners: ParameterOwners = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((module, name))
-    return found
+                owners.setdefault(id(parameter), []).append((module, name))
+    return owners
 
 
 def _assign(owners: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
     module, name = owners[0]
-    requires = module._parameters[name]
-    made = nn.Parameter(value, requires_grad=requires is not None and requires.requires_grad)
+    old = module._parameters[name]
+    parameter = nn.Parameter(value, requires_grad=old is not None and old.requires_grad)
     for module, name in owners:
-        module._parameters[name] = made
+        module._parameters[name] = parameter
 
 
 def _check_same(
-    store: Store, names: tuple[str, str], value: Tensor, owners: Sequence[tuple[nn.Module, str]]
+    store: CheckpointTensors,
+    names: tuple[str, str],
+    value: Tensor,
+    owners: Sequence[tuple[nn.Module, str]],
 ) -> None:
-    """What is stored twice, because it is tied, is the same both times."""
+    """Check that two stored tensors that are tied have the same values."""
     module, attribute = owners[0]
-    held = module._parameters[attribute]
-    if held is None or not torch.equal(held, value):
+    assigned = module._parameters[attribute]
+    if assigned is None or not torch.equal(assigned, value):
         raise FileError(
             f"{store.tensors[names[1]].file}: {escape_controls(names[0])} and "
             f"{escape_controls(names[1])} are tied by "
@@ -206,12 +207,12 @@ def _check_same(
         )
 
 
-def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What does not fit, how many, the first of them with shapes, and what they may be meant to
-    be.
-    """
+def _mismatch_message(
+    store: CheckpointTensors, missing: Sequence[str], unexpected: Sequence[str]
+) -> str:
+    """Describe the missing and unexpected tensors: how many, the first ones, and similar names."""
     extra = [f"{name} {store.tensors[name].shape}" for name in unexpected[:10]]
-    said = [
+    parts = [
         (
             f"{store.folder}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} "
             f"unexpected {extra}"
@@ -219,71 +220,74 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
     ]
     for name in missing[:3]:
         close = close_matches(name, [x[:200] for x in unexpected[:500]], cutoff=0.7, longest=200)
-        said += [f"; is {close[0]} meant to be {name}?"] if close else []
+        parts += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
-        said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")
+        parts.append("; is a shard missing? --allow-missing PATTERN gives them random weights")
     if unexpected and not missing:
         name = short_repr(unexpected[0])
-        said.append(
+        parts.append(
             "; the model has no place for them. If they change nothing that is computed here, as "
             "a head of another task does "
             f"not, pass them over: regard.load(folder, ignore=({name},)), or --ignore {name}; * "
             "stands for any letters"
         )
-    return "".join(said)
+    return "".join(parts)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The stored tensors of a folder by the names of a family's table.
+class NameMapping:
+    """The stored tensors of a folder, mapped to the names of a family's table.
 
     Attributes:
-        names: stored name -> name of the table, for those that have one.
-        homeless: stored names that have none, and are no buffers: what a folder is refused for.
-        bare: whether the names lack the family's prefix, because the base model was saved alone.
+        names: stored name -> name of the table, for the stored names that have one.
+        unmatched: stored names that have none and are no buffers; the folder is refused for them.
+        is_base_model: whether the names lack the family's prefix, because the base model was saved
+            alone.
     """
 
     names: dict[str, str]
-    homeless: tuple[str, ...]
-    bare: bool
+    unmatched: tuple[str, ...]
+    is_base_model: bool
 
 
-def placed(
+def map_names(
     folder: Path, stored: Collection[str], family: Family, known: Callable[[str], bool]
-) -> Placed:
-    """The one way in which all names of a file are names of the table; or else the way that places
-    the most.
+) -> NameMapping:
+    """Map all stored names to names of the table in one way, or in the way that maps the most.
 
-    Tried are the names as they are, and without each prefix that all of them share, such as
+    It tries the names as they are, and without each prefix that all of them share, such as
     "module." of training on several devices; and both with the family's own prefix in front, which
-    a base model that was saved alone lacks. A file in which some names have that prefix and others
-    lack it fits no way: it was put together from two models.
+    a base model that was saved alone lacks. A file in which only some names have that prefix cannot
+    be mapped: it was assembled from two models.
 
     Args:
-        folder: for messages.
+        folder: the folder, for messages.
         stored: the names in its files.
         family: its prefixes, buffers and older spellings.
-        known: whether a name is one of the table.
+        known: whether a name is in the table.
+
+    Returns:
+        The mapping.
 
     Raises:
-        FileError: two ways fit all names, and give them to different parameters; or two stored
-            names mean one parameter.
+        FileError: two ways map all names, to different parameters; or two stored names mean one
+            parameter.
 
     >>> from regard.configs.base import ModelConfig
     >>> family = Family(ModelConfig, str, {}, prefixes=("model.",))
     >>> known = {"model.layers.0.w", "head"}.__contains__
-    >>> placed(Path("a"), ["layers.0.w", "head"], family, known).names
+    >>> map_names(Path("a"), ["layers.0.w", "head"], family, known).names
     {'layers.0.w': 'model.layers.0.w', 'head': 'head'}
-    >>> placed(Path("a"), ["module.model.layers.0.w", "module.head"], family, known).homeless
+    >>> map_names(Path("a"), ["module.model.layers.0.w", "module.head"], family, known).unmatched
     ()
     """
     ways = [
         way
-        for taken_off in ("", *_shared_prefixes(stored))
+        for removed in ("", *_shared_prefixes(stored))
         for added in ("", *family.prefixes)
-        if (way := _way(folder, stored, taken_off, added, family, known)) is not None
+        if (way := _mapping(folder, stored, removed, added, family, known)) is not None
     ]
-    fitting = [way for way in ways if not way.homeless]
+    fitting = [way for way in ways if not way.unmatched]
     other = next((way for way in fitting if way.names != fitting[0].names), None)
     if other is not None:
         name = next(name for name in stored if other.names.get(name) != fitting[0].names.get(name))
@@ -297,66 +301,65 @@ def placed(
     return fitting[0] if fitting else max(ways, key=lambda way: len(way.names))
 
 
-def table(family: Family) -> Callable[[str], bool]:
-    """Whether a name is one of a family's table, in a model of any number of layers.
+def name_matcher(family: Family) -> Callable[[str], bool]:
+    """Return a function that says whether a name is in a family's table, for any number of layers.
 
     >>> from regard.configs.base import ModelConfig
-    >>> has = table(Family(ModelConfig, str, {"h.{}.w": "layers.{}.weight"}))
+    >>> has = name_matcher(Family(ModelConfig, str, {"h.{}.w": "layers.{}.weight"}))
     >>> has("h.12.w"), has("h.w")
     (True, False)
     """
-    patterns = {pattern(name) for name in family.names}
-    found: dict[str, bool] = {}
+    patterns = {name_pattern(name) for name in family.names}
+    cached: dict[str, bool] = {}
 
     def known(name: str) -> bool:
-        if name not in found:
-            found[name] = pattern(name) in patterns
-        return found[name]
+        if name not in cached:
+            cached[name] = name_pattern(name) in patterns
+        return cached[name]
 
     return known
 
 
-def _way(
+def _mapping(
     folder: Path,
     stored: Collection[str],
-    taken_off: str,
+    removed: str,
     added: str,
     family: Family,
     known: Callable[[str], bool],
-) -> Placed | None:
-    """The names without one prefix and with another; None where that makes two names one.
+) -> NameMapping | None:
+    """Map the names without one prefix and with another; None if two names become one.
 
-    A name of the table that never has the family's prefix, such as a head's, gets none.
+    A name of the table that never has the family's prefix, such as that of the head, gets none.
     """
     names: dict[str, str] = {}
-    homeless: list[str] = []
+    unmatched: list[str] = []
     taken: dict[str, str] = {}
-    bare = False
+    is_base_model = False
     for name in stored:
-        plain = family.respell(name[len(taken_off) :])
-        found = added + plain
-        if not known(found) and added and not plain.startswith(added):
-            found = plain
-        if not known(found):
-            spellings = (name, name[len(taken_off) :], plain, added + plain)
+        plain = family.rename_stored(name[len(removed) :])
+        mapped = added + plain
+        if not known(mapped) and added and not plain.startswith(added):
+            mapped = plain
+        if not known(mapped):
+            spellings = (name, name[len(removed) :], plain, added + plain)
             if not any(re.fullmatch(buffer, s) for s in spellings for buffer in family.buffers):
-                homeless.append(name)
+                unmatched.append(name)
             continue
-        if found in taken:
-            if taken_off or added:
+        if mapped in taken:
+            if removed or added:
                 return None
             raise FileError(
-                f"{folder}: {short_repr(name)} and {short_repr(taken[found])} are two names of "
-                f"{found}; "
+                f"{folder}: {short_repr(name)} and {short_repr(taken[mapped])} are two names of {mapped}; "
                 "keep one"
             )
-        names[name], taken[found] = found, name
-        bare = bare or found != plain
-    return Placed(names, tuple(homeless), bare)
+        names[name], taken[mapped] = mapped, name
+        is_base_model = is_base_model or mapped != plain
+    return NameMapping(names, tuple(unmatched), is_base_model)
 
 
 def _shared_prefixes(stored: Collection[str]) -> list[str]:
-    """What stands in front of every name, whole parts of it, shortest first.
+    """Return the prefixes, of whole parts, that all names share, shortest first.
 
     >>> _shared_prefixes(["a.b.w", "a.b.c"])
     ['a.', 'a.b.']
@@ -364,9 +367,9 @@ def _shared_prefixes(stored: Collection[str]) -> list[str]:
     if not stored:
         return []
     first, last = min(stored).split("."), max(stored).split(".")
-    found = []
-    for n in range(1, min(len(first), len(last), _DEEPEST + 1)):
+    prefixes = []
+    for n in range(1, min(len(first), len(last), _MAX_PREFIX_PARTS + 1)):
         if first[:n] != last[:n]:
             break
-        found.append(".".join(first[:n]) + ".")
-    return found
+        prefixes.append(".".join(first[:n]) + ".")
+    return prefixes

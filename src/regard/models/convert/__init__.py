@@ -1,28 +1,47 @@
-"""One checkpoint into another: other heads, latents, another rotary layout, a longer context,
-another dtype.
+"""Conversion of checkpoints: other key/value heads, latent attention, another rotary layout, a
+longer context, another dtype.
 """
 
-from regard.models.convert.context import to_context
+from regard.deprecation import renamed
+from regard.models.convert.attention_maps import Checkpoint, ConversionStep
+from regard.models.convert.context_length import extend_context
 from regard.models.convert.dtype import to_dtype
-from regard.models.convert.heads import to_groups
-from regard.models.convert.latent import to_latent
-from regard.models.convert.layer import Checkpoint, Step
-from regard.models.convert.layout import to_layout
-from regard.models.convert.report import Healing, Measured, Report, measure
-from regard.models.convert.run import Wanted, convert
+from regard.models.convert.folder import ConversionOptions, convert
+from regard.models.convert.grouped_heads import to_groups
+from regard.models.convert.latent_attention import to_latent
+from regard.models.convert.report import (
+    ConversionReport,
+    FinetuneResult,
+    ModelComparison,
+    compare_models,
+)
+from regard.models.convert.rotary_layout import to_layout
 
 __all__ = [
     "Checkpoint",
-    "Healing",
-    "Measured",
-    "Report",
-    "Step",
-    "Wanted",
+    "ConversionOptions",
+    "ConversionReport",
+    "ConversionStep",
+    "FinetuneResult",
+    "ModelComparison",
+    "compare_models",
     "convert",
-    "measure",
-    "to_context",
+    "extend_context",
     "to_dtype",
     "to_groups",
     "to_latent",
     "to_layout",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Healing": "FinetuneResult",
+        "Measured": "ModelComparison",
+        "Report": "ConversionReport",
+        "Step": "ConversionStep",
+        "Wanted": "ConversionOptions",
+        "measure": "compare_models",
+        "to_context": "extend_context",
+    },
+)

@@ -1,4 +1,4 @@
-"""What a conversion costs: weight error, logits and perplexity before and after."""
+"""Measurements of a conversion: weight error, logits and perplexity before and after."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, FileError
-from regard.models.convert.layer import Step
+from regard.models.convert.attention_maps import ConversionStep
 from regard.models.model import Model
+from regard.units import plural
 
-SHORTEST = 2
+MIN_TOKENS = 2
+"""The smallest number of tokens of a window: one is predicted."""
 
 
-STABLE = 2000
-"""Predicted tokens below which a text is short: on one of 891 characters a loss of 0.6 nats looked
-like one of 0.02.
+MIN_STABLE_TOKENS = 2000
+"""With fewer predicted tokens figures are unstable: on 891 characters an increase of the loss by
+0.6 nats looked like one of 0.02.
 """
 
 
-class Sample(NamedTuple):
-    """Ids to measure on [N,T], N windows of T tokens; `text` says of what, and is empty where the
-    ids were drawn.
+class EvalWindows(NamedTuple):
+    """Token ids on which models are evaluated.
+
+    Attributes:
+        ids: ids [N, T], N windows of T tokens.
+        text: a description of the text; empty if the ids are random.
     """
 
     ids: Int[Tensor, "N T"]
@@ -34,25 +40,26 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Two models on the same ids.
+class ModelComparison:
+    """Two models compared on the same ids.
 
-    Each window is read on its own, and the standard error of a mean over n windows is s / sqrt(n),
-    s their standard deviation (with n - 1): NaN for one window. That of a difference is taken
-    window by window: what makes a window hard for both models is not in it.
+    Each window is read separately, and the standard error of a mean over n windows is s / sqrt(n),
+    with s their standard deviation (with n - 1); it is NaN for one window. The standard error of a
+    difference is computed from the differences per window, so that what makes a window difficult
+    for both models cancels.
 
-    Attributes:
-        tokens: that were predicted.
-        rows, length: how the ids were read: so many windows of so many tokens.
-        divergence, divergence_error: mean KL(before | after), nats per token, and its standard
-            error.
-        agreement, agreement_error: how often both think the same token likeliest.
-        loss_before, loss_after: mean nats per token; NaN where there is no text.
+    Args:
+        tokens: the number of predicted tokens.
+        rows, length: the number of windows, and the tokens of each.
+        divergence, divergence_error: the mean KL(before | after) in nats per token, and its
+            standard error.
+        agreement, agreement_error: how often both models have the same most likely token.
+        loss_before, loss_after: the mean loss in nats per token; NaN without a text.
         loss_change, loss_change_error: after - before.
         largest: the largest absolute difference of a logit.
         relative: the norm of the differences over that of the logits, both without the mean of each
-            row, which softmax does not see.
-        text: what the ids are, in words; empty where they were drawn.
+            row, which softmax ignores.
+        text: a description of the text; empty if the ids are random.
     """
 
     tokens: int
@@ -72,98 +79,106 @@ class Measured:
 
     @property
     def short(self) -> bool:
-        """The text has too few tokens for stable figures."""
-        return bool(self.text) and self.tokens < STABLE
+        """Whether the text has too few tokens for stable figures."""
+        return bool(self.text) and self.tokens < MIN_STABLE_TOKENS
 
     @property
     def perplexity_before(self) -> float:
-        """exp of the loss before."""
+        """The perplexity before the conversion: exp of the loss."""
         return _exp(self.loss_before)
 
     @property
     def perplexity_after(self) -> float:
-        """exp of the loss after."""
+        """The perplexity after the conversion: exp of the loss."""
         return _exp(self.loss_after)
 
 
-def windows(model: Model, text: str | None, length: int, limit: int) -> Sample:
-    """Ids to measure on. Without a tokenizer they are drawn, and a loss has no meaning.
+def evaluation_windows(model: Model, text: str | None, length: int, limit: int) -> EvalWindows:
+    """Return ids for an evaluation; without a tokenizer and a text they are random, and have no
+    loss.
 
-    The built-in text is what `pydoc` prints of the language's topics, which every Python has on its
-    disk: about 465,000 characters of English and examples. Of it the windows are spread evenly over
-    the whole; of a given text the beginning is read.
+    The built-in text is the documentation of Python's language topics that `pydoc` prints, which
+    every Python contains: about 465,000 characters of English and examples. The windows are spread
+    evenly over it. Of a given text the beginning is used.
 
     Args:
-        model: whose tokenizer reads the text.
-        text: None is the built-in one.
-        length: the most tokens of a window.
-        limit: at most so many tokens.
+        model: the model, whose tokenizer encodes the text.
+        text: None is the built-in text.
+        length: the largest number of tokens of a window.
+        limit: the largest number of tokens in all.
+
+    Returns:
+        The windows, and a description of the text.
 
     Raises:
         ArgumentError: the text has fewer than two tokens, or length or limit is less than 2.
         FileError: this Python was installed without the topics of `pydoc`.
 
     >>> import regard
-    >>> ids, text = windows(regard.load("tiny"), None, 64, 128)
-    >>> ids.shape, text.startswith("the topics of pydoc")
+    >>> ids, text = evaluation_windows(regard.load("tiny"), None, 64, 128)
+    >>> ids.shape, text.startswith("the pydoc_topics of pydoc")
     (torch.Size([2, 64]), True)
     """
     for name, value in (("length", length), ("tokens", limit)):
-        if value < SHORTEST:
+        if value < MIN_TOKENS:
             raise ArgumentError(
-                f"{name} is {value}; it must be at least {SHORTEST}, to predict one token"
+                f"{name} is {value}; it must be at least {MIN_TOKENS}, to predict one token"
             )
     if not model.has_tokenizer and text is None:
-        make = torch.Generator().manual_seed(0)
-        drawn = torch.randint(model.config.vocab_size, (limit,), generator=make)
-        return Sample(_rows(drawn, length), "")
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(model.config.vocab_size, (limit,), generator=generator)
+        return EvalWindows(_rows(drawn, length), "")
     if text is None:
-        whole = model.encode(topics())[0]
+        whole = model.encode(pydoc_topics())[0]
         size = min(length, limit, len(whole))
-        return Sample(
+        return EvalWindows(
             _spread(whole, size, limit // size),
             f"the topics of pydoc, Python {platform.python_version()}",
         )
     ids = model.encode(text)[0][:limit]
-    if len(ids) < SHORTEST:
-        raise ArgumentError(f"the text has {len(ids)} tokens; give at least {SHORTEST}")
-    return Sample(_rows(ids, length), "the given text")
+    if len(ids) < MIN_TOKENS:
+        raise ArgumentError(f"the text has {plural(len(ids), 'token')}; give at least {MIN_TOKENS}")
+    return EvalWindows(_rows(ids, length), "the given text")
 
 
-def topics() -> str:
-    """What `pydoc` prints of the language's topics, in the order of their names.
+def pydoc_topics() -> str:
+    """Return the text of the language topics of `pydoc`, in the order of their names.
 
     Raises:
         FileError: this Python was installed without them.
 
-    >>> len(topics()) > 100_000
+    >>> len(pydoc_topics()) > 100_000
     True
     """
     try:
-        from pydoc_data.topics import topics as found
+        from pydoc_data.topics import topics
     except ImportError as error:
         raise FileError(
             "this Python has no pydoc_data, whose topics are the built-in text; give a text to "
             "measure on (--text FILE)"
         ) from error
-    return "\n\n".join(text.strip() for _, text in sorted(found.items()))
+    return "\n\n".join(text.strip() for _, text in sorted(topics.items()))
 
 
 @torch.inference_mode()
-def measure(
+def compare_models(
     before: nn.Module, after: nn.Module, ids: Int[Tensor, "N T"], *, text: str = "text"
-) -> Measured:
-    """Both models on the same windows, each window on its own; sums are in fp64.
+) -> ModelComparison:
+    """Compare two models on the same windows, each window separately; sums are in fp64.
 
     Args:
-        before, after: ids [1,T] -> logits [1,T,V].
-        ids: the windows.
-        text: what they are, in words; empty where they were drawn: then there is no loss.
+        before, after: functions from ids [1, T] to logits [1, T, V].
+        ids: the windows [N, T].
+        text: a description of the text; empty if the ids are random, in which case there is no
+            loss.
+
+    Returns:
+        The comparison.
 
     >>> import regard
     >>> decoder = regard.load("tiny").decoder
-    >>> found = measure(decoder, decoder, torch.arange(64)[None])
-    >>> found.tokens, found.divergence, found.agreement, found.loss_change
+    >>> same = compare_models(decoder, decoder, torch.arange(64)[None])
+    >>> same.tokens, same.divergence, same.agreement, same.loss_change
     (63, 0.0, 1.0, 0.0)
     """
     means: list[Tensor] = []  # of each window: KL, agreement, loss before, loss after
@@ -184,12 +199,15 @@ def measure(
                 ]
             )
         )
-    found = torch.stack(means)
+    per_window = torch.stack(means)
     if not text:
-        found[:, 2:] = math.nan
-    (kl, same, loss, lost), (kl_error, same_error, *_) = found.mean(0).tolist(), _errors(found)
-    change = found[:, 3:] - found[:, 2:3]
-    return Measured(
+        per_window[:, 2:] = math.nan
+    (kl, same, loss, lost), (kl_error, same_error, *_) = (
+        per_window.mean(0).tolist(),
+        _errors(per_window),
+    )
+    change = per_window[:, 3:] - per_window[:, 2:3]
+    return ModelComparison(
         ids.shape[0] * (ids.shape[1] - 1),
         ids.shape[0],
         ids.shape[1],
@@ -208,22 +226,22 @@ def measure(
 
 
 def _errors(x: Float[Tensor, "N n"]) -> list[float]:
-    """The standard error of the mean of each column; NaN for one row."""
+    """Return the standard error of the mean of each column; NaN for one row."""
     if len(x) < 2:
         return [math.nan] * x.shape[1]
-    found: list[float] = (x.std(0, correction=1) / len(x) ** 0.5).tolist()
-    return found
+    errors: list[float] = (x.std(0, correction=1) / len(x) ** 0.5).tolist()
+    return errors
 
 
 def _rows(ids: Tensor, length: int) -> Tensor:
-    """As few windows as hold all ids, of one length that is at most the given one."""
+    """Split ids into as few windows as possible, all of one length of at most `length`."""
     rows = -(-len(ids) // length)
     each = len(ids) // rows
     return ids[: rows * each].view(rows, each)
 
 
 def _spread(ids: Tensor, length: int, rows: int) -> Tensor:
-    """Windows spread evenly over all ids, none over another: as many as asked for, or as there
+    """Return windows spread evenly over the ids, without overlap: `rows`, or as many as there
     are.
     """
     rows = max(1, min(rows, len(ids) // length))
@@ -236,17 +254,17 @@ def _exp(x: float) -> float:
 
 
 @dataclass(frozen=True)
-class Healing:
-    """A few training steps after a conversion.
+class FinetuneResult:
+    """The result of a few training steps after a conversion.
 
-    Attributes:
-        steps, lr, batch, length, seed: how: the peak learning rate, rows of so many tokens, and
-            their order.
-        tokens: of the text that was trained on.
-        loss_before, loss_after: mean nats per token of that text.
-        held_tokens: of its last part, which was not trained on; 0 where the text is too short for
-            one.
-        held_before, held_after: mean nats per token of that part, NaN where there is none.
+    Args:
+        steps, lr, batch, length, seed: the settings: steps, peak learning rate, rows per step,
+            tokens per row, and the random seed of their order.
+        tokens: the number of tokens of the training text.
+        loss_before, loss_after: the mean loss on it in nats per token.
+        held_tokens: the number of tokens of its last part, which is held out; 0 if the text is too
+            short.
+        held_before, held_after: the mean loss on that part in nats per token, NaN without one.
     """
 
     steps: int
@@ -263,41 +281,56 @@ class Healing:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """A model's family, dtype, parameters, and the numbers that one token takes in its caches, over
-    all layers.
+class ModelSummary:
+    """A model's family, dtype and sizes.
+
+    Attributes:
+        model_type: the `model_type` of its family.
+        dtype: the dtype of most parameters.
+        parameters: the number of parameters.
+        cached_values: the number of values that its caches store per token, over all layers.
     """
 
     model_type: str
     dtype: str
     parameters: int
-    kept: int
+    cached_values: int
+
+    kept = renamed_attribute("cached_values")
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a conversion did.
+class ConversionReport:
+    """The report of a conversion.
 
-    Attributes:
+    Args:
         source, out: the folders.
         steps: the conversions, in their order.
         before, after: the two models.
-        measured: both on a text; the second as it was loaded from the folder that was written.
-        healing: None where nothing was trained.
-        ignored: what the source's folder holds and was passed over; the result is without it.
+        measured: both models compared on a text; the second one as loaded from the folder written.
+        finetuning: the training steps after the conversion, or None.
+        ignored: parts of the source's folder that were ignored; the result does not have them.
     """
 
     source: str
     out: str
-    steps: tuple[Step, ...]
-    before: Sizes
-    after: Sizes
-    measured: Measured
-    healing: Healing | None
+    steps: tuple[ConversionStep, ...]
+    before: ModelSummary
+    after: ModelSummary
+    measured: ModelComparison
+    finetuning: FinetuneResult | None
     ignored: tuple[str, ...] = ()
 
+    healing = renamed_attribute("finetuning")
+
     def figures(self) -> dict[str, Any]:
-        """Plain values for JSON; null where there is no number."""
+        """Return the report as plain values for JSON, with null for NaN and infinity.
+
+        The keys "healing" and "kept" repeat "finetuning" and "cached_values" for one release.
+
+        Returns:
+            A dictionary of plain values.
+        """
         steps = [
             {
                 "what": step.what,
@@ -311,21 +344,23 @@ class Report:
             "perplexity_before": self.measured.perplexity_before,
             "perplexity_after": self.measured.perplexity_after,
         }
-        found = {
+        finetuning = None if self.finetuning is None else asdict(self.finetuning)
+        figures = {
             "source": self.source,
             "out": self.out,
             "steps": steps,
-            "before": asdict(self.before),
-            "after": asdict(self.after),
+            "before": asdict(self.before) | {"kept": self.before.cached_values},
+            "after": asdict(self.after) | {"kept": self.after.cached_values},
             "measured": measured,
-            "healing": None if self.healing is None else asdict(self.healing),
+            "finetuning": finetuning,
+            "healing": finetuning,
             "ignored": list(self.ignored),
         }
-        return {name: _plain(value) for name, value in found.items()}
+        return {name: _plain(value) for name, value in figures.items()}
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, list):

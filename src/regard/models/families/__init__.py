@@ -1,7 +1,7 @@
-"""One file per family, named as `model_type` in its config.json: a builder and a name table.
+"""One file per model family, named like `model_type` in config.json: a builder and a name table.
 
-The family's config, which needs no torch, stands in `regard.configs`. Families never import one
-another; what they share stands in `models/checkpoint`, `models/assembly` and `nn`.
+The config of a family, which needs no torch, is in `regard.configs`. Families never import one
+another; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from regard.configs.base import ModelConfig
 from regard.models.checkpoint.family import Family
 
 FAMILIES = LOADABLE
-"""Every supported model_type."""
+"""Every `model_type` that can be loaded."""
 
 
 def family(model_type: str) -> Family | None:
-    """The family of a `model_type`, or None.
+    """Return the family of a `model_type`, or None if it is not supported.
 
     >>> family("llama").text
     'decoder'
@@ -30,6 +30,6 @@ def family(model_type: str) -> Family | None:
     return cast("Family", module.FAMILY)
 
 
-def type_of(config: ModelConfig) -> str:
-    """The `model_type` of a config."""
+def model_type_of(config: ModelConfig) -> str:
+    """Return the `model_type` of a config."""
     return config.model_types[0]

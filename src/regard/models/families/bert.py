@@ -1,5 +1,5 @@
-"""BERT: an encoder of post-norm blocks with learned positions and segments; a pooler and a head for
-hidden words on top.
+"""BERT: an encoder of post-norm blocks with learned positions and segments; a pooler, and
+a head for masked words.
 
 Source: Devlin et al. 2018 (arXiv 1810.04805); key names as in Hugging Face checkpoints.
 """
@@ -15,9 +15,9 @@ from torch import nn
 from regard.argument_checks import resolve_head_dim
 from regard.configs.base import Raw
 from regard.configs.bert import BertConfig
-from regard.models.assembly.parts import activation
+from regard.models.assembly.building_blocks import activation
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import both
+from regard.models.checkpoint.name_tables import weight_and_bias
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, FeedForward, InputEmbedding, PostNorm
 from regard.nn.linear import Linear
@@ -27,8 +27,8 @@ from regard.positions import LearnedPositions
 Config = BertConfig
 
 
-def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
-    """What was trained on top is what is stored."""
+def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
+    """Set whether there are a pooler and a head for masked words, from the stored tensors."""
     return replace(
         config,
         pooler="bert.pooler.dense.weight" in stored,
@@ -36,15 +36,16 @@ def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
     )
 
 
-def respell(name: str) -> str:
-    """The first releases named the parts of a LayerNorm as TensorFlow does."""
-    ends = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-    return next((name.replace(old, new) for old, new in ends.items() if old in name), name)
+def rename_stored(name: str) -> str:
+    """Rename the parts of a LayerNorm, which the first releases spelled as TensorFlow does."""
+    spellings = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    return next((name.replace(old, new) for old, new in spellings.items() if old in name), name)
 
 
 def build(config: Config) -> HeadedEncoder:
-    """The encoder of a config and what is on top of it, with fresh weights: normal with 0.02,
-    biases 0, norms 1.
+    """Build the encoder of a config with its pooler and head, and initial weights.
+
+    Weights are normal with standard deviation 0.02, biases 0, norms 1.
     """
     M = config.hidden_size
     embedding = nn.Embedding(config.vocab_size, M)
@@ -91,34 +92,44 @@ def _chain(**steps: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(steps))
 
 
-LAYER, OURS = "bert.encoder.layer.{}.", "encoder.layers.{}."
+STORED_LAYER, MODEL_LAYER = "bert.encoder.layer.{}.", "encoder.layers.{}."
 NAMES = {
     "bert.embeddings.word_embeddings.weight": "encoder.embed.embedding.weight",
     "bert.embeddings.position_embeddings.weight": "encoder.embed.positional.weight",
     "bert.embeddings.token_type_embeddings.weight": "encoder.embed.segments.weight",
-    **both("bert.embeddings.LayerNorm", "encoder.embed.norm"),
-    **both(LAYER + "attention.self.query", OURS + "attention.project.q.linear"),
-    **both(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
-    **both(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
-    **both(LAYER + "attention.output.dense", OURS + "attention.output"),
-    **both(LAYER + "attention.output.LayerNorm", OURS + "attention_residual.norm"),
-    **both(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
-    **both(LAYER + "output.dense", OURS + "feed_forward.down"),
-    **both(LAYER + "output.LayerNorm", OURS + "feed_forward_residual.norm"),
-    **both("bert.pooler.dense", "pooler.dense"),
-    **both("cls.predictions.transform.dense", "head.dense"),
-    **both("cls.predictions.transform.LayerNorm", "head.norm"),
+    **weight_and_bias("bert.embeddings.LayerNorm", "encoder.embed.norm"),
+    **weight_and_bias(
+        STORED_LAYER + "attention.self.query", MODEL_LAYER + "attention.project.q.linear"
+    ),
+    **weight_and_bias(
+        STORED_LAYER + "attention.self.key", MODEL_LAYER + "attention.project.k.linear"
+    ),
+    **weight_and_bias(
+        STORED_LAYER + "attention.self.value", MODEL_LAYER + "attention.project.v.linear"
+    ),
+    **weight_and_bias(STORED_LAYER + "attention.output.dense", MODEL_LAYER + "attention.output"),
+    **weight_and_bias(
+        STORED_LAYER + "attention.output.LayerNorm", MODEL_LAYER + "attention_residual.norm"
+    ),
+    **weight_and_bias(STORED_LAYER + "intermediate.dense", MODEL_LAYER + "feed_forward.up"),
+    **weight_and_bias(STORED_LAYER + "output.dense", MODEL_LAYER + "feed_forward.down"),
+    **weight_and_bias(
+        STORED_LAYER + "output.LayerNorm", MODEL_LAYER + "feed_forward_residual.norm"
+    ),
+    **weight_and_bias("bert.pooler.dense", "pooler.dense"),
+    **weight_and_bias("cls.predictions.transform.dense", "head.dense"),
+    **weight_and_bias("cls.predictions.transform.LayerNorm", "head.norm"),
     "cls.predictions.bias": "head.words.bias",
-    **both("cls.predictions.decoder", "head.words"),
+    **weight_and_bias("cls.predictions.decoder", "head.words"),
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,
     build,
     NAMES,
-    settle=settle,
-    respell=respell,
+    complete_config=complete_config,
+    rename_stored=rename_stored,
     prefixes=("bert.",),
     buffers=(r"(bert\.)?embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
     text="encoder",

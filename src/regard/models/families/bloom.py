@@ -12,9 +12,9 @@ from regard import masks
 from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
 from regard.configs.gpt import BloomConfig
-from regard.models.assembly.parts import embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import both
+from regard.models.checkpoint.name_tables import weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.blocks import NormedResidual
@@ -24,13 +24,13 @@ Config = BloomConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
     embed = InputEmbedding(embedding, norm=_norm(config))
     layers = [_block(config) for _ in range(config.n_layer)]
-    return ready_for_training(Decoder(embed, layers, _norm(config), head))
+    return initialize_weights(Decoder(embed, layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -46,7 +46,7 @@ def _block(config: Config) -> Block:
     return Block(attention, feed_forward, path(_norm(config)), path(_norm(config)))
 
 
-LAYER, OURS = "transformer.h.{}.", "layers.{}."
+STORED_LAYER, MODEL_LAYER = "transformer.h.{}.", "layers.{}."
 PARTS = {
     "input_layernorm": "attention_residual.norm",
     "self_attention.query_key_value": "attention.project.linear",
@@ -65,9 +65,9 @@ NAMES = {
 } | {
     name: parameter
     for theirs, ours in PARTS.items()
-    for name, parameter in both(LAYER + theirs, OURS + ours).items()
+    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,

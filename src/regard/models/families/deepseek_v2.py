@@ -10,7 +10,7 @@ from functools import partial
 
 from regard.configs.deepseek import DeepseekV2Config
 from regard.errors import ArgumentError
-from regard.models.assembly import deepseek, grouped
+from regard.models.assembly import deepseek, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.feed_forward import SoftmaxRouter
@@ -20,11 +20,12 @@ METHODS = ("greedy", "group_limited_greedy")
 
 
 def router(config: Config) -> SoftmaxRouter:
-    """Softmax over all experts; groups are compared by their best expert, and count only where
-    topk_method says so.
+    """Build the router: softmax over all experts, which topk_method may limit to the best groups.
+
+    Groups are ranked by their best expert.
 
     Raises:
-        ArgumentError: topk_method is unknown, or the experts cannot be chosen as the keys say.
+        ArgumentError: topk_method is unknown, or experts cannot be selected as the keys say.
     """
     if config.topk_method not in METHODS:
         raise ArgumentError(
@@ -43,7 +44,7 @@ def router(config: Config) -> SoftmaxRouter:
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     return deepseek.decoder(config, partial(router, config))
 
 
@@ -52,7 +53,7 @@ FAMILY = Family(
     build,
     deepseek.NAMES,
     check=lambda config: deepseek.check(config, partial(router, config)),
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
     buffers=deepseek.BUFFERS,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from regard.configs.deepseek import DeepseekV3Config
-from regard.models.assembly import deepseek, grouped
+from regard.models.assembly import deepseek, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.feed_forward import SigmoidRouter
@@ -18,10 +18,10 @@ Config = DeepseekV3Config
 
 
 def router(config: Config) -> SigmoidRouter:
-    """Sigmoid scores; groups are compared by their best two.
+    """Build the router with sigmoid scores; groups are ranked by their best two experts.
 
     Raises:
-        ArgumentError: the experts cannot be chosen as the keys say.
+        ArgumentError: experts cannot be selected as the keys say.
     """
     return SigmoidRouter(
         config.hidden_size,
@@ -34,7 +34,7 @@ def router(config: Config) -> SigmoidRouter:
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     return deepseek.decoder(config, partial(router, config))
 
 
@@ -43,9 +43,9 @@ FAMILY = Family(
     build,
     deepseek.NAMES,
     check=lambda config: deepseek.check(config, partial(router, config)),
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
     buffers=deepseek.BUFFERS,
     # rounding a correction changes who is chosen
-    exact=("*.router.correction",),
+    keep_float32=("*.router.correction",),
 )

@@ -7,7 +7,7 @@ Source: Gemma Team 2024 (arXiv 2403.08295); key names as in Hugging Face checkpo
 from __future__ import annotations
 
 from regard.configs.gemma import GemmaConfig
-from regard.models.assembly import gemmas, grouped, rope
+from regard.models.assembly import gemma, llama_like, rope
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, PreNorm
@@ -16,22 +16,22 @@ Config = GemmaConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    rotary = rope.rotary(config.rope)
+    """Build the decoder of a config, with initial weights."""
+    rotary = rope.rotary_module(config.rope)
 
     def block() -> Block:
-        paths = [PreNorm(gemmas.norm(config)) for _ in range(2)]
-        return Block(gemmas.attention(config, rotary), gemmas.feed_forward(config), *paths)
+        paths = [PreNorm(gemma.norm(config)) for _ in range(2)]
+        return Block(gemma.attention(config, rotary), gemma.feed_forward(config), *paths)
 
-    return gemmas.decoder(config, [block() for _ in range(config.num_hidden_layers)])
+    return gemma.decoder(config, [block() for _ in range(config.num_hidden_layers)])
 
 
 FAMILY = Family(
     Config,
     build,
-    grouped.NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    llama_like.NAMES,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

@@ -7,7 +7,7 @@ Source: Gemma Team 2024 (arXiv 2408.00118); key names as in Hugging Face checkpo
 from __future__ import annotations
 
 from regard.configs.gemma import Gemma2Config
-from regard.models.assembly import gemmas, grouped, rope
+from regard.models.assembly import gemma, llama_like, rope
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
@@ -15,10 +15,10 @@ Config = Gemma2Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    rotary = rope.rotary(config.rope)
+    """Build the decoder of a config, with initial weights."""
+    rotary = rope.rotary_module(config.rope)
     mixers = [
-        gemmas.attention(
+        gemma.attention(
             config,
             rotary,
             window,
@@ -27,16 +27,16 @@ def build(config: Config) -> Decoder:
         )
         for window in config.windows()
     ]
-    layers = [gemmas.sandwich(config, mixer) for mixer in mixers]
-    return gemmas.decoder(config, layers, config.final_logit_softcapping)
+    layers = [gemma.sandwich(config, mixer) for mixer in mixers]
+    return gemma.decoder(config, layers, config.final_logit_softcapping)
 
 
 FAMILY = Family(
     Config,
     build,
-    gemmas.NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    gemma.NAMES,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

@@ -1,7 +1,7 @@
 """Gemma 3, its text: a norm on each head in place of the cap, windows in five layers of six, and
 two rotary bases.
 
-A folder of the model that also sees pictures (`model_type` "gemma3") is read, too: its
+A folder of the model that also reads images (`model_type` "gemma3") is read, too: its
 `text_config`, and of its tensors those of the language model.
 
 Source: Gemma Team 2025 (arXiv 2503.19786); key names as in Hugging Face checkpoints.
@@ -12,17 +12,18 @@ from __future__ import annotations
 import re
 
 from regard.configs.gemma import Gemma3Config
-from regard.models.assembly import gemmas, grouped, rope
+from regard.models.assembly import gemma, llama_like, rope
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
 Config = Gemma3Config
 
 
-def respell(name: str) -> str:
-    """The name of a tensor of the language model, from a model that also sees pictures.
+def rename_stored(name: str) -> str:
+    """Return the name of a language model's tensor in a model that also reads images.
 
-    >>> respell("language_model.model.norm.weight"), respell("model.language_model.norm.weight")
+    >>> names = "language_model.model.norm.weight", "model.language_model.norm.weight"
+    >>> tuple(rename_stored(name) for name in names)
     ('model.norm.weight', 'model.norm.weight')
     """
     name = re.sub(r"^model\.language_model\.", "model.", name)
@@ -30,39 +31,39 @@ def respell(name: str) -> str:
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    everywhere, local = rope.rotary(config.rope), rope.rotary(config.local_rope)
+    """Build the decoder of a config, with initial weights."""
+    full, local = rope.rotary_module(config.rope), rope.rotary_module(config.local_rope)
     mixers = [
-        gemmas.attention(
+        gemma.attention(
             config,
-            everywhere if window is None else local,
+            full if window is None else local,
             window,
             scale=config.query_pre_attn_scalar**-0.5,
             head_norms=True,
         )
         for window in config.windows()
     ]
-    layers = [gemmas.sandwich(config, mixer) for mixer in mixers]
-    return gemmas.decoder(config, layers, config.final_logit_softcapping)
+    layers = [gemma.sandwich(config, mixer) for mixer in mixers]
+    return gemma.decoder(config, layers, config.final_logit_softcapping)
 
 
 def check(config: Config) -> None:
-    """Check the numbers of the rotary scaling, and both bases.
+    """Check the numbers of both rotary settings.
 
     Raises:
-        ArgumentError: as `rope.rotary`.
+        ArgumentError: as in `rope.rotary_module`.
     """
     for settings in (config.rope, config.local_rope):
-        rope.rotary(settings)
+        rope.rotary_module(settings)
 
 
 FAMILY = Family(
     Config,
     build,
-    gemmas.NAMES,
+    gemma.NAMES,
     check=check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=(*grouped.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    respell=respell,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=(*llama_like.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+    rename_stored=rename_stored,
 )

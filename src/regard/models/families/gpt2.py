@@ -12,9 +12,13 @@ from torch import nn
 from regard import masks
 from regard.argument_checks import resolve_head_dim
 from regard.configs.gpt import GPT2Config
-from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import (
+    activation,
+    embedding_and_head,
+    initialize_weights,
+)
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Names, transposed
+from regard.models.checkpoint.name_tables import NameTable, transposed
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.linear import Linear
@@ -24,12 +28,12 @@ Config = GPT2Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     M = config.n_embd
     embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
     embed = InputEmbedding(embedding, LearnedPositions(config.n_positions, M))
     layers = [_block(config, i) for i in range(config.n_layer)]
-    return ready_for_training(Decoder(embed, layers, _norm(config), head))
+    return initialize_weights(Decoder(embed, layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -48,27 +52,29 @@ def _block(config: Config, layer: int) -> Block:
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
 
 
-LAYER, OURS = "transformer.h.{}.", "layers.{}."
-NAMES: Names = {
+STORED_LAYER, MODEL_LAYER = "transformer.h.{}.", "layers.{}."
+NAMES: NameTable = {
     "transformer.wte.weight": "embed.embedding.weight",
     "transformer.wpe.weight": "embed.positional.weight",
     "transformer.ln_f.weight": "norm.weight",
     "transformer.ln_f.bias": "norm.bias",
     "lm_head.weight": "head.weight",
-    LAYER + "ln_1.weight": OURS + "attention_residual.norm.weight",
-    LAYER + "ln_1.bias": OURS + "attention_residual.norm.bias",
-    LAYER + "attn.c_attn.weight": transposed(OURS + "attention.project.linear.weight"),
-    LAYER + "attn.c_attn.bias": OURS + "attention.project.linear.bias",
-    LAYER + "attn.c_proj.weight": transposed(OURS + "attention.output.weight"),
-    LAYER + "attn.c_proj.bias": OURS + "attention.output.bias",
-    LAYER + "ln_2.weight": OURS + "feed_forward_residual.norm.weight",
-    LAYER + "ln_2.bias": OURS + "feed_forward_residual.norm.bias",
-    LAYER + "mlp.c_fc.weight": transposed(OURS + "feed_forward.up.weight"),
-    LAYER + "mlp.c_fc.bias": OURS + "feed_forward.up.bias",
-    LAYER + "mlp.c_proj.weight": transposed(OURS + "feed_forward.down.weight"),
-    LAYER + "mlp.c_proj.bias": OURS + "feed_forward.down.bias",
+    STORED_LAYER + "ln_1.weight": MODEL_LAYER + "attention_residual.norm.weight",
+    STORED_LAYER + "ln_1.bias": MODEL_LAYER + "attention_residual.norm.bias",
+    STORED_LAYER + "attn.c_attn.weight": transposed(
+        MODEL_LAYER + "attention.project.linear.weight"
+    ),
+    STORED_LAYER + "attn.c_attn.bias": MODEL_LAYER + "attention.project.linear.bias",
+    STORED_LAYER + "attn.c_proj.weight": transposed(MODEL_LAYER + "attention.output.weight"),
+    STORED_LAYER + "attn.c_proj.bias": MODEL_LAYER + "attention.output.bias",
+    STORED_LAYER + "ln_2.weight": MODEL_LAYER + "feed_forward_residual.norm.weight",
+    STORED_LAYER + "ln_2.bias": MODEL_LAYER + "feed_forward_residual.norm.bias",
+    STORED_LAYER + "mlp.c_fc.weight": transposed(MODEL_LAYER + "feed_forward.up.weight"),
+    STORED_LAYER + "mlp.c_fc.bias": MODEL_LAYER + "feed_forward.up.bias",
+    STORED_LAYER + "mlp.c_proj.weight": transposed(MODEL_LAYER + "feed_forward.down.weight"),
+    STORED_LAYER + "mlp.c_proj.bias": MODEL_LAYER + "feed_forward.down.bias",
 }
-"""Checkpoint name -> name here; {} is the layer. Matrices are stored as [in, out]."""
+"""Stored name -> parameter name; {} is the layer. Matrices are stored as [in, out]."""
 
 FAMILY = Family(
     Config,

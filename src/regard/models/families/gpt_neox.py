@@ -11,9 +11,13 @@ from torch import nn
 from regard import masks
 from regard.configs.gpt import GPTNeoXConfig
 from regard.models.assembly import rope
-from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import (
+    activation,
+    embedding_and_head,
+    initialize_weights,
+)
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import both
+from regard.models.checkpoint.name_tables import weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
@@ -31,13 +35,13 @@ Config = GPTNeoXConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
-    rotary = rope.rotary(config.rope)
+    rotary = rope.rotary_module(config.rope)
     layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
-    return ready_for_training(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -54,7 +58,7 @@ def _block(config: Config, rotary: Rotary) -> Block:
     return kind(attention, feed_forward, *paths)
 
 
-LAYER, OURS = "gpt_neox.layers.{}.", "layers.{}."
+STORED_LAYER, MODEL_LAYER = "gpt_neox.layers.{}.", "layers.{}."
 PARTS = {
     "input_layernorm": "attention_residual.norm",
     "attention.query_key_value": "attention.project.linear",
@@ -71,19 +75,19 @@ NAMES = {
 } | {
     name: parameter
     for theirs, ours in PARTS.items()
-    for name, parameter in both(LAYER + theirs, OURS + ours).items()
+    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,
     build,
     NAMES,
     # a head that is missing is missing: this family ties none unless config.json says so
-    settle=lambda config, _raw, _stored: config,
-    check=lambda config: rope.rotary(config.rope),
+    complete_config=lambda config, _raw, _stored: config,
+    check=lambda config: rope.rotary_module(config.rope),
     prefixes=("gpt_neox.",),
     head="embed_out.weight",
     buffers=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-    respell=lambda name: "embed_out.weight" if name == "lm_head.weight" else name,
+    rename_stored=lambda name: "embed_out.weight" if name == "lm_head.weight" else name,
 )

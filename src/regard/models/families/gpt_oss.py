@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.configs.llama import GptOssConfig
-from regard.models.assembly import grouped, rope
+from regard.models.assembly import llama_like, rope
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Names, Rule
+from regard.models.checkpoint.name_tables import NameTable, TensorRule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
 from regard.nn.feed_forward import ClippedSwiGLU, MoE, SoftmaxRouter
@@ -26,8 +26,8 @@ Config = GptOssConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    return grouped.decoder(config, lambda rotary, window: _block(config, rotary, window))
+    """Build the decoder of a config, with initial weights."""
+    return llama_like.decoder(config, lambda rotary, window: _block(config, rotary, window))
 
 
 def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
@@ -38,7 +38,7 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
         config.num_key_value_heads,
     )
     attention = Attention(
-        rope.heads(M, H, G, D, rotary, bias=config.attention_bias),
+        rope.rotary_heads(M, H, G, D, rotary, bias=config.attention_bias),
         Linear(H * D, M, bias=config.attention_bias),
         mask=masks.Causal() if window is None else masks.Causal() & masks.Window(window),
         sink=nn.Parameter(torch.zeros(H)),
@@ -47,38 +47,38 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
     clip = {"limit": config.swiglu_limit, "alpha": config.swiglu_alpha}
     experts = [ClippedSwiGLU(M, config.intermediate_size, **clip) for _ in range(n)]
     router = SoftmaxRouter(M, n, config.num_experts_per_tok, normalise=True, bias=True)
-    paths = (PreNorm(grouped.norm(config)) for _ in range(2))
+    paths = (PreNorm(llama_like.norm(config)) for _ in range(2))
     return Block(attention, MoE(router, experts), *paths)
 
 
-def _stacked(*parts: str) -> Rule:
-    """Parts of all experts in one tensor, whose last dimension takes them in turns; matrices are
-    [in, out].
+def _stacked(*parts: str) -> TensorRule:
+    """Return the rule for one part, or interleaved parts, of all experts in one tensor.
 
-    Stored [n, in, p * out] or [n, p * out] -> p times n of [out, in] or [out].
+    Matrices are stored as [in, out]: [n, in, p * out] or [n, p * out] -> p times n of [out, in] or
+    [out].
     """
 
-    def take(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
+    def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
         turns = [stored[..., i :: len(parts)] for i in range(len(parts))]
         return [expert.T if expert.ndim == 2 else expert for part in turns for expert in part]
 
-    def give(found: Sequence[Tensor]) -> Tensor:
-        turned = torch.stack([x.T if x.ndim == 2 else x for x in found])
+    def pack(parameters: Sequence[Tensor]) -> Tensor:
+        turned = torch.stack([x.T if x.ndim == 2 else x for x in parameters])
         return torch.stack(turned.chunk(len(parts)), -1).flatten(-2)
 
-    return Rule(tuple(f"{EXPERTS}.*.{part}" for part in parts), take, give)
+    return TensorRule(tuple(f"{EXPERTS}.*.{part}" for part in parts), unpack, pack)
 
 
-EXPERTS = grouped.OURS + "feed_forward.experts"
-STORED = grouped.THEIRS + "mlp."
-NAMES: Names = (
-    grouped.OUTSIDE
-    | grouped.ATTENTION
-    | grouped.PRE_NORMS
+EXPERTS = llama_like.MODEL_LAYER + "feed_forward.experts"
+STORED = llama_like.STORED_LAYER + "mlp."
+NAMES: NameTable = (
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.ATTENTION
+    | llama_like.PRE_NORMS
     | {
-        grouped.THEIRS + "self_attn.sinks": grouped.OURS + "attention.sink",
-        STORED + "router.weight": grouped.OURS + "feed_forward.router.linear.weight",
-        STORED + "router.bias": grouped.OURS + "feed_forward.router.linear.bias",
+        llama_like.STORED_LAYER + "self_attn.sinks": llama_like.MODEL_LAYER + "attention.sink",
+        STORED + "router.weight": llama_like.MODEL_LAYER + "feed_forward.router.linear.weight",
+        STORED + "router.bias": llama_like.MODEL_LAYER + "feed_forward.router.linear.bias",
         STORED + "experts.gate_up_proj": _stacked("gate.weight", "up.weight"),
         STORED + "experts.gate_up_proj_bias": _stacked("gate.bias", "up.bias"),
         STORED + "experts.down_proj": _stacked("down.weight"),
@@ -90,8 +90,8 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

@@ -6,7 +6,7 @@ Source: Touvron et al. 2023 (arXiv 2307.09288); key names as in Hugging Face che
 from __future__ import annotations
 
 from regard.configs.llama import LlamaConfig
-from regard.models.assembly import grouped
+from regard.models.assembly import llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block
@@ -16,22 +16,22 @@ Config = LlamaConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
 
     def block(rotary: Rotary, window: int | None) -> Block:
         bias = config.attention_bias
-        mixer = grouped.attention(config, rotary, window, bias=bias, output_bias=bias)
-        return grouped.block(config, mixer, bias=config.mlp_bias)
+        mixer = llama_like.attention(config, rotary, window, bias=bias, output_bias=bias)
+        return llama_like.block(config, mixer, bias=config.mlp_bias)
 
-    return grouped.decoder(config, block)
+    return llama_like.decoder(config, block)
 
 
 FAMILY = Family(
     Config,
     build,
-    grouped.NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    llama_like.NAMES,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

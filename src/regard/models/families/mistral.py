@@ -6,7 +6,7 @@ Source: Jiang et al. 2023 (arXiv 2310.06825); key names as in Hugging Face check
 from __future__ import annotations
 
 from regard.configs.llama import MistralConfig
-from regard.models.assembly import grouped
+from regard.models.assembly import llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
@@ -14,19 +14,21 @@ Config = MistralConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    return grouped.decoder(
+    """Build the decoder of a config, with initial weights."""
+    return llama_like.decoder(
         config,
-        lambda rotary, window: grouped.block(config, grouped.attention(config, rotary, window)),
+        lambda rotary, window: llama_like.block(
+            config, llama_like.attention(config, rotary, window)
+        ),
     )
 
 
 FAMILY = Family(
     Config,
     build,
-    grouped.NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    llama_like.NAMES,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

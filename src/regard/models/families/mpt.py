@@ -17,7 +17,7 @@ from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.configs.gpt import MPT_ATTENTION, MptConfig
-from regard.models.assembly.parts import embedding_and_head, ready_for_training
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
@@ -28,11 +28,11 @@ Config = MptConfig
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     V, M = config.vocab_size, config.d_model
     embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
     layers = [_block(config) for _ in range(config.n_layers)]
-    return ready_for_training(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
 def _norm(config: Config) -> nn.LayerNorm:
@@ -58,19 +58,19 @@ def _block(config: Config) -> Block:
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
 
 
-LAYER, OURS = "transformer.blocks.{}.", "layers.{}."
+STORED_LAYER, MODEL_LAYER = "transformer.blocks.{}.", "layers.{}."
 NAMES = {
     "transformer.wte.weight": "embed.embedding.weight",
     "transformer.norm_f.weight": "norm.weight",
     "lm_head.weight": "head.weight",
-    LAYER + "norm_1.weight": OURS + "attention_residual.norm.weight",
-    LAYER + "attn.Wqkv.weight": OURS + "attention.project.linear.weight",
-    LAYER + "attn.out_proj.weight": OURS + "attention.output.weight",
-    LAYER + "norm_2.weight": OURS + "feed_forward_residual.norm.weight",
-    LAYER + "ffn.up_proj.weight": OURS + "feed_forward.up.weight",
-    LAYER + "ffn.down_proj.weight": OURS + "feed_forward.down.weight",
+    STORED_LAYER + "norm_1.weight": MODEL_LAYER + "attention_residual.norm.weight",
+    STORED_LAYER + "attn.Wqkv.weight": MODEL_LAYER + "attention.project.linear.weight",
+    STORED_LAYER + "attn.out_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "norm_2.weight": MODEL_LAYER + "feed_forward_residual.norm.weight",
+    STORED_LAYER + "ffn.up_proj.weight": MODEL_LAYER + "feed_forward.up.weight",
+    STORED_LAYER + "ffn.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
 }
-"""Checkpoint name -> name here; {} is the layer."""
+"""Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
     Config,

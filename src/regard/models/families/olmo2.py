@@ -7,8 +7,8 @@ Source: OLMo 2, 2025 (arXiv 2501.00656); key names as in Hugging Face checkpoint
 from __future__ import annotations
 
 from regard.configs.llama import Olmo2Config
-from regard.models.assembly import grouped
-from regard.models.assembly.grouped import OURS, THEIRS
+from regard.models.assembly import llama_like
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, OutputNorm, SwiGLU
@@ -18,37 +18,39 @@ Config = Olmo2Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
 
     def block(rotary: Rotary, window: int | None) -> Block:
-        mixer = grouped.attention(
+        mixer = llama_like.attention(
             config,
             rotary,
             window,
-            q_flat=grouped.norm(config, config.num_attention_heads * config.head_dim),
-            k_flat=grouped.norm(config, config.num_key_value_heads * config.head_dim),
+            q_flat=llama_like.norm(config, config.num_attention_heads * config.head_dim),
+            k_flat=llama_like.norm(config, config.num_key_value_heads * config.head_dim),
             bias=config.attention_bias,
             output_bias=config.attention_bias,
         )
         feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
-        paths = (OutputNorm(grouped.norm(config)) for _ in range(2))
+        paths = (OutputNorm(llama_like.norm(config)) for _ in range(2))
         return Block(mixer, feed_forward, *paths)
 
-    return grouped.decoder(config, block)
+    return llama_like.decoder(config, block)
 
 
 NORMS = {
-    THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.flat.weight",
-    THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.flat.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "attention_residual.norm.weight",
-    THEIRS + "post_feedforward_layernorm.weight": OURS + "feed_forward_residual.norm.weight",
+    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.flat.weight",
+    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.flat.weight",
+    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
+    + "attention_residual.norm.weight",
+    STORED_LAYER + "post_feedforward_layernorm.weight": MODEL_LAYER
+    + "feed_forward_residual.norm.weight",
 }
 FAMILY = Family(
     Config,
     build,
-    grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | NORMS,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    llama_like.EMBEDDING_AND_HEAD | llama_like.ATTENTION | llama_like.FEED_FORWARD | NORMS,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

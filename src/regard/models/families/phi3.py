@@ -7,38 +7,42 @@ Source: Abdin et al. 2024 (arXiv 2404.14219); key names as in Hugging Face check
 from __future__ import annotations
 
 from regard.configs.llama import Phi3Config
-from regard.models.assembly import grouped
-from regard.models.assembly.grouped import OURS, THEIRS
+from regard.models.assembly import llama_like
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Names, rows
+from regard.models.checkpoint.name_tables import NameTable, stacked_rows
 from regard.models.decoder import Decoder
 
 Config = Phi3Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    return grouped.decoder(
+    """Build the decoder of a config, with initial weights."""
+    return llama_like.decoder(
         config,
-        lambda rotary, window: grouped.block(config, grouped.attention(config, rotary, window)),
+        lambda rotary, window: llama_like.block(
+            config, llama_like.attention(config, rotary, window)
+        ),
     )
 
 
-IN = OURS + "attention.project."
-FUSED: Names = {
-    THEIRS + "self_attn.qkv_proj.weight": rows(*(f"{IN}{part}.linear.weight" for part in "qkv")),
-    THEIRS + "self_attn.o_proj.weight": OURS + "attention.output.weight",
-    THEIRS + "mlp.gate_up_proj.weight": rows(
-        OURS + "feed_forward.gate.weight", OURS + "feed_forward.up.weight"
+IN = MODEL_LAYER + "attention.project."
+FUSED: NameTable = {
+    STORED_LAYER + "self_attn.qkv_proj.weight": stacked_rows(
+        *(f"{IN}{part}.linear.weight" for part in "qkv")
     ),
-    THEIRS + "mlp.down_proj.weight": OURS + "feed_forward.down.weight",
+    STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "mlp.gate_up_proj.weight": stacked_rows(
+        MODEL_LAYER + "feed_forward.gate.weight", MODEL_LAYER + "feed_forward.up.weight"
+    ),
+    STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
 }
 FAMILY = Family(
     Config,
     build,
-    {**grouped.OUTSIDE, **grouped.PRE_NORMS, **FUSED},
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    {**llama_like.EMBEDDING_AND_HEAD, **llama_like.PRE_NORMS, **FUSED},
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

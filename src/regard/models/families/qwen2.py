@@ -7,7 +7,7 @@ Source: Yang et al. 2024 (arXiv 2407.10671); key names as in Hugging Face checkp
 from __future__ import annotations
 
 from regard.configs.llama import Qwen2Config
-from regard.models.assembly import grouped
+from regard.models.assembly import llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
@@ -15,11 +15,11 @@ Config = Qwen2Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
-    return grouped.decoder(
+    """Build the decoder of a config, with initial weights."""
+    return llama_like.decoder(
         config,
-        lambda rotary, window: grouped.block(
-            config, grouped.attention(config, rotary, window, bias=True)
+        lambda rotary, window: llama_like.block(
+            config, llama_like.attention(config, rotary, window, bias=True)
         ),
     )
 
@@ -27,9 +27,9 @@ def build(config: Config) -> Decoder:
 FAMILY = Family(
     Config,
     build,
-    grouped.NAMES,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    llama_like.NAMES,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

@@ -7,8 +7,8 @@ Source: Yang et al. 2025 (arXiv 2505.09388); key names as in Hugging Face checkp
 from __future__ import annotations
 
 from regard.configs.llama import Qwen3Config
-from regard.models.assembly import grouped
-from regard.models.assembly.grouped import OURS, THEIRS
+from regard.models.assembly import llama_like
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block
@@ -18,33 +18,33 @@ Config = Qwen3Config
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
 
     def block(rotary: Rotary, window: int | None) -> Block:
-        mixer = grouped.attention(
+        mixer = llama_like.attention(
             config,
             rotary,
             window,
-            q_steps=[grouped.norm(config, config.head_dim)],
-            k_steps=[grouped.norm(config, config.head_dim)],
+            q_steps=[llama_like.norm(config, config.head_dim)],
+            k_steps=[llama_like.norm(config, config.head_dim)],
             bias=config.attention_bias,
             output_bias=config.attention_bias,
         )
-        return grouped.block(config, mixer)
+        return llama_like.block(config, mixer)
 
-    return grouped.decoder(config, block)
+    return llama_like.decoder(config, block)
 
 
 HEAD_NORMS = {
-    THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.steps.0.weight",
-    THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.steps.0.weight",
+    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.steps.0.weight",
+    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.steps.0.weight",
 }
 FAMILY = Family(
     Config,
     build,
-    grouped.NAMES | HEAD_NORMS,
-    check=grouped.check,
-    prefixes=grouped.PREFIXES,
-    head=grouped.HEAD,
-    buffers=grouped.BUFFERS,
+    llama_like.NAMES | HEAD_NORMS,
+    check=llama_like.check,
+    prefixes=llama_like.PREFIXES,
+    head=llama_like.HEAD,
+    buffers=llama_like.BUFFERS,
 )

@@ -1,11 +1,11 @@
-"""A decoder of our own kind: pre-norm blocks of any causal mechanism in the catalogue, and SwiGLU.
+"""The family "regard": pre-norm blocks of any causal mechanism in `regard.nn.variants`, and SwiGLU.
 
     x = E[id] + positions
     x = x + mechanism(norm(x))
     x = x + W_down (silu(W_gate norm(x)) * W_up norm(x))
     logits = W norm(x)
 
-The parameters are stored under the names that they have here. Other libraries do not know this
+Parameters are stored under the names that they have here. Other libraries do not support this
 model_type.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from regard.configs.regard import RegardConfig
-from regard.models.assembly.mechanism import layer_of
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.catalogue_mixer import build_mixer
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import OWN
+from regard.models.checkpoint.name_tables import SAME_NAMES
 from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.linear import Linear
@@ -31,21 +31,21 @@ from regard.positions import LearnedPositions
 
 @dataclass(frozen=True)
 class Config(RegardConfig):
-    """The config, whose mechanism is checked, too.
+    """The config, with a check of the mechanism.
 
     Raises:
-        ArgumentError: a size is less than 1, or the mechanism cannot be a decoder's layer with
+        ArgumentError: a size is less than 1, or the mechanism cannot be the layer of a decoder with
             these options, positions and window.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with torch.device("meta"):  # its sizes are checked, and nothing is allocated
+        with torch.device("meta"):  # only sizes are checked, and nothing is allocated
             self.mixer(0)
 
     def mixer(self, layer: int) -> Mixer:
-        """The attention of a layer, from 0."""
-        return layer_of(
+        """Build the attention of a layer, counted from 0."""
+        return build_mixer(
             self.attention,
             self.hidden_size,
             self.num_attention_heads,
@@ -57,14 +57,14 @@ class Config(RegardConfig):
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights."""
+    """Build the decoder of a config, with initial weights."""
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
     layers = [_block(config, layer) for layer in range(config.num_hidden_layers)]
     decoder = Decoder(_embed(config, embedding), layers, _norm(config), head)
-    return ready_for_training(decoder)
+    return initialize_weights(decoder)
 
 
 def _embed(config: Config, embedding: nn.Embedding) -> InputEmbedding:
@@ -72,7 +72,7 @@ def _embed(config: Config, embedding: nn.Embedding) -> InputEmbedding:
     if config.position == "learned":
         return InputEmbedding(embedding, LearnedPositions(config.max_position_embeddings, M))
     if config.position == "sinusoidal":
-        # beside sinusoids of size 1, the small embedding of a head that is tied to it would be lost
+        # a tied embedding is small and would be lost beside sinusoids of size 1
         return InputEmbedding(
             embedding, SinusoidalPositions(M), scale=M**0.5 if config.tie_word_embeddings else 1.0
         )
@@ -89,11 +89,5 @@ def _block(config: Config, layer: int) -> Block:
     return Block(config.mixer(layer), feed_forward, *paths)
 
 
-FAMILY = Family(
-    Config,
-    build,
-    OWN,
-    settle=lambda config, raw, stored: config,
-    respell=current_weight_name,
-)
-"""The config alone decides what is built; parameter names of earlier releases still load."""
+FAMILY = Family(Config, build, SAME_NAMES, complete_config=lambda config, raw, stored: config)
+"""The config says all: stored tensors complete_config nothing."""

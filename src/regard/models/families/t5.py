@@ -14,9 +14,9 @@ from regard.biases.t5 import check_buckets
 from regard.configs.base import Raw
 from regard.configs.t5 import T5Config
 from regard.masks import Causal
-from regard.models.assembly.parts import activation
+from regard.models.assembly.building_blocks import activation
 from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.names import Rule, same
+from regard.models.checkpoint.name_tables import TensorRule, as_stored
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.nn import (
@@ -35,9 +35,13 @@ from regard.nn.projections import SeparateQKV
 from regard.nn.variants.projections import output_projection, separate_qkv
 
 
-class Sizes(NamedTuple):
-    """Of an attention: the model dim M, the heads H, and the size of one, which need not be M /
-    H.
+class T5AttentionSizes(NamedTuple):
+    """The sizes of an attention layer of T5.
+
+    Attributes:
+        dim: the model dim M.
+        heads: the number of heads H.
+        head_dim: the dim of a head, which need not be M / H.
     """
 
     dim: int
@@ -45,19 +49,23 @@ class Sizes(NamedTuple):
     head_dim: int
 
     def parts(self) -> tuple[SeparateQKV, nn.Linear]:
-        """Queries, keys and values, and the output, none with a bias."""
+        """Return the projection of queries, keys and values, and the output map, without biases."""
         return separate_qkv(self.dim, self.heads, self.heads, self.head_dim), output_projection(
             *self
         )
 
 
-def stack_bias(sizes: Sizes, buckets: int, max_distance: int, *, bidirectional: bool) -> T5Relative:
-    """The bias of a stack, whose layers share its table: normal with standard deviation M^-0.5.
+def stack_bias(
+    sizes: T5AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
+) -> T5Relative:
+    """Build the position bias of a stack, whose table all its layers share.
+
+    The table is normal with standard deviation M^-0.5.
 
     Raises:
-        ArgumentError: as `T5Relative`.
+        ArgumentError: as in `T5Relative`.
 
-    >>> stack_bias(Sizes(8, 2, 4), 32, 128, bidirectional=True)
+    >>> stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
     t5_relative(32 buckets, bidirectional)
     """
     table = nn.Embedding(buckets, sizes.heads).weight
@@ -65,13 +73,17 @@ def stack_bias(sizes: Sizes, buckets: int, max_distance: int, *, bidirectional: 
     return T5Relative(table, bidirectional=bidirectional, max_distance=max_distance)
 
 
-def reader(
-    sizes: Sizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+def encoder_block(
+    sizes: T5AttentionSizes,
+    bias: T5Relative,
+    feed_forward: nn.Module,
+    norm: Callable[[], nn.Module],
 ) -> Block:
-    """A pre-norm block of the encoder.
+    """Build a pre-norm block of the encoder.
 
-    >>> bias = stack_bias(Sizes(8, 2, 4), 32, 128, bidirectional=True)
-    >>> reader(Sizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.scale
+    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
+    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
+    >>> encoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.scale
     1.0
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
@@ -80,13 +92,17 @@ def reader(
     return Block(own, feed_forward, PreNorm(norm()), PreNorm(norm()))
 
 
-def writer(
-    sizes: Sizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+def decoder_block(
+    sizes: T5AttentionSizes,
+    bias: T5Relative,
+    feed_forward: nn.Module,
+    norm: Callable[[], nn.Module],
 ) -> DecoderBlock:
-    """A pre-norm block of the decoder; its attention to the encoder has no bias.
+    """Build a pre-norm block of the decoder; its cross-attention has no bias.
 
-    >>> bias = stack_bias(Sizes(8, 2, 4), 32, 128, bidirectional=False)
-    >>> writer(Sizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.mask
+    >>> bias = stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=False)
+    >>> sizes, feed_forward = T5AttentionSizes(8, 2, 4), nn.Linear(8, 8)
+    >>> decoder_block(sizes, bias, feed_forward, lambda: nn.LayerNorm(8)).attention.mask
     Causal()
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
@@ -96,15 +112,14 @@ def writer(
     return DecoderBlock(own, cross, feed_forward, *(PreNorm(norm()) for _ in range(3)))
 
 
-def draw(model: EncoderDecoder, head_dim: int) -> None:
-    """Fresh weights, in place, as T5's released code draws them: normal with standard deviation
-    1/sqrt(fan-in).
+def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
+    """Draw initial weights in place, as T5's released code does: normal with std 1/sqrt(fan-in).
 
-    Queries have 1/sqrt(fan-in D), in place of a scale on the scores; embedding and head have 1.
+    Queries have 1/sqrt(fan-in D), which replaces a scale on the scores; embedding and head have 1.
 
     >>> from regard.models.encoder_decoder import transformer
     >>> model = transformer(7, 64, 4, 1)
-    >>> draw(model, 16)
+    >>> initialize_t5(model, 16)
     >>> 0.02 < model.layers[0].attention.project.q.linear.weight.std().item() < 0.05
     True
     """
@@ -119,28 +134,37 @@ def draw(model: EncoderDecoder, head_dim: int) -> None:
 Config = T5Config
 
 
-def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
-    """transformers 5 says of every model that its output is tied: a stored one that is not scaled
-    is its own, as in 1.1.
+def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
+    """Untie the head if it is stored and not scaled, as in version 1.1.
+
+    transformers 5 writes for every model that its output is tied.
     """
     own = "lm_head.weight" in stored and not config.scale_decoder_outputs
     return replace(config, tie_word_embeddings=False) if own else config
 
 
 def build(config: Config) -> EncoderDecoder:
-    """The encoder-decoder of a config, with fresh weights as the released code draws them."""
+    """Build the encoder-decoder of a config, with the initial weights of the released code."""
     M, V, D = config.d_model, config.vocab_size, config.d_kv
-    sizes, norm = Sizes(M, config.num_heads, D), partial(RMSNorm, M, eps=config.layer_norm_epsilon)
+    sizes, norm = (
+        T5AttentionSizes(M, config.num_heads, D),
+        partial(RMSNorm, M, eps=config.layer_norm_epsilon),
+    )
     buckets = config.relative_attention_num_buckets, config.relative_attention_max_distance
     both, ahead = (stack_bias(sizes, *buckets, bidirectional=x) for x in (True, False))
-    readers = [reader(sizes, both, _feed_forward(config), norm) for _ in range(config.num_layers)]
-    writers = [
-        writer(sizes, ahead, _feed_forward(config), norm) for _ in range(config.decoder_layers)
+    encoder_blocks = [
+        encoder_block(sizes, both, _feed_forward(config), norm) for _ in range(config.num_layers)
+    ]
+    decoder_blocks = [
+        decoder_block(sizes, ahead, _feed_forward(config), norm)
+        for _ in range(config.decoder_layers)
     ]
     scale = M**-0.5 if config.scale_decoder_outputs else 1.0
     embed, head = InputEmbedding(nn.Embedding(V, M)), ScaledLogits(M, V, scale=scale)
-    model = EncoderDecoder(Encoder(embed, readers, norm()), embed, writers, norm(), head)
-    draw(model, D)
+    model = EncoderDecoder(
+        Encoder(embed, encoder_blocks, norm()), embed, decoder_blocks, norm(), head
+    )
+    initialize_t5(model, D)
     if config.tie_word_embeddings:
         head.weight = embed.embedding.weight
     return model
@@ -152,9 +176,9 @@ def _feed_forward(config: Config) -> nn.Module:
     return GatedFeedForward(*sizes, f) if gated else FeedForward(*sizes, f, bias=False)
 
 
-def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str | Rule]:
-    """The names of one stack; {} is the layer."""
-    names: dict[str, str | Rule] = {}
+def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str | TensorRule]:
+    """Return the name table of one stack; {} is the layer."""
+    names: dict[str, str | TensorRule] = {}
     for i, (name, where) in enumerate(attentions.items()):
         for x in "qkv":
             names[f"{theirs}{i}.{name}.{x}.weight"] = f"{ours}{where}.project.{x}.linear.weight"
@@ -163,32 +187,39 @@ def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str 
     wide, feed = f"{theirs}{len(attentions)}.", ours + "feed_forward."
     names[wide + "layer_norm.weight"] = ours + "feed_forward_residual.norm.weight"
     up, gate = feed + "up.weight", feed + "gate.weight"
-    inner: dict[str, str | Rule]
-    inner = {"wi_0": gate, "wi_1": same(up, beside=gate), "wi": up, "wo": feed + "down.weight"}
+    inner: dict[str, str | TensorRule]
+    inner = {
+        "wi_0": gate,
+        "wi_1": as_stored(up, requires=gate),
+        "wi": up,
+        "wo": feed + "down.weight",
+    }
     names |= {f"{wide}DenseReluDense.{x}.weight": where for x, where in inner.items()}
     table = theirs + "0.SelfAttention.relative_attention_bias.weight"
     return names | {table: ours + "attention.bias_tensors.{}"}
 
 
-OWN = {"SelfAttention": "attention"}
+ENCODER_ATTENTIONS = {"SelfAttention": "attention"}
 NAMES = {
     "shared.weight": "encoder.embed.embedding.weight",
     "encoder.embed_tokens.weight": "encoder.embed.embedding.weight",
     "decoder.embed_tokens.weight": "embed.embedding.weight",
-    **_stack("encoder.block.{}.layer.", "encoder.layers.{}.", OWN),
+    **_stack("encoder.block.{}.layer.", "encoder.layers.{}.", ENCODER_ATTENTIONS),
     "encoder.final_layer_norm.weight": "encoder.norm.weight",
-    **_stack("decoder.block.{}.layer.", "layers.{}.", OWN | {"EncDecAttention": "cross"}),
+    **_stack(
+        "decoder.block.{}.layer.", "layers.{}.", ENCODER_ATTENTIONS | {"EncDecAttention": "cross"}
+    ),
     "decoder.final_layer_norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
 }
-"""Checkpoint name -> name here."""
+"""Stored name -> parameter name."""
 
 
 def check(config: Config) -> None:
-    """Check that the buckets of relative positions fit the distance.
+    """Check that the buckets of relative positions are possible for the distance.
 
     Raises:
-        ArgumentError: they do not.
+        ArgumentError: they are not.
     """
     buckets = config.relative_attention_num_buckets
     for both in (True, False):
@@ -201,7 +232,7 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    settle=settle,
+    complete_config=complete_config,
     check=check,
     buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     text="encoder-decoder",

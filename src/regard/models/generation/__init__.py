@@ -1,26 +1,54 @@
-"""Continuing a text: samplers, stop strings, batches, beam search, prompts that are read once."""
+"""Text generation: sampling, stop strings, batches, beam search, prefix caching, kinds of cache."""
 
-from regard.models.generation.beam import Found, Hypothesis, beam_search, greedy, search
-from regard.models.generation.context import Context, Reading
-from regard.models.generation.generate import Batch, Continuation, Generation, Options, Stops
-from regard.models.generation.room import Room
-from regard.models.generation.sampling import Sampler, Sampling, distribution
+from regard.deprecation import renamed
+from regard.models.generation.beam_search import (
+    BeamCompletion,
+    Hypothesis,
+    beam_search,
+    beam_search_text,
+    greedy,
+)
+from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.decode_session import DecodeSession, PrefixCache
+from regard.models.generation.generate import (
+    BatchGeneration,
+    Continuation,
+    Generation,
+    GenerationOptions,
+    StopStrings,
+)
+from regard.models.generation.sampling import Sampler, SamplingParams, distribution
 
 __all__ = [
-    "Batch",
-    "Context",
+    "BatchGeneration",
+    "BeamCompletion",
+    "CacheConfig",
     "Continuation",
-    "Found",
+    "DecodeSession",
     "Generation",
+    "GenerationOptions",
     "Hypothesis",
-    "Options",
-    "Reading",
-    "Room",
+    "PrefixCache",
     "Sampler",
-    "Sampling",
-    "Stops",
+    "SamplingParams",
+    "StopStrings",
     "beam_search",
+    "beam_search_text",
     "distribution",
     "greedy",
-    "search",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Batch": "BatchGeneration",
+        "Context": "DecodeSession",
+        "Found": "BeamCompletion",
+        "Options": "GenerationOptions",
+        "Reading": "PrefixCache",
+        "Room": "CacheConfig",
+        "Sampling": "SamplingParams",
+        "Stops": "StopStrings",
+        "search": "beam_search_text",
+    },
+)

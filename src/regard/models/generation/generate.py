@@ -1,4 +1,4 @@
-"""Generation token by token: one prompt or a batch, with stop strings."""
+"""Token-by-token generation for one prompt or a batch, with stop strings."""
 
 from __future__ import annotations
 
@@ -10,108 +10,131 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.generation.context import (
-    Context,
+from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.decode_session import (
+    DecodeSession,
     LanguageModel,
-    Reading,
-    check_after,
-    encoded,
-    padded,
+    PrefixCache,
+    check_prefix,
+    encode_prompt,
+    pad_left,
 )
-from regard.models.generation.room import Room
-from regard.models.generation.sampling import Sampler, Sampling
+from regard.models.generation.sampling import Sampler, SamplingParams
 
 
-class Stops:
-    """Lets text through up to the first stop string; what may be the beginning of one is held back
-    until that is known.
+class StopStrings:
+    """Passes text on up to the first stop string.
 
-    The stop string that is complete first ends the text, and of several that are complete at the
-    same letter the one that began first. The answer depends on the letters, not on the pieces that
-    they came in.
+    Text that may be the beginning of a stop string is held back until that is decided. The stop
+    string that is complete first ends the text; of several that are complete at the same character,
+    the one that began first. The result depends on the characters, not on the pieces in which they
+    arrive.
 
     Args:
         stops: a string, or several, none of them empty.
 
     Attributes:
-        found: the stop string that ended the text, or None.
+        stops: the stop strings.
+        matched: the stop string that ended the text, or None.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a stop string is empty, or no string.
+        ArgumentError, ArgumentTypeError: a stop string is empty, or not a string.
 
-    >>> stops = Stops(["\\n\\n", "END"])
+    >>> stops = StopStrings(["\\n\\n", "END"])
     >>> [stops.push(piece) for piece in ("one\\n", "two E", "N", "D three")]
     ['one', '\\ntwo ', '', '']
-    >>> stops.found
+    >>> stops.matched
     'END'
     """
+
+    found = renamed_attribute("matched")
 
     def __init__(self, stops: str | Sequence[str] = ()) -> None:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in stops:
             if not isinstance(stop, str):
-                raise ArgumentTypeError(f"a stop is {type(stop).__name__}; it must be a string")
+                raise ArgumentTypeError(f"a stop string is {type(stop).__name__}; it must be a str")
             if not stop:
-                raise ArgumentError("a stop string is empty; every text ends with it: leave it out")
+                raise ArgumentError(
+                    "a stop string is empty, and every text contains it; leave it out"
+                )
         self.stops = stops
-        self.found: str | None = None
-        self._held = ""
+        self.matched: str | None = None
+        self._pending = ""
 
     def push(self, piece: str) -> str:
-        """The text that is certain not to belong to a stop string, now that this piece has come."""
+        """Add a piece of text, and return the text that cannot belong to a stop string.
+
+        Args:
+            piece: the text that follows.
+
+        Returns:
+            The text that is now certain; it is empty after a stop string.
+        """
         if not self.stops:
             return piece
-        if self.found is not None:
+        if self.matched is not None:
             return ""
-        text = self._held + piece
-        ends = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
-        if ends:
-            _, at, self.found = min(ends)
-            self._held = ""
-            return text[:at]
-        keep = max(_begun(text, stop) for stop in self.stops)
-        at = len(text) - keep
-        self._held = text[at:]
-        return text[:at]
+        text = self._pending + piece
+        matches = [
+            (start + len(stop), start, stop)
+            for stop in self.stops
+            if (start := text.find(stop)) >= 0
+        ]
+        if matches:
+            _, start, self.matched = min(matches)
+            self._pending = ""
+            return text[:start]
+        undecided = max(_partial_match(text, stop) for stop in self.stops)
+        end = len(text) - undecided
+        self._pending = text[end:]
+        return text[:end]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes: it was no stop string."""
-        held, self._held = self._held, ""
-        return held
+        """Return the text that was held back, when no more text comes.
+
+        Returns:
+            The text, which turned out not to be a stop string.
+        """
+        pending, self._pending = self._pending, ""
+        return pending
 
 
-def _begun(text: str, stop: str) -> int:
-    """How many letters at the end of the text are the beginning of the stop string."""
+def _partial_match(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text begin the stop string."""
     return next(
         (n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0
     )
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is asked of a continuation.
+class GenerationOptions:
+    """The options of a generation.
 
     Args:
-        max_tokens: the most new tokens, 0 or more.
-        stop: strings that end the text, which they are left out of.
-        chunk: the prompt is read in pieces of so many tokens; None is one piece.
+        max_tokens: the largest number of new tokens, 0 or more.
+        stop: one or several strings that end the text; they are not part of it.
+        chunk: the number of prompt tokens that one forward pass reads; None is one pass.
         sampling: how a token is chosen.
-        room: the kind of cache; None is the usual one, or that of a reading.
+        cache_config: the kind of cache; None is the default, or that of a prefix.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is no int, or out of its range; a stop string is
-            empty.
+        ArgumentError, ArgumentTypeError: a number is not an int, or out of its range; a stop string
+            is empty.
 
-    >>> Options(max_tokens=3, stop=("end",)).chunk
+    >>> GenerationOptions(max_tokens=3, stop=("end",)).chunk
     512
     """
+
+    room = renamed_attribute("cache_config")
 
     max_tokens: int = 64
     stop: str | Sequence[str] = ()
     chunk: int | None = 512
-    sampling: Sampling = field(default_factory=Sampling)
-    room: Room | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_config: CacheConfig | None = None
 
     def __post_init__(self) -> None:
         for name, n, least in (("max_tokens", self.max_tokens, 0), ("chunk", self.chunk, 1)):
@@ -121,18 +144,28 @@ class Options:
                 raise ArgumentTypeError(f"{name} is {type(n).__name__}; it must be an int")
             if n < least:
                 raise ArgumentError(f"{name} is {n}; it must be {least} or more")
-        Stops(self.stop)
+        StopStrings(self.stop)
+
+
+GenerationOptions.__init__ = renamed_parameters(room="cache_config")(  # type: ignore[method-assign]
+    GenerationOptions.__init__
+)
 
 
 class Continuation:
-    """A prompt and what follows it so far.
+    """A prompt and the text that was generated for it so far.
+
+    Args:
+        model: the model that generates.
+        prompt: the text to continue.
+        options: max_tokens and the stop strings.
 
     Attributes:
-        prompt: the text that was given.
-        ids: the new ids, those of a stop string included, that of an end not.
+        prompt: the given prompt.
+        ids: the new ids, with those of a stop string and without the id that ends a text.
         text: the new text, up to a stop string.
-        finished: "end" (a token that ends a text), "stop" (a stop string), "length" (max_tokens);
-            None while it goes on.
+        finished: "end" (an id of `eos_ids`), "stop" (a stop string), or "length" (max_tokens); None
+            while generation continues.
 
     >>> import regard
     >>> batch = regard.load("tiny").generate(["Return the"], max_tokens=2)
@@ -140,74 +173,88 @@ class Continuation:
     (None, 2, 'length')
     """
 
-    def __init__(self, model: LanguageModel, prompt: str, options: Options) -> None:
+    take = renamed_attribute("append")
+
+    def __init__(self, model: LanguageModel, prompt: str, options: GenerationOptions) -> None:
         self.prompt = prompt
         self.ids: list[int] = []
         self.text = ""
         self.finished: Literal["end", "stop", "length"] | None = None
-        self._stream, self._stops = model.tokenizer.stream(), Stops(options.stop)
-        self._ends, self._most = model.ends, options.max_tokens
+        self._stream, self._stops = model.tokenizer.stream(), StopStrings(options.stop)
+        self._eos_ids, self._max_tokens = model.eos_ids, options.max_tokens
 
-    def take(self, token: int) -> str:
-        """Go on by a token: the text that is now certain, often a word, sometimes nothing."""
-        if token in self._ends:
+    def append(self, token: int) -> str:
+        """Append a token, and return the text that is now certain.
+
+        Args:
+            token: the id of the token.
+
+        Returns:
+            The new text, often one word and sometimes empty.
+        """
+        if token in self._eos_ids:
             return self._finish("end")
         self.ids.append(token)
         piece = self._stops.push(self._stream.push(token))
-        if self._stops.found is not None:
+        if self._stops.matched is not None:
             self.finished = "stop"
-        elif len(self.ids) >= self._most:
+        elif len(self.ids) >= self._max_tokens:
             return self._finish("length", piece)
         self.text += piece
         return piece
 
-    def _finish(self, why: Literal["end", "length"], piece: str = "") -> str:
-        """With what was held back: half a character, or what might have become a stop string."""
+    def _finish(self, reason: Literal["end", "length"], piece: str = "") -> str:
+        """Finish the text: add what was held back, half a character or a possible stop string."""
         piece += self._stops.push(self._stream.flush())
-        if self._stops.found is None:
+        if self._stops.matched is None:
             piece += self._stops.flush()
-        self.finished = why if self._stops.found is None else "stop"
+        self.finished = reason if self._stops.matched is None else "stop"
         self.text += piece
         return piece
 
 
-class _Decoding:
-    """The work that a `Batch` and a `Generation` have in common, and its measurements.
+class _GenerationLoop:
+    """The generation loop of `BatchGeneration` and `Generation`, with its measurements.
 
     Attributes:
         rows: a `Continuation` for each prompt.
         seconds: the time in the model so far.
-        prefill_seconds: the part of it that reading the prompts took.
-        decode_seconds: the part of it behind the first token of each row, which comes out of the
-            prompts' pass.
-        prompt_tokens: the tokens of all prompts; those of a prefix that was read before are not
-            counted.
+        prefill_seconds: the part of it for reading the prompts.
+        decode_seconds: the part of it after the first token of each row, which the pass over the
+            prompt gives.
+        prompt_tokens: the number of tokens of all prompts, without those of a prefix.
     """
 
     def __init__(
         self,
         model: LanguageModel,
         prompts: Sequence[str],
-        options: Options,
-        after: Reading | None = None,
+        options: GenerationOptions,
+        prefix: PrefixCache | None = None,
     ) -> None:
         if not prompts:
-            raise ArgumentError("there are no prompts; give at least one")
-        if after is not None:
-            check_after(after, model, options.room)
-        self._read = () if after is None else after.ids
-        self._new = [encoded(model, prompt, begun=after is not None) for prompt in prompts]
-        self._options, self._after = options, after
-        self._room = self._checked_room()
-        rows = [[*self._read, *ids] for ids in self._new]
+            raise ArgumentError("prompts is empty; give at least one prompt")
+        if prefix is not None:
+            check_prefix(prefix, model, options.cache_config)
+        self._prefix_ids = () if prefix is None else prefix.ids
+        self._prompt_ids = [
+            encode_prompt(model, prompt, begun=prefix is not None) for prompt in prompts
+        ]
+        self._options, self._prefix = options, prefix
+        self._cache_config = self._checked_config()
+        rows = [[*self._prefix_ids, *ids] for ids in self._prompt_ids]
         self._sampler = Sampler(options.sampling, rows, model.config.vocab_size)
         self.rows = [Continuation(model, prompt, options) for prompt in prompts]
         self.seconds = self.prefill_seconds = self.decode_seconds = 0.0
-        self.prompt_tokens = sum(map(len, self._new))
-        self._stepped = 0
-        self._most_bytes = 0
-        # here, so that a model which the room does not fit is refused before it starts
-        self._context = Context(model.decoder, self._room, len(prompts)) if after is None else None
+        self.prompt_tokens = sum(map(len, self._prompt_ids))
+        self._decoded_tokens = 0
+        self._max_bytes = 0
+        # created here, so that a cache that does not suit the model raises before the start
+        self._session = (
+            DecodeSession(model.decoder, self._cache_config, len(prompts))
+            if prefix is None
+            else None
+        )
         self._pieces = self._run()
 
     def __iter__(self) -> Self:
@@ -215,37 +262,41 @@ class _Decoding:
 
     @property
     def cache_bytes(self) -> int:
-        """The most bytes that the caches of all layers held so far."""
-        held = 0 if self._context is None else self._context.bytes
-        return max(self._most_bytes, held)
+        """The largest number of bytes in the caches of all layers so far."""
+        current = 0 if self._session is None else self._session.bytes
+        return max(self._max_bytes, current)
 
     @property
     def cache(self) -> str:
-        """The kind of cache of the layers that keep everything."""
-        return self._room.cache
+        """The kind of cache of the layers that keep every token."""
+        return self._cache_config.cache
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of model time, the prompts' pass included."""
+        """The new tokens of all rows per second of model time, including the pass over the
+        prompts.
+        """
         tokens = sum(len(row.ids) for row in self.rows)
         return tokens / self.seconds if self.seconds else 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Tokens of the prompts read per second."""
+        """The number of prompt tokens read per second."""
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens of all rows per second behind the first of each; 0 where there was only one."""
-        return self._stepped / self.decode_seconds if self.decode_seconds else 0.0
+        """The tokens of all rows per second after the first of each row; 0 if there was only
+        one.
+        """
+        return self._decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def _checked_room(self) -> Room:
-        room = self._options.room or Room()
-        if self._after is not None:
-            room = self._after.room
-        longest = len(self._read) + max(len(ids) for ids in self._new)
-        return room.sized(longest, self._options.max_tokens)
+    def _checked_config(self) -> CacheConfig:
+        cache_config = self._options.cache_config or CacheConfig()
+        if self._prefix is not None:
+            cache_config = self._prefix.cache_config
+        longest = len(self._prefix_ids) + max(len(ids) for ids in self._prompt_ids)
+        return cache_config.with_capacity(longest, self._options.max_tokens)
 
     def _run(self) -> Iterator[tuple[int, str]]:
         if not self._options.max_tokens:
@@ -255,79 +306,78 @@ class _Decoding:
         start = time.perf_counter()
         logits = self._prefill()
         self.prefill_seconds = time.perf_counter() - start
-        going, stepping = list(range(len(self.rows))), False
+        active, is_decoding = list(range(len(self.rows))), False
         while True:
             tokens = self._sampler(logits)
             taken = time.perf_counter() - start
             self.seconds += taken
-            if stepping:
+            if is_decoding:
                 self.decode_seconds += taken
-                self._stepped += len(going)
-            for i, token in zip(going, tokens, strict=True):
-                piece = self.rows[i].take(token)
+                self._decoded_tokens += len(active)
+            for i, token in zip(active, tokens, strict=True):
+                piece = self.rows[i].append(token)
                 if piece:
                     yield i, piece
-            kept = [j for j, i in enumerate(going) if self.rows[i].finished is None]
-            if not kept:
+            unfinished = [j for j, i in enumerate(active) if self.rows[i].finished is None]
+            if not unfinished:
                 return
             start = time.perf_counter()
-            if len(kept) < len(going):
-                self._leave(kept)
-            going, stepping = [going[j] for j in kept], True
-            logits = self._step([tokens[j] for j in kept])
+            if len(unfinished) < len(active):
+                self._keep_rows(unfinished)
+            active, is_decoding = [active[j] for j in unfinished], True
+            logits = self._step([tokens[j] for j in unfinished])
 
     def _prefill(self) -> Tensor:
-        """Read the prompts: the logits behind them [B,V]."""
-        after, rows = self._after, len(self.rows)
-        if after is not None:
-            self._context = after.fork(rows)
-            if not any(self._new):
-                return after.logits.expand(rows, -1)
-        assert self._context is not None, "made by the constructor, or forked"
-        ids, positions = padded(self._new, start=len(self._read))
-        device = self._context.device
+        """Read the prompts, and return the logits [B, V] for their next tokens."""
+        prefix, rows = self._prefix, len(self.rows)
+        if prefix is not None:
+            self._session = prefix.fork(rows)
+            if not any(self._prompt_ids):
+                return prefix.logits.expand(rows, -1)
+        assert self._session is not None, "the constructor created it, or it was forked"
+        ids, positions = pad_left(self._prompt_ids, start=len(self._prefix_ids))
+        device = self._session.device
         positions = positions.to(device) if isinstance(positions, Tensor) else positions
-        logits = self._context.read(ids.to(device), positions, chunk=self._options.chunk)
-        if after is None or all(self._new):
+        logits = self._session.append(ids.to(device), positions, chunk=self._options.chunk)
+        if prefix is None or all(self._prompt_ids):
             return logits
-        empty = torch.tensor([[not new] for new in self._new], device=device)
-        return torch.where(empty, after.logits, logits)
+        empty = torch.tensor([[not new] for new in self._prompt_ids], device=device)
+        return torch.where(empty, prefix.logits, logits)
 
     def _step(self, tokens: list[int]) -> Tensor:
-        assert self._context is not None, "prompts are read first"
-        return self._context.read(torch.tensor(tokens, device=self._context.device)[:, None])
+        assert self._session is not None, "prompts are read first"
+        return self._session.append(torch.tensor(tokens, device=self._session.device)[:, None])
 
-    def _leave(self, kept: list[int]) -> None:
-        """Keep these rows only."""
-        assert self._context is not None, "prompts are read first"
-        self._most_bytes = self.cache_bytes
-        self._context.select(torch.tensor(kept))
-        self._sampler.select(kept)
+    def _keep_rows(self, indices: list[int]) -> None:
+        """Keep only the rows with these indices, in the session and in the sampler."""
+        assert self._session is not None, "prompts are read first"
+        self._max_bytes = self.cache_bytes
+        self._session.select(torch.tensor(indices))
+        self._sampler.select(indices)
 
 
-class Batch(_Decoding):
-    """Continuations of several prompts, made while it is iterated over, once: pairs (row, piece of
-    text).
+class BatchGeneration(_GenerationLoop):
+    """Continuations of several prompts, generated while the object is iterated over, once.
 
-    Prompts of different length are padded on the left, at position -1. A row that has finished
-    leaves the batch. What a row gets does not depend on the others: row i is what its prompt alone
-    gives with seed + i, up to the rounding of a batch.
+    It yields pairs (index of the prompt, piece of text). Prompts of different length are padded on
+    the left, at position -1. A finished row leaves the batch. Rows are independent: row i gets what
+    its prompt alone gets with seed + i, up to the rounding of a batch.
 
     Args:
         model: the model.
-        prompts: none of them empty, unless something was read before.
-        options: what is asked for.
-        after: what was read before all of them, or None.
+        prompts: the texts to continue; only with `prefix` may one be empty.
+        options: the options of the generation.
+        prefix: a text that was read before and that all prompts continue, or None.
 
     Attributes:
         rows: a `Continuation` for each prompt.
-        seconds, prefill_seconds, decode_seconds: the time in the model so far; the parts of it that
-            reading the prompts took, and all tokens of a row but its first.
-        prompt_tokens: the tokens of all prompts; those that were read before are not counted.
+        seconds, prefill_seconds, decode_seconds: the time in the model so far; the part of it for
+            reading the prompts, and the part for all tokens of a row after its first.
+        prompt_tokens: the number of tokens of all prompts, without those of a prefix.
 
     Raises:
-        ArgumentError: there is no prompt or an empty one, an option does not fit the model, or
-            there is no room.
+        ArgumentError: there is no prompt or an empty one, an option does not suit the model, or the
+            tokens do not fit into max_context.
 
     >>> import regard
     >>> batch = regard.load("tiny").generate(["Return the", "If"], max_tokens=3)
@@ -339,17 +389,17 @@ class Batch(_Decoding):
         return next(self._pieces)
 
 
-class Generation(_Decoding):
-    """The continuation of one prompt, made while it is iterated over, once: pieces of text.
+class Generation(_GenerationLoop):
+    """The continuation of one prompt, generated while the object is iterated over, once.
 
-    It decodes as a `Batch` of one, and has the same measurements.
+    It yields pieces of text, and has the same measurements as a `BatchGeneration`.
 
     Args:
-        model, options, after: as in `Batch`.
-        prompt: not empty, unless something was read before.
+        model, options, prefix: as in `BatchGeneration`.
+        prompt: the text to continue; only with `prefix` may it be empty.
 
     Raises:
-        ArgumentError: as `Batch`.
+        ArgumentError: as in `BatchGeneration`.
 
     >>> import regard
     >>> generation = regard.load("tiny").generate("Return the", max_tokens=3)
@@ -359,16 +409,20 @@ class Generation(_Decoding):
     """
 
     def __init__(
-        self, model: LanguageModel, prompt: str, options: Options, after: Reading | None = None
+        self,
+        model: LanguageModel,
+        prompt: str,
+        options: GenerationOptions,
+        prefix: PrefixCache | None = None,
     ) -> None:
-        super().__init__(model, [prompt], options, after)
+        super().__init__(model, [prompt], options, prefix)
 
     def __next__(self) -> str:
         return next(self._pieces)[1]
 
     @property
     def ids(self) -> list[int]:
-        """The new ids so far, those of a stop string included."""
+        """The new ids so far, with those of a stop string."""
         return self.rows[0].ids
 
     @property
@@ -378,7 +432,7 @@ class Generation(_Decoding):
 
     @property
     def finished(self) -> Literal["end", "stop", "length"] | None:
-        """Why it ended: a token that ends a text, a stop string, or max_tokens; None while it goes
-        on.
+        """Why generation ended: "end" (an id of `eos_ids`), "stop" (a stop string), "length"
+        (max_tokens); None while it continues.
         """
         return self.rows[0].finished

@@ -1,4 +1,4 @@
-"""From logits to a token: what a sampler leaves of a distribution, and the draw."""
+"""Sampling: from logits to a distribution, and from it to a token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from regard.argument_checks import check_number
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 
 
-class Choices(TypedDict, total=False):
-    """The arguments of `Sampling`, by keyword."""
+class SamplingKeywords(TypedDict, total=False):
+    """The keyword arguments of `SamplingParams`, as a typed dictionary."""
 
     temperature: float
     top_k: int | None
@@ -28,29 +29,30 @@ class Choices(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen; the steps are taken in this order, which is transformers'.
+class SamplingParams:
+    """How a token is chosen; the steps are in the order of transformers.
 
-    1. repetition_penalty: of every id that was seen, prompt included: x <- x / r if x > 0, else x r
-    2. temperature t: x <- x / t;  0 takes the likeliest token, and the steps below change nothing
-    3. top_k: the k likeliest tokens stay
-    4. top_p: the likeliest tokens stay whose sum first reaches p
-    5. min_p: tokens of at least min_p times the probability of the likeliest stay
+    1. repetition_penalty r, for every id in the row, prompt included: x <- x / r if x > 0, else x r
+    2. temperature t: x <- x / t;  0 chooses the most likely token, and ends the steps
+    3. top_k: keep the k most likely tokens
+    4. top_p: keep the most likely tokens until their sum reaches p
+    5. min_p: keep tokens with at least min_p times the probability of the most likely one
 
-    Equal logits are ordered by their id, so that exactly k tokens stay, and never none.
+    Equal logits are ordered by id, so that exactly k tokens remain, and at least one.
 
     Args:
         temperature: 0 or more.
         top_k: at least 1; None keeps all.
         top_p: above 0 and at most 1; None keeps all.
         min_p: 0 to 1; None keeps all.
-        repetition_penalty: above 0; 1 changes nothing, more discourages what was said.
-        seed: of the first row of a batch; row i has seed + i.
+        repetition_penalty: above 0; 1 changes nothing, a larger value makes repetitions less
+            likely.
+        seed: random seed of the first row of a batch; row i has seed + i.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is out of its range.
+        ArgumentError, ArgumentTypeError: a number is out of its range, or of another type.
 
-    >>> Sampling(temperature=0.8, top_p=0.9).greedy
+    >>> SamplingParams(temperature=0.8, top_p=0.9).greedy
     False
 
     Source: top_k: Fan et al. 2018 (arXiv 1805.04833); top_p: Holtzman et al. 2020 (arXiv
@@ -79,81 +81,89 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is chosen, which is temperature 0."""
         return self.temperature == 0
 
     def check(self, vocabulary: int) -> None:
-        """See that top_k is no more than there are tokens.
+        """Check that top_k is at most the number of tokens.
+
+        Args:
+            vocabulary: the number of tokens V.
 
         Raises:
-            ArgumentError: it is.
+            ArgumentError: top_k is larger.
         """
         if self.top_k is not None and self.top_k > vocabulary:
             raise ArgumentError(f"top_k is {self.top_k}; it must be 1 to {vocabulary}, or None")
 
 
+@renamed_parameters(seen="seen_ids")
 def distribution(
-    logits: Float[Tensor, "B V"], sampling: Sampling, seen: Bool[Tensor, "B V"] | None = None
+    logits: Float[Tensor, "B V"],
+    sampling: SamplingParams,
+    seen_ids: Bool[Tensor, "B V"] | None = None,
 ) -> Float[Tensor, "B V"]:
-    """The probabilities [B,V] from which a sampler draws, in fp32 or better; what it leaves out has
-    0.
+    """Compute the probabilities from which a token is drawn, in fp32 or better.
 
-    p = softmax(steps(logits)), the steps of `Sampling` in their order
+    p = softmax(steps(logits)), with the steps of `SamplingParams` in their order
 
     transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k;
-    here k stay.
+    here exactly k remain.
 
     Args:
-        logits: -inf is a token that cannot come.
+        logits: logits [B, V]; a token with -inf cannot be drawn.
         sampling: the steps.
-        seen: True for ids that stand in the row already; None is none.
+        seen_ids: mask [B, V], True for ids that occur in the row; None is no id.
+
+    Returns:
+        Probabilities [B, V], 0 for tokens that the steps remove.
 
     Raises:
         ArgumentError: a row has NaN or +inf, or nothing above -inf.
 
-    >>> sampling = Sampling(temperature=1.0, top_k=2)
+    >>> sampling = SamplingParams(temperature=1.0, top_k=2)
     >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), sampling).argsort().tolist()
     [[0, 2, 1]]
-    >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), Sampling()).tolist()
+    >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams()).tolist()
     [[0.0, 1.0, 0.0]]
     """
     x = logits if logits.dtype == torch.float64 else logits.float()
-    if seen is not None and sampling.repetition_penalty != 1:
+    if seen_ids is not None and sampling.repetition_penalty != 1:
         r = sampling.repetition_penalty
-        x = torch.where(seen, torch.where(x < 0, x * r, x / r), x)
+        x = torch.where(seen_ids, torch.where(x < 0, x * r, x / r), x)
     largest, best = x.max(1)
     check_largest(largest)
     if sampling.greedy:
         return F.one_hot(best, x.shape[1]).to(x.dtype)
-    # behind the subtraction no temperature overflows, and the smallest normal number is no 0
+    # after the subtraction no temperature overflows, and the smallest normal number is not 0
     x = (x - largest[:, None]) / max(sampling.temperature, torch.finfo(x.dtype).tiny)
     if sampling.top_k is not None and sampling.top_k < x.shape[1]:
-        x = _only(x, top(x, sampling.top_k))
+        x = _keep_ids(x, top_ids(x, sampling.top_k))
     if sampling.top_p is not None and sampling.top_p < 1:
         x = _nucleus(x, sampling.top_p)
     if sampling.min_p is not None:
-        x = x.masked_fill(x.exp() < sampling.min_p, -math.inf)  # the likeliest has exp(0)
+        x = x.masked_fill(x.exp() < sampling.min_p, -math.inf)  # the most likely one has exp(0)
     return x.softmax(1)
 
 
-def top(x: Float[Tensor, "B V"], k: int) -> Int[Tensor, "B k"]:
-    """The ids of the k largest of each row, largest first; of equal ones the lower ids come first.
+def top_ids(x: Float[Tensor, "B V"], k: int) -> Int[Tensor, "B k"]:
+    """Return the ids [B, k] of the k largest values of each row, largest first, ties by id.
 
-    >>> top(torch.tensor([[1.0, 5.0, 1.0, 1.0]]), 3).tolist()
+    >>> top_ids(torch.tensor([[1.0, 5.0, 1.0, 1.0]]), 3).tolist()
     [[1, 0, 2]]
     """
     least = x.topk(k).values[:, -1:]
     above, tied = x > least, x == least
-    kept = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
-    ids = kept.nonzero()[:, 1].view(-1, k)
+    chosen = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    ids = chosen.nonzero()[:, 1].view(-1, k)
     return ids.gather(1, x.gather(1, ids).argsort(dim=1, descending=True, stable=True))
 
 
 def check_largest(largest: Float[Tensor, " B"]) -> None:
-    """See that the largest logit of each row is a number: NaN is larger than all others.
+    """Check that the largest logit [B] of each row is finite; NaN counts as the largest.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is NaN or infinite.
     """
     for row, x in enumerate(largest.tolist()):
         if not math.isfinite(x):
@@ -165,70 +175,77 @@ def check_largest(largest: Float[Tensor, " B"]) -> None:
 
 
 class Sampler:
-    """Draws a token for each row of a batch, each row from a generator of its own: no row depends
-    on the others.
+    """Draws a token for each row of a batch, each from a random generator of its own.
 
     Args:
-        sampling: how.
-        prompts: the ids of each row so far: seen by the repetition penalty.
-        vocabulary: V.
+        sampling: how a token is chosen.
+        prompts: the ids of each row so far, for the repetition penalty.
+        vocabulary: the number of tokens V.
 
     Raises:
         ArgumentError: top_k is more than V.
 
-    >>> Sampler(Sampling(), [[0], [0]], 3)(torch.tensor([[1.0, 3.0, 2.0], [9.0, 0.0, 0.0]]))
+    >>> Sampler(SamplingParams(), [[0], [0]], 3)(torch.tensor([[1.0, 3.0, 2.0], [9.0, 0.0, 0.0]]))
     [1, 0]
     """
 
     def __init__(
-        self, sampling: Sampling, prompts: Sequence[Sequence[int]], vocabulary: int
+        self, sampling: SamplingParams, prompts: Sequence[Sequence[int]], vocabulary: int
     ) -> None:
         sampling.check(vocabulary)
         self.sampling = sampling
         self._generators = [
             torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))
         ]
-        self._seen: Tensor | None = None
+        self._seen_ids: Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
+            self._seen_ids = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
             for row, ids in enumerate(prompts):
-                self._seen[row, list(ids)] = True
+                self._seen_ids[row, list(ids)] = True
 
     def __call__(self, logits: Float[Tensor, "B V"]) -> list[int]:
-        """A token for each row of logits [B,V]."""
-        if self.sampling.greedy and self._seen is None:
+        """Draw a token for each row of logits [B, V]."""
+        if self.sampling.greedy and self._seen_ids is None:
             largest, best = logits.max(1)
             check_largest(largest)
-            found: list[int] = best.tolist()
-            return found
-        p = distribution(logits.cpu(), self.sampling, self._seen)
+            most_likely: list[int] = best.tolist()
+            return most_likely
+        p = distribution(logits.cpu(), self.sampling, self._seen_ids)
         if self.sampling.greedy:
-            found = p.argmax(1).tolist()
+            tokens = p.argmax(1).tolist()
         else:
             rows = zip(p, self._generators, strict=True)
-            found = [int(torch.multinomial(row, 1, generator=make)) for row, make in rows]
-        if self._seen is not None:
-            self._seen[torch.arange(len(found)), found] = True
-        return found
+            tokens = [
+                int(torch.multinomial(row, 1, generator=generator)) for row, generator in rows
+            ]
+        if self._seen_ids is not None:
+            self._seen_ids[torch.arange(len(tokens)), tokens] = True
+        return tokens
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
+        """Keep the given rows, in this order.
+
+        Args:
+            rows: indices of rows.
+        """
         self._generators = [self._generators[row] for row in rows]
-        self._seen = None if self._seen is None else self._seen[list(rows)]
+        self._seen_ids = None if self._seen_ids is None else self._seen_ids[list(rows)]
 
 
-def _only(x: Tensor, ids: Tensor) -> Tensor:
-    """x at these ids, -inf elsewhere."""
+def _keep_ids(x: Tensor, ids: Tensor) -> Tensor:
+    """Return x at these ids [B, k], and -inf at all others."""
     return torch.full_like(x, -math.inf).scatter(1, ids, x.gather(1, ids))
 
 
 def _nucleus(x: Tensor, top_p: float) -> Tensor:
-    """x of the likeliest tokens whose sum first reaches top_p, -inf elsewhere."""
+    """Return x for the most likely tokens until their sum reaches top_p, and -inf for the
+    others.
+    """
     p = x.softmax(1)
-    few = min(p.shape[1], 1024)  # enough for most rows, and much cheaper than to sort all
-    ids = top(p, few)
+    few = min(p.shape[1], 1024)  # enough for most rows, and much cheaper than a full sort
+    ids = top_ids(p, few)
     if bool((p.gather(1, ids).sum(1) < top_p).any()):
         ids = p.argsort(dim=1, descending=True, stable=True)
     before = F.pad(p.gather(1, ids).cumsum(1)[:, :-1], (1, 0))
-    kept = torch.zeros_like(p, dtype=torch.bool).scatter(1, ids, before < top_p)
-    return x.masked_fill(~kept, -math.inf)
+    nucleus = torch.zeros_like(p, dtype=torch.bool).scatter(1, ids, before < top_p)
+    return x.masked_fill(~nucleus, -math.inf)

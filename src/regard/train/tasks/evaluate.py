@@ -35,11 +35,11 @@ class Telling:
     def __init__(self, model: Reader, source: Int[Tensor, "B S"]) -> None:
         self.model, positions = model, where(source)
         if isinstance(model, RecurrentEncoderDecoder):
-            self.carried = model.begin(model.encode(source, positions))
+            self.carried = model.begin(model.run_encoder(source, positions))
         else:
             self.caches = model.new_caches()
             self.memory: dict[str, Any] = {
-                "memory": model.encode(source, positions),
+                "memory": model.run_encoder(source, positions),
                 "memory_positions": positions,
             }
 
@@ -49,7 +49,7 @@ class Telling:
             logits, self.carried = self.model.step(ids, self.carried)
             return logits
         memory, self.memory = self.memory, {}  # the caches have it from here on
-        return self.model.decode(ids, self.caches, **memory)
+        return self.model.run_decoder(ids, self.caches, **memory)
 
     def select(self, rows: Int[Tensor, " N"]) -> None:
         """What is kept for row i becomes what was kept for row rows[i]."""

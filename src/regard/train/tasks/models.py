@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models import recurrent, transformer
-from regard.models.families import family, type_of
+from regard.models.families import family, model_type_of
 from regard.models.rnn import CELLS
 from regard.nn.blocks import PreNorm
 from regard.train.run import config_of
@@ -164,7 +164,7 @@ def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
             )
         options["kv_heads"] = sizes.kv_heads or sizes.heads
     config = config_of(options, vocabulary)
-    found = family(type_of(config))
+    found = family(model_type_of(config))
     assert found is not None
     return found.build(config)
 

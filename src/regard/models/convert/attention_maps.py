@@ -1,4 +1,6 @@
-"""A decoder as conversions see it: the maps of each attention layer by head, in fp64."""
+"""The linear maps of attention layers by head, in fp64, and checkpoints that a conversion takes and
+returns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
-from regard.models.families import family, type_of
+from regard.models.families import family, model_type_of
 from regard.nn import Attention, Block, HeadProjection, PreNorm, SeparateQKV
 from regard.nn.norms import OffsetRMSNorm, RMSNorm
 from regard.positions import Rotary
@@ -21,9 +23,12 @@ from regard.positions.rotary import Layout
 PROJECT = "attention.project."
 
 
-class Errors(NamedTuple):
-    """What a conversion loses in one layer, each relative: of the score forms, and of the
-    value-output maps.
+class LayerErrors(NamedTuple):
+    """The relative errors that a conversion makes in one layer.
+
+    Attributes:
+        keys: the error of the bilinear forms W_q^T W_k that give scores.
+        values: the error of the maps W_o W_v from values to outputs.
     """
 
     keys: float
@@ -31,22 +36,23 @@ class Errors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The maps of one layer, in fp64. A bias is the last column, which meets a 1; gain is what the
-    norm in front multiplies by.
+class AttentionMaps:
+    """The linear maps of one attention layer by head, in fp64.
+
+    A bias is the last column of a map, which is multiplied by 1.
 
     Attributes:
-        q: [H, D, M+1].
-        k: [G, D, M+1].
-        v: [G, E, M+1].
-        o: [H, M, E].
-        gain: [M+1], and 1 for the bias.
-        pairs: how many rotary pairs turn; the other dims of a head do not.
-        layout: which dims make a pair.
+        q: query maps [H, D, M+1].
+        k: key maps [G, D, M+1].
+        v: value maps [G, E, M+1].
+        o: output maps [H, M, E].
+        gain: the factors [M+1] of the norm before the attention, and 1 for the bias.
+        pairs: the number of rotary pairs; the other dims of a head are not rotated.
+        layout: which dims form a pair.
 
     >>> from regard.nn.variants import gqa
     >>> norms = [PreNorm(RMSNorm(8)) for _ in range(2)]
-    >>> layer = Layer.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
+    >>> layer = AttentionMaps.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
     >>> layer.k.shape, layer.o.shape, layer.pairs
     (torch.Size([2, 2, 9]), torch.Size([4, 8, 2]), 1)
     """
@@ -60,13 +66,13 @@ class Layer:
     layout: Layout
 
     @classmethod
-    def of(cls, block: nn.Module) -> Layer:
-        """The layer of a block of separate queries, keys and values.
+    def of(cls, block: nn.Module) -> AttentionMaps:
+        """Return the maps of a block with separate queries, keys and values.
 
         Raises:
-            ArgumentError: its attention is made otherwise.
+            ArgumentError: its attention has another form.
         """
-        attention = separate(block)
+        attention = separate_attention(block)
         project = attention.project
         H, _, _, E, _ = project.shape
         rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
@@ -78,12 +84,12 @@ class Layer:
 
     @property
     def share(self) -> int:
-        """How many query heads share a key/value head."""
+        """The number of query heads that share a key/value head."""
         return len(self.q) // len(self.k)
 
     def split(self, x: Float[Tensor, "n d m"]) -> tuple[Complex[Tensor, "n p m"], Tensor]:
-        """Rows of heads -> the rotary pairs as complex rows a + ib, and the rows that do not
-        turn.
+        """Split rows of heads into the rotary pairs, as complex rows a + ib, and the unrotated
+        rows.
         """
         P = self.pairs
         turned, rest = x[:, : 2 * P], x[:, 2 * P :]
@@ -92,30 +98,34 @@ class Layer:
         return torch.complex(parts[..., 0], parts[..., 1]), rest
 
     def join(self, z: Complex[Tensor, "n p m"], rest: Tensor) -> Float[Tensor, "n d m"]:
-        """The reverse of `split`."""
+        """Join rotary pairs and unrotated rows into rows of heads: the inverse of `split`."""
         parts = torch.view_as_real(z).movedim(-1, 1 if self.layout == "half" else 2)
         return torch.cat((parts.flatten(1, 2), rest), 1)
 
     def pair_weights(self) -> Float[Tensor, "G p"]:
-        """How much a pair of a key head counts: the norm of the queries that read it."""
+        """Return the weight of each rotary pair of a key head: the norm of the queries that read
+        it.
+        """
         z, _ = self.split(self.q * self.gain)
         norms: Tensor = z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
         return norms
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
-        """Of the queries that read a key head, in the dims that do not turn."""
+        """Return the Gram matrix [G, r, r] of the queries that read a key head, in the unrotated
+        dims.
+        """
         _, rest = self.split(self.q * self.gain)
         gram: Tensor = (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
         return gram
 
     def value_gram(self) -> Float[Tensor, "G E E"]:
-        """Of the output maps that read a value head."""
+        """Return the Gram matrix [G, E, E] of the output maps that read a value head."""
         gram: Tensor = (self.o.mT @ self.o).unflatten(0, (-1, self.share)).sum(1)
         return gram
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
-        """The Frobenius norm of the score forms that keys x make with the queries, its mean square
-        over all turns.
+        """Return the Frobenius norm of the score forms of keys x, as root mean square over all
+        rotations.
         """
         z, rest = self.split(x * self.gain)
         turned = (self.pair_weights()[..., None] * z.abs()).square().sum()
@@ -126,21 +136,23 @@ class Layer:
         )
 
     def value_norm(self, x: Float[Tensor, "G e m"]) -> float:
-        """The Frobenius norm of the value-output maps that values x make with the outputs."""
+        """Return the Frobenius norm of the maps from values x to outputs."""
         x = x * self.gain
         return float((self.value_gram() * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
-    def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> Errors:
-        """The relative errors of residuals of keys and of values."""
-        whole = self.key_norm(self.k), self.value_norm(self.v)
-        return Errors(self.key_norm(k) / (whole[0] or 1), self.value_norm(v) / (whole[1] or 1))
+    def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> LayerErrors:
+        """Return the relative errors that residuals of keys and of values make."""
+        totals = self.key_norm(self.k), self.value_norm(self.v)
+        return LayerErrors(
+            self.key_norm(k) / (totals[0] or 1), self.value_norm(v) / (totals[1] or 1)
+        )
 
 
-def separate(block: nn.Module) -> Any:
-    """The attention of a block, if it has separate queries, keys and values.
+def separate_attention(block: nn.Module) -> Any:
+    """Return the attention of a block if it has separate maps of queries, keys and values.
 
     Raises:
-        ArgumentError: it has not.
+        ArgumentError: it has another form.
     """
     attention: Any = getattr(block, "attention", None)
     project = getattr(attention, "project", None)
@@ -148,8 +160,8 @@ def separate(block: nn.Module) -> Any:
     if not plain or not isinstance(attention.output, nn.Linear):
         name = type(attention if project is None else project).__name__
         raise ArgumentError(
-            f"the attention of this model is made by {name}, not by separate maps of queries, "
-            "keys and values; "
+            f"the attention of this model uses {name}, not separate maps of queries, keys and "
+            "values; "
             "conversions of heads are for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, "
             "gpt_oss and regard's gqa"
         )
@@ -157,14 +169,14 @@ def separate(block: nn.Module) -> Any:
 
 
 def layers_of(network: Decoder) -> Iterator[tuple[str, Block]]:
-    """The prefix of each block's parameters, and the block."""
+    """Yield the prefix of each block's parameters, and the block."""
     for i, block in enumerate(network.layers):
         assert isinstance(block, Block)
         yield f"layers.{i}.", block
 
 
 def _by_head(heads: HeadProjection) -> Tensor:
-    """[n, d, M+1]."""
+    """Return the map of heads as [n, d, M+1], with the bias as the last column."""
     linear = heads.linear
     weight = linear.weight.detach().double()
     bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach().double()
@@ -174,29 +186,31 @@ def _by_head(heads: HeadProjection) -> Tensor:
 
 
 def _gain(block: nn.Module, M: int) -> Tensor:
-    """What the norm in front of the attention multiplies each dim by, and 1."""
+    """Return the factors [M] of the norm before the attention, and 1 for the bias."""
     around = block.attention_residual
-    found = torch.ones(M + 1, dtype=torch.float64)
+    gain = torch.ones(M + 1, dtype=torch.float64)
     if isinstance(around, PreNorm) and isinstance(around.norm, RMSNorm):
         offset = 1.0 if isinstance(around.norm, OffsetRMSNorm) else 0.0
-        found[:-1] = around.norm.weight.detach().double() + offset
-    return found
+        gain[:-1] = around.norm.weight.detach().double() + offset
+    return gain
 
 
-def stored(prefix: str, x: Float[Tensor, "n d m"], like: HeadProjection) -> dict[str, Tensor]:
-    """Maps of heads as parameters: the weight, and the bias where there is one."""
+def head_parameters(
+    prefix: str, x: Float[Tensor, "n d m"], like: HeadProjection
+) -> dict[str, Tensor]:
+    """Return maps of heads as named parameters: the weight, and the bias if there is one."""
     rows = x.flatten(0, 1)
-    found = {prefix + "linear.weight": rows[:, :-1].to(like.linear.weight.dtype)}
+    parameters = {prefix + "linear.weight": rows[:, :-1].to(like.linear.weight.dtype)}
     if like.linear.bias is not None:
-        found[prefix + "linear.bias"] = rows[:, -1].to(like.linear.bias.dtype)
-    return found
+        parameters[prefix + "linear.bias"] = rows[:, -1].to(like.linear.bias.dtype)
+    return parameters
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a conversion takes, and what it gives.
+    """A decoder and its config: the input and the result of a conversion.
 
-    Attributes:
+    Args:
         network: the decoder.
         config: the frozen config of its family.
     """
@@ -206,67 +220,73 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """The family."""
-        return type_of(self.config)
+        """The `model_type` of the checkpoint's family."""
+        return model_type_of(self.config)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter by name; a shared one under each of its names."""
+        """Return all parameters by name; a shared one appears under each of its names.
+
+        Returns:
+            Name -> parameter, detached.
+        """
         named = self.network.named_parameters(remove_duplicate=False)
         return {name: parameter.detach() for name, parameter in named}
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one conversion did.
+class ConversionStep:
+    """The result of one conversion.
 
-    Attributes:
-        what: in words.
-        layers: what it lost in each layer; empty where weights did not change.
-        curve: rank -> relative error, the root mean square over layers, where there was a rank to
-            choose.
-        notes: what to know about the result.
+    Args:
+        what: a description.
+        layers: the errors of each layer; empty if no weight changed.
+        curve: rank -> relative error, as root mean square over layers; empty if there is no rank.
+        notes: remarks on the result.
     """
 
     what: str
-    layers: tuple[Errors, ...] = ()
+    layers: tuple[LayerErrors, ...] = ()
     curve: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
-    """The model of a config with these weights: no memory is taken for any other.
+def rebuild(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
+    """Build the network of a config with the given weights, without allocating any others.
 
     Args:
-        config: of a family.
-        weights: every parameter of its model by name, each on its own or as another model's: they
-            are not copied.
+        config: the config of a family.
+        weights: name -> value for every parameter; they are not copied.
     """
-    found = family(type_of(config))
-    assert found is not None
-    network = found.build_empty(config)
-    before: list[nn.Parameter] = []  # held, so that no id is given twice
-    made: dict[int, nn.Parameter] = {}
-    lost = set(weights) - {name for name, _ in network.named_parameters(remove_duplicate=False)}
-    assert not lost, f"the model has no place for {sorted(lost)[:5]}"
+    its_family = family(model_type_of(config))
+    assert its_family is not None
+    network = its_family.build_empty(config)
+    old_parameters: list[nn.Parameter] = []  # kept alive, so that ids stay unique
+    new_parameters: dict[int, nn.Parameter] = {}
+    unknown = set(weights) - {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    assert not unknown, f"the network has no parameters {sorted(unknown)[:5]}"
     for prefix, module in network.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            before.append(parameter)
-            if id(parameter) not in made:
+            old_parameters.append(parameter)
+            if id(parameter) not in new_parameters:
                 value = weights[f"{prefix}.{name}" if prefix else name]
                 assert value.shape == parameter.shape, (prefix, name, value.shape, parameter.shape)
-                made[id(parameter)] = nn.Parameter(value.contiguous(), requires_grad=False)
-            module._parameters[name] = made[id(parameter)]
+                new_parameters[id(parameter)] = nn.Parameter(
+                    value.contiguous(), requires_grad=False
+                )
+            module._parameters[name] = new_parameters[id(parameter)]
     return Checkpoint(cast("Decoder", network.eval()), config)
 
 
-def both_roots(
+def matrix_sqrt(
     gram: Float[Tensor, "*b d d"],
 ) -> tuple[Float[Tensor, "*b d d"], Float[Tensor, "*b d d"]]:
-    """S with S^2 = gram, symmetric, and its pseudo-inverse: what rounding made of a 0 stays 0.
+    """Return the symmetric square root S of a Gram matrix, S^2 = gram, and its pseudo-inverse.
 
-    >>> root, inverse = both_roots(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
+    Eigenvalues that are 0 up to rounding count as 0.
+
+    >>> root, inverse = matrix_sqrt(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
     >>> root.tolist(), inverse.tolist()
     ([[2.0, 0.0], [0.0, 0.0]], [[0.5, 0.0], [0.0, 0.0]])
     """
@@ -275,6 +295,8 @@ def both_roots(
     values, vectors = torch.linalg.eigh(gram)
     least = values[..., -1:].clamp(min=0) * gram.shape[-1] * torch.finfo(gram.dtype).eps
     real = values > least
-    roots = torch.where(real, values, 0).sqrt()
-    inverse = torch.where(real, 1 / torch.where(real, roots, 1), 0)
-    return vectors * roots[..., None, :] @ vectors.mT, vectors * inverse[..., None, :] @ vectors.mT
+    square_roots = torch.where(real, values, 0).sqrt()
+    inverse = torch.where(real, 1 / torch.where(real, square_roots, 1), 0)
+    return vectors * square_roots[..., None, :] @ vectors.mT, vectors * inverse[
+        ..., None, :
+    ] @ vectors.mT

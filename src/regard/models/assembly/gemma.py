@@ -1,5 +1,5 @@
-"""What the Gemmas share: norms with weight 1 + w, a scaled embedding, GeGLU, and from Gemma 2 on
-norms on either side.
+"""Parts and checkpoint names of the Gemmas: norms with weight 1 + w, a scaled embedding, GeGLU, and
+from Gemma 2 on norms before and after each sublayer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch import nn
 
 from regard import masks
 from regard.configs.gemma import GemmaConfig
-from regard.models.assembly import grouped, rope
-from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.assembly.parts import ready_for_training
+from regard.models.assembly import llama_like, rope
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, OffsetRMSNorm, SandwichNorm
 from regard.nn.embedding import CappedLogits
@@ -21,24 +21,33 @@ from regard.nn.linear import Linear
 from regard.positions import Rotary
 
 SANDWICH = {
-    THEIRS + "input_layernorm.weight": OURS + "attention_residual.norm.weight",
-    THEIRS + "post_attention_layernorm.weight": OURS + "attention_residual.after.weight",
-    THEIRS + "pre_feedforward_layernorm.weight": OURS + "feed_forward_residual.norm.weight",
-    THEIRS + "post_feedforward_layernorm.weight": OURS + "feed_forward_residual.after.weight",
+    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
+    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
+    + "attention_residual.after.weight",
+    STORED_LAYER + "pre_feedforward_layernorm.weight": MODEL_LAYER
+    + "feed_forward_residual.norm.weight",
+    STORED_LAYER + "post_feedforward_layernorm.weight": MODEL_LAYER
+    + "feed_forward_residual.after.weight",
 }
 HEAD_NORMS = {
-    THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.steps.0.weight",
-    THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.steps.0.weight",
+    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.steps.0.weight",
+    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.steps.0.weight",
 }
-NAMES = grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | SANDWICH | HEAD_NORMS
-"""Name in a checkpoint of Gemma 2 or 3 -> name here; {} is the layer. What a model does not have
-drops out.
-"""
+NAMES = (
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.ATTENTION
+    | llama_like.FEED_FORWARD
+    | SANDWICH
+    | HEAD_NORMS
+)
+"""Stored name of Gemma 2 or 3 -> parameter name; {} is the layer. Absent parts are left out."""
 
 
 def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = None) -> Decoder:
-    """A decoder with fresh weights: the embedding times sqrt(M), the layers, a norm, and a head,
-    capped or not.
+    """Build a decoder with initial weights: the embedding times sqrt(M), the layers, a norm and a
+    head.
+
+    With `cap`, the head caps its logits.
     """
     M, V = config.hidden_size, config.vocab_size
     embedding = nn.Embedding(V, M)
@@ -46,7 +55,7 @@ def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = No
     if config.tie_word_embeddings:
         head.weight = embedding.weight
     embed = InputEmbedding(embedding, scale=M**0.5)
-    return ready_for_training(Decoder(embed, layers, norm(config), head))
+    return initialize_weights(Decoder(embed, layers, norm(config), head))
 
 
 def attention(
@@ -58,8 +67,9 @@ def attention(
     softcap: float | None = None,
     head_norms: bool = False,
 ) -> Attention:
-    """Grouped queries, causal, within a window if there is one, with a norm on each head of queries
-    and keys or not.
+    """Build causal grouped-query attention, with a window if there is one.
+
+    With `head_norms`, each head of queries and keys has a norm.
     """
     M, D, H, G = (
         config.hidden_size,
@@ -69,23 +79,23 @@ def attention(
     )
     q_norm, k_norm = ([norm(config, D)] if head_norms else [] for _ in range(2))
     bias = config.attention_bias
-    project = rope.heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)
+    project = rope.rotary_heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)
     output = Linear(H * D, M, bias=bias)
     mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
     return Attention(project, output, mask=mask, scale=scale, softcap=softcap)
 
 
 def feed_forward(config: GemmaConfig) -> GatedFeedForward:
-    """GeGLU, with the form of GELU that has a tanh."""
+    """Build a GeGLU with the tanh approximation of GELU."""
     return GatedFeedForward(config.hidden_size, config.intermediate_size, nn.GELU("tanh"))
 
 
 def sandwich(config: GemmaConfig, mixer: Attention) -> Block:
-    """A block with a norm on either side of the attention and of the feed-forward layer."""
+    """Build a block with a norm before and after the attention and the feed-forward layer."""
     paths = [SandwichNorm(norm(config), norm(config)) for _ in range(2)]
     return Block(mixer, feed_forward(config), *paths)
 
 
 def norm(config: GemmaConfig, dim: int | None = None) -> OffsetRMSNorm:
-    """A norm of the model's vectors, or of others, with the config's eps."""
+    """Build a norm of the model dim, or of another dim, with the config's eps."""
     return OffsetRMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

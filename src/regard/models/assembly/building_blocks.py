@@ -1,4 +1,4 @@
-"""Parts that many families build alike: activations by name, tied heads, and initial weights."""
+"""Initial weights, tied embedding and head, and activations by name, for many families."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from regard.nn import Block
 from regard.nn.linear import Linear
 
 
-def ready_for_training(decoder: Decoder) -> Decoder:
-    """Give a decoder weights to be trained from, in place.
+def initialize_weights(decoder: Decoder) -> Decoder:
+    """Give a decoder initial weights for training, in place.
 
-    Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at
-    a spread of about 1 and heads tell keys apart from the first step; those that write to the
-    residual path are 0, so that a token is not drowned by what untrained layers add to it, and
-    later layers can match and copy it. The head has 0.02, and so has an embedding that is tied to
-    it; one of its own has 0.5. Biases are 0.
+    Norms are 1. Matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start
+    with a spread of about 1 and heads distinguish keys from the first step. Matrices that write to
+    the residual stream are 0, so that the output of untrained layers does not drown the tokens, and
+    later layers can match and copy them. The head has standard deviation 0.02, and so has an
+    embedding that is tied to it; an untied embedding has 0.5. Biases are 0.
 
-    >>> from regard.nn import InputEmbedding
+    >>> from regard.nn import Embed
     >>> embed, head = InputEmbedding(nn.Embedding(7, 4)), nn.Linear(4, 7)
-    >>> made = ready_for_training(Decoder(embed, [], nn.Identity(), head))
-    >>> float(made.head.bias.detach().abs().sum())
+    >>> decoder = initialize_weights(Decoder(embed, [], nn.Identity(), head))
+    >>> float(decoder.head.bias.detach().abs().sum())
     0.0
     """
     embedding, head = decoder.embed.embedding, decoder.head
@@ -47,21 +47,23 @@ def ready_for_training(decoder: Decoder) -> Decoder:
 
 
 def _writers(block: Block) -> list[nn.Module]:
-    """The matrices that write to the residual path: of each expert, where there are several."""
-    found = [
+    """Return the matrices that write to the residual stream, for each expert if there are
+    several.
+    """
+    attributes = [
         (block.attention, "output"),
         *((part, "down") for part in block.feed_forward.modules()),
     ]
-    return [getattr(part, name) for part, name in found if hasattr(part, name)]
+    return [getattr(part, name) for part, name in attributes if hasattr(part, name)]
 
 
 def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Embedding, nn.Linear]:
-    """An embedding [V, M] and a head from M to V without bias; if tied, both have one matrix.
+    """Build an embedding [V, M] and a head from M to V without bias; tied ones share the matrix.
 
     Args:
-        vocabulary: how many tokens V there are.
+        vocabulary: the number of tokens V.
         dim: the model dim M.
-        tied: whether the head is the embedding.
+        tied: whether the head uses the embedding's matrix.
 
     >>> embedding, head = embedding_and_head(7, 4, tied=True)
     >>> embedding.weight is head.weight
@@ -88,15 +90,15 @@ NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
 }
-"""What a name of `regard.configs.base.ACTIVATIONS` means -> its module."""
+"""Value of `regard.configs.base.ACTIVATIONS` -> its module."""
 
 
 def activation(name: str, key: str = "hidden_act") -> nn.Module:
-    """The nonlinearity of a name in config.json.
+    """Return the module of an activation in config.json.
 
     Args:
         name: such as "gelu_new".
-        key: where config.json has it, for the message.
+        key: the key in config.json, for the message.
 
     Raises:
         ArgumentError: the name is not known.

@@ -15,8 +15,8 @@ from regard.caches import make_full_cache
 from regard.masks import Causal, Sinks, Window
 from regard.models import Model
 from regard.models.decoder import Decoder
-from regard.models.generation import Context, Room
-from regard.models.generation.context import padded
+from regard.models.generation import CacheConfig, DecodeSession
+from regard.models.generation.decode_session import pad_left
 from regard.nn import SinusoidalPositions, StreamingAttention
 from regard.nn.variants import build
 from regard.positions import DynamicNTK, LongRoPE
@@ -36,7 +36,12 @@ from tests.rules import assert_close_rule
 PIECES = [14, 4, 1, 1, 9, *[1] * 7]
 LENGTH = sum(PIECES)
 ENDS = torch.tensor(PIECES).cumsum(0) - 1
-KEEP = [Room(), Room("fixed", LENGTH), Room("paged", LENGTH), Room("quantised", LENGTH)]
+KEEP = [
+    CacheConfig(),
+    CacheConfig("fixed", LENGTH),
+    CacheConfig("paged", LENGTH),
+    CacheConfig("quantised", LENGTH),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +55,10 @@ def assert_equal(found: Tensor, right: Decoder, ids: Tensor, ends: Tensor = ENDS
 
 
 @pytest.mark.parametrize("room", KEEP, ids=str)
-def test_a_cache_that_keeps_all_equals_one_pass(model: Model, room: Room) -> None:
+def test_a_cache_that_keeps_all_equals_one_pass(model: Model, room: CacheConfig) -> None:
     """Quantised, too: fewer than its 128 recent tokens are held as they came."""
     ids = torch.randint(0, 300, (2, LENGTH))
-    context = Context(model.decoder, room, rows=2)
+    context = DecodeSession(model.decoder, room, rows=2)
     assert_equal(read_in_pieces(context, ids, PIECES), model.decoder, ids)
     assert kinds(context.caches) == [room.cache.capitalize()] * 2
 
@@ -61,8 +66,8 @@ def test_a_cache_that_keeps_all_equals_one_pass(model: Model, room: Room) -> Non
 @pytest.mark.parametrize("chunk", [None, 1, 7, 8, 999])
 def test_chunks_of_a_prompt_change_nothing(model: Model, chunk: int | None) -> None:
     ids = torch.randint(0, 300, (2, 29))
-    context = Context(model.decoder)
-    found = context.read(ids, chunk=chunk)[:, None]
+    context = DecodeSession(model.decoder)
+    found = context.append(ids, chunk=chunk)[:, None]
     assert_equal(found, model.decoder, ids, torch.tensor([28]))
     assert {len(cache) for cache in context.caches} == {29}
 
@@ -86,7 +91,7 @@ def windowed(size: int, sinks: int = 0) -> object:
 @pytest.mark.parametrize("pieces", [PIECES, [LENGTH], [1] * LENGTH], ids=["ragged", "one", "steps"])
 def test_a_ring_is_a_model_with_a_window(model: Model, pieces: list[int]) -> None:
     ids, ends = torch.randint(0, 300, (2, LENGTH)), torch.tensor(pieces).cumsum(0) - 1
-    context = Context(model.decoder, Room("ring", 10))
+    context = DecodeSession(model.decoder, CacheConfig("ring", 10))
     found = read_in_pieces(context, ids, pieces)
     assert_equal(found, by_hand(model.decoder, windowed(10)), ids, ends)
     assert kinds(context.caches) == ["Ring"] * 2
@@ -101,7 +106,7 @@ def test_streaming_keeps_distances_inside_the_cache(model: Model, pieces: list[i
         return StreamingAttention(x.project, x.output, sinks=4, recent=8)
 
     ids, ends = torch.randint(0, 300, (2, LENGTH)), torch.tensor(pieces).cumsum(0) - 1
-    context = Context(model.decoder, Room("streaming", 12))
+    context = DecodeSession(model.decoder, CacheConfig("streaming", 12))
     found = read_in_pieces(context, ids, pieces)
     assert_equal(found, by_hand(model.decoder, change), ids, ends)
     assert kinds(context.caches) == ["Streaming"] * 2
@@ -112,19 +117,21 @@ def test_streaming_keeps_distances_inside_the_cache(model: Model, pieces: list[i
 def test_streaming_without_rotary_heads_stands_at_true_positions() -> None:
     decoder = stack(build("causal", M, H), build("alibi", M, H), positional=SinusoidalPositions(M))
     ids = torch.randint(0, 300, (2, LENGTH))
-    found = read_in_pieces(Context(decoder, Room("streaming", 12)), ids, PIECES)
+    found = read_in_pieces(DecodeSession(decoder, CacheConfig("streaming", 12)), ids, PIECES)
     assert_equal(found, by_hand(decoder, windowed(8, 4)), ids)
 
 
-@pytest.mark.parametrize("room", [Room("ring", 6), Room("streaming", 6)], ids=str)
-def test_what_forgets_is_bounded_and_leaves_the_model_alone(model: Model, room: Room) -> None:
+@pytest.mark.parametrize("room", [CacheConfig("ring", 6), CacheConfig("streaming", 6)], ids=str)
+def test_what_forgets_is_bounded_and_leaves_the_model_alone(
+    model: Model, room: CacheConfig
+) -> None:
     masks = [layer.attention.mask for layer in model.decoder.layers]
-    context = Context(model.decoder, room)
-    context.read(torch.randint(0, 300, (1, 40)))
+    context = DecodeSession(model.decoder, room)
+    context.append(torch.randint(0, 300, (1, 40)))
     size = context.bytes
     assert size == 2 * 6 * 2 * (10 + 10) * 4
     for _ in range(20):
-        context.read(torch.randint(0, 300, (1, 1)))
+        context.append(torch.randint(0, 300, (1, 1)))
     assert context.bytes == size
     assert [layer.attention.mask for layer in model.decoder.layers] == masks
     twin = context._decoder
@@ -136,10 +143,13 @@ def test_what_forgets_is_bounded_and_leaves_the_model_alone(model: Model, room: 
 def test_eight_bits_are_smaller_and_near(model: Model) -> None:
     ids = torch.randint(0, 300, (1, 400))
     right = model(ids)[:, -1]
-    exactly, coded = Context(model.decoder), Context(model.decoder, Room("quantised"))
-    exactly.read(ids[:, :-1], chunk=64)
-    coded.read(ids[:, :-1], chunk=64)
-    a, b = exactly.read(ids[:, -1:]), coded.read(ids[:, -1:])
+    exactly, coded = (
+        DecodeSession(model.decoder),
+        DecodeSession(model.decoder, CacheConfig("quantised")),
+    )
+    exactly.append(ids[:, :-1], chunk=64)
+    coded.append(ids[:, :-1], chunk=64)
+    a, b = exactly.append(ids[:, -1:]), coded.append(ids[:, -1:])
     assert float((a - right).abs().max()) < 1e-5 * float(right.abs().max())
     error = float((b - right).abs().max()) / float(right.abs().max())
     assert 1e-5 < error < 0.1
@@ -160,18 +170,18 @@ def mixed() -> Decoder:
 @pytest.mark.parametrize(
     "room, wanted",
     [
-        (Room(), ["Growing", "Ring", "State", "Growing"]),
-        (Room("fixed", LENGTH), ["Fixed", "Ring", "State", "Fixed"]),
-        (Room("paged", LENGTH), ["Paged", "Ring", "State", "Paged"]),
-        (Room("quantised", LENGTH), ["Quantised", "Ring", "State", "Quantised"]),
-        (Room("ring", LENGTH), ["Ring", "Ring", "State", "Ring"]),
-        (Room("streaming", LENGTH), ["Streaming", "Ring", "State", "Streaming"]),
+        (CacheConfig(), ["Growing", "Ring", "State", "Growing"]),
+        (CacheConfig("fixed", LENGTH), ["Fixed", "Ring", "State", "Fixed"]),
+        (CacheConfig("paged", LENGTH), ["Paged", "Ring", "State", "Paged"]),
+        (CacheConfig("quantised", LENGTH), ["Quantised", "Ring", "State", "Quantised"]),
+        (CacheConfig("ring", LENGTH), ["Ring", "Ring", "State", "Ring"]),
+        (CacheConfig("streaming", LENGTH), ["Streaming", "Ring", "State", "Streaming"]),
     ],
     ids=str,
 )
-def test_layers_with_a_memory_of_their_own_keep_it(room: Room, wanted: list[str]) -> None:
+def test_layers_with_a_memory_of_their_own_keep_it(room: CacheConfig, wanted: list[str]) -> None:
     decoder, ids = mixed(), torch.randint(0, 300, (2, LENGTH))
-    context = Context(decoder, room, rows=2)
+    context = DecodeSession(decoder, room, rows=2)
     found = read_in_pieces(context, ids, PIECES)
     assert kinds(context.caches) == wanted
     assert_equal(found, decoder, ids)
@@ -183,27 +193,27 @@ SCALINGS = [DynamicNTK(2.0, 12), LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=["dynamic", "longrope"])
 def test_frequencies_that_follow_the_length_equal_one_pass_at_each(scaling: object) -> None:
     decoder, ids = following(scaling), torch.randint(0, 300, (2, 22))  # type: ignore[arg-type]
-    context = Context(decoder)
-    logits, n = context.read(ids[:, :9], chunk=4), 9
+    context = DecodeSession(decoder)
+    logits, n = context.append(ids[:, :9], chunk=4), 9
     assert_equal(logits[:, None], decoder, ids[:, :n], torch.tensor([n - 1]))
     for n in range(10, 23):
-        logits = context.read(ids[:, n - 1 : n])
+        logits = context.append(ids[:, n - 1 : n])
         assert_equal(logits[:, None], decoder, ids[:, :n], torch.tensor([n - 1]))
     assert context._prefix is not None
     assert context._prefix.reruns == (1 if isinstance(scaling, LongRoPE) else 10)
     context.select(torch.tensor([1, 1, 0]))
     more = torch.randint(0, 300, (3, 1))
     whole = torch.cat([ids[[1, 1, 0]], more], 1)
-    assert_equal(context.read(more)[:, None], decoder, whole, torch.tensor([22]))
+    assert_equal(context.append(more)[:, None], decoder, whole, torch.tensor([22]))
 
 
 def test_rows_of_different_length_and_rows_that_leave() -> None:
     rows = [list(range(1, 15)), [5], [7, 8, 9, 10, 11]]
-    ids, positions = padded(rows)
+    ids, positions = pad_left(rows)
     assert isinstance(positions, Tensor)
     for decoder in (mixed(), following(SCALINGS[0])):  # type: ignore[arg-type]
-        context = Context(decoder)
-        logits = context.read(ids, positions, chunk=4)
+        context = DecodeSession(decoder)
+        logits = context.append(ids, positions, chunk=4)
         texts = [list(row) for row in rows]
         for step, kept in enumerate(([0, 1, 2], [0, 1, 2], [2, 0], [0])):
             if len(kept) < len(texts):
@@ -215,18 +225,24 @@ def test_rows_of_different_length_and_rows_that_leave() -> None:
                 assert_equal(logits[i][None, None], decoder, alone, torch.tensor([-1]))
             for text in texts:
                 text.append(30 + step)
-            logits = context.read(torch.tensor([[30 + step]] * len(texts)))
+            logits = context.append(torch.tensor([[30 + step]] * len(texts)))
 
 
 def test_a_fork_is_a_context_of_its_own(model: Model) -> None:
     ids = torch.randint(0, 300, (1, 21))
-    for room in (Room(), Room("fixed", 40), Room("paged", 40), Room("ring", 40), Room("quantised")):
-        context = Context(model.decoder, room)
-        context.read(ids)
+    for room in (
+        CacheConfig(),
+        CacheConfig("fixed", 40),
+        CacheConfig("paged", 40),
+        CacheConfig("ring", 40),
+        CacheConfig("quantised"),
+    ):
+        context = DecodeSession(model.decoder, room)
+        context.append(ids)
         size, fork = context.bytes, context.fork(rows=3)
         more = torch.randint(0, 300, (3, 19))
         for part in more.split([7, 1, 11], 1):
-            logits = fork.read(part)
+            logits = fork.append(part)
         assert_equal(
             logits[:, None],
             model.decoder,
@@ -234,36 +250,36 @@ def test_a_fork_is_a_context_of_its_own(model: Model) -> None:
             torch.tensor([-1]),
         )
         assert context.bytes == size
-        again = context.read(more[:1])
+        again = context.append(more[:1])
         assert_close_rule(
             again, logits[:1], exact(model.decoder, torch.cat([ids, more[:1]], 1))[:, -1]
         )
 
 
 def test_rows_of_a_paged_fork_share_the_pages_of_the_prompt(model: Model) -> None:
-    context = Context(model.decoder, Room("paged", 64))
-    context.read(torch.randint(0, 300, (1, 48)))
+    context = DecodeSession(model.decoder, CacheConfig("paged", 64))
+    context.append(torch.randint(0, 300, (1, 48)))
     one, many = context.bytes, context.fork(rows=5)
     assert many.bytes == one
-    many.read(torch.randint(0, 300, (5, 1)))
+    many.append(torch.randint(0, 300, (5, 1)))
     assert many.bytes == one // 3 * (3 + 5)
 
 
 def test_rooms_that_a_model_cannot_have() -> None:
     with pytest.raises(
-        regard.ArgumentError, match=r"cache is 'fixed', but this model's rotary frequencies follow"
+        regard.ArgumentError, match=r"cache is 'fixed', but this model's rotary frequencies depend"
     ):
-        Context(following(SCALINGS[0]), Room("fixed", 30))  # type: ignore[arg-type]
+        DecodeSession(following(SCALINGS[0]), CacheConfig("fixed", 30))  # type: ignore[arg-type]
     far = stack(build("longformer", M, H, window=4, is_causal=True))
     with pytest.raises(
         regard.ArgumentError,
-        match="layer 0 is Longformer, which keeps everything and has no mask to",
+        match="layer 0 is Longformer, which keeps every token and has no mask to",
     ):
-        Context(far, Room("ring", 30))
+        DecodeSession(far, CacheConfig("ring", 30))
     with pytest.raises(
-        regard.ArgumentError, match="Longformer remembers more than keys and values; choose another"
+        regard.ArgumentError, match="Longformer stores more than keys and values, which cache="
     ):
-        Context(far, Room("quantised", 30))
+        DecodeSession(far, CacheConfig("quantised", 30))
 
 
 def test_errors_of_rooms() -> None:
@@ -275,26 +291,26 @@ def test_errors_of_rooms() -> None:
                 "did you mean 'ring'?"
             ),
         ),
-        (("ring", None), "cache='ring' needs max_context: how many tokens it keeps"),
+        (("ring", None), "cache='ring' needs max_context, the number of tokens that it keeps"),
         (("growing", 0), "max_context is 0; it must be at least 1 for cache='growing'"),
         (("streaming", 4), "max_context is 4; it must be at least 5 for cache='streaming'"),
     ]
     for given, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
-            Room(*given)
+            CacheConfig(*given)
         assert str(error.value) == message
     with pytest.raises(
         regard.ArgumentError,
         match=r"has 3 tokens and max_tokens is 6: 9 are more than max_context 8; ask for at most "
-        r"5, raise max_context, or let the model forget",
+        r"5, raise max_context, or use a cache that drops old tokens",
     ):
-        Room("fixed", 8).check(3, 6)
+        CacheConfig("fixed", 8).check(3, 6)
     with pytest.raises(
         regard.ArgumentError, match="are more than max_context 8; shorten the prompt, raise"
     ):
-        Room("growing", 8).check(9, 1)
-    Room("fixed", 8).check(3, 5)
-    Room("ring", 8).check(100, 100)
+        CacheConfig("growing", 8).check(9, 1)
+    CacheConfig("fixed", 8).check(3, 5)
+    CacheConfig("ring", 8).check(100, 100)
     with pytest.raises(
         regard.ArgumentError,
         match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, paged, "

@@ -1,7 +1,7 @@
-"""Other numbers of key/value heads: fewer by pooling neighbours, more by repeating them.
+"""Conversion to another number of key/value heads: fewer by pooling neighbours, more by repeating.
 
-Key/value head g serves the query heads g H/G to (g+1) H/G - 1, so that a new head takes the place
-of neighbours: h // (H/G), never h % G.
+Key/value head g serves the query heads g H/G to (g+1) H/G - 1, so that a new head replaces
+neighbours: h // (H/G), never h % G.
 """
 
 from __future__ import annotations
@@ -14,98 +14,102 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.layer import (
+from regard.models.convert.attention_maps import (
     PROJECT,
+    AttentionMaps,
     Checkpoint,
-    Errors,
-    Layer,
-    Step,
-    both_roots,
+    ConversionStep,
+    LayerErrors,
+    head_parameters,
     layers_of,
-    rebuilt,
-    separate,
-    stored,
+    matrix_sqrt,
+    rebuild,
+    separate_attention,
 )
-from regard.models.families import type_of
+from regard.models.families import model_type_of
 from regard.nn import HeadProjection
 from regard.positions import Rotary
 
-Pooling: TypeAlias = Literal["mean", "svd"]
-"""How one head is made of several."""
+HeadPooling: TypeAlias = Literal["mean", "svd"]
+"""How one key/value head is computed from several."""
 
 
-def to_groups(held: Checkpoint, groups: int, pooling: Pooling = "mean") -> tuple[Checkpoint, Step]:
-    """A model with another number G of key/value heads; queries and what they cost are as before.
+def to_groups(
+    checkpoint: Checkpoint, groups: int, pooling: HeadPooling = "mean"
+) -> tuple[Checkpoint, ConversionStep]:
+    """Change the number G of key/value heads; the number of query heads stays.
 
-    More heads: each is repeated, k_h = k_{h // (G'/G)}; exact. Fewer, "mean": k = mean of the
-    neighbours' maps, v the same (Ainslie et al.). Fewer, "svd": k_j ~ C_j k with the factor taken
-    into the queries, v_j ~ C_j v with the factor taken into the output, by which sum_h |W_q,h^T W_k
-    - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h' W_v'|^2 are least. A map of keys must commute
-    with the rotation, so that C_j is one complex number for each rotary pair, and any matrix where
-    nothing turns.
+    More heads: each is repeated, k_h = k_{h // (G'/G)}, which is exact. Fewer, "mean": the maps of
+    neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k
+    with the factor moved into the queries, and v_j ~ C_j v with the factor moved into the outputs.
+    This choice minimises sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
+    W_v'|^2. A map of keys must commute with the rotation, so C_j is one complex number for each
+    rotary pair, and any matrix where dims are not rotated.
 
     Args:
-        held: a decoder whose attention has separate maps.
-        groups: key/value heads afterwards: a divisor of those before, or a multiple of them that
-            divides the query heads.
-        pooling: how fewer are made.
+        checkpoint: a decoder whose attention has separate maps.
+        groups: the new number of key/value heads: a divisor of the present one, or a multiple of it
+            that divides the number of query heads.
+        pooling: how fewer heads are computed, "mean" or "svd".
+
+    Returns:
+        The converted checkpoint, and its errors.
 
     Raises:
-        ArgumentError: the number does not fit, nothing would change, a norm stands in the way of
-            "svd", or the family has no such heads.
+        ArgumentError: the number is not possible or not new, a norm makes "svd" impossible, or the
+            family has no such heads.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
     >>> after, step = to_groups(Checkpoint(tiny.decoder, tiny.config), 8)
     >>> after.config.num_key_value_heads, step.layers[0]
-    (8, Errors(keys=0.0, values=0.0))
+    (8, LayerErrors(keys=0.0, values=0.0))
 
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.1; "svd": Eckart and Young 1936.
     """
-    if pooling not in get_args(Pooling):
+    if pooling not in get_args(HeadPooling):
         raise ArgumentError(f"groups are pooled by {pooling!r}; it is mean or svd")
-    before = separate(held.network.layers[0]).project.shape
+    before = separate_attention(checkpoint.network.layers[0]).project.shape
     _check(before.H, before.G, groups)
-    config = _regrouped(held.config, groups)
-    weights, found = held.weights(), []
-    for prefix, block in layers_of(held.network):
-        project = separate(block).project
-        layer = Layer.of(block)
+    config = _regrouped(checkpoint.config, groups)
+    weights, layer_errors = checkpoint.weights(), []
+    for prefix, block in layers_of(checkpoint.network):
+        project = separate_attention(block).project
+        layer = AttentionMaps.of(block)
         if groups > before.G:
-            after, errors = repeated(layer, groups), Errors(0.0, 0.0)
+            after, errors = repeat_heads(layer, groups), LayerErrors(0.0, 0.0)
         elif pooling == "mean":
-            after, errors = mean(layer, groups)
+            after, errors = pool_by_mean(layer, groups)
         else:
             _check_plain(project.q, project.k)
-            after, errors = svd(layer, groups)
+            after, errors = pool_by_svd(layer, groups)
         weights |= _changed(prefix, block, after) | _flat(prefix, project.k, groups)
-        found.append(errors)
+        layer_errors.append(errors)
     how = "repeated" if groups > before.G else f"pooled by {pooling}"
-    return rebuilt(config, weights), Step(
-        f"{before.G} key/value heads {how} to {groups}, for {before.H} query heads", tuple(found)
+    return rebuild(config, weights), ConversionStep(
+        f"{before.G} key/value heads {how} to {groups}, for {before.H} query heads",
+        tuple(layer_errors),
     )
 
 
-def repeated(layer: Layer, groups: int) -> Layer:
-    """Each key/value head in several copies, side by side."""
+def repeat_heads(layer: AttentionMaps, groups: int) -> AttentionMaps:
+    """Repeat each key/value head, copies next to one another."""
     times = groups // len(layer.k)
     return replace(
         layer, k=layer.k.repeat_interleave(times, 0), v=layer.v.repeat_interleave(times, 0)
     )
 
 
-def mean(layer: Layer, groups: int) -> tuple[Layer, Errors]:
-    """Each key/value head the mean of neighbours."""
+def pool_by_mean(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, LayerErrors]:
+    """Replace neighbouring key/value heads by the mean of their maps."""
     k, v = (torch.unflatten(x, 0, (groups, -1)).mean(1) for x in (layer.k, layer.v))
     after = replace(layer, k=k, v=v)
-    back = repeated(after, len(layer.k))
+    back = repeat_heads(after, len(layer.k))
     return after, layer.errors(layer.k - back.k, layer.v - back.v)
 
 
-def svd(layer: Layer, groups: int) -> tuple[Layer, Errors]:
-    """Each key/value head what neighbours have in common, their differences taken into queries and
-    outputs.
-    """
+def pool_by_svd(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, LayerErrors]:
+    """Replace neighbouring key/value heads by their best common map; outer maps absorb the rest."""
     q, rest_q = layer.split(layer.q)
     k, rest_k = layer.split(layer.k)
     z, c = common_pairs(k, layer.pair_weights(), layer.gain, groups)
@@ -131,11 +135,11 @@ def common_pairs(
     gain: Float[Tensor, " m"],
     groups: int,
 ) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
-    """One complex row for each pair of each group, and the factor of each head: k_j ~ c_j k, least
-    in sum_j |w_j (k_j - c_j k)|^2.
+    """Compute one complex row for each pair of each group, and a factor per head: k_j ~ c_j k.
 
-    The best row is the first singular vector of the heads' rows below one another. Its scale is
-    free: the factors have a mean square of 1, so that heads that are equal have 1.
+    They minimise sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the
+    stacked rows of the heads. Its scale is free: the factors have mean square 1, so that equal
+    heads have factor 1.
     """
     heads = torch.unflatten(weight[..., None] * k, 0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
@@ -152,17 +156,18 @@ def common_pairs(
 def common_rows(
     x: Float[Tensor, "G d m"], gram: Float[Tensor, "G d d"], gain: Float[Tensor, " m"], groups: int
 ) -> tuple[Float[Tensor, "g d m"], Float[Tensor, "G d d"]]:
-    """d rows for each group, and a matrix for each head: x_j ~ C_j x, least in sum_j |S_j (x_j -
-    C_j x)|^2, S_j^2 = gram_j.
+    """Compute d rows for each group, and a matrix per head: x_j ~ C_j x.
+
+    They minimise sum_j |S_j (x_j - C_j x)|^2 with S_j^2 = gram_j.
     """
-    root, inverse = both_roots(gram)
+    root, inverse = matrix_sqrt(gram)
     times, d = len(x) // groups, x.shape[1]
     if not d:
         return x[:groups], gram
     heads = torch.unflatten(root @ x, 0, (groups, times)).flatten(1, 2)  # [g, n d, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., :d]
     rows = u.mT @ heads
-    lacking = d - rows.shape[1]  # fewer columns than rows: the others are 0
+    lacking = d - rows.shape[1]  # with fewer columns than rows, the other rows are 0
     rows = nn.functional.pad(rows, (0, 0, 0, lacking))
     u = nn.functional.pad(u, (0, lacking))
     return rows, inverse @ torch.unflatten(u, 1, (times, d)).flatten(0, 1)
@@ -172,9 +177,9 @@ def _check(H: int, before: int, after: int) -> None:
     allowed = [g for g in range(1, H + 1) if H % g == 0 and (before % g == 0 or g % before == 0)]
     if after == before:
         raise ArgumentError(
-            f"the model has {before} key/value heads for {H} query heads already; nothing is to "
-            "be converted: "
-            f"other numbers are {', '.join(str(g) for g in allowed if g != before)}"
+            f"the model has {before} key/value heads for {H} query heads already; "
+            "possible numbers are"
+            f" {', '.join(str(g) for g in allowed if g != before)}"
         )
     if after not in allowed:
         raise ArgumentError(
@@ -184,45 +189,45 @@ def _check(H: int, before: int, after: int) -> None:
 
 
 def _check_plain(*parts: HeadProjection) -> None:
-    """Nothing but a rotation stands between a map and its score."""
+    """Check that only a rotation follows the maps of queries and keys."""
     for heads in parts:
         plain = all(isinstance(step, Rotary) for step in heads.steps)
         if not plain or not isinstance(heads.flat, nn.Identity):
             raise ArgumentError(
-                "a norm stands behind the maps of queries and keys, and a factor of a key cannot "
-                "be taken into the "
-                "queries through it; use groups by mean"
+                "a norm follows the maps of queries and keys, and a factor of a key cannot be "
+                "moved through it into the queries; use pooling 'mean'"
             )
 
 
 def _regrouped(config: Any, groups: int) -> Any:
-    """The config with another number of key/value heads."""
+    """Return the config with another number of key/value heads."""
     if hasattr(config, "num_key_value_heads"):
         return replace(config, num_key_value_heads=groups)
     if getattr(config, "attention", None) in ("gqa", "mqa"):
         options = {**config.attention_options, "groups": groups}
         return replace(config, attention="gqa", attention_options=options)
     raise ArgumentError(
-        f"the config {type_of(config)} has no number of key/value "
-        "heads to write; "
-        "it can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and "
+        f"the config {model_type_of(config)} has no number of key/value "
+        "heads; "
+        "heads can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, "
+        "and "
         "regard's gqa and mqa"
     )
 
 
-def _changed(prefix: str, block: nn.Module, after: Layer) -> dict[str, Tensor]:
-    """The parameters of a block's attention, with the maps of `after`."""
-    attention = separate(block)
+def _changed(prefix: str, block: nn.Module, after: AttentionMaps) -> dict[str, Tensor]:
+    """Return the parameters of a block's attention, with new maps."""
+    attention = separate_attention(block)
     project = attention.project
     o = after.o.permute(1, 0, 2).flatten(1).to(attention.output.weight.dtype)
-    found = {prefix + "attention.output.weight": o}
+    parameters = {prefix + "attention.output.weight": o}
     for name, maps in (("q", after.q), ("k", after.k), ("v", after.v)):
-        found |= stored(f"{prefix}{PROJECT}{name}.", maps, getattr(project, name))
-    return found
+        parameters |= head_parameters(f"{prefix}{PROJECT}{name}.", maps, getattr(project, name))
+    return parameters
 
 
 def _flat(prefix: str, heads: HeadProjection, groups: int) -> dict[str, Tensor]:
-    """The weight of a norm over all key heads at once (OLMo 2), pooled as the heads are."""
+    """Return the weight of a norm over all key heads at once (OLMo 2), pooled like the heads."""
     if isinstance(heads.flat, nn.Identity):
         return {}
     own = cast("Tensor", heads.flat.weight)

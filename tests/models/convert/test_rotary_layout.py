@@ -56,7 +56,7 @@ def test_a_layer_turns_neighbours() -> None:
     before = some.llama()
     after, _ = to_layout(before, "interleaved")
     x = np.random.default_rng(0).standard_normal((7, 24))
-    freq = rope.rotary(before.config.rope).inv_freq.numpy()
+    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, **oracle.maps(before.network.layers[0]), freq=freq)
     found = oracle.attention(
         x, **oracle.maps(after.network.layers[0]), freq=freq, layout="interleaved"
@@ -149,22 +149,22 @@ def test_heads_of_interleaved_pairs() -> None:
             {},
             "half",
             None,
-            "the rotary layout is half already; nothing is to be converted",
+            "the rotary layout is half already; choose the other one",
         ),
-        ("llama", {}, "neox", None, "the rotary layout is 'neox'; it is half or interleaved"),
+        ("llama", {}, "neox", None, "the rotary layout is 'neox'; it must be half or interleaved"),
         (
             "llama",
             {},
             "interleaved",
             "half",
-            "weights stored as half cannot become interleaved where the config says half",
+            "weights stored as half cannot become interleaved where the config has half",
         ),
         (
             "qwen2",
             {},
             "interleaved",
             None,
-            "the model has config keys of qwen2, and no family here can say that",
+            "the model has config keys of qwen2, and no family here can express that",
         ),
         (
             "llama",

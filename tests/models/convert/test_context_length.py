@@ -14,7 +14,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError
-from regard.models.convert import to_context, to_latent
+from regard.models.convert import extend_context, to_latent
 from regard.models.model import Model
 from regard.models.save import save
 from tests.models.convert import some
@@ -57,7 +57,7 @@ KEYS: dict[str, dict[str, Any]] = {
 def test_transformers_reads_the_same(extension: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
     before = some.llama(max_position_embeddings=TRAINED)
-    after, step = to_context(before, LONG, extension)
+    after, step = extend_context(before, LONG, extension)
     for key, value in KEYS[extension].items():
         found = getattr(after.config, key)
         assert found == (pytest.approx(value) if isinstance(value, float) else value)
@@ -76,10 +76,10 @@ def test_transformers_reads_the_same(extension: Any, tmp_path: Path) -> None:
 
 def test_latents_have_a_context_too() -> None:
     latent, _ = to_latent(some.llama(max_position_embeddings=TRAINED), 12)
-    after, _ = to_context(latent, LONG, "yarn")
+    after, _ = extend_context(latent, LONG, "yarn")
     assert after.config.rope_scaling == KEYS["yarn"]["rope_scaling"]
     with pytest.raises(ArgumentError, match="which follows the length"):
-        to_context(latent, LONG, "dynamic")
+        extend_context(latent, LONG, "dynamic")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_latents_have_a_context_too() -> None:
             {},
             64,
             "ntkk",
-            "the scaling is 'ntkk'; it is one of linear, ntk, dynamic, yarn, llama3",
+            "the scaling is 'ntkk'; it must be one of linear, ntk, dynamic, yarn, llama3",
         ),
         (
             "llama",
@@ -124,4 +124,4 @@ def test_latents_have_a_context_too() -> None:
 )
 def test_what_cannot_be(name: str, change: Any, length: int, extension: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        to_context(some.of(name, **change), length, extension)
+        extend_context(some.of(name, **change), length, extension)

@@ -1,9 +1,8 @@
-"""Rotary relayout: which dims of a head make a pair, told by the order of the rows of queries and
-keys.
+"""Conversion of the rotary layout: which dims of a head form a pair.
 
-"half" pairs (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in
-Meta's files and GPT-J. Both turn pair i by the same angle, so that a permutation of rows, the same
-for queries and keys, takes one to the other exactly. Values and outputs have no part in it.
+"half" pairs dims (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in
+Meta's files and GPT-J. Both rotate pair i by the same angle, so that the same permutation of the
+rows of queries and keys converts one into the other exactly. Values and outputs do not change.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.layer import (
+from regard.models.convert.attention_maps import (
     PROJECT,
     Checkpoint,
-    Errors,
-    Step,
+    ConversionStep,
+    LayerErrors,
     layers_of,
-    rebuilt,
-    separate,
+    rebuild,
+    separate_attention,
 )
-from regard.models.families import deepseek_v3, llama, mistral, type_of
+from regard.models.families import deepseek_v3, llama, mistral, model_type_of
 from regard.models.families import regard as own
 from regard.nn import HeadProjection, LatentProjection
 from regard.nn.latent_projection import LowRankProjection
@@ -34,26 +33,29 @@ from regard.positions.rotary import Layout
 
 
 def to_layout(
-    held: Checkpoint, layout: Layout, *, stored: Layout | None = None
-) -> tuple[Checkpoint, Step]:
-    """A model with the other rotary layout, and the same function.
+    checkpoint: Checkpoint, layout: Layout, *, stored: Layout | None = None
+) -> tuple[Checkpoint, ConversionStep]:
+    """Convert to the other rotary layout; the network computes the same function.
 
     A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama`
-    in halves, and would compute something else without a word. It is written as `model_type:
-    "regard"`, which only this package knows, and turned back it is a `llama` again. DeepSeek-V3 has
-    a key for it.
+    with the layout "half", and would silently compute something else. It is written as `model_type:
+    "regard"`, which only this package supports, and converted back it is a `llama` again.
+    DeepSeek-V3 has a key for the layout.
 
     Args:
-        held: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary; any
-            family of separate queries and keys with `stored`.
-        layout: afterwards.
-        stored: the layout that the weights really have, where config.json cannot say it:
+        checkpoint: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary;
+            with `stored`, any family of separate queries and keys.
+        layout: the new layout.
+        stored: the true layout of the weights, where config.json cannot express it:
             `layout="half", stored="interleaved"` makes an ordinary folder of Meta's weights under
             Hugging Face's names.
 
+    Returns:
+        The converted checkpoint, and a description.
+
     Raises:
-        ArgumentError: the layout is the present one, a word is unknown, or the family cannot say
-            what would come out.
+        ArgumentError: the layout is the present one, a name is unknown, or the family cannot
+            express the result.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -66,71 +68,73 @@ def to_layout(
     """
     for word in (layout, stored):
         if word is not None and word not in get_args(Layout):
-            raise ArgumentError(f"the rotary layout is {word!r}; it is half or interleaved")
-    said = _layout(held)
-    if layout == (stored or said):
+            raise ArgumentError(f"the rotary layout is {word!r}; it must be half or interleaved")
+    config_layout = _layout(checkpoint)
+    if layout == (stored or config_layout):
         raise ArgumentError(
-            f"the rotary layout is {layout} already; nothing is to be converted, unless the "
-            "weights were stored in the other "
-            "one (stored layout)"
+            f"the rotary layout is {layout} already; choose the other one, or give stored_layout "
+            "if the weights are stored in another layout than config.json says"
         )
     if stored is None:
-        config = _renamed(held.config, layout)
-    elif layout == said:
-        config = held.config
+        config = _renamed(checkpoint.config, layout)
+    elif layout == config_layout:
+        config = checkpoint.config
     else:
         raise ArgumentError(
-            f"weights stored as {stored} cannot become {layout} where the config says {said}; "
-            f"convert them to {said}"
+            f"weights stored as {stored} cannot become {layout} where the config has "
+            f"{config_layout}; "
+            f"convert them to {config_layout}"
         )
-    weights = held.weights()
-    for prefix, block in layers_of(held.network):
+    weights = checkpoint.weights()
+    for prefix, block in layers_of(checkpoint.network):
         weights |= _permuted(prefix, block, layout)
-    errors = (Errors(0.0, 0.0),) * len(held.network.layers)
-    said_by = "" if stored is None else ", as the weights were stored,"
-    return rebuilt(config, weights), Step(
-        f"rotary pairs from {stored or said}{said_by} to {layout}: rows of queries and keys in "
+    errors = (LayerErrors(0.0, 0.0),) * len(checkpoint.network.layers)
+    stored_note = "" if stored is None else ", as the weights were stored,"
+    return rebuild(config, weights), ConversionStep(
+        f"rotary pairs from {stored or config_layout}{stored_note} to {layout}: rows of queries "
+        "and keys in "
         "another order",
         errors,
     )
 
 
-def order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
-    """Which row of the other layout stands in each row of this one.
+def row_order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
+    """Return, for each row of this layout, the index of its row in the other layout.
 
-    >>> order(2, "interleaved").tolist(), order(2, "half").tolist()
+    >>> row_order(2, "interleaved").tolist(), row_order(2, "half").tolist()
     ([0, 2, 1, 3], [0, 2, 1, 3])
-    >>> order(3, "interleaved").tolist(), order(3, "half").tolist()
+    >>> row_order(3, "interleaved").tolist(), row_order(3, "half").tolist()
     ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
     """
     shape = (2, pairs) if layout == "interleaved" else (pairs, 2)
     return torch.arange(2 * pairs).view(shape).T.flatten()
 
 
-def _layout(held: Checkpoint) -> Layout:
-    """The layout that the network computes with."""
-    rotary = next((m for m in held.network.modules() if isinstance(m, Rotary)), None)
+def _layout(checkpoint: Checkpoint) -> Layout:
+    """Return the layout with which the network computes."""
+    rotary = next((m for m in checkpoint.network.modules() if isinstance(m, Rotary)), None)
     if rotary is None:
-        raise ArgumentError("the model has no rotary positions; nothing is to be converted")
+        raise ArgumentError("the model has no rotary positions, so it has no rotary layout")
     return rotary.layout
 
 
 def _renamed(config: Any, layout: Layout) -> Any:
-    """The config of a family that can say this layout."""
+    """Return the config of a family that can express this layout."""
     if isinstance(config, deepseek_v3.Config):
         return replace(config, rope_interleave=layout == "interleaved")
     if isinstance(config, own.Config):
         return _as_llama(config)
     plain = isinstance(config, (llama.Config, mistral.Config))
     reasons = {
-        f"config keys of {type_of(config)}": not plain,
+        f"config keys of {model_type_of(config)}": not plain,
         "other rotary frequencies": plain and config.rope_scaling is not None,
         "biases": isinstance(config, llama.Config) and (config.attention_bias or config.mlp_bias),
         "a window": plain and any(config.windows()),
     }
-    if found := [name for name, present in reasons.items() if present]:
+    if problems := [name for name, present in reasons.items() if present]:
         raise ArgumentError(
-            f"the model has {' and '.join(found)}, and no family here can say that beside rotary "
+            f"the model has {' and '.join(problems)}, and no family here can express that with "
+            "rotary "
             f"pairs that are {layout}; "
             "possible are llama and mistral without scaling, bias and window, and deepseek_v3"
         )
@@ -154,7 +158,7 @@ def _renamed(config: Any, layout: Layout) -> Any:
 
 
 def _as_llama(config: own.Config) -> Any:
-    """The Llama that regard's grouped queries in halves are."""
+    """Return the Llama config that equals regard's grouped queries in the layout "half"."""
     options = config.attention_options
     if config.attention != "gqa" or config.position not in ("catalogue", "rope") or config.window:
         raise ArgumentError(
@@ -179,38 +183,38 @@ def _as_llama(config: own.Config) -> Any:
 
 
 def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """Every parameter of a block whose rows are dims of queries or keys, in the new order."""
+    """Return all parameters of a block whose rows are dims of queries or keys, in the new order."""
     project = getattr(getattr(block, "attention", None), "project", None)
     name = prefix + PROJECT
     if isinstance(project, LatentProjection):
-        rows = order(len(project.rotary.inv_freq), layout)
+        rows = row_order(len(project.rotary.inv_freq), layout)
         up = project.q.up if isinstance(project.q, LowRankProjection) else project.q
         path = "q.up." if isinstance(project.q, LowRankProjection) else "q."
         down = dict(project.kv_down.named_parameters())
-        found = {
+        parameters = {
             f"{name}kv_down.{n}": _turned(p, 1, project.kv_rank, rows) for n, p in down.items()
         }
-        return found | _heads(f"{name}{path}", up, project.nope_dim, rows)
-    project = separate(block).project
+        return parameters | _heads(f"{name}{path}", up, project.nope_dim, rows)
+    project = separate_attention(block).project
     rotary = next(m for m in block.modules() if isinstance(m, Rotary))
-    rows = order(len(rotary.inv_freq), layout)
+    rows = row_order(len(rotary.inv_freq), layout)
     return _heads(name + "q.", project.q, 0, rows) | _heads(name + "k.", project.k, 0, rows)
 
 
 def _heads(path: str, heads: HeadProjection, start: int, rows: Tensor) -> dict[str, Tensor]:
-    """The map of heads, and the norms behind it: over all of them at once, or over each."""
-    found = {
+    """Permute the map of heads, and the norms after it: over all of them at once, or over each."""
+    parameters = {
         f"{path}{n}": _turned(p, heads.heads, start, rows)
         for n, p in heads.named_parameters()
         if not n.startswith("steps.")
     }
     for n, p in heads.steps.named_parameters():
-        found[f"{path}steps.{n}"] = _turned(p, 1, start, rows)
-    return found
+        parameters[f"{path}steps.{n}"] = _turned(p, 1, start, rows)
+    return parameters
 
 
 def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
-    """Rows start to start + len(rows) of each head, in another order."""
+    """Permute the rows start to start + len(rows) of each head."""
     each = torch.unflatten(x.detach(), 0, (heads, -1)).clone()
     each[:, start : start + len(rows)] = each[:, start + rows]
     stored: Tensor = each.flatten(0, 1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard
-from regard.models.generation import Stops
+from regard.models.generation import StopStrings
 
 
 def letter_by_letter(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -28,37 +28,37 @@ def letter_by_letter(text: str, stops: list[str]) -> tuple[str, str | None]:
 def test_the_text_does_not_depend_on_the_pieces(
     text: str, names: list[str], sizes: list[int]
 ) -> None:
-    stops, shown, at = Stops(names), "", 0
+    stops, shown, at = StopStrings(names), "", 0
     wanted, found = letter_by_letter(text, names)
     for size in sizes:
         piece = stops.push(text[at : at + size])
         shown, at = shown + piece, at + size
         assert wanted.startswith(shown), "nothing is shown that must be taken back"
-        assert stops.found is None or text.startswith(wanted + stops.found)
+        assert stops.matched is None or text.startswith(wanted + stops.matched)
     assert shown + stops.flush() == wanted
-    assert stops.found == found
+    assert stops.matched == found
 
 
 def test_what_may_be_a_beginning_is_held_back() -> None:
-    stops = Stops(["né 你", "\n\n"])
+    stops = StopStrings(["né 你", "\n\n"])
     pieces = ["a n", "é", " ", "x\n", "y\n", "\nz"]
     assert [stops.push(piece) for piece in pieces] == ["a ", "", "", "né x", "\ny", ""]
-    assert stops.found == "\n\n"
+    assert stops.matched == "\n\n"
     assert stops.push("more") == stops.flush() == ""
 
 
 def test_a_beginning_at_the_end_is_text() -> None:
-    stops = Stops("END")
+    stops = StopStrings("END")
     assert stops.push("the EN") == "the "
     assert stops.flush() == "EN"
-    assert stops.found is None
-    assert Stops().push("anything") == "anything"
+    assert stops.matched is None
+    assert StopStrings().push("anything") == "anything"
 
 
 def test_errors() -> None:
     with pytest.raises(
-        regard.ArgumentError, match="a stop string is empty; every text ends with it"
+        regard.ArgumentError, match="a stop string is empty, and every text contains it"
     ):
-        Stops(["a", ""])
-    with pytest.raises(regard.ArgumentTypeError, match="a stop is int; it must be a string"):
-        Stops([3])  # type: ignore[list-item]
+        StopStrings(["a", ""])
+    with pytest.raises(regard.ArgumentTypeError, match="a stop string is int; it must be a str"):
+        StopStrings([3])  # type: ignore[list-item]

@@ -17,14 +17,14 @@ import regard
 from regard.errors import ArgumentError
 from regard.models.assembly import rope
 from regard.models.convert import Checkpoint, to_dtype, to_groups, to_latent
-from regard.models.convert import latent as subject
-from regard.models.convert.latent import mean_turn
-from regard.models.convert.layer import Layer
+from regard.models.convert import latent_attention as subject
+from regard.models.convert.attention_maps import AttentionMaps
+from regard.models.convert.latent_attention import mean_turn
 from regard.models.model import Model
 from regard.models.save import save
 from tests.models.convert import oracle, some
 from tests.models.convert.some import FAR, distance
-from tests.models.convert.test_heads import related
+from tests.models.convert.test_grouped_heads import related
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -165,7 +165,7 @@ def test_what_turns_is_lost_as_its_mean_turn_says() -> None:
     """
     before = some.llama(num_key_value_heads=4, max_position_embeddings=64)
     _, step = to_latent(before)
-    freq = rope.rotary(before.config.rope).inv_freq.numpy()
+    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
     for block, errors in zip(before.network.layers, step.layers, strict=True):
         m, g = oracle.maps(block), oracle.gain(block)
         lost = whole = 0.0
@@ -264,7 +264,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("qwen3", {}, "norms or other steps on heads"),
     ("olmo2", {}, "norms or other steps on heads and norms of another kind"),
     ("mistral", {"sliding_window": 8}, "a mask of causal & window(8)"),
-    ("phi3", {"partial_rotary_factor": 0.4}, "a rotary that turns a part of each head"),
+    ("phi3", {"partial_rotary_factor": 0.4}, "a rotary that rotates a part of each head"),
     (
         "gemma2",
         {"query_pre_attn_scalar": 10},
@@ -275,7 +275,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "rotary positions that follow the length",
+        "rotary positions that depend on the length",
     ),
 ]
 
@@ -295,7 +295,7 @@ def test_other_positions_are_not_dropped(position: str) -> None:
 
 @pytest.mark.parametrize("rank", [1, 32])
 def test_ranks_that_do_not_fit(rank: int) -> None:
-    message = re.escape(f"rank is {rank}; it must be 2 to 26, at which nothing is cut")
+    message = re.escape(f"rank is {rank}; it must be 2 to 26, at which nothing is truncated")
     with pytest.raises(ArgumentError, match=message):
         to_latent(some.llama(num_key_value_heads=4), rank)
 
@@ -304,12 +304,12 @@ def test_latents_of_latents() -> None:
     after, _ = to_latent(some.llama())
     with pytest.raises(ArgumentError, match="the model has latent attention already"):
         to_latent(after)
-    with pytest.raises(ArgumentError, match="is made by Latent, not by separate maps"):
+    with pytest.raises(ArgumentError, match="uses Latent, not separate maps"):
         to_groups(after, 2)
 
 
 def test_the_gain_of_a_norm_is_what_the_layer_sees() -> None:
-    layer = Layer.of(some.of("gemma").network.layers[0])
+    layer = AttentionMaps.of(some.of("gemma").network.layers[0])
     assert layer.gain[:-1].tolist() == pytest.approx(
         (1 + some.of("gemma").network.layers[0].attention_residual.norm.weight.double()).tolist()
     )

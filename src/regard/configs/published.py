@@ -1,4 +1,4 @@
-"""Published models by name, as keys of their config.json; `model_of` looks a model up.
+"""The sizes of published models, as keys of their config.json; `model_of` finds one by name.
 
 The table is data: `regard.configs.reader` reads its entries as it reads any config.json.
 """
@@ -17,13 +17,13 @@ from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Known:
+class PublishedModel:
     """A published model.
 
     Attributes:
-        config: the keys of its config.json that say sizes.
-        source: where they are from.
-        note: what a reader should know.
+        config: the keys of its config.json that define sizes.
+        source: the paper or file that has them.
+        note: a remark for readers, or "".
     """
 
     config: Mapping[str, Any]
@@ -60,8 +60,8 @@ SHARE = (
 )
 
 
-def _gpt_oss(layers: int, experts: int) -> Known:
-    return Known(
+def _gpt_oss(layers: int, experts: int) -> PublishedModel:
+    return PublishedModel(
         {
             "model_type": "gpt_oss",
             "vocab_size": 201088,
@@ -83,12 +83,12 @@ def _gpt_oss(layers: int, experts: int) -> Known:
 
 
 GPT = {
-    "gpt2": Known(_gpt2(768, 12, 12), GPT2),
-    "gpt2-medium": Known(_gpt2(1024, 24, 16), GPT2),
-    "gpt2-large": Known(_gpt2(1280, 36, 20), GPT2),
-    "gpt2-xl": Known(_gpt2(1600, 48, 25), GPT2),
-    "gpt3": Known(_gpt2(12288, 96, 96, 2048), GPT3, f"{SHARE}; {BANDED}"),
-    "gpt3-6.7b": Known(_gpt2(4096, 32, 32, 2048), GPT3, BANDED),
+    "gpt2": PublishedModel(_gpt2(768, 12, 12), GPT2),
+    "gpt2-medium": PublishedModel(_gpt2(1024, 24, 16), GPT2),
+    "gpt2-large": PublishedModel(_gpt2(1280, 36, 20), GPT2),
+    "gpt2-xl": PublishedModel(_gpt2(1600, 48, 25), GPT2),
+    "gpt3": PublishedModel(_gpt2(12288, 96, 96, 2048), GPT3, f"{SHARE}; {BANDED}"),
+    "gpt3-6.7b": PublishedModel(_gpt2(4096, 32, 32, 2048), GPT3, BANDED),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
@@ -116,37 +116,37 @@ LLAMA32 = "config.json of meta-llama/Llama-3.2"
 MISTRAL = "Jiang et al. 2023 (arXiv 2310.06825), table 1; config.json of mistralai"
 MIXTRAL = "Jiang et al. 2024 (arXiv 2401.04088), table 1; config.json of mistralai"
 
-_L8 = Known(_llama(4096, 32, 32, 8, 14336, 128256), LLAMA3)
-_L70 = Known(_llama(8192, 80, 64, 8, 28672, 128256), LLAMA3)
-_L405 = Known(_llama(16384, 126, 128, 8, 53248, 128256), LLAMA3)
+_L8 = PublishedModel(_llama(4096, 32, 32, 8, 14336, 128256), LLAMA3)
+_L70 = PublishedModel(_llama(8192, 80, 64, 8, 28672, 128256), LLAMA3)
+_L405 = PublishedModel(_llama(16384, 126, 128, 8, 53248, 128256), LLAMA3)
 _MISTRAL = {"model_type": "mistral"}
 LLAMA = {
-    "llama-2-7b": Known(_llama(4096, 32, 32, 32, 11008, 32000), LLAMA2),
-    "llama-2-13b": Known(_llama(5120, 40, 40, 40, 13824, 32000), LLAMA2),
-    "llama-2-70b": Known(_llama(8192, 80, 64, 8, 28672, 32000), LLAMA2),
+    "llama-2-7b": PublishedModel(_llama(4096, 32, 32, 32, 11008, 32000), LLAMA2),
+    "llama-2-13b": PublishedModel(_llama(5120, 40, 40, 40, 13824, 32000), LLAMA2),
+    "llama-2-70b": PublishedModel(_llama(8192, 80, 64, 8, 28672, 32000), LLAMA2),
     "llama-3-8b": _L8,
     "llama-3-70b": _L70,
     "llama-3.1-8b": _L8,
     "llama-3.1-70b": _L70,
     "llama-3.1-405b": _L405,
-    "llama-3.2-1b": Known(
+    "llama-3.2-1b": PublishedModel(
         _llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True), LLAMA32
     ),
-    "llama-3.2-3b": Known(
+    "llama-3.2-3b": PublishedModel(
         _llama(3072, 28, 24, 8, 8192, 128256, head_dim=128, tie_word_embeddings=True), LLAMA32
     ),
     "llama-3.3-70b": _L70,
-    "mistral-7b-v0.1": Known(
+    "mistral-7b-v0.1": PublishedModel(
         _llama(4096, 32, 32, 8, 14336, 32000, sliding_window=4096, **_MISTRAL), MISTRAL
     ),
-    "mistral-7b-v0.3": Known(
+    "mistral-7b-v0.3": PublishedModel(
         _llama(4096, 32, 32, 8, 14336, 32768, sliding_window=None, **_MISTRAL), MISTRAL
     ),
-    "mistral-nemo": Known(
+    "mistral-nemo": PublishedModel(
         _llama(5120, 40, 32, 8, 14336, 131072, head_dim=128, sliding_window=None, **_MISTRAL),
         MISTRAL,
     ),
-    "mixtral-8x7b": Known(
+    "mixtral-8x7b": PublishedModel(
         _llama(
             4096,
             32,
@@ -197,21 +197,27 @@ def _moe(experts_ff: int) -> dict[str, Any]:
 
 
 QWEN = {
-    "qwen2.5-0.5b": Known(_qwen("qwen2", 896, 24, 14, 2, 4864, **_TIED), QWEN25),
-    "qwen2.5-1.5b": Known(_qwen("qwen2", 1536, 28, 12, 2, 8960, **_TIED), QWEN25),
-    "qwen2.5-3b": Known(_qwen("qwen2", 2048, 36, 16, 2, 11008, **_TIED), QWEN25),
-    "qwen2.5-7b": Known(_qwen("qwen2", 3584, 28, 28, 4, 18944, **_WIDE), QWEN25),
-    "qwen2.5-14b": Known(_qwen("qwen2", 5120, 48, 40, 8, 13824, **_WIDE), QWEN25),
-    "qwen2.5-32b": Known(_qwen("qwen2", 5120, 64, 40, 8, 27648, **_WIDE), QWEN25),
-    "qwen2.5-72b": Known(_qwen("qwen2", 8192, 80, 64, 8, 29568, **_WIDE), QWEN25),
-    "qwen3-0.6b": Known(_qwen("qwen3", 1024, 28, 16, 8, 3072, head_dim=128, **_TIED), QWEN3),
-    "qwen3-1.7b": Known(_qwen("qwen3", 2048, 28, 16, 8, 6144, head_dim=128, **_TIED), QWEN3),
-    "qwen3-4b": Known(_qwen("qwen3", 2560, 36, 32, 8, 9728, head_dim=128, **_TIED), QWEN3),
-    "qwen3-8b": Known(_qwen("qwen3", 4096, 36, 32, 8, 12288, head_dim=128), QWEN3),
-    "qwen3-14b": Known(_qwen("qwen3", 5120, 40, 40, 8, 17408, head_dim=128), QWEN3),
-    "qwen3-32b": Known(_qwen("qwen3", 5120, 64, 64, 8, 25600, head_dim=128), QWEN3),
-    "qwen3-30b-a3b": Known(_qwen("qwen3_moe", 2048, 48, 32, 4, 6144, **_moe(768)), QWEN3),
-    "qwen3-235b-a22b": Known(_qwen("qwen3_moe", 4096, 94, 64, 4, 12288, **_moe(1536)), QWEN3),
+    "qwen2.5-0.5b": PublishedModel(_qwen("qwen2", 896, 24, 14, 2, 4864, **_TIED), QWEN25),
+    "qwen2.5-1.5b": PublishedModel(_qwen("qwen2", 1536, 28, 12, 2, 8960, **_TIED), QWEN25),
+    "qwen2.5-3b": PublishedModel(_qwen("qwen2", 2048, 36, 16, 2, 11008, **_TIED), QWEN25),
+    "qwen2.5-7b": PublishedModel(_qwen("qwen2", 3584, 28, 28, 4, 18944, **_WIDE), QWEN25),
+    "qwen2.5-14b": PublishedModel(_qwen("qwen2", 5120, 48, 40, 8, 13824, **_WIDE), QWEN25),
+    "qwen2.5-32b": PublishedModel(_qwen("qwen2", 5120, 64, 40, 8, 27648, **_WIDE), QWEN25),
+    "qwen2.5-72b": PublishedModel(_qwen("qwen2", 8192, 80, 64, 8, 29568, **_WIDE), QWEN25),
+    "qwen3-0.6b": PublishedModel(
+        _qwen("qwen3", 1024, 28, 16, 8, 3072, head_dim=128, **_TIED), QWEN3
+    ),
+    "qwen3-1.7b": PublishedModel(
+        _qwen("qwen3", 2048, 28, 16, 8, 6144, head_dim=128, **_TIED), QWEN3
+    ),
+    "qwen3-4b": PublishedModel(_qwen("qwen3", 2560, 36, 32, 8, 9728, head_dim=128, **_TIED), QWEN3),
+    "qwen3-8b": PublishedModel(_qwen("qwen3", 4096, 36, 32, 8, 12288, head_dim=128), QWEN3),
+    "qwen3-14b": PublishedModel(_qwen("qwen3", 5120, 40, 40, 8, 17408, head_dim=128), QWEN3),
+    "qwen3-32b": PublishedModel(_qwen("qwen3", 5120, 64, 64, 8, 25600, head_dim=128), QWEN3),
+    "qwen3-30b-a3b": PublishedModel(_qwen("qwen3_moe", 2048, 48, 32, 4, 6144, **_moe(768)), QWEN3),
+    "qwen3-235b-a22b": PublishedModel(
+        _qwen("qwen3_moe", 4096, 94, 64, 4, 12288, **_moe(1536)), QWEN3
+    ),
 }
 
 
@@ -241,12 +247,12 @@ GEMMA2 = "Gemma Team 2024 (arXiv 2408.00118), table 1; config.json of google/gem
 GEMMA3 = "Gemma Team 2025 (arXiv 2503.19786), section 2; config.json of google/gemma-3"
 NO_VISION = "without the vision tower and its projector"
 GEMMA = {
-    "gemma-2-2b": Known(_gemma("gemma2", 2304, 26, 8, 4, 9216, **_GEMMA2), GEMMA2),
-    "gemma-2-9b": Known(_gemma("gemma2", 3584, 42, 16, 8, 14336, **_GEMMA2), GEMMA2),
-    "gemma-2-27b": Known(
+    "gemma-2-2b": PublishedModel(_gemma("gemma2", 2304, 26, 8, 4, 9216, **_GEMMA2), GEMMA2),
+    "gemma-2-9b": PublishedModel(_gemma("gemma2", 3584, 42, 16, 8, 14336, **_GEMMA2), GEMMA2),
+    "gemma-2-27b": PublishedModel(
         _gemma("gemma2", 4608, 46, 32, 16, 36864, **_GEMMA2 | {"head_dim": 128}), GEMMA2
     ),
-    "gemma-3-1b": Known(
+    "gemma-3-1b": PublishedModel(
         _gemma(
             "gemma3_text",
             1152,
@@ -258,11 +264,13 @@ GEMMA = {
         ),
         GEMMA3,
     ),
-    "gemma-3-4b": Known(_gemma("gemma3_text", 2560, 34, 8, 4, 10240, **_GEMMA3), GEMMA3, NO_VISION),
-    "gemma-3-12b": Known(
+    "gemma-3-4b": PublishedModel(
+        _gemma("gemma3_text", 2560, 34, 8, 4, 10240, **_GEMMA3), GEMMA3, NO_VISION
+    ),
+    "gemma-3-12b": PublishedModel(
         _gemma("gemma3_text", 3840, 48, 16, 8, 15360, **_GEMMA3), GEMMA3, NO_VISION
     ),
-    "gemma-3-27b": Known(
+    "gemma-3-27b": PublishedModel(
         _gemma("gemma3_text", 5376, 62, 32, 16, 21504, **_GEMMA3 | {"head_dim": 128}),
         GEMMA3,
         NO_VISION,
@@ -306,50 +314,52 @@ DEEPSEEK_V3 = (
     "DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; config.json of deepseek-ai/DeepSeek-V3"
 )
 _V3_KEYS = {"model_type": "deepseek_v3", "vocab_size": 129280, "first_k_dense_replace": 3}
-_V3 = Known(
+_V3 = PublishedModel(
     _deepseek(7168, 61, 128, 1536, **_experts(18432, 2048, 256, 8, 1), **_V3_KEYS),
     DEEPSEEK_V3,
     "without the layer that predicts a second token",
 )
 DEEPSEEK = {
-    "deepseek-v2": Known(
+    "deepseek-v2": PublishedModel(
         _deepseek(5120, 60, 128, 1536, **_experts(12288, 1536, 160, 6, 2)), DEEPSEEK_V2
     ),
-    "deepseek-v2-lite": Known(
+    "deepseek-v2-lite": PublishedModel(
         _deepseek(2048, 27, 16, None, **_experts(10944, 1408, 64, 6, 2)), DEEPSEEK_V2
     ),
     "deepseek-v3": _V3,
     "deepseek-r1": _V3,
 }
 
-KNOWN: dict[str, Known] = GPT | LLAMA | QWEN | GEMMA | DEEPSEEK
+PUBLISHED_MODELS: dict[str, PublishedModel] = GPT | LLAMA | QWEN | GEMMA | DEEPSEEK
 """Name -> config and source."""
 
 
 def model_of(source: str) -> Model:
-    """The model of a known name, of a config.json, or of a folder that holds one.
+    """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:
-        source: a name in `KNOWN`, in any case; or a path.
+        source: a name in `PUBLISHED_MODELS`, in upper or lower case; or a path.
+
+    Returns:
+        The sizes, with their source as a note.
 
     Raises:
-        ArgumentError: there is neither a model nor a file of this name; the message has the
-            nearest names.
+        ArgumentError: neither a model nor a file has this name; the message has similar names.
         FileError: the path has no readable config.json.
 
     >>> model_of("gpt3").attention_parameters
     57982058496
     """
     name = source.lower()
-    if name in KNOWN:
-        entry = KNOWN[name]
+    if name in PUBLISHED_MODELS:
+        entry = PUBLISHED_MODELS[name]
         model = read_sizes(entry.config, name, name)
         notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
         return replace(model, notes=notes)
     path = Path(source)
     if path.exists() or path.suffix == ".json":
         return read_sizes_file(path)
-    hint = suggest(name, KNOWN, most=4, cutoff=0.4, otherwise=".")
+    hint = suggest(name, PUBLISHED_MODELS, most=4, cutoff=0.4, otherwise=".")
     raise ArgumentError(
         f"{source!r} is neither a known model nor a path{hint} "
         "regard cost --list names all; for others give a config.json, org/name on the hub, or "

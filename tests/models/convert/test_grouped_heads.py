@@ -14,7 +14,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.models.assembly import rope
 from regard.models.convert import Checkpoint, to_groups
-from regard.models.convert.layer import Layer, rebuilt
+from regard.models.convert.attention_maps import AttentionMaps, rebuild
 from tests.models.convert import oracle, some
 from tests.models.convert.some import FAR, ROUNDING, distance
 
@@ -63,7 +63,7 @@ def test_a_layer_is_what_the_definition_says() -> None:
     for name in "kv":
         old[name] = np.stack([(old[name][2 * g] + old[name][2 * g + 1]) / 2 for g in range(3)])
     x = np.random.default_rng(0).standard_normal((9, 24))
-    freq = rope.rotary(before.config.rope).inv_freq.numpy()
+    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, **old, freq=freq)
     found = block.attention(torch.from_numpy(x)[None])[0].numpy()
     assert np.abs(found - expected).max() < ROUNDING * np.abs(expected).max()
@@ -143,7 +143,7 @@ def test_svd_is_as_good_as_can_be(groups: int) -> None:
     before = biased()
     _, step = to_groups(before, groups, "svd")
     for block, errors in zip(before.network.layers, step.layers, strict=True):
-        layer = Layer.of(block)
+        layer = AttentionMaps.of(block)
         q, k, v, o = (x.numpy() for x in (layer.q, layer.k, layer.v, layer.o))
         g, n = layer.gain.numpy(), len(k) // groups
         assert g[:-1] == pytest.approx(oracle.gain(block))
@@ -194,7 +194,7 @@ def test_queries_take_the_factor_of_their_own_head() -> None:
         shared = new["v"][j // 2]
         v[j] = (old["v"][j] * g) @ np.linalg.pinv(shared * g) @ shared
     x = np.random.default_rng(0).standard_normal((7, 24))
-    freq = rope.rotary(before.config.rope).inv_freq.numpy()
+    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, old["q"], k, v, o, freq=freq)
     found = block.attention(torch.from_numpy(x)[None])[0].numpy()
     # the values' best matrix is weighted by the outputs, which a square one leaves alone
@@ -235,7 +235,7 @@ def test_a_scaling_that_follows_the_length() -> None:
         (
             2,
             "mean",
-            "the model has 2 key/value heads for 4 query heads already; nothing is to be converted",
+            "the model has 2 key/value heads for 4 query heads already; possible numbers are",
         ),
         (1, "first", "groups are pooled by 'first'; it is mean or svd"),
     ],
@@ -246,12 +246,12 @@ def test_numbers_that_do_not_fit(groups: int, pooling: Any, message: str) -> Non
 
 
 def test_models_that_cannot() -> None:
-    with pytest.raises(ArgumentError, match="a norm stands behind the maps of queries and keys"):
+    with pytest.raises(ArgumentError, match="a norm follows the maps of queries and keys"):
         to_groups(some.of("qwen3"), 1, "svd")
-    with pytest.raises(ArgumentError, match="a norm stands behind"):
+    with pytest.raises(ArgumentError, match="a norm follows"):
         to_groups(some.of("olmo2"), 1, "svd")
     gpt = some.of("gpt2", n_positions=32, n_embd=24, n_layer=1, n_head=4)
-    with pytest.raises(ArgumentError, match="is made by Fused, not by separate maps"):
+    with pytest.raises(ArgumentError, match="uses Fused, not separate maps"):
         to_groups(gpt, 2)
     other = some.of("regard", attention="mha", position="none")
     with pytest.raises(ArgumentError, match="the config regard has no number of key/value heads"):
@@ -263,6 +263,6 @@ def test_weights_must_be_of_the_model() -> None:
     weights = held.weights()
     weights["norm.weight"] = torch.ones(3)
     with pytest.raises(AssertionError, match="norm"):
-        rebuilt(held.config, weights)
-    with pytest.raises(AssertionError, match="the model has no place for"):
-        rebuilt(held.config, held.weights() | {"embed.positional.weight": torch.ones(3)})
+        rebuild(held.config, weights)
+    with pytest.raises(AssertionError, match="the network has no parameters"):
+        rebuild(held.config, held.weights() | {"embed.positional.weight": torch.ones(3)})

@@ -25,7 +25,7 @@ from regard.files import safetensors_reader
 from regard.files.regular_files import checked_path, open_regular, read_bytes, read_exactly
 from regard.files.safetensors_header import DTYPES
 from regard.files.safetensors_reader import ReadBuffering
-from regard.models.checkpoint.store import Store, check_finite
+from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNKNOWN = ("F8_E8M0",)
@@ -48,7 +48,7 @@ def assert_same(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
 def error_of(folder: Path) -> str:
     """What Store.open says of a folder, without the folder."""
     with pytest.raises(FileError) as error:
-        Store.open(folder)
+        CheckpointTensors.open(folder)
     return str(error.value).replace(f"{folder}/", "")
 
 
@@ -80,7 +80,7 @@ def test_what_is_read_is_what_was_written(threads: int, tmp_path: Path) -> None:
         raw = torch.randint(0, 256, (7 + i, 3 * dtype.itemsize), dtype=torch.uint8)
         tensors[name] = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
     path = single(tmp_path, **tensors)
-    store = Store.open(tmp_path)
+    store = CheckpointTensors.open(tmp_path)
     found = dict(store.read(buffering=buffering))
     assert list(found) == list(store.tensors), "in the order of the file"
     assert [x.start for x in store.tensors.values()] == sorted(
@@ -88,13 +88,13 @@ def test_what_is_read_is_what_was_written(threads: int, tmp_path: Path) -> None:
     )
     assert_same(found, tensors)
     path.write_bytes(save({n: x for n, x in tensors.items() if n not in UNKNOWN}))
-    assert_same(dict(Store.open(tmp_path).read(buffering=buffering)), load_file(path))
+    assert_same(dict(CheckpointTensors.open(tmp_path).read(buffering=buffering)), load_file(path))
     assert store.bytes == sum(x.nbytes for x in tensors.values())
 
 
 def test_some_tensors(tmp_path: Path) -> None:
     tensors = sharded(tmp_path)
-    store = Store.open(tmp_path)
+    store = CheckpointTensors.open(tmp_path)
     assert store.folder == tmp_path
     assert [name for name, _ in store.read(["d", "a", "d"])] == ["a", "d"]
     assert_same(dict(store.read(x for x in "cb")), {n: tensors[n] for n in "cb"})
@@ -108,7 +108,7 @@ def test_some_tensors(tmp_path: Path) -> None:
 
 def test_shards(tmp_path: Path) -> None:
     tensors = sharded(tmp_path)
-    store = Store.open(tmp_path)
+    store = CheckpointTensors.open(tmp_path)
     assert {n: x.file.name for n, x in store.tensors.items()} == {
         "a": ONE,
         "b": ONE,
@@ -117,13 +117,15 @@ def test_shards(tmp_path: Path) -> None:
     }
     assert_same(dict(store.read()), tensors)
     single(tmp_path, z=torch.ones(1))
-    assert list(Store.open(tmp_path).tensors) == ["z"], "model.safetensors comes before an index"
+    assert list(CheckpointTensors.open(tmp_path).tensors) == ["z"], (
+        "model.safetensors comes before an index"
+    )
 
 
 def test_an_index_may_lack_sizes(tmp_path: Path) -> None:
     for metadata in ({}, {"total_size": 87}, {"total_size": "many"}, None):
         sharded(tmp_path, metadata=metadata)
-        assert Store.open(tmp_path).bytes == 88
+        assert CheckpointTensors.open(tmp_path).bytes == 88
 
 
 A_B = {"a": ONE, "b": ONE}
@@ -137,11 +139,11 @@ INDICES = {
     "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
     "nothing": (
         {"weight_map": {}},
-        f"{INDEX}: weight_map is {{}}; it must name a shard for every tensor",
+        f"{INDEX}: weight_map is {{}}; it must map every tensor to a shard",
     ),
     "no map": (
         {"weight_map": [1]},
-        f"{INDEX}: weight_map is [1]; it must name a shard for every tensor",
+        f"{INDEX}: weight_map is [1]; it must map every tensor to a shard",
     ),
     "no file": (
         {"weight_map": {"a": 1}},
@@ -149,22 +151,22 @@ INDICES = {
     ),
     "a shard that is not there": (
         {"weight_map": {**A_B, "c": "x.safetensors"}},
-        f"x.safetensors is missing ({INDEX} names it)",
+        f"x.safetensors is missing ({INDEX} refers to it)",
     ),
     "a tensor that is not there": (
         {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
         (
-            f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and "
-            "the shards of one download?"
+            f"{ONE}: 1 tensor missing that the index places there: 'x\\n'; are {INDEX} and "
+            "the shards from one download?"
         ),
     ),
     "a tensor in another shard": (
         {"weight_map": {"a": ONE, "b": TWO, "c": TWO, "d": TWO}},
-        f"{ONE}: 1 tensors that the index does not place there: 'b'; are {INDEX} and",
+        f"{ONE}: 1 tensor that the index does not place there: 'b'; are {INDEX} and",
     ),
     "tensors that are not named": (
         {"weight_map": {**A_B, "c": TWO}},
-        f"{TWO}: 1 tensors that the index does not place there: 'd'; are",
+        f"{TWO}: 1 tensor that the index does not place there: 'd'; are",
     ),
 }
 
@@ -182,12 +184,12 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     sharded(tmp_path)
     save_file({"a": torch.ones(1), "c": torch.arange(5), "d": torch.ones(2, 2)}, tmp_path / TWO)
     assert error_of(tmp_path).startswith(
-        f"{TWO}: 1 tensors that the index does not place there: 'a'; "
+        f"{TWO}: 1 tensor that the index does not place there: 'a'; "
     )
     sharded(tmp_path)
     (tmp_path / TWO).write_bytes((tmp_path / ONE).read_bytes())
     assert error_of(tmp_path).startswith(
-        f"{TWO}: 2 tensors that the index places there and it lacks: 'c', 'd'; "
+        f"{TWO}: 2 tensors missing that the index places there: 'c', 'd'; "
     )
 
 
@@ -224,7 +226,7 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     if name == "\ud800":  # no such text is JSON
         assert said == f"{INDEX} has half a character in '\\ud800'"
         return
-    assert said.endswith(f"a model's files lie in its own folder ({INDEX} names it)")
+    assert said.endswith(f"a model's files lie in its own folder ({INDEX} refers to it)")
 
 
 def test_links(tmp_path: Path) -> None:
@@ -239,9 +241,9 @@ def test_links(tmp_path: Path) -> None:
     (folder / "kept.safetensors").write_bytes(real.read_bytes())
     link.symlink_to("kept.safetensors")
     assert checked_path(folder, SINGLE) == link
-    assert len(Store.open(folder).tensors) == 2
+    assert len(CheckpointTensors.open(folder).tensors) == 2
     (tmp_path / "other").symlink_to(folder)
-    assert len(Store.open(tmp_path / "other").tensors) == 2
+    assert len(CheckpointTensors.open(tmp_path / "other").tensors) == 2
     for target in (real, "../secret/model.safetensors", "sub/../../secret/model.safetensors"):
         link.unlink()
         link.symlink_to(target)
@@ -276,14 +278,14 @@ def cached(root: Path, repository: str = "models--x--y", snapshots: str = "snaps
 
 def test_the_cache_of_the_hub(tmp_path: Path) -> None:
     snapshot = cached(tmp_path)
-    assert Store.open(snapshot).tensors["a"].file == snapshot / SINGLE
-    assert raw_bytes(dict(Store.open(snapshot).read())["a"]) == raw_bytes(torch.ones(3))
+    assert CheckpointTensors.open(snapshot).tensors["a"].file == snapshot / SINGLE
+    assert raw_bytes(dict(CheckpointTensors.open(snapshot).read())["a"]) == raw_bytes(torch.ones(3))
     below = snapshot / "1_Part"
     below.mkdir()
     (below / SINGLE).symlink_to("../../../blobs/abcd")
     assert checked_path(below, SINGLE).exists(), "a folder of a snapshot"
     (tmp_path / "model").symlink_to(snapshot)
-    assert len(Store.open(tmp_path / "model").tensors) == 1
+    assert len(CheckpointTensors.open(tmp_path / "model").tensors) == 1
     other = cached(tmp_path, "models--x--z")
     (snapshot / SINGLE).unlink()
     (snapshot / SINGLE).symlink_to(os.path.relpath(other.parents[1] / "blobs" / "abcd", snapshot))
@@ -355,50 +357,50 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 FOLDERS = {
-    "nothing": ([], "a model folder holds it, or model.safetensors.index.json and its shards"),
+    "nothing": ([], "a model folder has it, or model.safetensors.index.json and its shards"),
     "a pickle": (
         ["pytorch_model.bin", "config.json"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which regard "
-            "does not open; convert it"
+            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
+            "opened; convert it"
         ),
     ),
     "pickles": (
         ["b.pt", "a.pt"],
-        "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which regard does not open",
+        "the folder has 'a.pt' and 1 more, PyTorch weights, a pickle, which is never",
     ),
     "an index of pickles": (
         ["pytorch_model.bin.index.json"],
-        "the folder holds 'pytorch_model.bin.index.json', an index",
+        "the folder has 'pytorch_model.bin.index.json', an index",
     ),
     "GGUF": (
         ["M.Q4.GGUF"],
-        "the folder holds 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model",
+        "the folder has 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model",
     ),
     "Keras": (
         ["tf_model.h5"],
-        "the folder holds 'tf_model.h5', TensorFlow weights; convert them to",
+        "the folder has 'tf_model.h5', TensorFlow weights; convert them to",
     ),
     "Flax": (
         ["flax_model.msgpack"],
-        "the folder holds 'flax_model.msgpack', Flax weights; convert",
+        "the folder has 'flax_model.msgpack', Flax weights; convert",
     ),
     "an adapter": (
         ["adapter_model.safetensors"],
         (
-            "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without "
-            "its base model; merge it"
+            "the folder has 'adapter_model.safetensors', an adapter, which needs its base "
+            "model; merge it"
         ),
     ),
     "a shard alone": (
         [ONE],
-        f"the folder holds '{ONE}', a shard; download model.safetensors.index.json, which",
+        f"the folder has '{ONE}', a shard; download model.safetensors.index.json, which",
     ),
     "another name": (
         ["consolidated.safetensors"],
-        "the folder holds 'consolidated.safetensors', a safetensors file of another name; ",
+        "the folder has 'consolidated.safetensors', a safetensors file of another name; ",
     ),
-    "a name that plays": (["a\x1b[2J.pt"], "the folder holds 'a\\x1b[2J.pt', PyTorch weights"),
+    "a name that plays": (["a\x1b[2J.pt"], "the folder has 'a\\x1b[2J.pt', PyTorch weights"),
 }
 
 
@@ -417,7 +419,7 @@ def test_a_file_that_changes_after_its_header_was_checked(
 ) -> None:
     buffering = ReadBuffering(threads=threads)
     path = single(tmp_path, a=torch.arange(100_000.0))
-    store = Store.open(tmp_path)
+    store = CheckpointTensors.open(tmp_path)
     content = path.read_bytes()
     if how == "replaced":
         path.unlink()
@@ -444,8 +446,8 @@ def test_a_file_that_changes_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = single(tmp_path)
-    store = Store.open(tmp_path)
-    fill = safetensors_reader.read_into
+    store = CheckpointTensors.open(tmp_path)
+    fill = reading.fill
 
     def write_after(*args: Any) -> None:
         fill(*args)
@@ -464,8 +466,8 @@ def test_the_header_is_checked_before_anything_is_allocated(
 
     single(tmp_path)
     monkeypatch.setattr(torch, "empty", refuse)
-    store = Store.open(tmp_path)
-    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not available$"):
+    store = CheckpointTensors.open(tmp_path)
+    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not to be had$"):
         next(store.read())
 
 
@@ -475,7 +477,7 @@ def test_booleans_are_0_or_1(tmp_path: Path) -> None:
     with pytest.raises(
         FileError, match=r"'a' is BOOL and holds a byte 2; only 0 and 1 are booleans$"
     ):
-        dict(Store.open(tmp_path).read())
+        dict(CheckpointTensors.open(tmp_path).read())
 
 
 @pytest.mark.full(keep=1)
@@ -484,7 +486,7 @@ def test_a_tensor_owns_its_memory(threads: int, tmp_path: Path) -> None:
     """Nothing shares it, nobody but the caller keeps it, and the file can go."""
     buffering = ReadBuffering(threads=threads)
     path = single(tmp_path, a=torch.ones(64), b=torch.ones(64), c=torch.ones(64))
-    coming = Store.open(tmp_path).read(buffering=buffering)
+    coming = CheckpointTensors.open(tmp_path).read(buffering=buffering)
     _, first = next(coming)
     _, second = next(coming)
     first.zero_()
@@ -520,7 +522,7 @@ def test_little_is_read_ahead(
         live[0] -= size
 
     monkeypatch.setattr(torch, "empty", count)
-    for _, x in Store.open(tmp_path).read(buffering=buffering):
+    for _, x in CheckpointTensors.open(tmp_path).read(buffering=buffering):
         del x
     assert live == [0]
     assert most[0] <= 9000 + (4000 if threads > 1 else 0)
@@ -531,12 +533,12 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     buffering = ReadBuffering(piece=16, threads=3)
     single(tmp_path, a=torch.ones(64), b=torch.ones(64))
     before = threading.active_count()
-    coming = Store.open(tmp_path).read(buffering=buffering)
+    coming = CheckpointTensors.open(tmp_path).read(buffering=buffering)
     next(coming)
     assert threading.active_count() > before, "there were some"
     coming.close()
     assert threading.active_count() == before
-    for _ in Store.open(tmp_path).read(buffering=buffering):
+    for _ in CheckpointTensors.open(tmp_path).read(buffering=buffering):
         break
     gc.collect()
     assert threading.active_count() == before
@@ -545,7 +547,7 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
 def test_many_readers_at_once(tmp_path: Path) -> None:
     buffering = ReadBuffering(threads=2)
     tensors = sharded(tmp_path)
-    store, wrong = Store.open(tmp_path), []
+    store, wrong = CheckpointTensors.open(tmp_path), []
 
     def read() -> None:
         for _ in range(5):
@@ -563,7 +565,7 @@ def test_many_readers_at_once(tmp_path: Path) -> None:
 def test_a_device_of_the_caller_changes_nothing(tmp_path: Path) -> None:
     single(tmp_path, a=torch.ones(3))
     with torch.device("meta"):
-        assert dict(Store.open(tmp_path).read())["a"].device.type == "cpu"
+        assert dict(CheckpointTensors.open(tmp_path).read())["a"].device.type == "cpu"
 
 
 def test_a_sparse_file_costs_nothing_to_look_at(tmp_path: Path) -> None:
@@ -575,7 +577,7 @@ def test_a_sparse_file_costs_nothing_to_look_at(tmp_path: Path) -> None:
     path = tmp_path / SINGLE
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     os.truncate(path, 8 + len(header) + size)
-    assert Store.open(tmp_path).bytes == size
+    assert CheckpointTensors.open(tmp_path).bytes == size
 
 
 @pytest.mark.parametrize(

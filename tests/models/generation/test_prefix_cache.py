@@ -43,13 +43,13 @@ ROOMS = [
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("room", ROOMS, ids=str)
 def test_continuations_are_those_of_the_whole_prompt(model: Model, room: dict[str, Any]) -> None:
-    read = model.read(PROMPT, **room)
+    read = model.cache_prefix(PROMPT, **room)
     assert read.ids == tuple(model.tokenizer.encode(PROMPT))
     ref64 = exact(model.decoder, torch.tensor([read.ids]))[:, -1]
     assert_close_rule(read.logits[None], model(torch.tensor([read.ids]))[:, -1], ref64)
     size = read.cache_bytes
     texts = [MORE, "", ", the lazy dog", MORE]
-    running = [model.generate(text, after=read, max_tokens=5) for text in texts]
+    running = [model.generate(text, prefix=read, max_tokens=5) for text in texts]
     for _ in range(5):  # all of them at a time
         for generation in running:
             next(generation, None)
@@ -59,57 +59,57 @@ def test_continuations_are_those_of_the_whole_prompt(model: Model, room: dict[st
         assert generation.ids == whole(model, ids, 5)
     assert read.cache_bytes == size > 0
     assert read.seconds > 0
-    assert "".join(model.generate("", after=read, max_tokens=5)) == running[1].text
+    assert "".join(model.generate("", prefix=read, max_tokens=5)) == running[1].text
 
 
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("room", ROOMS, ids=str)
 def test_a_batch_of_continuations(model: Model, room: dict[str, Any]) -> None:
-    read, texts = model.read(PROMPT, **room), [MORE, "", "a", " the key of a query"]
-    batch = model.generate(texts, after=read, max_tokens=6)
+    read, texts = model.cache_prefix(PROMPT, **room), [MORE, "", "a", " the key of a query"]
+    batch = model.generate(texts, prefix=read, max_tokens=6)
     list(batch)
     for text, row in zip(texts, batch.rows, strict=True):
         assert row.ids == whole(model, (*read.ids, *model.tokenizer.encode(text)), 6)
-    sampled = model.generate(["", ""], after=read, max_tokens=6, temperature=1.5, seed=3)
+    sampled = model.generate(["", ""], prefix=read, max_tokens=6, temperature=1.5, seed=3)
     list(sampled)
     for i, row in enumerate(sampled.rows):
-        one = model.generate("", after=read, max_tokens=6, temperature=1.5, seed=3 + i)
+        one = model.generate("", prefix=read, max_tokens=6, temperature=1.5, seed=3 + i)
         assert row.text == "".join(one)
 
 
 def test_a_reading_reads_on(model: Model) -> None:
-    first = model.read("the quick")
-    second = model.read(" brown fox", after=first)
+    first = model.cache_prefix("the quick")
+    second = model.cache_prefix(" brown fox", prefix=first)
     assert second.ids == (*first.ids, *model.tokenizer.encode(" brown fox"))
-    a = model.generate("", after=second, max_tokens=6)
+    a = model.generate("", prefix=second, max_tokens=6)
     list(a)
     assert a.ids == whole(model, second.ids, 6)
-    b = model.generate("", after=first, max_tokens=6)
+    b = model.generate("", prefix=first, max_tokens=6)
     list(b)
     assert b.ids == whole(model, first.ids, 6)
 
 
 def test_the_penalty_sees_what_was_read(model: Model) -> None:
-    read = model.read(PROMPT)
+    read = model.cache_prefix(PROMPT)
     options = {"max_tokens": 6, "repetition_penalty": 3.0}
     ids = (*read.ids, *model.tokenizer.encode(MORE))
     if tuple(model.tokenizer.encode(PROMPT + MORE)) == ids:
         right = "".join(model.generate(PROMPT + MORE, **options))
-        assert "".join(model.generate(MORE, after=read, **options)) == right
-    assert "".join(model.generate("", after=read, **options)) == "".join(
+        assert "".join(model.generate(MORE, prefix=read, **options)) == right
+    assert "".join(model.generate("", prefix=read, **options)) == "".join(
         model.generate(PROMPT, **options)
     )
 
 
 def test_frequencies_that_follow_the_length() -> None:
     made = held(following(DynamicNTK(2.0, 10)))
-    read = made.read("the quick")
+    read = made.cache_prefix("the quick")
     assert len(read.ids) < 10
     for text in (" brown", ""):
-        generation = made.generate(text, after=read, max_tokens=10)
+        generation = made.generate(text, prefix=read, max_tokens=10)
         list(generation)
         assert generation.ids == whole(made, (*read.ids, *made.tokenizer.encode(text)), 10)
-    batch = made.generate([" brown fox jumps", "a"], after=read, max_tokens=6)
+    batch = made.generate([" brown fox jumps", "a"], prefix=read, max_tokens=6)
     list(batch)
     for text, row in zip((" brown fox jumps", "a"), batch.rows, strict=True):
         assert row.ids == whole(made, (*read.ids, *made.tokenizer.encode(text)), 6)
@@ -117,35 +117,41 @@ def test_frequencies_that_follow_the_length() -> None:
 
 def test_a_border_inside_a_word_has_other_tokens(model: Model) -> None:
     """What the docstring says: ids are joined, not texts."""
-    read = model.read("the qu")
+    read = model.cache_prefix("the qu")
     assert (*read.ids, *model.tokenizer.encode("ick")) != tuple(model.tokenizer.encode("the quick"))
 
 
 def test_errors(model: Model) -> None:
-    read = model.read(PROMPT, max_context=20)
+    read = model.cache_prefix(PROMPT, max_context=20)
     cases = [
-        (lambda: model.read(""), "the text '' has no tokens; give at least one character"),
+        (lambda: model.cache_prefix(""), "the text '' has no tokens; give at least one character"),
         (
-            lambda: model.read("", after=read),
+            lambda: model.cache_prefix("", prefix=read),
             "the text '' has no tokens; give at least one character",
         ),
         (
-            lambda: model.read(PROMPT, cache="paged"),
-            "cache='paged' needs max_context here: how many tokens",
+            lambda: model.cache_prefix(PROMPT, cache="paged"),
+            "cache='paged' needs max_context here: the number of tokens",
         ),
         (
-            lambda: model.read(PROMPT, max_context=2),
+            lambda: model.cache_prefix(PROMPT, max_context=2),
             "are more than max_context 2; shorten the prompt",
         ),
         (
-            lambda: model.generate("a", after=read, max_tokens=20),
+            lambda: model.generate("a", prefix=read, max_tokens=20),
             "are more than max_context 20; ask for at most",
         ),
-        (lambda: model.generate("a", after=read, cache="fixed"), "after brings its caches, Room"),
-        (lambda: model.read("a", after=read, max_context=99), "after brings its caches, Room"),
         (
-            lambda: small.model().generate("a", after=read),
-            "after was read by another model; read it with this one",
+            lambda: model.generate("a", prefix=read, cache="fixed"),
+            "prefix has its own caches, CacheConfig",
+        ),
+        (
+            lambda: model.cache_prefix("a", prefix=read, max_context=99),
+            "prefix has its own caches, CacheConfig",
+        ),
+        (
+            lambda: small.model().generate("a", prefix=read),
+            "prefix was read by another model; create it with this one: model.cache_prefix(...)",
         ),
     ]
     for call, message in cases:

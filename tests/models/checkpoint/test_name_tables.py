@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.models.checkpoint.names import Names, Rule, bind, rows, transposed
+from regard.models.checkpoint.name_tables import (
+    NameTable,
+    TensorRule,
+    bind_names,
+    stacked_rows,
+    transposed,
+)
 
 
 def chain(layers: int, parts: int) -> nn.Module:
@@ -20,12 +26,12 @@ def chain(layers: int, parts: int) -> nn.Module:
 
 def test_a_number_in_our_name_is_itself() -> None:
     """A norm that is the first step of a head, in each of 11 layers."""
-    names: Names = {
+    names: NameTable = {
         "h.{}.first": "layers.{}.steps.0.weight",
         "h.{}.last": transposed("layers.{}.steps.1.weight"),
     }
-    found = bind(chain(11, 2), names)
-    assert {name: binding.ours for name, binding in found.items()} == {
+    found = bind_names(chain(11, 2), names)
+    assert {name: binding.parameters for name, binding in found.items()} == {
         f"h.{i}.{place}": (f"layers.{i}.steps.{part}.weight",)
         for i in range(11)
         for part, place in enumerate(("first", "last"))
@@ -33,30 +39,30 @@ def test_a_number_in_our_name_is_itself() -> None:
 
 
 def test_a_number_for_each_brace() -> None:
-    found = bind(chain(2, 3), {"h.{}.p.{}": "layers.{}.steps.{}.weight"})
+    found = bind_names(chain(2, 3), {"h.{}.p.{}": "layers.{}.steps.{}.weight"})
     assert len(found) == 6
-    assert found["h.1.p.2"].ours == ("layers.1.steps.2.weight",)
+    assert found["h.1.p.2"].parameters == ("layers.1.steps.2.weight",)
 
 
 def test_a_star_is_as_many_as_there_are() -> None:
     def join(parts: list[Tensor]) -> Tensor:
         return torch.stack(parts)
 
-    stacked = Rule(("layers.{}.steps.*.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
-    found = bind(chain(2, 3), {"h.{}": stacked})
-    assert found["h.1"].ours == tuple(f"layers.1.steps.{i}.weight" for i in range(3))
-    outer = Rule(("layers.*.steps.0.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
-    found = bind(chain(12, 1), {"all": outer})
-    assert found["all"].ours == tuple(f"layers.{i}.steps.0.weight" for i in range(12))
+    stacked = TensorRule(("layers.{}.steps.*.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
+    found = bind_names(chain(2, 3), {"h.{}": stacked})
+    assert found["h.1"].parameters == tuple(f"layers.1.steps.{i}.weight" for i in range(3))
+    outer = TensorRule(("layers.*.steps.0.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
+    found = bind_names(chain(12, 1), {"all": outer})
+    assert found["all"].parameters == tuple(f"layers.{i}.steps.0.weight" for i in range(12))
 
 
 def test_several_below_one_another() -> None:
-    found = bind(
-        chain(2, 2), {"h.{}": rows("layers.{}.steps.0.weight", "layers.{}.steps.1.weight")}
+    found = bind_names(
+        chain(2, 2), {"h.{}": stacked_rows("layers.{}.steps.0.weight", "layers.{}.steps.1.weight")}
     )
-    assert found["h.1"].ours == ("layers.1.steps.0.weight", "layers.1.steps.1.weight")
+    assert found["h.1"].parameters == ("layers.1.steps.0.weight", "layers.1.steps.1.weight")
 
 
 def test_a_parameter_without_a_name_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match=r"the name table lacks \['layers.0.steps.1.weight'\]"):
-        bind(chain(1, 2), {"h.{}": "layers.{}.steps.0.weight"})
+        bind_names(chain(1, 2), {"h.{}": "layers.{}.steps.0.weight"})

@@ -1,4 +1,4 @@
-"""Conversion of grouped-query attention into multi-head latent attention."""
+"""Conversion of grouped-query attention into multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.errors import ArgumentError
-from regard.models.convert.heads import common_pairs
-from regard.models.convert.layer import (
+from regard.models.convert.attention_maps import (
     PROJECT,
+    AttentionMaps,
     Checkpoint,
-    Errors,
-    Layer,
-    Step,
-    both_roots,
+    ConversionStep,
+    LayerErrors,
     layers_of,
-    rebuilt,
-    separate,
+    matrix_sqrt,
+    rebuild,
+    separate_attention,
 )
+from regard.models.convert.grouped_heads import common_pairs
 from regard.models.families import deepseek_v2
 from regard.nn import Attention, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
 from regard.positions import Rotary
+from regard.units import plural
 
-_AT_ONCE = 1 << 16
-"""Distances whose turns are in memory at once."""
+_DISTANCES_PER_BLOCK = 1 << 16
+"""The number of distances whose rotations are in memory at once."""
 
 
 @dataclass(frozen=True)
-class Split:
-    """Keys and values, with what turns set apart.
+class RotarySplit:
+    """Keys and values of a layer, with the rotary part separated.
 
     Attributes:
         turned: the common rotary key [p, M+1], complex.
-        factor: what it is times for each head [G, p], complex.
+        factor: its factor for each head [G, p], complex.
         k, v: keys without position [G, D, M+1], and values [G, E, M+1].
         lost: the relative error of the score forms so far.
     """
@@ -50,26 +51,25 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Keys without position and values at a rank.
+class TruncatedMaps:
+    """Keys without position and values, truncated to a rank.
 
     Attributes:
         down: [n, M+1], of spectral norm 1 with the layer's gain: |down x|^2 is at most M + 1.
         up_k, up_v: [G, D, n] and [G, E, n].
-        errors: of the layer, the rotary split included.
-        spectrum: all singular values; the score forms and the value forms have a norm of 1 each.
+        errors: the errors of the layer, with those of the rotary split.
+        spectrum: all singular values; score forms and value forms are each scaled to norm 1.
     """
 
     down: Tensor
     up_k: Tensor
     up_v: Tensor
-    errors: Errors
+    errors: LayerErrors
     spectrum: Tensor
 
 
 def mean_turn(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p"]:
-    """The mean of exp(-i theta d) over the distances 0 <= d < length, each doubling of the distance
-    counted alike.
+    """Return the mean of exp(-i theta d) over distances 0 <= d < length, weighted by 1 / (d + 1).
 
     sum_d exp(-i theta d) / (d + 1) / sum_d 1 / (d + 1)
 
@@ -77,21 +77,21 @@ def mean_turn(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p
     >>> [round(x, 3) for x in turn.tolist()]
     [0.175, 1.0]
     """
-    found = torch.zeros(len(inv_freq), dtype=torch.complex128)
-    for start in range(0, length, _AT_ONCE):
-        d = torch.arange(start, min(length, start + _AT_ONCE), dtype=torch.float64)
+    total = torch.zeros(len(inv_freq), dtype=torch.complex128)
+    for start in range(0, length, _DISTANCES_PER_BLOCK):
+        d = torch.arange(start, min(length, start + _DISTANCES_PER_BLOCK), dtype=torch.float64)
         for i, theta in enumerate(inv_freq.double().cpu()):
-            found[i] += (torch.polar(torch.ones_like(d), -theta * d) / (d + 1)).sum()
+            total[i] += (torch.polar(torch.ones_like(d), -theta * d) / (d + 1)).sum()
     weights = torch.arange(1, length + 1, dtype=torch.float64)
-    return found / (1 / weights).sum()
+    return total / (1 / weights).sum()
 
 
-def split_rotary(layer: Layer, turn: Complex[Tensor, " p"]) -> Split:
-    """The best common rotary key, and the rest of each key at its mean turn.
+def split_rotary(layer: AttentionMaps, turn: Complex[Tensor, " p"]) -> RotarySplit:
+    """Compute the best common rotary key, and the rest of each key at its mean rotation.
 
     k_j = c_j k + r_j for each rotary pair;  r_j becomes turn * r_j, without position
 
-    The score forms lose sum_j |w_j r_j|^2 (1 - |turn|^2), the mean over the distances of the turn.
+    The error of the score forms is sum_j |w_j r_j|^2 (1 - |turn|^2), the mean over distances.
     """
     k, rest = layer.split(layer.k)
     common, factor = common_pairs(k, layer.pair_weights(), layer.gain, 1)
@@ -99,48 +99,54 @@ def split_rotary(layer: Layer, turn: Complex[Tensor, " p"]) -> Split:
     missed = (1 - turn.abs().square()).clamp(min=0).sqrt()
     lost = layer.key_norm(layer.join(missed[:, None] * residual, torch.zeros_like(rest)))
     keys = layer.join(turn[:, None] * residual, rest)
-    return Split(common[0], factor, keys, layer.v, lost / (layer.key_norm(layer.k) or 1))
+    return RotarySplit(common[0], factor, keys, layer.v, lost / (layer.key_norm(layer.k) or 1))
 
 
-def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
-    """The n rows from which keys without position and values are made with the least error.
+def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> TruncatedMaps:
+    """Compute the n rows from which keys without position and values follow with the least error.
 
     [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices
-    of the queries and of the output maps: by Eckart and Young the squared error is the sum of the
-    squared singular values behind the first n.
+    of the queries and of the output maps. By Eckart and Young the squared error is the sum of the
+    squared singular values after the first n.
     """
     G, D, _ = split.k.shape
     gram = query_gram(layer)
     sizes = layer.key_norm(layer.k) or 1.0, layer.value_norm(layer.v) or 1.0
-    roots = both_roots(gram), both_roots(layer.value_gram())
-    maps = zip(roots, (split.k, split.v), sizes, strict=True)
+    square_roots = matrix_sqrt(gram), matrix_sqrt(layer.value_gram())
+    maps = zip(square_roots, (split.k, split.v), sizes, strict=True)
     stacked = torch.cat([(root @ x / size).flatten(0, 1) for (root, _), x, size in maps])
     u, spectrum, _ = torch.linalg.svd(stacked * layer.gain, full_matrices=False)
     u = nn.functional.pad(u[:, :n], (0, max(0, n - u.shape[1])))
     down = u.mT @ stacked
-    # what stands behind a norm, of M numbers with a mean square of 1, becomes numbers with one of 1
-    # at most
+    # the output of a norm, M numbers with mean square 1, becomes numbers with mean square at most 1
     bound = float(torch.linalg.matrix_norm(down * layer.gain, 2)) or 1.0
-    up_k = roots[0][1] @ torch.unflatten(u[: G * D], 0, (G, D)) * (sizes[0] * bound)
-    up_v = roots[1][1] @ torch.unflatten(u[G * D :], 0, (G, split.v.shape[1])) * (sizes[1] * bound)
+    up_k = square_roots[0][1] @ torch.unflatten(u[: G * D], 0, (G, D)) * (sizes[0] * bound)
+    up_v = (
+        square_roots[1][1]
+        @ torch.unflatten(u[G * D :], 0, (G, split.v.shape[1]))
+        * (sizes[1] * bound)
+    )
     down = down / bound
     scores = _form_norm(gram, (split.k - up_k @ down) * layer.gain) / sizes[0]
     values = layer.value_norm(split.v - up_v @ down) / sizes[1]
-    return Cut(down, up_k, up_v, Errors((scores**2 + split.lost**2) ** 0.5, values), spectrum)
+    return TruncatedMaps(
+        down, up_k, up_v, LayerErrors((scores**2 + split.lost**2) ** 0.5, values), spectrum
+    )
 
 
-def query_gram(layer: Layer) -> Float[Tensor, "G D D"]:
-    """Of the queries that read a key head, in all dims: keys without position meet them
-    unturned.
+def query_gram(layer: AttentionMaps) -> Float[Tensor, "G D D"]:
+    """Return the Gram matrix [G, D, D] of the queries that read a key head, in all dims.
+
+    Keys without position are multiplied by unrotated queries.
     """
     q = layer.q * layer.gain
     gram: Tensor = (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
     return gram
 
 
-def curve(cuts: list[Cut], full: int) -> dict[int, float]:
-    """How many rows -> the relative error of what they carry, the root mean square over layers, in
-    sixteen steps up to all.
+def error_by_rank(cuts: list[TruncatedMaps], full: int) -> dict[int, float]:
+    """Return rank -> relative error, as root mean square over layers, for sixteen ranks up to
+    `full`.
     """
     ranks = sorted({max(1, round(full * step / 16)) for step in range(1, 17)})
     squares = [cut.spectrum.square() for cut in cuts]
@@ -153,20 +159,23 @@ def _form_norm(gram: Tensor, x: Tensor) -> float:
     return float((gram * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
 
-LARGEST = 2.0**15
-"""Of the constant: float16 ends at 65504."""
+MAX_CONSTANT = 2.0**15
+"""The largest value of the constant; the range of float16 ends at 65504."""
 
 
-def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, Step]:
-    """A model whose attention keeps one latent of `rank` numbers and one rotary key per token.
+def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, ConversionStep]:
+    """Convert to attention that caches one latent of `rank` numbers and one rotary key per token.
 
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
 
     Args:
-        held: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama, mistral
-            without a window, regard's gqa.
-        rank: kv_lora_rank, at least 2: one number of it is a constant. None is the full rank, which
-            cuts nothing.
+        checkpoint: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama,
+            mistral without a window, regard's gqa.
+        rank: kv_lora_rank, at least 2, since one of its numbers is a constant; None is the full
+            rank, which truncates nothing.
+
+    Returns:
+        The converted checkpoint, and its errors.
 
     Raises:
         ArgumentError: the rank is out of range, the model has latents already, or DeepSeek's layers
@@ -178,53 +187,51 @@ def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, St
     >>> after.model_type, after.network.layers[0].attention.project.shape.memory
     ('deepseek_v2', (96,))
     """
-    for _, block in layers_of(held.network):
-        _check(block, held.network.embed)
-    first = Layer.of(held.network.layers[0])
+    for _, block in layers_of(checkpoint.network):
+        _check(block, checkpoint.network.embed)
+    first = AttentionMaps.of(checkpoint.network.layers[0])
     G, D, columns = first.k.shape
-    # the rotary key takes one row of each pair
+    # the rotary key uses one row of each pair
     full = min(G * (D + first.v.shape[1]) - 2 * first.pairs, columns) + 1
     if rank is None:
         rank = full
     if not 2 <= rank <= full:
         raise ArgumentError(
-            f"rank is {rank}; it must be 2 to {full}, at which nothing is cut (one number of the "
-            "latent is a constant)"
+            f"rank is {rank}; it must be 2 to {full}, at which nothing is truncated (one number "
+            "of the latent is a constant)"
         )
-    config = _config(held, first, rank)
-    # every layer of these families turns alike
-    turn = _turn(held.network.layers[0], held.config.max_position_embeddings)
-    weights, cuts = held.weights(), []
-    for prefix, block in layers_of(held.network):
-        layer = Layer.of(block)
+    config = _config(checkpoint, first, rank)
+    # all layers of these families have the same rotary frequencies
+    turn = _turn(checkpoint.network.layers[0], checkpoint.config.max_position_embeddings)
+    weights, cuts = checkpoint.weights(), []
+    for prefix, block in layers_of(checkpoint.network):
+        layer = AttentionMaps.of(block)
         split = split_rotary(layer, turn)
-        cut = cut_to_rank(layer, split, rank - 1)
+        cut = truncated_svd(layer, split, rank - 1)
         cuts.append(cut)
         for name in [n for n in weights if n.startswith(prefix + "attention.")]:
             del weights[name]
         weights |= _stored(prefix, block, layer, split, cut)
-    return rebuilt(config, weights), Step(
-        f"{len(first.k)} key/value heads of {first.k.shape[1]} + {first.v.shape[1]} to a latent "
-        f"of {rank} and a rotary key of "
-        f"{config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} numbers per token and layer "
-        "in place of "
-        f"{len(first.k) * (first.k.shape[1] + first.v.shape[1])}",
+    return rebuild(config, weights), ConversionStep(
+        f"{plural(G, 'key/value head')} of {D} + {first.v.shape[1]} to a latent of {rank} and a "
+        f"rotary key of {config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} values cached "
+        f"per token and layer instead of {G * (D + first.v.shape[1])}",
         tuple(cut.errors for cut in cuts),
-        {n + 1: error for n, error in curve(cuts, full - 1).items()},
+        {n + 1: error for n, error in error_by_rank(cuts, full - 1).items()},
     )
 
 
 def _turn(block: nn.Module, length: int) -> Tensor:
-    """The mean turn of each rotary pair over the distances up to the trained length."""
+    """Return the mean rotation of each rotary pair over the distances up to the trained length."""
     rotary = next((m for m in block.modules() if isinstance(m, Rotary)), None)
     return mean_turn(torch.zeros(0) if rotary is None else rotary.inv_freq, length)
 
 
 def _stored(
-    prefix: str, block: nn.Module, layer: Layer, split: Split, cut: Cut
+    prefix: str, block: nn.Module, layer: AttentionMaps, split: RotarySplit, cut: TruncatedMaps
 ) -> dict[str, Tensor]:
-    """The parameters of a `LatentProjection` and of the output behind it."""
-    attention = separate(block)
+    """Return the parameters of a latent projection and of the output map after it."""
+    attention = separate_attention(block)
     dtype, bias = attention.output.weight.dtype, attention.output.bias
     own = replace(layer, layout="interleaved")
     q, _ = layer.split(layer.q)
@@ -233,7 +240,7 @@ def _stored(
     nothing = layer.q.new_zeros(1, 0, columns)
     rotary_k = own.join(split.turned[None], nothing)[0]
     rotary_q = own.join(turned_q, nothing.expand(H, 0, columns))
-    if not layer.pairs:  # a rotary key that is 0
+    if not layer.pairs:  # without rotary positions, the rotary key is 0
         rotary_k, rotary_q = rotary_k.new_zeros(2, columns), rotary_q.new_zeros(H, 2, columns)
     factor = _score_factor(attention, D, rotary_k.shape[0])
     rank = len(cut.down) + 1
@@ -247,7 +254,7 @@ def _stored(
     up = up * (constant / rank**0.5 / weight)
     queries = torch.cat((layer.q * factor[0], rotary_q * factor[1]), 1).flatten(0, 1)
     name = prefix + PROJECT
-    found = {
+    parameters = {
         name + "q.linear.weight": queries[:, :-1],
         name + "kv_down.weight": down[:, :-1],
         name + "kv_down.bias": down[:, -1],
@@ -258,38 +265,36 @@ def _stored(
         if bias is None
         else bias.detach(),
     }
-    return {key: value.to(dtype) for key, value in found.items()}
+    return {key: value.to(dtype) for key, value in parameters.items()}
 
 
 def _score_factor(attention: Attention, D: int, turned: int) -> tuple[float, float]:
-    """What queries are times, without and with position, so that scores keep their scale."""
+    """Return the factors of queries, without and with position, that keep the scale of scores."""
     rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
     scale = D**-0.5 if attention.scale is None else attention.scale
     theirs = (D + turned) ** -0.5 * (1.0 if rotary is None else rotary.softmax_factor)
-    # the factor on cos and sin of queries and keys goes with the rotation
+    # the factor on cos and sin of queries and keys belongs to the rotation
     square = 1.0 if rotary is None else rotary.rotary_factor**2
     return scale / theirs * square, scale / theirs
 
 
 def _constant(rank: int) -> tuple[float, float]:
-    """C, and a weight near C / sqrt(rank), which bfloat16 and float16 have exactly: no cast makes
-    them disagree.
-    """
-    constants = (LARGEST * torch.linspace(0.5, 1, 129)).double()
+    """Return C, and a weight near C / sqrt(rank) that bfloat16 and float16 represent exactly."""
+    constants = (MAX_CONSTANT * torch.linspace(0.5, 1, 129)).double()
     wanted = constants / rank**0.5
     weights = wanted.bfloat16().double()
     best = int((weights / wanted - 1).abs().argmin())
     return float(constants[best]), float(weights[best])
 
 
-def _config(held: Checkpoint, layer: Layer, rank: int) -> deepseek_v2.Config:
-    c = held.config
+def _config(checkpoint: Checkpoint, layer: AttentionMaps, rank: int) -> deepseek_v2.Config:
+    c = checkpoint.config
     options = getattr(c, "attention_options", {})
     return deepseek_v2.Config(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
-        # every layer is dense: of the keys that speak of experts, none is used
+        # every layer is dense, so the keys for experts are not used
         moe_intermediate_size=c.intermediate_size,
         n_routed_experts=1,
         num_experts_per_tok=1,
@@ -313,16 +318,16 @@ def _config(held: Checkpoint, layer: Layer, rank: int) -> deepseek_v2.Config:
 
 
 def _check(block: nn.Module, embed: InputEmbedding) -> None:
-    """DeepSeek's block can express this one.
+    """Check that DeepSeek's block can express this block.
 
     Raises:
-        ArgumentError: with what stands in the way.
+        ArgumentError: it cannot; the message has the reasons.
     """
     attention = getattr(block, "attention", None)
     if isinstance(getattr(attention, "project", None), LatentProjection):
-        raise ArgumentError("the model has latent attention already; nothing is to be converted")
-    found = separate(block)
-    project = found.project
+        raise ArgumentError("the model has latent attention already")
+    its_attention = separate_attention(block)
+    project = its_attention.project
     steps = [step for heads in (project.q, project.k, project.v) for step in heads.steps]
     flat = [heads.flat for heads in (project.q, project.k, project.v)]
     norms = (cast("Any", block).attention_residual, cast("Any", block).feed_forward_residual)
@@ -331,23 +336,25 @@ def _check(block: nn.Module, embed: InputEmbedding) -> None:
     reasons = {
         "positions in its embedding": embed.positional is not None,
         "a scaled embedding": embed.scale != 1,
-        f"a mask of {found.mask}": found.mask != masks.Causal(),
-        "a softcap": found.softcap is not None,
-        "a bias on scores": found.bias is not None,
-        "a sink": found.sink is not None,
+        f"a mask of {its_attention.mask}": its_attention.mask != masks.Causal(),
+        "a softcap": its_attention.softcap is not None,
+        "a bias on scores": its_attention.bias is not None,
+        "a sink": its_attention.sink is not None,
         "norms or other steps on heads": any(not isinstance(s, Rotary) for s in steps)
         or any(not isinstance(f, nn.Identity) for f in flat),
         "a bias on queries": project.q.linear.bias is not None,
-        "rotary positions that follow the length": project.key_transform is not None,
-        "a rotary that turns a part of each head": any(2 * len(r.inv_freq) < r.dim for r in rotary),
+        "rotary positions that depend on the length": project.key_transform is not None,
+        "a rotary that rotates a part of each head": any(
+            2 * len(r.inv_freq) < r.dim for r in rotary
+        ),
         "norms of another kind": any(
             not isinstance(p, PreNorm) or type(p.norm) is not RMSNorm for p in norms
         ),
         "another feed-forward layer": not isinstance(feed_forward, SwiGLU)
         or feed_forward.gate.bias is not None,
     }
-    if said := [name for name, present in reasons.items() if present]:
+    if problems := [name for name, present in reasons.items() if present]:
         raise ArgumentError(
-            f"this model has {' and '.join(said)}, which DeepSeek's layers do not have; "
-            "latents can be made of llama, mistral without a window, and regard's gqa"
+            f"this model has {' and '.join(problems)}, which DeepSeek's layers do not have; "
+            "only these can be converted: llama, mistral without a window, and regard's gqa"
         )

@@ -20,10 +20,10 @@ import torch
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.files.folder_lock import folder_locked
-from regard.models.convert import Wanted, convert, measure
-from regard.models.convert import run as subject
-from regard.models.convert import run as writing
-from regard.models.convert.report import windows
+from regard.models.convert import ConversionOptions, compare_models, convert
+from regard.models.convert import folder as subject
+from regard.models.convert import folder as writing
+from regard.models.convert.report import evaluation_windows
 from regard.models.model import Model
 from regard.train.finetune import heal
 from tests.models import small
@@ -56,18 +56,21 @@ def state(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-EVERY: dict[str, tuple[Wanted, str]] = {
-    "gqa": (Wanted(kv_heads=2), "llama"),
-    "mqa, svd": (Wanted(to="mqa", pooling="svd"), "llama"),
-    "mla": (Wanted(to="mla", rank=20), "deepseek_v2"),
-    "mla, narrow, long": (Wanted(to="mla", context=8192, dtype="float16"), "deepseek_v2"),
-    "layout and heads": (Wanted(rotary_layout="interleaved", kv_heads=2), "regard"),
-    "stored layout into latents": (
-        Wanted(to="mla", rotary_layout="half", stored_layout="interleaved"),
+EVERY: dict[str, tuple[ConversionOptions, str]] = {
+    "gqa": (ConversionOptions(kv_heads=2), "llama"),
+    "mqa, svd": (ConversionOptions(to="mqa", pooling="svd"), "llama"),
+    "mla": (ConversionOptions(to="mla", rank=20), "deepseek_v2"),
+    "mla, narrow, long": (
+        ConversionOptions(to="mla", context=8192, dtype="float16"),
         "deepseek_v2",
     ),
-    "context": (Wanted(context=4096, scaling="linear"), "llama"),
-    "dtype": (Wanted(dtype="bfloat16"), "llama"),
+    "layout and heads": (ConversionOptions(rotary_layout="interleaved", kv_heads=2), "regard"),
+    "stored layout into latents": (
+        ConversionOptions(to="mla", rotary_layout="half", stored_layout="interleaved"),
+        "deepseek_v2",
+    ),
+    "context": (ConversionOptions(context=4096, scaling="linear"), "llama"),
+    "dtype": (ConversionOptions(dtype="bfloat16"), "llama"),
 }
 
 
@@ -91,9 +94,11 @@ def test_what_comes_out_loads_and_is_what_was_measured(
     raw = json.loads((out / "config.json").read_text())
     assert (raw["eos_token_id"], raw["bos_token_id"]) == ([2, 3], 1)
     first, again = regard.load(source, kind=Model), regard.load(out, kind=Model)
-    assert again.ends == {2, 3}
-    ids, _ = windows(first, TEXT, 32, 4096)
-    assert report.measured == measure(first.decoder, again.decoder, ids, text="the given text")
+    assert again.eos_ids == {2, 3}
+    ids, _ = evaluation_windows(first, TEXT, 32, 4096)
+    assert report.measured == compare_models(
+        first.decoder, again.decoder, ids, text="the given text"
+    )
     assert report.measured.tokens == ids.numel() - len(ids)
     assert math.isfinite(report.measured.perplexity_after)
     json.dumps(report.figures(), allow_nan=False)
@@ -116,10 +121,10 @@ def test_transformers_loads_what_it_knows(source: Path, tmp_path: Path) -> None:
 
 
 def test_an_exact_conversion_is_told_as_exact(tmp_path: Path) -> None:
-    report = convert("tiny", tmp_path / "out", Wanted(to="mha"), tokens=256)
+    report = convert("tiny", tmp_path / "out", ConversionOptions(to="mha"), tokens=256)
     assert report.measured.largest == 0
     assert report.measured.perplexity_before == report.measured.perplexity_after
-    assert (report.before.kept, report.after.kept) == (1024, 2048)
+    assert (report.before.cached_values, report.after.cached_values) == (1024, 2048)
 
 
 @pytest.mark.full
@@ -128,14 +133,14 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
     heads, by svd or by mean.
     """
     tries = {
-        "mla": Wanted(to="mla", rank=96),
-        "svd": Wanted(kv_heads=2, pooling="svd"),
-        "mean": Wanted(kv_heads=2),
+        "mla": ConversionOptions(to="mla", rank=96),
+        "svd": ConversionOptions(kv_heads=2, pooling="svd"),
+        "mean": ConversionOptions(kv_heads=2),
     }
     found = {
         name: convert("tiny", tmp_path / name, wanted, tokens=300) for name, wanted in tries.items()
     }
-    assert {report.after.kept for report in found.values()} == {4 * 128}
+    assert {report.after.cached_values for report in found.values()} == {4 * 128}
     loss = {name: report.measured.loss_after for name, report in found.items()}
     assert loss["mla"] < loss["svd"] < loss["mean"]
 
@@ -145,11 +150,18 @@ def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
     before = state(source)
     how = partial(heal, steps=30, lr=3e-3, batch=4)
     report = convert(
-        source, tmp_path / "out", Wanted(to="mla", rank=12), text=TEXT, length=16, heal=how
+        source,
+        tmp_path / "out",
+        ConversionOptions(to="mla", rank=12),
+        text=TEXT,
+        length=16,
+        finetune=how,
     )
-    plain = convert(source, tmp_path / "plain", Wanted(to="mla", rank=12), text=TEXT, length=16)
-    assert report.healing is not None
-    assert report.healing.loss_after < report.healing.loss_before
+    plain = convert(
+        source, tmp_path / "plain", ConversionOptions(to="mla", rank=12), text=TEXT, length=16
+    )
+    assert report.finetuning is not None
+    assert report.finetuning.loss_after < report.finetuning.loss_before
     assert report.measured.loss_after < plain.measured.loss_after
     assert report.measured.loss_before == plain.measured.loss_before
     assert state(source) == before
@@ -160,22 +172,33 @@ def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
     assert float(weight[-1]) == 0
     assert float(weight[:-1].std() / weight[0]) < 1e-3
     again = convert(
-        source, tmp_path / "again", Wanted(to="mla", rank=12), text=TEXT, length=16, heal=how
+        source,
+        tmp_path / "again",
+        ConversionOptions(to="mla", rank=12),
+        text=TEXT,
+        length=16,
+        finetune=how,
     )
-    assert again.healing == report.healing
+    assert again.finetuning == report.finetuning
 
 
 def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
-    ids, _ = windows(regard.load(source, kind=Model), TEXT, 16, 4096)
+    ids, _ = evaluation_windows(regard.load(source, kind=Model), TEXT, 16, 4096)
     how, told = partial(heal, steps=2), list[str]()
-    wanted = Wanted(kv_heads=2)
+    wanted = ConversionOptions(kv_heads=2)
     done = convert(
-        source, tmp_path / "a", wanted, text=TEXT, length=16, heal=how, tell=told.append
-    ).healing
+        source,
+        tmp_path / "a",
+        wanted,
+        text=TEXT,
+        length=16,
+        finetune=how,
+        report_progress=told.append,
+    ).finetuning
     assert [line.split()[0] for line in told] == [
         "reading",
         "converting",
-        "healing",
+        "finetuning",
         "writing",
         "measuring",
     ]
@@ -183,11 +206,17 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
     assert done.held_tokens == len(ids) // 10 * (ids.shape[1] - 1)
     assert done.tokens == (len(ids) - len(ids) // 10) * ids.shape[1]
     few = convert(
-        source, tmp_path / "b", Wanted(kv_heads=2), text=TEXT, tokens=64, length=16, heal=how
+        source,
+        tmp_path / "b",
+        ConversionOptions(kv_heads=2),
+        text=TEXT,
+        tokens=64,
+        length=16,
+        finetune=how,
     )
-    assert few.healing is not None
-    assert few.healing.held_tokens == 0
-    assert math.isnan(few.healing.held_before)
+    assert few.finetuning is not None
+    assert few.finetuning.held_tokens == 0
+    assert math.isnan(few.finetuning.held_before)
 
 
 def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
@@ -197,45 +226,52 @@ def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
         convert(
             source,
             tmp_path / "out",
-            Wanted(dtype="bfloat16"),
+            ConversionOptions(dtype="bfloat16"),
             text=TEXT,
-            heal=partial(heal, steps=1),
+            finetune=partial(heal, steps=1),
         )
     assert not (tmp_path / "out").exists()
 
 
 def test_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer.json").unlink()
-    report = convert(source, tmp_path / "out", Wanted(kv_heads=2), tokens=64)
+    report = convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), tokens=64)
     assert math.isnan(report.measured.loss_after)
     assert report.measured.relative > 0
-    with pytest.raises(ArgumentError, match="healing needs a text, and the model has no tokenizer"):
-        convert(source, tmp_path / "other", Wanted(kv_heads=2), heal=partial(heal, steps=1))
+    with pytest.raises(
+        ArgumentError, match="finetuning needs a text, and the model has no tokenizer"
+    ):
+        convert(
+            source,
+            tmp_path / "other",
+            ConversionOptions(kv_heads=2),
+            finetune=partial(heal, steps=1),
+        )
 
 
 def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     before = state(source)
     for out in (source, source / "inside", tmp_path / "source" / ".." / "source"):
-        with pytest.raises(ArgumentError, match="which is the source or lies in it"):
-            convert(source, out, Wanted(kv_heads=2))
+        with pytest.raises(ArgumentError, match="which is the source or is inside it"):
+            convert(source, out, ConversionOptions(kv_heads=2))
     link = tmp_path / "link"
     link.symlink_to(source)
     with pytest.raises(ArgumentError, match="which is the source"):
-        convert(source, link, Wanted(kv_heads=2))
+        convert(source, link, ConversionOptions(kv_heads=2))
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine").write_text("precious")
-    with pytest.raises(FileError, match="is not empty; nothing is written over"):
-        convert(source, full, Wanted(kv_heads=2))
-    with pytest.raises(FileError, match="is there and is no folder"):
-        convert(source, full / "mine", Wanted(kv_heads=2))
+    with pytest.raises(FileError, match="is not empty; a conversion never overwrites"):
+        convert(source, full, ConversionOptions(kv_heads=2))
+    with pytest.raises(FileError, match="exists and is not a folder"):
+        convert(source, full / "mine", ConversionOptions(kv_heads=2))
     assert state(source) == before
     assert (full / "mine").read_text() == "precious"
 
 
 def test_an_empty_folder_will_do(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)
+    convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), text=TEXT)
     assert regard.load(tmp_path / "out", kind=Model).config.num_key_value_heads == 2
 
 
@@ -243,7 +279,7 @@ def test_an_empty_folder_will_do(source: Path, tmp_path: Path) -> None:
 def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     breaks: dict[str, Any] = {
-        "load": patch.object(subject, "measure", side_effect=ZeroDivisionError),
+        "load": patch.object(subject, "compare_models", side_effect=ZeroDivisionError),
         "save": patch.object(writing, "save", side_effect=KeyboardInterrupt),
         "disk": patch.object(
             writing, "sync_to_disk", side_effect=OSError(28, "No space left on device")
@@ -251,7 +287,7 @@ def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> N
         "rename": patch.object(Path, "rename", side_effect=OSError(5, "Input/output error")),
     }
     with breaks[where], pytest.raises((ZeroDivisionError, KeyboardInterrupt, FileError)) as caught:
-        convert(source, out, Wanted(kv_heads=2), text=TEXT)
+        convert(source, out, ConversionOptions(kv_heads=2), text=TEXT)
     if where in ("disk", "rename"):
         assert str(caught.value).startswith(f"{out}: cannot write the folder: ")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
@@ -264,13 +300,13 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
 
     def late(*arguments: Any, **named: Any) -> Any:
         (out / "theirs").write_text("precious")
-        return measure(*arguments, **named)
+        return compare_models(*arguments, **named)
 
     with (
-        patch.object(subject, "measure", late),
+        patch.object(subject, "compare_models", late),
         pytest.raises(FileError, match="cannot write the folder"),
     ):
-        convert(source, out, Wanted(kv_heads=2), text=TEXT)
+        convert(source, out, ConversionOptions(kv_heads=2), text=TEXT)
     assert state(out) == {"theirs": b"precious"}
     assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
@@ -278,27 +314,33 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({}, "nothing is asked for: give to, kv_heads, rotary_layout, context or dtype"),
-        ({"scaling": "linear"}, "nothing is asked for"),
-        ({"to": "mlaa"}, "to is 'mlaa'; it is one of mha, gqa, mqa, mla"),
-        ({"to": "gqa", "kv_heads": 2, "rank": 3}, "rank is given, and belongs to mla: give to mla"),
-        ({"to": "mla", "kv_heads": 2}, "kv_heads is given, and mla has none: leave it out"),
-        ({"to": "mha", "kv_heads": 2}, "kv_heads is given, and mha has as many as queries"),
-        ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, and mqa has 1: leave it out"),
-        ({"to": "gqa"}, "gqa is asked for, and kv_heads is missing"),
+        ({}, "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"),
+        ({"scaling": "linear"}, "there is nothing to change"),
+        ({"to": "mlaa"}, "to is 'mlaa'; it must be one of mha, gqa, mqa, mla"),
+        (
+            {"to": "gqa", "kv_heads": 2, "rank": 3},
+            "rank is given, but only mla has one: give to=",
+        ),
+        (
+            {"to": "mla", "kv_heads": 2},
+            "kv_heads is given, but mla has no key/value heads: leave it out",
+        ),
+        ({"to": "mha", "kv_heads": 2}, "kv_heads is given, but mha has as many as query heads"),
+        ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, but mqa has 1: leave it out"),
+        ({"to": "gqa"}, "to is gqa, and kv_heads is missing"),
         (
             {"to": "mla", "pooling": "svd"},
-            "groups by svd are for fewer key/value heads: give kv_heads",
+            "pooling svd is only for fewer key/value heads: give kv_heads",
         ),
-        ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without a context"),
+        ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without context"),
         ({"to": "mqa", "stored_layout": "half"}, "stored_layout is given without rotary_layout"),
         ({"to": "mla", "rotary_layout": "half"}, "the rotary key of mla is always interleaved"),
     ],
 )
 def test_wishes_that_contradict(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        Wanted(**change)
-    assert dataclasses.is_dataclass(Wanted)
+        ConversionOptions(**change)
+    assert dataclasses.is_dataclass(ConversionOptions)
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -310,19 +352,16 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
     (tmp_path / "bert").mkdir()
     save(network, config, tmp_path / "bert")
-    with pytest.raises(FileError, match="a Model is asked for"):
-        convert(tmp_path / "bert", tmp_path / "out", Wanted(kv_heads=2))
+    with pytest.raises(FileError, match="kind is Model; leave out kind"):
+        convert(tmp_path / "bert", tmp_path / "out", ConversionOptions(kv_heads=2))
 
 
 def test_two_conversions_into_one_folder(source: Path, tmp_path: Path) -> None:
     left = tmp_path / ".writing-out"
     left.mkdir()
     (left / "half").write_text("of a killed run")
-    with (
-        folder_locked(left),
-        pytest.raises(FileError, match="out is being written by another run; wait"),
-    ):
-        convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)
+    with locked(left), pytest.raises(FileError, match="out is being written by another run; wait"):
+        convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), text=TEXT)
     assert (left / "half").exists()
-    convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)
+    convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), text=TEXT)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -1,0 +1,309 @@
+"""A mechanism of the catalogue `regard.nn.variants` as the attention of a decoder layer, with other
+positions or a window where it supports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from torch import nn
+
+from regard.biases import ALiBi, Bias
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
+from regard.masks import Mask, Window
+from regard.nn.attention import Attention
+from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.mixer import Mixer
+from regard.nn.projections import FusedQKV, HeadProjection, SeparateQKV
+from regard.nn.variants import VARIANTS, Variant
+from regard.nn.variants.registry import check_options, find_variant, option_names
+from regard.positions import Rotary
+
+PositionScheme: TypeAlias = Literal["rope", "alibi", "none"]
+"""How the scores of a mechanism depend on positions: rotated queries and keys, a penalty on the
+distance, or not at all.
+"""
+
+
+def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.0) -> Mixer:
+    """Return a mechanism with other positions: its rotary and ALiBi are replaced by those of the
+    scheme.
+
+    "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
+    j); "none": neither
+
+    Args:
+        mixer: softmax attention whose queries and keys are plain heads, whose parts are reused in
+            the result. Any other mechanism without positions is returned unchanged for "none".
+        scheme: the position scheme; with "rope" an existing rotary step stays.
+        base: the base of a new rotary step.
+
+    Raises:
+        ArgumentError: the scheme is unknown, or positions are part of the mechanism's definition.
+
+    >>> from regard.nn.variants import gqa
+    >>> layer = with_positions(gqa(32, 4, groups=2), "alibi")
+    >>> layer.bias, len(layer.project.q.steps)
+    (alibi(4), 0)
+
+    Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409);
+    none: Haviv et al. 2022 (arXiv 2203.16634).
+    """
+    if scheme not in get_args(PositionScheme):
+        raise ArgumentError(
+            f"scheme is {scheme!r}; it is one of {', '.join(get_args(PositionScheme))}"
+        )
+    if reason := _fixed(mixer, scheme):
+        raise ArgumentError(f"{reason}; leave its positions as the catalogue has them")
+    heads = _heads(mixer)
+    if heads is None:
+        return mixer
+    assert isinstance(mixer, Attention)
+    H, _, D, _, _ = mixer.project.shape
+    turned = [step for part in heads for step in part.steps if isinstance(step, Rotary)]
+    if scheme == "rope" and not turned:
+        rotary = Rotary(D, base)
+        for part in heads:
+            part.steps.append(rotary)
+    elif scheme != "rope":
+        for part in heads:
+            part.steps = nn.ModuleList(step for step in part.steps if not isinstance(step, Rotary))
+    return _remade(mixer, mixer.mask, ALiBi(H) if scheme == "alibi" else None)
+
+
+def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
+    """Return the position schemes that `with_positions` can give a mechanism.
+
+    >>> from regard.nn.variants import delta_net, gqa, moba
+    >>> supported_schemes(gqa(32, 4, groups=2)), supported_schemes(delta_net(32, 4))
+    (('rope', 'alibi', 'none'), ('none',))
+    >>> supported_schemes(moba(32, 4, groups=2))
+    ()
+    """
+    return tuple(scheme for scheme in get_args(PositionScheme) if _fixed(mixer, scheme) is None)
+
+
+def with_window(mixer: Mixer, size: int) -> Mixer:
+    """Return a mechanism with an additional window: a query sees at most the last W keys.
+
+    Args:
+        mixer: softmax attention with a mask; its parts are reused in the result.
+        size: W, the query's own key included.
+
+    Raises:
+        ArgumentError: the mechanism is not softmax attention with a mask, or size is less than 1.
+
+    >>> from regard.nn.variants import qk_norm
+    >>> print(with_window(qk_norm(32, 4, groups=2), 3).mask)
+    causal & window(3)
+
+    Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
+    """
+    window = Window(size)
+    if type(mixer) is not Attention:  # other mechanisms have a rule of their own
+        raise ArgumentError(f"{type(mixer).__name__} does not support an additional window")
+    return _remade(mixer, window if mixer.mask is None else mixer.mask & window, mixer.bias)
+
+
+def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
+    """Return the reason why a mechanism cannot have these positions, or None."""
+    name = type(mixer).__name__
+    if _heads(mixer) is None:
+        if any(isinstance(module, Rotary) for module in mixer.modules()):
+            return f"rotary positions are part of this {name}"
+        return None if scheme == "none" else f"queries and keys of this {name} are not plain heads"
+    assert isinstance(mixer, Attention)
+    if mixer.bias is not None and not isinstance(mixer.bias, ALiBi):
+        return f"this {name} gets its positions from the bias {mixer.bias}"
+    if scheme == "alibi" and isinstance(mixer.project, DifferentialProjection):
+        return (
+            "the two patterns of differential attention need one slope, and ALiBi has one for each"
+        )
+    return None
+
+
+def _heads(mixer: Mixer) -> Sequence[HeadProjection | Fused] | None:
+    """Return the projections of queries and keys; None if they are not plain softmax heads."""
+    if type(mixer) is not Attention:
+        return None
+    project = mixer.project.project if isinstance(mixer.project, GatedProjection) else mixer.project
+    if isinstance(project, SeparateQKV) and project.key_transform is None:
+        return project.q, project.k
+    return (project,) if isinstance(project, FusedQKV) else None
+
+
+def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:
+    """Return attention with the same parts and another mask and bias."""
+    return Attention(
+        attention.project,
+        attention.output,
+        mask=mask,
+        bias=bias,
+        scale=attention.scale,
+        softcap=attention.softcap,
+        sink=attention.sink,
+        dropout=attention.dropout,
+    )
+
+
+Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoidal", "none"]
+"""How positions enter: as the mechanism defines, in the heads, the scores, the embedding, or
+not.
+"""
+
+EMBEDDING_POSITIONS = ("learned", "sinusoidal")
+"""Positions that are added to the embedding."""
+CAUSAL_OPTIONS = {"is_causal": True, "bidirectional": False}
+"""Options that make a mechanism causal -> their values in a decoder."""
+LAYER_INDEX_OPTIONS = ("layer", "depth")
+"""Options for the index of the layer, from 0."""
+
+
+def decoder_variants() -> tuple[str, ...]:
+    """Return the mechanisms of the catalogue that can be the layers of a decoder.
+
+    >>> [name in decoder_variants() for name in ("retention", "bahdanau", "prefix_lm")]
+    [True, False, False]
+    """
+    return tuple(sorted(name for name, entry in VARIANTS.items() if _unfit(entry) is None))
+
+
+def find_variant(name: str) -> Variant:
+    """Return the mechanism for a decoder with this name.
+
+    Raises:
+        ArgumentError: no mechanism has this name, or it cannot be the layer of a decoder.
+
+    >>> find_variant("gqa").family
+    'softmax'
+    """
+    entry = find_variant(name)
+    if reason := _unfit(entry):
+        raise ArgumentError(
+            f"{name} {reason}; a decoder's layers can be {', '.join(decoder_variants())}"
+        )
+    return entry
+
+
+def check_position(position: str) -> None:
+    """Check that a name is a `Position`.
+
+    Raises:
+        ArgumentError: it is not; the message has a similar name.
+
+    >>> check_position("rope")
+    """
+    known = get_args(Position)
+    if position not in known:
+        raise ArgumentError(
+            f"position is {position!r}; it is one of {', '.join(known)}{suggest(position, known)}"
+        )
+
+
+def build_mixer(
+    name: str,
+    dim: int,
+    heads: int,
+    options: Mapping[str, Any],
+    *,
+    layer: int = 0,
+    position: str = "catalogue",
+    window: int | None = None,
+) -> Mixer:
+    """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M].
+
+    Args:
+        name: the name of a mechanism in the catalogue.
+        dim, heads: the model dim M and the number of query heads H.
+        options: the options of its constructor, as plain values, without those for causality and
+            for the index of the layer.
+        layer: the index of the layer from 0, for mechanisms that differ from layer to layer.
+        position: the source of positions; "learned" and "sinusoidal" are added by the embedding and
+            count as "none" here.
+        window: None, or W: a query sees at most the last W keys, for mechanisms without their own
+            window.
+
+    Raises:
+        ArgumentError: the mechanism cannot be the layer of a decoder, an option does not match its
+            signature, or it does not support these positions or a window.
+
+    >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
+    causal & window(3)
+    """
+    entry = find_variant(name)
+    check_position(position)
+    own = option_names(entry)
+    ours = {**CAUSAL_OPTIONS, **dict.fromkeys(LAYER_INDEX_OPTIONS, layer)}
+    decoder_options = {key: value for key, value in ours.items() if key in own}
+    for key, value in decoder_options.items():
+        if options.get(key, value) != value:
+            raise ArgumentError(
+                f"{key} of {name} is {options[key]!r}; the decoder sets it for each layer: leave "
+                "it "
+                "out"
+            )
+    mixer = entry.build(dim, heads, **check_options(entry, {**options, **decoder_options}))
+    assert isinstance(mixer, Mixer)
+    _check_width(mixer, name, dim)
+    if window is not None:
+        mixer = _windowed(mixer, entry, window)
+    return _positioned(mixer, name, position)
+
+
+def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
+    """Add a window to the mechanism; the error for one that cannot have it lists its options."""
+    own = option_names(entry)
+    if "window" in own:
+        raise ArgumentError(
+            f"{entry.name} has a window of its own: give it the option window={window}"
+        )
+    try:
+        return with_window(mixer, window)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{entry.name} does not take window {window}: {error}; its options are "
+            f"{', '.join(own) or 'none'}"
+        ) from error
+
+
+def _positioned(mixer: Mixer, name: str, position: str) -> Mixer:
+    """Give the mechanism other positions; the error for one that cannot have them lists its own."""
+    if position == "catalogue":
+        return mixer
+    scheme: PositionScheme = (
+        "none" if position in EMBEDDING_POSITIONS else cast("PositionScheme", position)
+    )
+    possible = supported_schemes(mixer)
+    try:
+        return with_positions(mixer, scheme)
+    except ArgumentError as error:
+        takes = [
+            p for p in get_args(Position) if ("none" if p in EMBEDDING_POSITIONS else p) in possible
+        ]
+        raise ArgumentError(
+            f"{name} does not take position {position!r}: {str(error).partition(';')[0]}; it takes "
+            f"{', '.join(['catalogue', *takes])}"
+        ) from error
+
+
+def _unfit(entry: Variant) -> str | None:
+    """Return the reason why a mechanism cannot be the layer of a decoder, or None."""
+    if entry.family in ("cross", "additive"):
+        return "attends to a second sequence"
+    if not entry.causal and not CAUSAL_OPTIONS.keys() & set(option_names(entry)):
+        return "sees later tokens"
+    return None
+
+
+def _check_width(mixer: Mixer, name: str, dim: int) -> None:
+    """Check that a mechanism without an output map returns vectors of the model dim."""
+    if isinstance(mixer, Attention) and isinstance(mixer.output, nn.Identity):
+        H, _, _, E, _ = mixer.project.shape
+        width = H * E
+        if width != dim:
+            raise ArgumentError(
+                f"{name} returns vectors of {width}, and the model has dim {dim}; leave out "
+                "head_dim"
+            )

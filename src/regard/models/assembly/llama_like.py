@@ -1,0 +1,124 @@
+"""Parts and checkpoint names of Llama-like families: grouped queries, rotary, SwiGLU and RMS
+norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from regard import masks
+from regard.configs.llama import GroupedQueryConfig
+from regard.models.assembly import rope
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.decoder import Decoder
+from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
+from regard.nn.linear import Linear
+from regard.positions import Rotary
+
+STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."
+EMBEDDING_AND_HEAD = {
+    "model.embed_tokens.weight": "embed.embedding.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+ATTENTION = {
+    STORED_LAYER + "self_attn.q_proj.weight": MODEL_LAYER + "attention.project.q.linear.weight",
+    STORED_LAYER + "self_attn.k_proj.weight": MODEL_LAYER + "attention.project.k.linear.weight",
+    STORED_LAYER + "self_attn.v_proj.weight": MODEL_LAYER + "attention.project.v.linear.weight",
+    STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "self_attn.q_proj.bias": MODEL_LAYER + "attention.project.q.linear.bias",
+    STORED_LAYER + "self_attn.k_proj.bias": MODEL_LAYER + "attention.project.k.linear.bias",
+    STORED_LAYER + "self_attn.v_proj.bias": MODEL_LAYER + "attention.project.v.linear.bias",
+    STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
+}
+FEED_FORWARD = {
+    STORED_LAYER + "mlp.gate_proj.weight": MODEL_LAYER + "feed_forward.gate.weight",
+    STORED_LAYER + "mlp.up_proj.weight": MODEL_LAYER + "feed_forward.up.weight",
+    STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
+    STORED_LAYER + "mlp.gate_proj.bias": MODEL_LAYER + "feed_forward.gate.bias",
+    STORED_LAYER + "mlp.up_proj.bias": MODEL_LAYER + "feed_forward.up.bias",
+    STORED_LAYER + "mlp.down_proj.bias": MODEL_LAYER + "feed_forward.down.bias",
+}
+PRE_NORMS = {
+    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
+    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
+    + "feed_forward_residual.norm.weight",
+}
+NAMES = EMBEDDING_AND_HEAD | ATTENTION | FEED_FORWARD | PRE_NORMS
+"""Stored name -> parameter name; {} is the layer. Absent parts are left out."""
+
+PREFIXES, HEAD = ("model.",), "lm_head.weight"
+"""The name prefix, and the head, that a base model saved alone lacks."""
+BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+"""Tensors that older versions stored; they follow from the config."""
+
+
+def check(config: GroupedQueryConfig) -> None:
+    """Check the numbers of the rotary scaling.
+
+    Raises:
+        ArgumentError: as in `rope.rotary_module`.
+    """
+    rope.rotary_module(config.rope)
+
+
+def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
+    """Build a decoder with initial weights; `block` builds a block from rotary and window."""
+    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+    head = Linear(config.hidden_size, config.vocab_size, bias=False)
+    if config.tie_word_embeddings:
+        head.weight = embedding.weight
+    rotary = rope.rotary_module(config.rope)
+    layers = [block(rotary, window) for window in config.windows()]
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, norm(config), head))
+
+
+def attention(
+    config: GroupedQueryConfig,
+    rotary: Rotary,
+    window: int | None = None,
+    *,
+    q_steps: Sequence[nn.Module] = (),
+    k_steps: Sequence[nn.Module] = (),
+    q_flat: nn.Module | None = None,
+    k_flat: nn.Module | None = None,
+    bias: bool = False,
+    output_bias: bool = False,
+) -> Attention:
+    """Build causal grouped-query attention, with a window if there is one.
+
+    The steps, norms and bias are those of `rope.rotary_heads`.
+    """
+    M, D, H, G = (
+        config.hidden_size,
+        config.head_dim,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    project = rope.rotary_heads(
+        M,
+        H,
+        G,
+        D,
+        rotary,
+        q_steps=q_steps,
+        k_steps=k_steps,
+        q_flat=q_flat,
+        k_flat=k_flat,
+        bias=bias,
+    )
+    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
+    return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask)
+
+
+def block(config: GroupedQueryConfig, mixer: Attention, *, bias: bool = False) -> Block:
+    """Build a pre-norm block of attention and a SwiGLU, which has biases if `bias`."""
+    feed_forward = SwiGLU(config.hidden_size, config.intermediate_size, bias=bias)
+    return Block(mixer, feed_forward, PreNorm(norm(config)), PreNorm(norm(config)))
+
+
+def norm(config: GroupedQueryConfig, dim: int | None = None) -> RMSNorm:
+    """Build an RMS norm of the model dim, or of another dim, with the config's eps."""
+    return RMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

@@ -1,0 +1,156 @@
+"""Name tables of families: which parameters a stored tensor holds, and in which layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How a stored tensor is split into parameters, and how they are joined again.
+
+    Attributes:
+        parameters: the names of the parameters, with {} for the numbers in the stored name, and *
+            for every number that exists.
+        unpack: (stored tensor, sizes of the parameters) -> the parameters, which may be views.
+        pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
+            shape that a file must have.
+        requires: a parameter without which the tensor does not exist: a part may have another name
+            where it has a certain neighbour.
+    """
+
+    parameters: tuple[str, ...]
+    unpack: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
+    pack: Callable[[Sequence[Tensor]], Tensor]
+    requires: str | None = None
+
+
+NameTable: TypeAlias = Mapping[str, str | TensorRule]
+"""Stored name -> name of the parameter, or a rule."""
+SAME_NAMES: NameTable = {}
+"""The table of a family whose parameters are stored under the names that they have here."""
+
+
+def as_stored(ours: str, *, requires: str | None = None) -> TensorRule:
+    """Return the rule of one parameter that is stored as it is."""
+    return TensorRule((ours,), lambda stored, _: (stored,), lambda parts: parts[0], requires)
+
+
+def transposed(ours: str) -> TensorRule:
+    """Return the rule of a matrix that is stored as [in, out].
+
+    >>> transposed("w").unpack(torch.zeros(2, 3), [torch.Size([3, 2])])[0].shape
+    torch.Size([3, 2])
+    """
+    return TensorRule((ours,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
+
+
+def stacked_rows(*ours: str) -> TensorRule:
+    """Return the rule of parameters that are stored as rows of one matrix, in this order.
+
+    >>> sizes = [torch.Size([1]), torch.Size([2])]
+    >>> [x.tolist() for x in stacked_rows("a", "b").unpack(torch.arange(3), sizes)]
+    [[0], [1, 2]]
+    """
+    return TensorRule(
+        ours,
+        lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
+        lambda parts: torch.cat(list(parts)),
+    )
+
+
+def weight_and_bias(theirs: str, ours: str) -> dict[str, str]:
+    """Return the table entries for the weight and the bias of a module.
+
+    >>> weight_and_bias("ln_f", "norm")
+    {'ln_f.weight': 'norm.weight', 'ln_f.bias': 'norm.bias'}
+    """
+    return {f"{theirs}.{end}": f"{ours}.{end}" for end in ("weight", "bias")}
+
+
+@dataclass(frozen=True)
+class TensorBinding:
+    """An entry of a table with its numbers filled in: the parameters that a stored tensor holds.
+
+    Attributes:
+        rule: the rule of the entry.
+        parameters: the names of the parameters.
+    """
+
+    rule: TensorRule
+    parameters: tuple[str, ...]
+
+
+def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
+    """Return stored name -> parameters, for the layers of a network; absent parts are left out.
+
+    >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> table = {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}
+    >>> list(bind_names(stacked, table))
+    ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
+    """
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if names is SAME_NAMES:
+        return {name: TensorBinding(as_stored(name), (name,)) for name in every}
+    by_pattern: dict[str, list[tuple[str, ...]]] = {}
+    for name in every:
+        numbers = tuple(part for part in name.split(".") if part.isdigit())
+        by_pattern.setdefault(name_pattern(name), []).append(numbers)
+    bindings: dict[str, TensorBinding] = {}
+    bound: set[str] = set()
+    for theirs, entry in names.items():
+        rule = as_stored(entry) if isinstance(entry, str) else entry
+        for numbers in _layers(rule.requires or rule.parameters[0], by_pattern):
+            ours = tuple(n for name in rule.parameters for n in _expand(name, numbers, by_pattern))
+            bindings[theirs.format(*numbers)] = TensorBinding(rule, ours)
+            bound.update(ours)
+    unnamed = set(every) - bound
+    assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
+    return bindings
+
+
+_MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
+"""A number in a parameter name, or its placeholder: "layers.{}.q.steps.0.weight" has two."""
+
+
+def name_pattern(name: str) -> str:
+    """Replace each number in a name by {}.
+
+    >>> name_pattern("layers.12.q.weight")
+    'layers.{}.q.weight'
+    """
+    return _MARK.sub("{}", name)
+
+
+def _fitting(
+    ours: str, known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield all numbers of each parameter that matches a name, and the numbers at its {} places."""
+    marks = _MARK.findall(ours)
+    for numbers in known.get(name_pattern(ours), []):
+        pairs = list(zip(marks, numbers, strict=True))
+        if all(mark in ("{}", "*", number) for mark, number in pairs):
+            yield numbers, tuple(number for mark, number in pairs if mark == "{}")
+
+
+def _layers(ours: str, known: Mapping[str, list[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Return the numbers that fit the {} places of a name, each once."""
+    return list(dict.fromkeys(filled for _, filled in _fitting(ours, known)))
+
+
+def _expand(
+    ours: str, numbers: tuple[str, ...], known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[str]:
+    """Yield a name with its numbers filled in; with *, all names that exist."""
+    if "*" not in ours:
+        yield ours.format(*numbers)
+        return
+    for all_numbers, filled in _fitting(ours, known):
+        if filled == numbers:
+            yield name_pattern(ours).format(*all_numbers)

@@ -1,0 +1,461 @@
+"""`convert`: convert a checkpoint folder into another, and report what changed.
+
+The new folder is written completely or not at all, with every file of the source that is not a
+weight.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, cast, get_args
+
+import torch
+from jaxtyping import Int
+from safetensors import SafetensorError
+from torch import Tensor
+
+from regard.configs.base import Raw
+from regard.configs.reader import IGNORED_KEYS
+from regard.deprecation import renamed_parameters
+from regard.errors import ArgumentError, FileError
+from regard.files.atomic_write import sync_to_disk, temporary_folder
+from regard.files.regular_files import checked_path_or_none
+from regard.files.strict_json import read_json
+from regard.models.convert.attention_maps import Checkpoint, ConversionStep, rebuild
+from regard.models.convert.context_length import Extension, extend_context
+from regard.models.convert.dtype import DTYPES, to_dtype
+from regard.models.convert.grouped_heads import HeadPooling, to_groups
+from regard.models.convert.latent_attention import to_latent
+from regard.models.convert.report import (
+    ConversionReport,
+    FinetuneResult,
+    ModelSummary,
+    compare_models,
+    evaluation_windows,
+)
+from regard.models.convert.rotary_layout import to_layout
+from regard.models.load import load, resolve_source
+from regard.models.model import Model
+from regard.models.save import save
+from regard.nn.projections import Projection
+from regard.positions.rotary import Layout
+from regard.units import plural
+from regard.untrusted_text import error_text
+
+COPIED_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template.jinja",
+    "LICENSE",
+    "LICENSE.txt",
+)
+"""Files that are copied unchanged."""
+SOURCE_ONLY_KEYS = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+"""Keys of config.json that describe only the source."""
+ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM"}
+"""`model_type` -> the class name in transformers, for families that a conversion may produce."""
+
+
+TARGETS = ("mha", "gqa", "mqa", "mla")
+"""The kinds of attention that a conversion can produce."""
+ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
+    "to": TARGETS,
+    "pooling": get_args(HeadPooling),
+    "rotary_layout": get_args(Layout),
+    "stored_layout": get_args(Layout),
+    "scaling": get_args(Extension),
+    "dtype": tuple(DTYPES),
+}
+"""Option -> the values that it may have."""
+Finetune: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], FinetuneResult]
+"""A function that trains a network in staging on rows of ids, such as `regard.train` has."""
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """What to change in a checkpoint; options that are None leave it as it is.
+
+    Args:
+        to: "mha", "gqa" (with kv_heads), "mqa" or "mla" (with rank).
+        kv_heads: the number of key/value heads; given alone, it means gqa.
+        pooling: how fewer key/value heads are computed.
+        rank: the rank of the latent; None with "mla" is the full rank.
+        rotary_layout: "half" or "interleaved".
+        stored_layout: the true layout of the weights, if it is not the one that config.json says.
+        context, scaling: the new context in tokens, and the rotary scaling that reaches it.
+        dtype: the dtype of the weights.
+
+    Raises:
+        ArgumentError: there is nothing to change, a name is unknown, or options contradict each
+            other.
+
+    >>> ConversionOptions(to="mqa", dtype="bfloat16").kv_heads
+    1
+    """
+
+    to: str | None = None
+    kv_heads: int | None = None
+    pooling: HeadPooling = "mean"
+    rank: int | None = None
+    rotary_layout: Layout | None = None
+    stored_layout: Layout | None = None
+    context: int | None = None
+    scaling: Extension = "yarn"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        asked = (self.to, self.kv_heads, self.rotary_layout, self.context, self.dtype)
+        if all(value is None for value in asked):
+            raise ArgumentError(
+                "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"
+            )
+        for name, known in ALLOWED_VALUES.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        if reason := self._contradiction():
+            raise ArgumentError(reason)
+        if self.to == "mqa":
+            object.__setattr__(self, "kv_heads", 1)
+
+    def _contradiction(self) -> str | None:
+        """Return the reason why options contradict each other, or None."""
+        heads = self.kv_heads is not None
+        fewer = heads or self.to == "mqa"
+        rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
+        checks = (
+            (
+                self.rank is not None and self.to != "mla",
+                "rank is given, but only mla has one: give to='mla'",
+            ),
+            (
+                heads and self.to == "mla",
+                "kv_heads is given, but mla has no key/value heads: leave it out",
+            ),
+            (
+                heads and self.to == "mha",
+                "kv_heads is given, but mha has as many as query heads: leave it out",
+            ),
+            (
+                self.to == "mqa" and self.kv_heads not in (None, 1),
+                f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out",
+            ),
+            (self.to == "gqa" and not heads, "to is gqa, and kv_heads is missing: give it"),
+            (
+                self.pooling != "mean" and not fewer,
+                f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
+            ),
+            (
+                self.scaling != "yarn" and self.context is None,
+                f"scaling {self.scaling} is given without context: give both",
+            ),
+            (
+                stored and not rotary,
+                "stored_layout is given without rotary_layout, the layout of the result: give both",
+            ),
+            (
+                self.to == "mla" and rotary and not stored,
+                (
+                    "rotary_layout is given, but the rotary key of mla is always interleaved: "
+                    "leave it out"
+                ),
+            ),
+        )
+        return next((reason for wrong, reason in checks if wrong), None)
+
+
+@renamed_parameters(heal="finetune", tell="report_progress")
+def convert(
+    source: str | Path,
+    out: str | Path,
+    wanted: ConversionOptions,
+    *,
+    text: str | None = None,
+    tokens: int = 4096,
+    length: int | None = None,
+    revision: str | None = None,
+    ignore: Sequence[str] = (),
+    finetune: Finetune | None = None,
+    report_progress: Callable[[str], None] | None = None,
+) -> ConversionReport:
+    """Convert a checkpoint folder, measure the effect, and write another folder.
+
+    The result is written next to `out` under another name, loaded again, measured as loaded, and
+    then renamed, so that `out` is complete or not there. The order is: layout of the stored
+    weights, heads or latents, context, layout, dtype.
+
+    Args:
+        source: a folder, "tiny", or a repository of the hub: see `regard.load`.
+        out: a folder that does not exist, or is empty; never the source.
+        wanted: what to change.
+        text: the text for the measurement; None is a built-in one, the topics of `pydoc`.
+        tokens: the largest number of its tokens to use.
+        length: the tokens of a window; None is the trained length, at most 512.
+        revision: the revision of a repository of the hub.
+        ignore: parts of the source to ignore, as in `regard.load`; the result does not have them.
+        finetune: trains the converted network in staging on the windows before it is written; None
+            does not train.
+        report_progress: called with a line of text at the beginning of each part of the work.
+
+    Returns:
+        What changed, and how the two models compare.
+
+    Raises:
+        ArgumentError: this model cannot be converted in this way.
+        FileError: a folder cannot be read or written.
+
+    >>> report = convert("tiny", "one-head", ConversionOptions(to="mqa"), tokens=256)
+    >>> report.before.cached_values, report.after.cached_values
+    (1024, 256)
+    >>> import regard
+    >>> regard.load("one-head").config.num_key_value_heads
+    1
+    """
+    folder, target = resolve_source(source, revision), Path(out)
+    report_progress = report_progress or _ignore_line
+    with staging_folder(folder, target) as staging:
+        return _convert(
+            source,
+            folder,
+            target,
+            staging,
+            wanted,
+            text,
+            (tokens, length),
+            finetune,
+            ignore,
+            report_progress,
+        )
+
+
+def _convert(
+    source: str | Path,
+    folder: Path,
+    target: Path,
+    staging: Path,
+    wanted: ConversionOptions,
+    text: str | None,
+    size: tuple[int, int | None],
+    finetune: Finetune | None,
+    ignore: Sequence[str],
+    report_progress: Callable[[str], None],
+) -> ConversionReport:
+    """Convert in a staging folder and rename it at the end."""
+    tokens, length = size
+    report_progress(f"reading {source}")
+    before = load(folder, kind=Model, ignore=ignore)
+    if not before.has_head:
+        raise ArgumentError(
+            f"{source} is a base model without a head, and a conversion is measured by logits; "
+            "convert the checkpoint of the language model"
+        )
+    first = Checkpoint(before.decoder, before.config)
+    limit = min(512, before.config.max_position_embeddings) if length is None else length
+    ids, source_text = evaluation_windows(before, text, limit, tokens)
+    report_progress(f"converting {plural(len(before.decoder.layers), 'layer')}")
+    after, steps = apply_conversions(first, wanted)
+    finetuning = None
+    if finetune is not None:
+        if not source_text:
+            raise ArgumentError(
+                "finetuning needs a text, and the model has no tokenizer to encode one"
+            )
+        report_progress(f"finetuning on {plural(ids.numel(), 'token')}")
+        after, finetuning = _finetuned(after, finetune, ids)
+    report_progress(f"writing {target}")
+    write_checkpoint(after, folder, read_json(folder / "config.json"), staging)
+    again = load(staging, kind=Model)
+    report_progress(f"measuring on {plural(ids.numel(), 'token')}")
+    measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
+    rename_to(staging, target)
+    return ConversionReport(
+        str(source),
+        str(target),
+        steps,
+        summarize(first),
+        summarize(Checkpoint(again.decoder, again.config)),
+        measured,
+        finetuning,
+        before.ignored,
+    )
+
+
+def apply_conversions(
+    checkpoint: Checkpoint, wanted: ConversionOptions
+) -> tuple[Checkpoint, tuple[ConversionStep, ...]]:
+    """Apply all conversions one after the other; the given checkpoint stays as it is.
+
+    Raises:
+        ArgumentError: one of them is not possible.
+    """
+    todo: list[Callable[[Checkpoint], tuple[Checkpoint, ConversionStep]]] = []
+    relayout = None
+    if wanted.rotary_layout is not None:
+        relayout = partial(to_layout, layout=wanted.rotary_layout, stored=wanted.stored_layout)
+    if relayout is not None and wanted.stored_layout is not None:
+        todo.append(relayout)
+    if wanted.to == "mla":
+        todo.append(partial(to_latent, rank=wanted.rank))
+    elif wanted.to == "mha":
+        todo.append(_to_mha)
+    elif wanted.kv_heads is not None:
+        todo.append(partial(to_groups, groups=wanted.kv_heads, pooling=wanted.pooling))
+    if wanted.context is not None:
+        todo.append(partial(extend_context, length=wanted.context, extension=wanted.scaling))
+    if relayout is not None and wanted.stored_layout is None:
+        todo.append(relayout)
+    if wanted.dtype is not None:
+        todo.append(partial(to_dtype, dtype=wanted.dtype))
+    steps = []
+    for step in todo:
+        checkpoint, done = step(checkpoint)
+        steps.append(done)
+    return checkpoint, tuple(steps)
+
+
+def summarize(checkpoint: Checkpoint) -> ModelSummary:
+    """Return the family, the dtype and the sizes of a checkpoint."""
+    unique = {id(p): p for p in checkpoint.network.parameters()}.values()
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in unique]
+    projections = [m for m in checkpoint.network.modules() if isinstance(m, Projection)]
+    cached_values = sum(sum(project.shape.memory) for project in projections)
+    return ModelSummary(
+        checkpoint.model_type,
+        max(set(dtypes), key=dtypes.count),
+        sum(p.numel() for p in unique),
+        cached_values,
+    )
+
+
+def _ignore_line(line: str) -> None:
+    """Discard a line of progress, for callers that want none."""
+
+
+def _to_mha(checkpoint: Checkpoint) -> tuple[Checkpoint, ConversionStep]:
+    return to_groups(checkpoint, checkpoint.config.num_attention_heads)
+
+
+def _finetuned(
+    checkpoint: Checkpoint, finetune: Finetune, ids: Tensor
+) -> tuple[Checkpoint, FinetuneResult]:
+    """Train a copy, since converted checkpoints share weights with the original."""
+    trained = rebuild(
+        checkpoint.config, {name: x.clone() for name, x in checkpoint.weights().items()}
+    )
+    done = finetune(trained.network.requires_grad_(True), ids)
+    return Checkpoint(trained.network.eval().requires_grad_(False), checkpoint.config), done
+
+
+def check_out(source: Path, out: Path) -> None:
+    """Check that a conversion would not overwrite anything.
+
+    Raises:
+        ArgumentError: out is the source, or is inside it.
+        FileError: out is a file, or a folder that is not empty.
+
+    >>> check_out(Path("a"), Path("a"))
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: out is a, which is the source or is inside it; a
+    conversion never writes there: give another folder
+    """
+    if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
+        raise ArgumentError(
+            f"out is {out}, which is the source or is inside it; a conversion never writes there: "
+            "give another folder"
+        )
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise FileError(f"{out} exists and is not a folder; give another name")
+    if out.is_dir() and any(out.iterdir()):
+        raise FileError(f"{out} is not empty; a conversion never overwrites: give a new folder")
+
+
+@contextmanager
+def staging_folder(source: Path, out: Path) -> Iterator[Path]:
+    """Create a folder next to `out` that is to become it, and that no other process uses.
+
+    After an error nothing remains, and remains of a killed conversion are removed.
+
+    Raises:
+        ArgumentError, FileError: as in `check_out`; another process is writing `out`; or the disk
+            raises an error.
+    """
+    check_out(source, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(out, alone=True) as folder:
+            check_out(source, out)  # another process may have finished it meanwhile
+            yield folder
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(
+            f"{out}: cannot write the folder: {error_text(error)}; free some space, or choose another"
+        ) from error
+
+
+def rename_to(folder: Path, out: Path) -> None:
+    """Rename a complete folder to `out`.
+
+    Raises:
+        OSError: the disk raises an error, or `out` is no longer empty.
+    """
+    if out.is_dir():
+        out.rmdir()
+    folder.rename(out)
+    sync_to_disk(out.parent)
+
+
+def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
+    """Write a converted checkpoint into a folder, with every file of the source that is not a
+    weight.
+
+    Raises:
+        FileError: a file of the source cannot be read.
+        OSError, SafetensorError: the disk raises an error; `staging_folder` reports it.
+    """
+    assert checkpoint.network.head is not None  # `convert` raises for a model without one
+    dtype = cast("Tensor", checkpoint.network.head.weight).dtype
+    save(checkpoint.network, checkpoint.config, folder, dtype)
+    config_path = folder / "config.json"
+    config = read_json(config_path)
+    copied_keys = {
+        key: raw[key] for key in raw if key in IGNORED_KEYS - SOURCE_ONLY_KEYS and key not in config
+    }
+    name = config["model_type"]
+    if name == raw.get("model_type") and "architectures" in raw:
+        copied_keys["architectures"] = raw["architectures"]
+    elif name in ARCHITECTURES:
+        copied_keys["architectures"] = [ARCHITECTURES[name]]
+    config_path.write_text(json.dumps({**config, **copied_keys}, indent=2) + "\n", "utf-8")
+    for file in COPIED_FILES:
+        if (path := checked_path_or_none(source, file)) is not None:
+            shutil.copyfile(path, folder / file)
+    for written_file in folder.iterdir():
+        sync_to_disk(written_file)
+    sync_to_disk(folder)

@@ -1,0 +1,255 @@
+"""`CacheConfig`: the kind of key/value cache that generation uses, and the largest context."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from torch import nn
+
+from regard.caches import CACHES, Cache, Growing, Latent, LayerSize
+from regard.deprecation import renamed_attribute
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
+from regard.masks import Causal, Mask
+from regard.models.decoder import Decoder
+from regard.nn import Attention, StreamingAttention
+from regard.nn.dynamic_rotary import PerRowRotary
+from regard.units import plural
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The kind of cache of the layers that keep every token, and the largest context.
+
+    Layers with a window or a recurrent state keep their own cache.
+
+    ===========  =====================================================  =======================
+    cache        what it keeps                                          beyond max_context
+    ===========  =====================================================  =======================
+    "growing"    every token, appended                                  raises before it starts
+    "fixed"      every token, allocated once                            raises before it starts
+    "paged"      every token, in pages that rows share                  raises before it starts
+    "quantised"  every token, 8 bits except the last 128: not exact     raises before it starts
+    "ring"       the last max_context tokens (a sliding window)         continues without limit
+    "streaming"  the first 4 tokens and the last max_context - 4        continues without limit
+    ===========  =====================================================  =======================
+
+    A cache class of your own is selected by its `kind`.
+
+    "ring" and "streaming" change the result after max_context tokens, in the same way for every
+    chunk size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
+
+    Args:
+        cache: the kind of cache.
+        max_context: the largest number of tokens of a row, prompt and continuation together; None
+            is no limit.
+
+    Raises:
+        ArgumentError: the kind is unknown, max_context is too small, or it is missing for a kind
+            that drops old tokens.
+
+    >>> CacheConfig("ring", 256).forgets
+    True
+
+    Source: "streaming" is Xiao et al. 2024 (arXiv 2309.17453).
+    """
+
+    cache: str = "growing"
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        kinds = dict(sorted(CACHES, key=lambda entry: entry[1].forgets))
+        if self.cache not in kinds:
+            hint = suggest(self.cache, kinds)
+            raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
+        least = self.kind.min_context
+        if self.max_context is None:
+            if self.forgets:
+                raise ArgumentError(
+                    f"cache={self.cache!r} needs max_context, the number of tokens that it keeps"
+                )
+        elif self.max_context < least:
+            raise ArgumentError(
+                f"max_context is {self.max_context}; it must be at least {least} for "
+                f"cache={self.cache!r}"
+            )
+
+    narrowing = renamed_attribute("extra_mask")
+    sized = renamed_attribute("with_capacity")
+    caches = renamed_attribute("new_caches")
+    fork = renamed_attribute("fork_cache")
+    narrow = renamed_attribute("restrict")
+
+    @property
+    def kind(self) -> type[Cache]:
+        """The class of the selected cache."""
+        return CACHES.find(self.cache)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the cache drops old tokens."""
+        return self.kind.evicts
+
+    @property
+    def extra_mask(self) -> Mask | None:
+        """The mask that bounds layers that keep every token; None changes no mask."""
+        return None if self.max_context is None else self.kind.narrowing_mask(self.max_context)
+
+    def check(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Check that a prompt and its continuation fit into max_context.
+
+        Args:
+            prompt_tokens: the number of tokens of the prompt.
+            new_tokens: the largest number of new tokens.
+
+        Raises:
+            ArgumentError: they do not fit, and the cache does not drop old tokens.
+        """
+        limit, total = self.max_context, prompt_tokens + new_tokens
+        if limit is not None and not self.forgets and total > limit:
+            advice = (
+                f"ask for at most {limit - prompt_tokens}"
+                if prompt_tokens < limit
+                else "shorten the prompt"
+            )
+            raise ArgumentError(
+                f"the prompt has {plural(prompt_tokens, 'token')} and max_tokens is {new_tokens}: "
+                f"{total} are more than max_context {limit}; {advice}, raise max_context, or use a "
+                'cache that drops old tokens: cache="ring" or "streaming"'
+            )
+
+    def with_capacity(self, prompt_tokens: int, new_tokens: int) -> CacheConfig:
+        """Return this configuration, checked, with max_context where the cache needs it.
+
+        A kind that is allocated once, and has no max_context, gets just enough slots.
+
+        Args:
+            prompt_tokens: the number of tokens of the prompt.
+            new_tokens: the largest number of new tokens.
+
+        Returns:
+            The configuration for a generation of this length.
+
+        Raises:
+            ArgumentError: as in `check`.
+        """
+        self.check(prompt_tokens, new_tokens)
+        if self.max_context is None and self.kind.needs_slots:
+            return CacheConfig(self.cache, max(1, prompt_tokens + new_tokens))
+        return self
+
+    def new_caches(self, decoder: Decoder, rows: int = 1) -> list[Cache]:
+        """Create an empty cache for each layer of a decoder.
+
+        Args:
+            decoder: the result of `restrict`.
+            rows: the largest number of rows of the batch.
+
+        Returns:
+            One cache per layer.
+        """
+        own_caches = decoder.new_caches()
+        if self == CacheConfig() or self.extra_mask is not None:
+            return own_caches
+        return [
+            self._layer_cache(layer, rows) if isinstance(cache, (Growing, Latent)) else cache
+            for cache, layer in zip(own_caches, decoder.layers, strict=True)
+        ]
+
+    def fork_cache(self, cache: Cache, rows: int = 1) -> Cache:
+        """Copy a cache of one row to several rows; rows of a paged cache share their pages.
+
+        Args:
+            cache: a cache of one row, which stays as it is.
+            rows: how many rows the copy has.
+
+        Returns:
+            The copy.
+        """
+        return cache.repeated(rows, self.max_context)
+
+    def restrict(self, decoder: Decoder) -> Decoder:
+        """Return the decoder with the masks that this cache needs.
+
+        It is the decoder itself, or a copy with the same parameters and narrower masks. "ring" adds
+        `Window(max_context)` to the mask of every layer that keeps every token. "streaming" makes
+        such a layer a `StreamingAttention` where its heads end with a rotary step, so that
+        distances stay inside the cache; otherwise it adds `Window(max_context - 4) | Sinks(4)`, at
+        the true positions.
+
+        Args:
+            decoder: the decoder of a model.
+
+        Returns:
+            The decoder to run with these caches.
+
+        Raises:
+            ArgumentError: a layer keeps every token and has no mask to restrict; or the rotary
+                frequencies depend on the length, and the cache is not "growing".
+        """
+        if self.cache != "growing" and has_dynamic_rotary(decoder):
+            raise ArgumentError(
+                f"cache is {self.cache!r}, but this model's rotary frequencies depend on the "
+                "length, "
+                'and its prefix is computed again when they change; only cache="growing" supports '
+                "that"
+            )
+        extra_mask = self.extra_mask
+        if extra_mask is None:
+            return decoder
+        shared = {id(x): x for x in (*decoder.parameters(), *decoder.buffers())}
+        restricted = copy.deepcopy(decoder, shared)
+        for i, layer in enumerate(restricted.layers):
+            if not isinstance(layer.get_submodule("attention").new_cache(), (Growing, Latent)):  # type: ignore[operator]
+                continue
+            if not isinstance(layer.attention, Attention):
+                raise ArgumentError(
+                    f"layer {i} is {type(layer.attention).__name__}, which keeps every token and "
+                    "has no mask to restrict; "
+                    f"cache={self.cache!r} cannot serve this model: choose one of "
+                    f"{', '.join(name for name, kind in CACHES if not kind.evicts)}"
+                )
+            layer.attention = _with_mask(layer.attention, extra_mask)
+        return restricted
+
+    def _layer_cache(self, layer: nn.Module, rows: int) -> Cache:
+        """Create the cache of a layer that keeps every token, for so many rows."""
+        if not self.kind.needs_widths:
+            return self.kind.for_layer(LayerSize(self.max_context, rows))
+        mixer = layer.get_submodule("attention")
+        shape = mixer.project.shape if isinstance(mixer, Attention) else None
+        if shape is None or len(shape.memory) > 2:
+            raise ArgumentError(
+                f"{type(mixer).__name__} stores more than keys and values, which "
+                f"cache={self.cache!r} "
+                "does not support; choose another one"
+            )
+        widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
+        return self.kind.for_layer(LayerSize(self.max_context, rows, tuple(widths)))
+
+
+def _with_mask(attention: Attention, mask: Mask) -> Attention:
+    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible."""
+    bound = mask.reach()
+    if bound.sinks and attention.mask == Causal() and attention.bias is None:
+        try:
+            return StreamingAttention(
+                attention.project,  # type: ignore[arg-type]
+                attention.output,
+                sinks=bound.sinks,
+                recent=bound.window,  # type: ignore[arg-type]
+                scale=attention.scale,
+                softcap=attention.softcap,
+                sink=attention.sink,
+            ).train(attention.training)
+        except (ArgumentError, TypeError):
+            # the heads do not end with one rotary step, so distances cannot stay inside the cache
+            pass
+    attention.mask = mask if attention.mask is None else attention.mask & mask
+    return attention
+
+
+def has_dynamic_rotary(decoder: nn.Module) -> bool:
+    """Whether rotary frequencies depend on the length, so that cached keys become outdated."""
+    return any(isinstance(module, PerRowRotary) for module in decoder.modules())

@@ -1,0 +1,313 @@
+"""`DecodeSession`, a decoder with the caches of a batch, and `PrefixCache`, a prompt that is read
+once and continued several times.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.caches import Cache
+from regard.deprecation import renamed_attribute, renamed_parameters
+from regard.errors import ArgumentError
+from regard.models.decoder import Decoder, check_ids
+from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
+from regard.models.tokenizer import Tokenizer
+from regard.nn import PrefixRecomputer
+from regard.span import Positions, slice_positions, slot_count
+
+
+class LanguageModel(Protocol):
+    """The parts of a model that generation uses; `regard.models.Model` has them."""
+
+    config: Any
+    """The config of the model's family, with vocab_size."""
+    decoder: Decoder
+    """The network: ids [B, T] -> logits [B, T, V]."""
+    eos_ids: frozenset[int]
+    """The ids that end a text."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which converts text to ids and ids to text."""
+        ...
+
+    def encode(self, text: str) -> Int[Tensor, "1 T"]:
+        """Convert a text to ids [1, T], with the special tokens that the tokenizer adds."""
+        ...
+
+
+class DecodeSession:
+    """A decoder with the caches of a batch; each token is read once.
+
+    A decoder whose rotary frequencies depend on the length runs through `regard.nn.Prefix`, which
+    computes the prefix again when the frequencies change, so that decoding with a cache equals one
+    pass. Such a prompt is read in one pass.
+
+    Args:
+        decoder: the network.
+        cache_config: the kind of cache and its size; None is the default of `CacheConfig`.
+        rows: the largest number of rows of the batch.
+
+    Raises:
+        ArgumentError: the decoder has no head; or as in `CacheConfig.restrict`.
+
+    >>> import regard, torch
+    >>> session = DecodeSession(regard.load("tiny").decoder)
+    >>> session.append(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape
+    torch.Size([1, 1024])
+    >>> session.append(torch.tensor([[5]])).shape
+    torch.Size([1, 1024])
+    """
+
+    read = renamed_attribute("append")
+
+    @renamed_parameters(room="cache_config")
+    def __init__(
+        self, decoder: Decoder, cache_config: CacheConfig | None = None, rows: int = 1
+    ) -> None:
+        decoder.require_head()
+        self._cache_config = CacheConfig() if cache_config is None else cache_config
+        self._decoder = self._cache_config.restrict(decoder)
+        self._prefix = PrefixRecomputer(self._decoder) if has_dynamic_rotary(decoder) else None
+        self._caches = self._cache_config.new_caches(self._decoder, rows)
+        parameter = next(decoder.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def caches(self) -> list[Cache]:
+        """The caches, one per layer."""
+        return self._caches if self._prefix is None else self._prefix.caches
+
+    @property
+    def bytes(self) -> int:
+        """The number of bytes in the caches of all layers."""
+        return sum(cache.bytes for cache in self.caches)
+
+    @torch.inference_mode()
+    def append(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        *,
+        chunk: int | None = None,
+    ) -> Float[Tensor, "B V"]:
+        """Read tokens that continue the ones read before, and return the logits after the last one.
+
+        Args:
+            ids: token ids [B, T], T at least 1.
+            positions: positions [B, T], -1 for padding; None continues from the last token of each
+                row.
+            chunk: the number of tokens per forward pass; None is one pass. It does not change the
+                result.
+
+        Returns:
+            Logits [B, V] for the token after the last slot of each row.
+        """
+        if self._prefix is not None:
+            return self._prefix(ids, positions, last=1)[:, -1]
+        T = ids.shape[1]
+        logits: Tensor | None = None
+        step = T if chunk is None else chunk
+        for a in range(0, T, step):
+            where = (
+                None
+                if positions is None
+                else slice_positions(positions, slice(a, min(T, a + step)))
+            )
+            logits = self._decoder(ids[:, a : a + step], where, self._caches, last=1)
+        assert logits is not None, "ids has at least one column"
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def fork(self, rows: int = 1) -> DecodeSession:
+        """Copy this session, which has one row, to a session with several rows.
+
+        Args:
+            rows: how many rows the copy has.
+
+        Returns:
+            The copy; this session stays as it is.
+        """
+        other = copy.copy(self)
+        if self._prefix is None:
+            other._caches = [self._cache_config.fork_cache(cache, rows) for cache in self._caches]
+        else:
+            other._prefix = self._prefix.fork()
+            if rows > 1:
+                other._prefix.select(torch.zeros(rows, dtype=torch.int64))
+        return other
+
+    @torch.inference_mode()
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
+        """Keep the given rows, in this order; a row may appear several times, or not at all.
+
+        Args:
+            rows: indices of rows.
+        """
+        batch = self.caches[0].batch if self.caches else None
+        if len(rows) == batch and torch.equal(rows.cpu(), torch.arange(batch)):
+            return None  # beams that keep their order cost nothing
+        if self._prefix is not None:
+            return self._prefix.select(rows)
+        for cache in self._caches:
+            cache.select(rows)
+        return None
+
+
+def pad_left(
+    rows: Sequence[Sequence[int]], start: int = 0
+) -> tuple[Int[Tensor, "B T"], Positions | None]:
+    """Stack rows of ids into one tensor, padded on the left.
+
+    Args:
+        rows: B rows of ids.
+        start: the position of the first token of each row.
+
+    Returns:
+        Ids [B, T], and positions [B, T] that are -1 in the padding; positions are None where no row
+        needs padding.
+
+    >>> ids, positions = pad_left([[7, 8, 9], [5]])
+    >>> ids.tolist(), positions.tolist()
+    ([[7, 8, 9], [0, 0, 5]], [[0, 1, 2], [-1, -1, 0]])
+    """
+    T = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (T - len(row)) + list(row) for row in rows], dtype=torch.int64)
+    if all(len(row) == T for row in rows):
+        return ids, None
+    gaps = torch.tensor([[T - len(row)] for row in rows])
+    slots = torch.arange(T)[None] - gaps
+    positions = torch.where(slots >= 0, slots + start, -1)
+    assert slot_count(positions) == T
+    return ids, positions
+
+
+class PrefixCache:
+    """A prompt that a model has read, whose caches several continuations share (prefix caching).
+
+    `model.cache_prefix` creates it. The ids of a continuation are the ids of the prefix, followed
+    by those of the new text. The two texts are tokenized separately, so that a word across the
+    border may have other tokens than in the joined text.
+
+    Args:
+        model: the model that reads.
+        prompt: the text to read, not empty.
+        prefix: a text that was read before, which the prompt continues; it stays as it is.
+        chunk: the number of tokens per forward pass; None is one pass.
+        cache_config: the kind of cache; None is that of `prefix`, or the default.
+
+    Attributes:
+        model, cache_config: the arguments.
+        ids: all ids read.
+        logits: logits [V] for the next token.
+        seconds: the model's time for reading the prompt.
+
+    Raises:
+        ArgumentError: the prompt is empty, or it does not fit into max_context.
+
+    >>> import regard
+    >>> model = regard.load("tiny")
+    >>> prefix = model.cache_prefix("Return the")
+    >>> texts = " list", ""
+    >>> one, two = ("".join(model.generate(text, prefix=prefix, max_tokens=2)) for text in texts)
+    >>> two == "".join(model.generate("Return the", max_tokens=2))
+    True
+    """
+
+    room = renamed_attribute("cache_config")
+
+    @renamed_parameters(after="prefix", room="cache_config")
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt: str,
+        *,
+        prefix: PrefixCache | None = None,
+        chunk: int | None = None,
+        cache_config: CacheConfig | None = None,
+    ) -> None:
+        self.model, self.cache_config = (
+            model,
+            CacheConfig() if cache_config is None else cache_config,
+        )
+        if prefix is not None:
+            check_prefix(prefix, model, cache_config)
+            self.cache_config = prefix.cache_config
+        elif self.cache_config.kind.needs_slots and self.cache_config.max_context is None:
+            raise ArgumentError(
+                f"cache={self.cache_config.cache!r} needs max_context here: the number of tokens "
+                "of the prompt and a continuation together"
+            )
+        new = encode_prompt(model, prompt, begun=prefix is not None)
+        self.ids: tuple[int, ...] = (*(prefix.ids if prefix is not None else ()), *new)
+        self.cache_config.check(len(self.ids), 0)
+        if not new:
+            raise ArgumentError(f"the text {prompt!r} has no tokens; give at least one character")
+        start = time.perf_counter()
+        self._session = (
+            DecodeSession(model.decoder, self.cache_config) if prefix is None else prefix.fork()
+        )
+        ids, _ = pad_left([new])
+        self.logits: Float[Tensor, " V"] = self._session.append(
+            ids.to(self._session.device), chunk=chunk
+        )[0]
+        self.seconds = time.perf_counter() - start
+
+    @property
+    def cache_bytes(self) -> int:
+        """The number of bytes in the caches of all layers."""
+        return self._session.bytes
+
+    def fork(self, rows: int = 1) -> DecodeSession:
+        """Create a session that has read this prefix in every row.
+
+        Args:
+            rows: the number of rows.
+
+        Returns:
+            The session; this prefix stays as it is.
+        """
+        return self._session.fork(rows)
+
+
+def check_prefix(
+    prefix: PrefixCache, model: LanguageModel, cache_config: CacheConfig | None
+) -> None:
+    """Check that a prefix was read by this model, and that no other cache is asked for.
+
+    Raises:
+        ArgumentError: another model read it, or `cache_config` is not None.
+    """
+    if prefix.model is not model:
+        raise ArgumentError(
+            "prefix was read by another model; create it with this one: model.cache_prefix(...)"
+        )
+    if cache_config is not None:
+        raise ArgumentError(
+            f"prefix has its own caches, {prefix.cache_config}; give max_context and cache to "
+            "cache_prefix(...) instead"
+        )
+
+
+def encode_prompt(model: LanguageModel, text: str, *, begun: bool) -> list[int]:
+    """Convert a prompt to ids; only at the beginning of a text are special tokens added.
+
+    Args:
+        model: the model with its tokenizer.
+        text: the prompt.
+        begun: whether the text continues one that was read before.
+
+    Raises:
+        ArgumentError: the text has no tokens and does not continue another, or an id is outside the
+            vocabulary.
+    """
+    ids = model.tokenizer.encode(text) if begun else model.encode(text)[0].tolist()
+    check_ids(pad_left([ids])[0], model.config.vocab_size)
+    return ids

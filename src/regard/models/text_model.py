@@ -1,0 +1,226 @@
+"""The base class of `Model`, `TextEncoder` and `Seq2Seq`: tokenizer, device, dtype, decoding,
+saving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from regard.deprecation import renamed_attribute
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.models.save import save_model
+from regard.models.tokenizer import Tokenizer
+from regard.span import Positions, as_tensor
+
+
+class TextModel:
+    """A network with its config, and with its tokenizer if there is one.
+
+    `Model`, `TextEncoder` and `Seq2Seq` derive from it. All three are callable, and all three have
+    `forward`, `encode`, `decode`, `device`, `dtype` and `save`.
+
+    Args:
+        network: the module that computes.
+        tokenizer: converts texts to ids and back; None raises where one is needed.
+        config: the frozen config of the network's family.
+        newly_initialized: names of weights that the checkpoint lacked.
+        ignored: parts of the checkpoint that were not used.
+
+    Attributes:
+        config: the frozen config of the network's family.
+        newly_initialized: names of weights that the checkpoint lacked and was allowed to lack. They
+            have random values and are not trained.
+        ignored: keys of config.json, tensors and files that the checkpoint has and that were not
+            used; see `regard.load`.
+
+    >>> TextModel(nn.Identity(), None, config=None).tokenizer
+    Traceback (most recent call last):
+    regard.errors.FileError: this model has no tokenizer: its folder holds no
+    tokenizer.json; give ids instead of texts, or add the file (transformers converts
+    a tokenizer.model or vocab.txt: save_pretrained of a fast tokenizer)
+    """
+
+    fresh = renamed_attribute("newly_initialized")
+
+    def __init__(
+        self,
+        network: nn.Module,
+        tokenizer: Tokenizer | None,
+        config: Any,
+        newly_initialized: Collection[str] = (),
+        ignored: Collection[str] = (),
+    ) -> None:
+        self._network, self._tokenizer, self.config = network, tokenizer, config
+        self.newly_initialized, self.ignored = tuple(newly_initialized), tuple(ignored)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the network's weights; `encode` creates ids there."""
+        parameter = next(self._network.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the network's weights, which is that of its first floating-point weight."""
+        floats = (p.dtype for p in self._network.parameters() if p.is_floating_point())
+        return next(floats, torch.get_default_dtype())
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has a tokenizer, so that it accepts texts."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, which converts text to ids and ids to text.
+
+        Raises:
+            FileError: the model's folder had no tokenizer.json.
+        """
+        if self._tokenizer is None:
+            raise FileError(
+                "this model has no tokenizer: its folder holds no tokenizer.json; give ids instead "
+                "of texts, or add the file (transformers converts a tokenizer.model or vocab.txt: "
+                "save_pretrained of a fast tokenizer)"
+            )
+        return self._tokenizer
+
+    @overload
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = ..., positions: None = ...
+    ) -> str: ...
+
+    @overload
+    def decode(
+        self,
+        ids: Int[Tensor, " T"] | Int[Tensor, "B T"],
+        *,
+        skip_special_tokens: bool = ...,
+        positions: Positions | None = ...,
+    ) -> str | list[str]: ...
+
+    def decode(
+        self,
+        ids: Sequence[int] | Tensor,
+        *,
+        skip_special_tokens: bool = False,
+        positions: Positions | None = None,
+    ) -> str | list[str]:
+        """Convert token ids to text.
+
+        Args:
+            ids: token ids, a sequence or a tensor [T]; or a batch, a tensor [B, T].
+            skip_special_tokens: whether to leave out special tokens, such as the end of text.
+            positions: the positions [B, T] that belong to a batch, as `encode` returns them; tokens
+                at position -1 are padding and are left out.
+
+        Returns:
+            The text; for a batch, a list with one text for each row.
+
+        Raises:
+            ArgumentError: an id is outside the vocabulary, or ids have more than two dimensions.
+            FileError: the model has no tokenizer.
+
+        >>> import regard
+        >>> model = regard.load("tiny")
+        >>> model.decode(model.encode("Return the"))
+        ['Return the']
+        >>> model.decode([1, 2, 3]) == model.tokenizer.decode([1, 2, 3])
+        True
+        """
+        tokenizer = self.tokenizer
+        if not isinstance(ids, Tensor):
+            return tokenizer.decode(ids, skip_special=skip_special_tokens)
+        if ids.ndim not in (1, 2):
+            raise ArgumentError(f"ids are {tuple(ids.shape)}; they must be [T] or [batch, T]")
+        batch = ids if ids.ndim == 2 else ids[None]
+        is_token = torch.ones(batch.shape, dtype=torch.bool)
+        if positions is not None:
+            is_token = (as_tensor(positions, torch.device("cpu")) >= 0).expand(batch.shape)
+        texts = [
+            tokenizer.decode(row[mask].tolist(), skip_special=skip_special_tokens)
+            for row, mask in zip(batch.cpu(), is_token, strict=True)
+        ]
+        return texts if ids.ndim == 2 else texts[0]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the model to a folder that `regard.load` and transformers can read.
+
+        The folder holds config.json, model.safetensors, and tokenizer.json if the model has a
+        tokenizer. The folder is complete or it is not there: it is written under another name first
+        and then renamed.
+
+        Args:
+            folder: a folder that does not exist yet, or is empty.
+
+        Returns:
+            The path of the folder.
+
+        Raises:
+            FileError: the folder exists and is not empty, or it cannot be written.
+
+        >>> import regard
+        >>> folder = regard.load("tiny").save("saved-model")
+        >>> regard.load(folder).config.vocab_size
+        1024
+        """
+        return save_model(
+            self._network,
+            self.config,
+            Path(folder),
+            dtype=self.dtype,
+            tokenizer=self._tokenizer,
+            json_files=self._json_files(),
+        )
+
+    def _json_files(self) -> Mapping[str, Any]:
+        """Return the contents of further JSON files to save: path in the folder to content."""
+        return {}
+
+
+def as_text_list(texts: str | Sequence[str], name: str = "texts") -> list[str]:
+    """Return one text, or several, as a list.
+
+    Raises:
+        ArgumentError: there is no text.
+        ArgumentTypeError: one of them is not a str.
+
+    >>> as_text_list("one"), as_text_list(["one", "two"])
+    (['one'], ['one', 'two'])
+    """
+    text_list = [texts] if isinstance(texts, str) else list(texts)
+    if not text_list:
+        raise ArgumentError(f"{name} is empty; give at least one text")
+    for i, text in enumerate(text_list):
+        if not isinstance(text, str):
+            raise ArgumentTypeError(f"{name}[{i}] is {type(text).__name__}; it must be str")
+    return text_list
+
+
+def pad_right(
+    rows: Sequence[Sequence[int]], device: torch.device | None = None
+) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
+    """Stack rows of different length into one tensor, with zeros after the shorter ones.
+
+    Args:
+        rows: B rows of numbers.
+        device: where the tensors are created.
+
+    Returns:
+        The numbers [B, S], and their positions [B, S], which are -1 in the padding.
+
+    >>> pad_right([[5, 6, 7], [8]])[0].tolist(), pad_right([[5, 6, 7], [8]])[1].tolist()
+    ([[5, 6, 7], [8, 0, 0]], [[0, 1, 2], [0, -1, -1]])
+    """
+    longest = max(map(len, rows))
+    sizes = torch.tensor([len(row) for row in rows], device=device)[:, None]
+    padded = [[*row, *[0] * (longest - len(row))] for row in rows]
+    ids = torch.tensor(padded, dtype=torch.int64, device=device)
+    slots = torch.arange(longest, device=device)[None]
+    return ids, slots.where(slots < sizes, -1)
