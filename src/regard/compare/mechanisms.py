@@ -10,7 +10,7 @@ import torch
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.models.assembly.catalogue_mixer import decoder_variants, find_variant
+from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.nn.variants.registry import parse_options
@@ -90,7 +90,7 @@ class Contestant:
     @property
     def recurrent(self) -> bool:
         """Whether its memory is a state of fixed size."""
-        return find_variant(self.attention).family in RECURRENT
+        return find_decoder_variant(self.attention).family in RECURRENT
 
     def config(self, shape: Shape) -> Config:
         """A decoder with this mechanism in every layer.
@@ -195,7 +195,7 @@ def _contestant(name: str, shape: Shape) -> Contestant:
             "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
         )
     parts = [part for part in settings.split(",") if part]
-    return Contestant(name, attention, parse_options(parts, find_variant(attention)))
+    return Contestant(name, attention, parse_options(parts, find_decoder_variant(attention)))
 
 
 def parameters(config: Config) -> int:

@@ -81,7 +81,8 @@ def repository_of(source: str | Path) -> str | None:
         return None
     if path.parent.exists():
         raise FileError(
-            f"no model {short_repr(source)}: there is no such folder, and because there is a folder "
+            f"no model {short_repr(source)}: there is no such folder, and because there is a "
+            "folder "
             f"{short_repr(str(path.parent))} here it "
             "is not treated as a repository of the hub, and nothing is downloaded. If you mean the "
             "repository, "

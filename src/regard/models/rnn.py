@@ -135,7 +135,7 @@ class RecurrentEncoderDecoder(nn.Module):
         h = h if self.bridge is None else torch.tanh(self.bridge(h))
         return EncoderOutput(EncodedSource(states, positions), (h, *cell))
 
-    def begin(self, encoded: EncoderOutput) -> Carried:
+    def begin(self, encoded: EncoderOutput) -> DecoderState:
         """Return the state of the decoder before its first step.
 
         Args:
@@ -148,7 +148,7 @@ class RecurrentEncoderDecoder(nn.Module):
 
     def step(
         self, ids: Int[Tensor, "B T"], carried: DecoderState, positions: Positions | None = None
-    ) -> tuple[Float[Tensor, "B T V"], Carried]:
+    ) -> tuple[Float[Tensor, "B T V"], DecoderState]:
         """Compute logits for the token after each of the next ids.
 
         Args:

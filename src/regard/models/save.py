@@ -105,6 +105,7 @@ def save_model(
         if isinstance(error, FileError):
             raise
         raise FileError(
-            f"{folder}: cannot write the folder: {error_text(error)}; free some space, or choose another"
+            f"{folder}: cannot write the folder: {error_text(error)}; free some space, or "
+            "choose another"
         ) from error
     return folder

@@ -133,7 +133,8 @@ def read_pooling(folder: Path) -> Pooling | None:
     kinds = [kind for kind, _ in modules]
     if kinds not in ([*SENTENCE_TRANSFORMERS_MODULES[:2]], [*SENTENCE_TRANSFORMERS_MODULES]):
         raise FileError(
-            f"{folder / 'modules.json'} has the modules {escape_controls(', '.join(kinds)[:200])}; only "
+            f"{folder / 'modules.json'} has the modules "
+            f"{escape_controls(', '.join(kinds)[:200])}; only "
             f"{', '.join(SENTENCE_TRANSFORMERS_MODULES)} are supported, the last "
             "may be absent; without the file, the model loads and its states can be pooled"
         )

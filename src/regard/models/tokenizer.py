@@ -413,6 +413,7 @@ def _check_ids(content: dict[str, Any], file: Path) -> None:
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < MAX_TOKEN_ID), None)
     if wrong is not None:
         raise FileError(
-            f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to {MAX_TOKEN_ID - 1}, "
+            f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to "
+            f"{MAX_TOKEN_ID - 1}, "
             "without large gaps"
         )

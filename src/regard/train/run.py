@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder, write_user_file
 from regard.files.folder_lock import folder_locked
-from regard.models.assembly.catalogue_mixer import decoder_variants, find_variant
+from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
 from regard.models.families import family, llama, model_type_of, regard
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def unreached(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]
 def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     """The mechanism's own options, and the window that is put over it."""
     name = o["attention"]
-    entry = find_variant(name)
+    entry = find_decoder_variant(name)
     own, chosen = option_names(entry), parse_options(o.get("set") or (), entry)
     for key, flag, value in (
         ("groups", "--kv-heads", o.get("kv_heads")),

@@ -239,7 +239,7 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 def listing(*, json: bool) -> str:
     """Return the known models with their parameters, and the machines with their sources."""
-    sizes = {name: model_of(name).parameters for name in KNOWN}
+    sizes = {name: model_of(name).parameters for name in PUBLISHED_MODELS}
     if json:
         models = {
             name: {"parameters": n, "source": PUBLISHED_MODELS[name].source}

@@ -447,7 +447,7 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     path = single(tmp_path)
     store = CheckpointTensors.open(tmp_path)
-    fill = reading.fill
+    fill = safetensors_reader.read_into
 
     def write_after(*args: Any) -> None:
         fill(*args)

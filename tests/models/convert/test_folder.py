@@ -360,7 +360,10 @@ def test_two_conversions_into_one_folder(source: Path, tmp_path: Path) -> None:
     left = tmp_path / ".writing-out"
     left.mkdir()
     (left / "half").write_text("of a killed run")
-    with locked(left), pytest.raises(FileError, match="out is being written by another run; wait"):
+    with (
+        folder_locked(left),
+        pytest.raises(FileError, match="out is being written by another run; wait"),
+    ):
         convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), text=TEXT)
     assert (left / "half").exists()
     convert(source, tmp_path / "out", ConversionOptions(kv_heads=2), text=TEXT)

@@ -124,7 +124,7 @@ def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
     return None
 
 
-def _heads(mixer: Mixer) -> Sequence[HeadProjection | Fused] | None:
+def _heads(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
     """Return the projections of queries and keys; None if they are not plain softmax heads."""
     if type(mixer) is not Attention:
         return None
@@ -170,13 +170,13 @@ def decoder_variants() -> tuple[str, ...]:
     return tuple(sorted(name for name, entry in VARIANTS.items() if _unfit(entry) is None))
 
 
-def find_variant(name: str) -> Variant:
+def find_decoder_variant(name: str) -> Variant:
     """Return the mechanism for a decoder with this name.
 
     Raises:
         ArgumentError: no mechanism has this name, or it cannot be the layer of a decoder.
 
-    >>> find_variant("gqa").family
+    >>> find_decoder_variant("gqa").family
     'softmax'
     """
     entry = find_variant(name)
@@ -232,7 +232,7 @@ def build_mixer(
     >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
     causal & window(3)
     """
-    entry = find_variant(name)
+    entry = find_decoder_variant(name)
     check_position(position)
     own = option_names(entry)
     ours = {**CAUSAL_OPTIONS, **dict.fromkeys(LAYER_INDEX_OPTIONS, layer)}

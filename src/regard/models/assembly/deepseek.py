@@ -54,7 +54,7 @@ BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
 """Other tensors in files: V3 has a 62nd layer that predicts a second token and is not loaded."""
 
 
-def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
+def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
     """Return the groups of experts of a config.
 
     Raises:

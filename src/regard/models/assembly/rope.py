@@ -67,7 +67,7 @@ def rotary_heads(
     q_flat: nn.Module | None = None,
     k_flat: nn.Module | None = None,
     bias: bool = False,
-) -> Separate:
+) -> SeparateQKV:
     """Build the projection of queries, keys and values with rotary as the last step of the first
     two.
 

@@ -103,7 +103,7 @@ def _check_counts(raw: Raw, tensors: int) -> None:
             )
 
 
-def read_json(folder: Path, name: str, *, limit: int = strict.MAX_BYTES) -> dict[str, Any]:
+def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) -> dict[str, Any]:
     """Read a file of a model folder that contains one JSON object.
 
     Args:
@@ -113,7 +113,7 @@ def read_json(folder: Path, name: str, *, limit: int = strict.MAX_BYTES) -> dict
     Raises:
         FileError: the file is missing, outside the folder, too large, or contains something else.
     """
-    content: dict[str, Any] = strict.read_json(checked_path(folder, name), limit=limit)
+    content: dict[str, Any] = strict_json.read_json(checked_path(folder, name), limit=limit)
     return content
 
 
@@ -132,7 +132,8 @@ def read_eos_ids(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozens
     ids = value if isinstance(value, list) else [value] if value is not None else []
     if not all(type(i) is int and i >= 0 for i in ids):
         raise FileError(
-            f"{folder}: eos_token_id is {short_repr(value)}; it must be a token id or a list of token "
+            f"{folder}: eos_token_id is {short_repr(value)}; it must be a token id or a list of "
+            "token "
             "ids"
         )
     if not ids and tokenizer is not None and tokenizer.end_of_text is not None:

@@ -252,7 +252,8 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     for pair in pairs:
         if pair.plain.name in entries:
             raise FileError(
-                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored both plain and packed; "
+                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored both plain and "
+                "packed; "
                 "keep one"
             )
         entries[pair.plain.name] = pair.plain
@@ -313,7 +314,7 @@ def _block(folder: Path, quantization_config: Mapping[str, Any]) -> int:
     return side
 
 
-def _scales(store: CheckpointTensors, values: StoredTensor, name: str) -> Stored:
+def _scales(store: CheckpointTensors, values: StoredTensor, name: str) -> StoredTensor:
     if name not in store.tensors:
         raise FileError(
             f"{values.file}: {short_repr(values.name)} is packed, and its scales "

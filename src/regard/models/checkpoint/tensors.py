@@ -221,7 +221,7 @@ def read_index(folder: Path) -> Mapping[str, str]:
     path = checked_path(folder, INDEX)
     raw = read_bytes(path, HEADER_LIMIT)
     try:
-        index = strict.parse_json(raw)
+        index = strict_json.parse_json(raw)
     except ArgumentError as e:
         kind = "" if raw.lstrip().startswith(b"{") else identify_format(raw[:64])
         raise FileError(f"{path} {e}{f'; {kind}' if kind else ''}") from e
@@ -349,7 +349,8 @@ def missing_config_error(folder: Path) -> FileError:
         )
     elif inner:
         hint = (
-            f"its subfolder {short_repr(inner[0])} has one ({plural(len(inner), 'subfolder')} in all): "
+            f"its subfolder {short_repr(inner[0])} has one "
+            f"({plural(len(inner), 'subfolder')} in all): "
             "give that folder"
         )
     else:

@@ -142,11 +142,13 @@ def _check_shapes(
         wanted = tuple(binding.rule.pack(meta).shape)
         if entry.shape != wanted:
             raise FileError(
-                f"{entry.file}: {escape_controls(stored_name)} is {entry.shape}; the config says {wanted}"
+                f"{entry.file}: {escape_controls(stored_name)} is {entry.shape}; the "
+                f"config says {wanted}"
             )
         if not entry.dtype.is_floating_point:
             raise FileError(
-                f"{entry.file}: {escape_controls(stored_name)} is {entry.dtype}; a weight must be a "
+                f"{entry.file}: {escape_controls(stored_name)} is {entry.dtype}; a "
+                "weight must be a "
                 "floating-point number"
             )
 
@@ -350,7 +352,8 @@ def _mapping(
             if removed or added:
                 return None
             raise FileError(
-                f"{folder}: {short_repr(name)} and {short_repr(taken[mapped])} are two names of {mapped}; "
+                f"{folder}: {short_repr(name)} and {short_repr(taken[mapped])} are two "
+                f"names of {mapped}; "
                 "keep one"
             )
         names[name], taken[mapped] = mapped, name

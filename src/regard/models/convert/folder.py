@@ -415,7 +415,8 @@ def staging_folder(source: Path, out: Path) -> Iterator[Path]:
         if isinstance(error, FileError):
             raise
         raise FileError(
-            f"{out}: cannot write the folder: {error_text(error)}; free some space, or choose another"
+            f"{out}: cannot write the folder: {error_text(error)}; free some space, or "
+            "choose another"
         ) from error
 
 

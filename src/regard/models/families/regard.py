@@ -89,5 +89,11 @@ def _block(config: Config, layer: int) -> Block:
     return Block(config.mixer(layer), feed_forward, *paths)
 
 
-FAMILY = Family(Config, build, SAME_NAMES, complete_config=lambda config, raw, stored: config)
-"""The config says all: stored tensors complete_config nothing."""
+FAMILY = Family(
+    Config,
+    build,
+    SAME_NAMES,
+    complete_config=lambda config, raw, stored: config,
+    rename_stored=current_weight_name,
+)
+"""The config alone decides what is built; parameter names of earlier releases still load."""
