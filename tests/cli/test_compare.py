@@ -15,7 +15,7 @@ import pytest
 
 from regard.cli import main
 from regard.compare import experiment, quality
-from regard.compare.mechanisms import NAMES
+from regard.compare.mechanisms import DEFAULT_NAMES
 
 SMALL = (
     "--dim",
@@ -99,14 +99,14 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_ctrl_c_prints_and_writes_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = experiment.Store.write
+    real = experiment.ExperimentStore.write
 
     def write(self: Any, one: Any, numbers: Any, seconds: float) -> None:
         real(self, one, numbers, seconds)
         if one.name == "decode/6":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(experiment.Store, "write", write)
+    monkeypatch.setattr(experiment.ExperimentStore, "write", write)
     out = ("--out", str(tmp_path / "kept"), "--csv", str(tmp_path / "c.csv"), "--json")
     told = json.loads(said(capsys, "mqa", *SMALL, *out, code=130))
     assert told["interrupted"] is True
@@ -115,7 +115,7 @@ def test_ctrl_c_prints_and_writes_what_is_done(
     assert entry["training"] is None
     (row,) = csv.DictReader((tmp_path / "c.csv").read_text().splitlines())
     assert (row["kv_bytes_6"], row["kv_bytes_12"]) == (str(4 * 16 * 6), "")
-    monkeypatch.setattr(experiment.Store, "write", real)
+    monkeypatch.setattr(experiment.ExperimentStore, "write", real)
     told = json.loads(said(capsys, "mqa", *SMALL, *out))
     assert told["interrupted"] is False
     assert list(told["mechanisms"][0]["decode"]) == ["6", "12"]
@@ -133,7 +133,7 @@ def test_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "--list")
-    for name in (*NAMES, "text", "mqar", "passkey"):
+    for name in (*DEFAULT_NAMES, "text", "mqar", "passkey"):
         assert any(row.startswith(f"  {name} ") for row in out.splitlines()), name
 
 
@@ -182,7 +182,7 @@ def test_progress_on_a_terminal_replaces_itself(
 
     monkeypatch.setattr(compare.sys.stderr, "isatty", lambda: terminal, raising=False)
     for line in ("text/mha (1/2)", "  step 1/2, loss 3", "text/mqa (2/2, about 0:05 left)"):
-        compare._say(line)
+        compare._report(line)
     err = capsys.readouterr().err
     if terminal:
         assert err.split("\r\x1b[K") == [

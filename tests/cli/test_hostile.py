@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from regard.cli import explain as command
-from regard.cli.app import LONGEST, run
+from regard.cli.app import MAX_MESSAGE, run
 from regard.errors import ArgumentError
 from regard.inspect.explain.reading import Reading
 from tests.fuzz.box import RAW
@@ -53,7 +53,7 @@ def test_hostile_words(
         plain = re.sub(r"\x1b\[[0-9;]*m", "", said.err)
         assert not RAW.search(plain), (name, plain[:300])
         assert "Traceback" not in plain
-        assert 20 < len(plain) < 2 * LONGEST, (name, len(plain))
+        assert 20 < len(plain) < 2 * MAX_MESSAGE, (name, len(plain))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_hostile_masks(
     said = capsys.readouterr()
     assert code == 2
     assert re.search(message, said.err), said.err[:500]
-    assert len(said.err) < 2 * LONGEST
+    assert len(said.err) < 2 * MAX_MESSAGE
 
 
 def _reading(tokens: int) -> Reading:
@@ -93,7 +93,7 @@ def _reading(tokens: int) -> Reading:
 def test_explain_takes_16384_tokens_and_no_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command.LONGEST == 16_384
+    assert command.MAX_TOKENS == 16_384
     check = getattr(command._check_length, "__wrapped__", command._check_length)
     check(_reading(16_384))
     with pytest.raises(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.compare.quality import Lesson, Recall, Text, lessons
+from regard.compare.quality import EvalTask, RecallTask, TextTask, eval_tasks
 from regard.errors import ArgumentError
 from regard.train.corpus import Document
 from regard.train.tasks.base import IGNORED
@@ -28,7 +28,7 @@ def table(seed: int) -> nn.Module:
 
 
 def test_bits_per_byte_are_counted_byte_by_byte() -> None:
-    lesson, model = Text(LETTERS, context=10, batch=2), table(0)
+    lesson, model = TextTask(LETTERS, context=10, batch=2), table(0)
     rows = _judged_rows(lesson)
     total = 0.0
     for row in rows.tolist():
@@ -41,7 +41,7 @@ def test_bits_per_byte_are_counted_byte_by_byte() -> None:
     assert found["bits_per_byte"] == pytest.approx(total / (len(rows) * 10), rel=1e-6)
 
 
-def _judged_rows(lesson: Text) -> Tensor:
+def _judged_rows(lesson: TextTask) -> Tensor:
     seen: list[Tensor] = []
 
     class Spy(nn.Module):
@@ -63,7 +63,7 @@ def _judged_rows(lesson: Text) -> Tensor:
 
 def test_text_is_cut_in_three_that_share_no_byte_of_the_source() -> None:
     letters = "".join(chr(33 + i % 90) for i in range(4000))
-    lesson = Text([Document("one", letters)], context=8, batch=2)
+    lesson = TextTask([Document("one", letters)], context=8, batch=2)
     train, select, judge = (bytes(s.tolist()).rstrip(b"\0").decode() for s in lesson._streams)
     assert train + select + judge == letters
     assert len(judge) == pytest.approx(2 * len(select), abs=3)
@@ -77,12 +77,12 @@ def test_too_little_text_is_refused() -> None:
     with pytest.raises(
         ArgumentError, match=r"text here leaves .* bytes for validation; rows of 100 need 303"
     ):
-        Text([Document("a", "b" * 2000)], 100, 2, "here").feed(0)
+        TextTask([Document("a", "b" * 2000)], 100, 2, "here").feed(0)
 
 
 @pytest.mark.parametrize("name,length", [("mqar", 12), ("passkey", 30)])
 def test_recall_is_counted_answer_by_answer(name: str, length: int) -> None:
-    lesson = Recall(name, length, 4)
+    lesson = RecallTask(name, length, 4)
     examples = lesson.task.examples("validation", 512, "judge")
     vocabulary = lesson.task.vocabulary
 
@@ -113,7 +113,7 @@ def test_recall_is_counted_answer_by_answer(name: str, length: int) -> None:
 
 
 def test_rates_are_chosen_by_other_examples_than_models_are_judged_by() -> None:
-    lesson = Recall("passkey", 40, 4)
+    lesson = RecallTask("passkey", 40, 4)
     trained = {tuple(row.tolist()) for _ in range(20) for row in next(lesson.feed(0)).source}
     chosen = {tuple(row.tolist()) for row in lesson.selection.source}  # type: ignore[attr-defined]
     assert trained.isdisjoint(chosen)
@@ -121,7 +121,7 @@ def test_rates_are_chosen_by_other_examples_than_models_are_judged_by() -> None:
 
 
 def test_seeds_draw_other_batches() -> None:
-    for lesson in (Recall("mqar", 12, 4), Text(LETTERS, 8, 2)):
+    for lesson in (RecallTask("mqar", 12, 4), TextTask(LETTERS, 8, 2)):
         first, again, other = (next(lesson.feed(seed)) for seed in (0, 0, 1))
         rows = [x if isinstance(x, Tensor) else x.source for x in (first, again, other)]
         assert torch.equal(rows[0], rows[1])
@@ -129,25 +129,25 @@ def test_seeds_draw_other_batches() -> None:
 
 
 def test_settings_tell_data_apart() -> None:
-    def told(lesson: Lesson) -> str:
+    def told(lesson: EvalTask) -> str:
         return repr(lesson.settings)
 
-    same = Text(LETTERS, 8, 2)
-    assert told(same) == told(Text(list(LETTERS), 8, 2))
-    for other in (Text(LETTERS[:3], 8, 2), Text(LETTERS, 9, 2), Text(LETTERS, 8, 3)):
+    same = TextTask(LETTERS, 8, 2)
+    assert told(same) == told(TextTask(list(LETTERS), 8, 2))
+    for other in (TextTask(LETTERS[:3], 8, 2), TextTask(LETTERS, 9, 2), TextTask(LETTERS, 8, 3)):
         assert told(other) != told(same)
-    assert told(Recall("mqar", 12, 4)) != told(Recall("mqar", 13, 4))
+    assert told(RecallTask("mqar", 12, 4)) != told(RecallTask("mqar", 13, 4))
 
 
 def test_lessons_that_are_refused() -> None:
     with pytest.raises(
         ArgumentError, match="there is no lesson 'copy'; there are text, mqar, passkey"
     ):
-        lessons(["copy"])
+        eval_tasks(["copy"])
     with pytest.raises(ArgumentError, match="lessons are mqar, mqar; name each once"):
-        lessons(["mqar", "mqar"])
+        eval_tasks(["mqar", "mqar"])
     with pytest.raises(
         ArgumentError,
         match="rows of passkey have 25 tokens at most, and at least 27: give a --length of 108",
     ):
-        lessons(["passkey"], length=100)
+        eval_tasks(["passkey"], length=100)

@@ -18,7 +18,7 @@ import torch
 
 import regard
 from regard import Trace
-from regard.cli.explain import read
+from regard.cli.explain import read_text
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
 from regard.inspect.explain.capture import recorded
@@ -70,8 +70,8 @@ def test_an_encoder_looks_both_ways() -> None:
 
 def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     m = seq2seq()
-    read = reading(m, TEXT, "the forest")
-    assert [site.place for site in read.sites] == [
+    read_text = reading(m, TEXT, "the forest")
+    assert [site.place for site in read_text.sites] == [
         "encoder.layers.0",
         "encoder.layers.1",
         "decoder.layers.0.attention",
@@ -79,15 +79,15 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
         "decoder.layers.1.attention",
         "decoder.layers.1.cross",
     ]
-    source, target = read.sides["source"], read.sides["target"]
+    source, target = read_text.sides["source"], read_text.sides["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
-        read.run()
-    for site in read.sites:
+        read_text.run()
+    for site in read_text.sites:
         found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
         expected = trace[f"{site.place}.pattern"][0, 1, 1]
         assert found.weights == pytest.approx(expected.tolist(), abs=1e-6), site.place
-        assert found.pieces == read.sides[site.columns].pieces
-        assert found.query_piece == read.sides[site.rows].pieces[1]
+        assert found.pieces == read_text.sides[site.columns].pieces
+        assert found.query_piece == read_text.sides[site.rows].pieces[1]
         assert found.check < 1e-4
         assert bool(found.predictions) == (site.rows == "target")
     assert explain(m, TEXT, layer=1, target="the forest").place == "decoder.layers.1.cross"
@@ -184,7 +184,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
     (tmp_path / "task.json").write_text(json.dumps(held))
     example = known.examples("validation", 1)[0].source
     text = known.reads.join(example) if text is None else text
-    found = explain(read(text, str(tmp_path)), query=0)
+    found = explain(read_text(text, str(tmp_path)), query=0)
     assert found.place == place
     assert found.model == tmp_path.name
     assert found.pieces[:2] == known.read(text)[:2]
@@ -194,7 +194,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
         assert found.pieces[-1] == "<eos>"
         assert found.query_piece == "<bos>"
         said = explain(
-            read(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
+            read_text(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
             query=-1,
         )
         assert said.query_piece == known.vocabulary.words[-1]

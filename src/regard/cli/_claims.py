@@ -38,7 +38,7 @@ Seed = Annotated[
     ),
 ]
 
-OWN = ("names", "quality", "lesson", "context", "steps", "lr")
+COMPARISON_OPTIONS = ("names", "quality", "lesson", "context", "steps", "lr")
 """Options of a comparison that a claim has no use for."""
 
 
@@ -57,7 +57,7 @@ def check(options: dict[str, Any]) -> None:
         ArgumentError: with the option and what to do.
     """
     if options["claim"]:
-        for name in OWN:
+        for name in COMPARISON_OPTIONS:
             if options[name]:
                 spelled = "MECHANISM" if name == "names" else f"--{name}"
                 raise ArgumentError(
@@ -77,19 +77,19 @@ def run(options: dict[str, Any], command: str) -> None:
     from regard.bench.machine import machine
     from regard.claims import CLAIMS, find_claim
     from regard.claims import run as run_claims
-    from regard.compare.experiment import Session, Store
+    from regard.compare.experiment import ExperimentStore, Session
 
     names = CLAIMS if ALL in options["claim"] else dict.fromkeys(options["claim"])
     claims = [find_claim(name) for name in names]
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     about = machine(torch.device("cpu"))
-    session = Session(Store(options["out"], {"machine": about}))
+    session = Session(ExperimentStore(options["out"], {"machine": about}))
     found: list[Outcome] = []
     code = 0
     try:
         for i, claim in enumerate(claims):
-            _say(f"claim {claim.id} ({i + 1}/{len(claims)})")
+            _report(f"claim {claim.id} ({i + 1}/{len(claims)})")
             found += run_claims(session, [claim], options["budget"], options["seed"])
             if not options["json"]:
                 _echo(found[-1])
@@ -153,5 +153,5 @@ def _where(about: dict[str, Any]) -> str:
     )
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"... {line}", err=True)

@@ -20,7 +20,7 @@ from regard.foreign import LINES, inert, told
 
 _ABOUT = "Attention, exact, fast and visible: build with it, run it, see every number."
 _EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
-LONGEST = 3000
+MAX_MESSAGE = 3000
 """Letters of an error message, at most; the middle of a longer one is left out."""
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -105,9 +105,9 @@ def _fit(message: str) -> str:
 
 
 def _cut(message: str) -> str:
-    if len(message) <= LONGEST:
+    if len(message) <= MAX_MESSAGE:
         return message
-    return f"{message[: LONGEST * 2 // 3]} ... {message[-(LONGEST // 3) :]}"
+    return f"{message[: MAX_MESSAGE * 2 // 3]} ... {message[-(MAX_MESSAGE // 3) :]}"
 
 
 def _say(error: str) -> None:

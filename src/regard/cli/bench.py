@@ -137,7 +137,7 @@ def _run(
     about, interrupted, found = machine(device), False, []
     ceilings = None
     try:
-        _say("what the machine does at most")
+        _report("what the machine does at most")
         ceilings = Ceilings.measure(dict.fromkeys(dtype for *_, dtype in jobs), device)
         echo(header(about, ceilings))
         for case, sizes, dtype in jobs:
@@ -150,7 +150,7 @@ def _run(
                     device,
                     budget=budget,
                     ceilings=ceilings,
-                    say=_say,
+                    say=_report,
                     peak=peak,
                 )
             )
@@ -202,7 +202,7 @@ def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ce
     charts.write(chart(found, f"{where}, reading {units.rate(ceilings.read)}"), path)
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"... {line}", err=True)
 
 

@@ -16,7 +16,7 @@ from regard.cli.options import check_files
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from regard.compare.comparison import Comparison, Plan
+    from regard.compare.comparison import Comparison, ComparisonPlan
 
 _SIZES, _TIME, _QUALITY, _OUT = "Sizes", "What is measured", "Quality", "Output"
 
@@ -170,13 +170,13 @@ def compare(
         raise typer.Exit(130)
 
 
-def _plan(o: dict[str, Any]) -> Plan:
+def _plan(o: dict[str, Any]) -> ComparisonPlan:
     """What is compared, from the command's options by name."""
     import torch
 
-    from regard.compare.comparison import Plan
-    from regard.compare.mechanisms import Shape, configs, contestants
-    from regard.compare.quality import RECALL, Training, lessons
+    from regard.compare.comparison import ComparisonPlan
+    from regard.compare.mechanisms import Shape, candidates, configs
+    from regard.compare.quality import RECALL_TASKS, TrainingSettings, eval_tasks
     from regard.compare.speed import Timing
 
     _check_quality(o)
@@ -185,13 +185,15 @@ def _plan(o: dict[str, Any]) -> Plan:
     shape = Shape(o["dim"], o["layers"], o["heads"], o["hidden"], window=o["window"])
     contexts = tuple(sorted(set(o["context"]))) if o["context"] else Timing().contexts
     timing = Timing(contexts, o["length"], o["batch"], o["rounds"], o["seconds"])
-    training = Training(tuple(range(o["seeds"])), tuple(o["lr"]) if o["lr"] else None)
-    found = contestants(o["names"], shape)
+    training = TrainingSettings(tuple(range(o["seeds"])), tuple(o["lr"]) if o["lr"] else None)
+    found = candidates(o["names"], shape)
     taught = []
     if o["quality"]:
-        wanted = o["lesson"] or ["text", *RECALL]
-        taught = lessons(wanted, source=o["text"], length=o["length"], batch=o["batch"])
-    return Plan(found, configs(found, shape, o["same"]), shape, o["same"], timing, taught, training)
+        wanted = o["lesson"] or ["text", *RECALL_TASKS]
+        taught = eval_tasks(wanted, source=o["text"], length=o["length"], batch=o["batch"])
+    return ComparisonPlan(
+        found, configs(found, shape, o["same"]), shape, o["same"], timing, taught, training
+    )
 
 
 def _check_quality(o: dict[str, Any]) -> None:
@@ -208,15 +210,15 @@ def _check_quality(o: dict[str, Any]) -> None:
             raise ArgumentError(f"{name} is for training: give --quality too, or leave it out")
 
 
-def _comparison(plan: Plan, o: dict[str, Any]) -> Comparison:
+def _comparison(plan: ComparisonPlan, o: dict[str, Any]) -> Comparison:
     import torch
 
     from regard.bench.machine import machine
     from regard.compare.comparison import Comparison
-    from regard.compare.experiment import Session, Store
+    from regard.compare.experiment import ExperimentStore, Session
 
     about = machine(torch.device("cpu"))
-    session = Session(Store(o["out"], {"machine": about}), _say)
+    session = Session(ExperimentStore(o["out"], {"machine": about}), _report)
     return Comparison(
         plan, session, about, minutes=o["minutes"], steps=o["steps"], with_memory=o["memory"]
     )
@@ -224,15 +226,15 @@ def _comparison(plan: Plan, o: dict[str, Any]) -> Comparison:
 
 def _run(comparison: Comparison) -> bool:
     """Whether it was interrupted."""
-    from regard.compare.experiment import clock
+    from regard.compare.experiment import format_duration
 
     interrupted, session = False, comparison.session
     try:
         comparison.run()
     except KeyboardInterrupt:
         interrupted = True
-    _say(
-        f"{clock(session.elapsed)}: {session.measured} measured, {session.reused} as they were kept"
+    _report(
+        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} as they were kept"
     )
     return interrupted
 
@@ -240,34 +242,36 @@ def _run(comparison: Comparison) -> bool:
 def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupted: bool) -> None:
     """Print and write what there is."""
     from regard.compare.comparison import as_csv, as_json
-    from regard.compare.output import page, table
+    from regard.compare.output import render_page, render_table
     from regard.view.html import write
 
     plan, done = comparison.plan, comparison.session.done
     told = as_json(
         plan, done, comparison.machine, command, interrupted=interrupted, notes=comparison.notes
     )
-    typer.echo(json_format.dumps(told, indent=1, allow_nan=False) if o["json"] else table(told))
+    typer.echo(
+        json_format.dumps(told, indent=1, allow_nan=False) if o["json"] else render_table(told)
+    )
     if o["csv"] is not None:
         write(o["csv"], as_csv(plan, done))
     if o["html"] is not None:
-        write(o["html"], page(told))
+        write(o["html"], render_page(told))
 
 
 def _listing() -> str:
-    from regard.compare.mechanisms import Shape, contestants
-    from regard.compare.quality import RECALL
+    from regard.compare.mechanisms import Shape, candidates
+    from regard.compare.quality import RECALL_TASKS
     from regard.nn.variants import VARIANTS
     from regard.train.tasks import TASKS
 
     lines = ["mechanisms"]
-    for one in contestants(None, Shape()):
+    for one in candidates(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
         lines.append(f"  {one.name:<12} {VARIANTS[one.attention].sentence}")
         lines.append(f"  {'':<12} {one.attention}({options})")
     lines.append("lessons")
     lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL]
+    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL_TASKS]
     return "\n".join(lines)
 
 
@@ -277,7 +281,7 @@ def _command(arguments: list[str]) -> str:
     return shlex.join(["regard", *arguments])
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     """On a terminal, where a training run stands replaces itself; elsewhere it is left out."""
     within = line.startswith(" ")
     if sys.stderr.isatty():

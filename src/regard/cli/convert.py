@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from regard.cli.options import Ignore, Revision, tell_ignored
+from regard.cli.options import Ignore, Revision, report_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.table import table
@@ -124,7 +124,7 @@ def _healing_converted(h: Healing) -> Iterator[str]:
 
 EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
-LONGEST = 1 << 30
+MAX_TEXT_BYTES = 1 << 30
 """Bytes of a text to measure on, at most."""
 HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measuring", "Healing"
 
@@ -278,11 +278,11 @@ def convert(
             revision=revision,
             ignore=ignore or (),
             heal=_healing(heal, lr=lr, batch=batch, seed=seed),
-            tell=_tell,
+            tell=_report,
         )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    tell_ignored(report.ignored)
+    report_ignored(report.ignored)
     if json:
         typer.echo(json_format.dumps(report.figures()))
     else:
@@ -299,7 +299,7 @@ def _healing(steps: int | None, **how: Any) -> Heal | None:
     return cast("Heal", partial(heal, steps=steps, progress=show(steps), **how))
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     """Where the work stands, for somebody who waits."""
     if sys.stderr.isatty():
         typer.echo(f"{line} ...", err=True)
@@ -309,6 +309,6 @@ def _read(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return text(file, LONGEST)
+        return text(file, MAX_TEXT_BYTES)
     except FileError as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error

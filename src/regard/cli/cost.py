@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.configs.known import KNOWN, model_of
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
+from regard.cost.sweep import (
+    compare_models,
+    contexts_within_positions,
+    model_figures,
+    parse_context_range,
+    parse_tokens,
+    sweep,
+)
 from regard.errors import ArgumentError
 from regard.view import cost as text
 
@@ -128,7 +135,7 @@ DenseLayers = Annotated[
 
 
 EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
-CONTEXT, RANGE = 4096, "context=1k..128k"
+DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
 """What is told of unless asked otherwise; and what is drawn."""
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -205,7 +212,7 @@ def cost(
                 raise ArgumentError(
                     "--context is one length, and --sweep and --plot take a range: leave one out"
                 )
-            _range(models, settings, where, sweep or RANGE, plot, json=json)
+            _range(models, settings, where, sweep or DEFAULT_RANGE, plot, json=json)
             return
         at = _context(context, models)
         reports = [
@@ -216,7 +223,7 @@ def cost(
         raise typer.BadParameter(str(error)) from error
 
 
-def _named(source: str, revision: str | None) -> Model:
+def _named(source: str, revision: str | None) -> ModelSpec:
     """The model of a known name, a path, or a repository of the hub, of which config.json alone is
     downloaded.
     """
@@ -235,7 +242,7 @@ def _named(source: str, revision: str | None) -> Model:
 
 def _model(
     source: str | None, revision: str | None, sizes: dict[str, Any], own: dict[str, Any]
-) -> Model:
+) -> ModelSpec:
     """The model that is named, or that the sizes make."""
     given = {name: value for name, value in sizes.items() if value is not None}
     if source is not None:
@@ -278,11 +285,11 @@ def _joined(own: dict[str, Any], settings: list[str]) -> dict[str, Any]:
     return found
 
 
-def _context(text: str | None, models: list[Model]) -> int:
+def _context(text: str | None, models: list[ModelSpec]) -> int:
     """What is asked for; else 4096, or less where learned positions end before."""
     if text is not None:
-        return tokens(text)
-    return min([CONTEXT, *(m.longest for m in models if m.longest is not None)])
+        return parse_tokens(text)
+    return min([DEFAULT_CONTEXT, *(m.max_context for m in models if m.max_context is not None)])
 
 
 def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> Machine | None:
@@ -330,9 +337,9 @@ def _here() -> Machine:
 def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
     if json:
         found = (
-            figures(reports[0], machine)
+            model_figures(reports[0], machine)
             if len(reports) == 1
-            else versus(reports[0], reports[1], machine)
+            else compare_models(reports[0], reports[1], machine)
         )
         typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
     elif len(reports) == 1:
@@ -342,7 +349,7 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
 
 
 def _range(
-    models: list[Model],
+    models: list[ModelSpec],
     settings: list[Setting],
     machine: Machine | None,
     span: str,
@@ -351,8 +358,8 @@ def _range(
     json: bool,
 ) -> None:
     """A row for each context, and a chart of them."""
-    asked = doubling(span)
-    contexts = fitting(asked, *models)
+    asked = parse_context_range(span)
+    contexts = contexts_within_positions(asked, *models)
     if len(contexts) < len(asked):
         typer.echo(f"learned positions end: contexts above {contexts[-1]:,} are left out", err=True)
     if plot is not None:

@@ -100,7 +100,7 @@ def _describe(
 def _figures(
     entry: Variant, dim: int, heads: int, options: dict[str, Any], told: Description | None
 ) -> dict[str, Any]:
-    figures = {} if told is None else {**asdict(told), "kept": told.kept}
+    figures = {} if told is None else {**asdict(told), "kept": told.cached_values}
     figures |= {"name": entry.name, "family": entry.family, "equation": entry.equation}
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}
 
@@ -126,7 +126,7 @@ def _page(
                 f"It takes a second sequence, so that a layer has no cache figures ({sizes}).",
             ]
         )
-    kept = f"{'values cached in all':<26}{told.kept:,}"
+    kept = f"{'values cached in all':<26}{told.cached_values:,}"
     head, *rows = str(told).splitlines()
     return "\n".join(
         [

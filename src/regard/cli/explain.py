@@ -17,8 +17,8 @@ from regard.cli.options import (
     AllowMissing,
     Dtype,
     Finite,
-    How,
     Ignore,
+    LoadOptions,
     Revision,
     Source,
     check_files,
@@ -38,7 +38,7 @@ EPILOG = (
     "creature"
 )
 WHERE, OUT, MECHANISM = "Where to look", "What to write", "A mechanism with random weights"
-LONGEST = 1 << 14
+MAX_TOKENS = 1 << 14
 """Tokens of a text that is explained, at most: they take half a minute on a small model."""
 
 Text = Annotated[str, typer.Argument(help="The text, at least one token.")]
@@ -207,14 +207,14 @@ def explain(
     _check_lang(lang)
     if html is None and (beside or beside_model):
         raise typer.BadParameter("compares on the page; add --html FILE", param_hint="--beside")
-    how = How(dtype, allow_missing, ignore, finite, revision)
-    check(attention, model, {"--set": settings, "--seed": seed}, how)
+    how = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    check_options(attention, model, {"--set": settings, "--seed": seed}, how)
     try:
         if attention is not None:
             found = mechanism(attention, text, settings, seed, target)
         else:
-            found = read(text, model, how, target=target)
-        look = Look(found, query, key, layer, head, place)
+            found = read_text(text, model, how, target=target)
+        look = ExplainTarget(found, query, key, layer, head, place)
         if list_heads:
             print_heads(look, json, _console(color))
             return
@@ -223,11 +223,11 @@ def explain(
         if beside or beside_model:
             # options that speak of one folder are that folder's; another model has its own dtype
             # only
-            beside_how = How(dtype) if beside_model else how
-            other = read(beside or text, beside_model or model, beside_how, target=target)
+            beside_how = LoadOptions(dtype) if beside_model else how
+            other = read_text(beside or text, beside_model or model, beside_how, target=target)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _give(told, (found, other), html, figure, lang, json, color)
+    _write_output(told, (found, other), html, figure, lang, json, color)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -240,7 +240,7 @@ def _check_lang(lang: str | None) -> None:
             raise typer.BadParameter(str(error), param_hint="--lang") from error
 
 
-def _give(
+def _write_output(
     found: Explanation,
     reads: tuple[Reading, Reading | None],
     html: Path | None,
@@ -284,7 +284,9 @@ def _console(color: bool | None) -> Console:
     return Console(width=80, force_terminal=False, no_color=True, color_system=None)
 
 
-def read(text: str, source: str, how: How | None = None, *, target: str | None = None) -> Reading:
+def read_text(
+    text: str, source: str, how: LoadOptions | None = None, *, target: str | None = None
+) -> Reading:
     """A reading of the text by the model of a folder or a name, or by the model of a trained
     task.
     """
@@ -294,7 +296,7 @@ def read(text: str, source: str, how: How | None = None, *, target: str | None =
 
     if (Path(source) / "task.json").exists():
         return _task(text, source, target)
-    found = reading(load(source, How() if how is None else how), text, target)
+    found = reading(load(source, LoadOptions() if how is None else how), text, target)
     _check_length(found)
     return replace(found, name=Path(source).name or source)
 
@@ -316,20 +318,22 @@ def _check_length(found: Reading) -> None:
     """Refuse a text whose every pair of tokens nobody would wait for, before the network runs.
 
     Raises:
-        ArgumentError: it has more than `LONGEST` tokens.
+        ArgumentError: it has more than `MAX_TOKENS` tokens.
     """
     longest = max(len(side.ids) for side in found.sides.values())
-    if longest > LONGEST:
+    if longest > MAX_TOKENS:
         raise ArgumentError(
             f"the text has {longest:,} tokens, and every pair of them is looked at; at most "
-            f"{LONGEST:,} are explained: give a part of it"
+            f"{MAX_TOKENS:,} are explained: give a part of it"
         )
 
 
-def check(attention: str | None, source: str, only: dict[str, Any], how: How) -> None:
+def check_options(
+    attention: str | None, source: str, only: dict[str, Any], how: LoadOptions
+) -> None:
     """Refuse options that belong to a mechanism where there is a model, and the other way round.
 
-    >>> check("mqa", "tiny", {"--set": None}, How())
+    >>> check_options("mqa", "tiny", {"--set": None}, LoadOptions())
     """
     if attention is None:
         for flag, value in only.items():
@@ -383,7 +387,7 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
     return reading(Words(network, (source, named(source)), (spoken, named(spoken)), name, named))
 
 
-class Look:
+class ExplainTarget:
     """Where to look: what was asked for, and what the rule chooses where nothing was."""
 
     def __init__(
@@ -472,7 +476,7 @@ def page(
     return page_of(made, lang or of_locale())
 
 
-def print_heads(look: Look, json: bool, console: Console) -> None:
+def print_heads(look: ExplainTarget, json: bool, console: Console) -> None:
     """What every head looks at from the query."""
     from regard.inspect.explain.choose import looks
     from regard.view.explanation import show_heads

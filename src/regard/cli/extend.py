@@ -16,7 +16,7 @@ from regard.cli.options import Dtype, Ignore, Revision, check_files
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
-    from regard.compare.extension import Extended
+    from regard.compare.extension import ExtensionResults
     from regard.models import Model
 
 EPILOG = (
@@ -91,22 +91,24 @@ def extend(
     _write(found, options)
 
 
-def _run(o: dict[str, Any]) -> Extended:
+def _run(o: dict[str, Any]) -> ExtensionResults:
     """Load, read, measure."""
     import torch
 
-    from regard.cli.options import How, load
-    from regard.compare.extension import Asked, extend_all
+    from regard.cli.options import LoadOptions, load
+    from regard.compare.extension import ExtensionOptions, extend_all
     from regard.models import Model
 
     if o["threads"]:
         torch.set_num_threads(o["threads"])
-    model = load(o["source"], How(o["dtype"], ignore=o["ignore"], revision=o["revision"]), Model)
+    model = load(
+        o["source"], LoadOptions(o["dtype"], ignore=o["ignore"], revision=o["revision"]), Model
+    )
     ids, told = _ids(model, o["text"])
-    asked = Asked(
+    asked = ExtensionOptions(
         o["length"], tuple(o["method"] or ()), o["windows"], o["trials"], o["steps"], o["seed"]
     )
-    return extend_all(model, ids, asked, {"model": o["source"], "text": told}, _say)
+    return extend_all(model, ids, asked, {"model": o["source"], "text": told}, _report)
 
 
 def _ids(model: Model, source: str) -> tuple[Any, str]:
@@ -125,9 +127,9 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
     return model.encode("\n\n".join(document.text for document in documents))[0], name
 
 
-def _write(found: Extended, o: dict[str, Any]) -> None:
+def _write(found: ExtensionResults, o: dict[str, Any]) -> None:
     """Print, and write what was asked for."""
-    from regard.compare.extension import page, pictures, table
+    from regard.compare.extension import plots, render_page, render_table
     from regard.view import charts
     from regard.view.html import write
 
@@ -135,13 +137,13 @@ def _write(found: Extended, o: dict[str, Any]) -> None:
     typer.echo(
         json_format.dumps(found.as_dict(command), indent=1, allow_nan=False)
         if o["json"]
-        else table(found)
+        else render_table(found)
     )
     if o["html"] is not None:
-        write(o["html"], page(found, command))
+        write(o["html"], render_page(found, command))
     if o["plot"] is not None:
-        charts.write(pictures(found)[0], o["plot"])
+        charts.write(plots(found)[0], o["plot"])
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"... {line}", err=True)

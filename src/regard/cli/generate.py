@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
+from regard.cli.options import (
+    AllowMissing,
+    Dtype,
+    Finite,
+    Ignore,
+    LoadOptions,
+    Revision,
+    Source,
+    load,
+)
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.foreign import LINES, inert, told
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
     from regard.models import Batch, Model, Seq2Seq, TextEncoder
 
 
-def answer(
+def generate_seq2seq(
     model: TextEncoder | Seq2Seq,
     texts: list[str],
     max_tokens: int,
@@ -49,7 +58,7 @@ def answer(
     typer.echo(f"{len(said)} texts in {seconds} s", err=True)
 
 
-def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
+def print_batch(batch: Batch, *, at_once: bool, quiet: bool) -> None:
     """Run to the end, printing words as they come, or each text when it and all before it are
     finished.
 
@@ -105,7 +114,7 @@ def figures(batch: Batch) -> dict[str, Any]:
     }
 
 
-def search(
+def beam_search(
     model: Model, texts: list[str], options: Any, beams: int, length_penalty: float
 ) -> dict[str, Any]:
     """The best text of a beam search and its figures; all of them under "beams"."""
@@ -143,7 +152,7 @@ def _speed(x: float) -> float | None:
     return round(x, 2) if x else None
 
 
-def sum_up(told: dict[str, Any]) -> None:
+def print_summary(told: dict[str, Any]) -> None:
     """The figures in a line: reading a prompt and writing a token are two speeds."""
     score = f"score {told['score']:.3f}, " if "score" in told else ""
     read, wrote = told["prefill_tokens_per_second"], told["decode_tokens_per_second"]
@@ -160,7 +169,7 @@ def sum_up(told: dict[str, Any]) -> None:
 
 EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1'
 
-LONGEST = 64 << 20
+MAX_PROMPT_BYTES = 64 << 20
 """Bytes of a prompt, at most."""
 CHOICE, SEARCH, CONTEXT = "How a token is chosen", "Beam search", "What the model keeps"
 
@@ -310,18 +319,18 @@ def generate(
             Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             Room(cache or "growing", max_context),
         )
-        loaded = load(model, How(dtype, allow_missing, ignore, finite, revision))
+        loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
         if not isinstance(loaded, Model):
-            answer(loaded, texts, max_tokens, beams or 1, length_penalty, json)
+            generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
             return
         if beams is None:
             batch = Batch(loaded, texts, options)
         else:
-            told = search(loaded, texts, options, beams, length_penalty)
+            told = beam_search(loaded, texts, options, beams, length_penalty)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint=_option(str(error))) from error
     if beams is None:
-        tell(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
+        print_batch(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
         told = figures(batch)
     elif not json:
         typer.echo(inert(texts[0] + told["text"], keep=LINES))
@@ -329,7 +338,7 @@ def generate(
         typer.echo(json_format.dumps(told))
         return
     sys.stdout.flush()  # before what follows on standard error
-    sum_up(told)
+    print_summary(told)
 
 
 def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
@@ -340,10 +349,10 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
         return prompts or []
     try:
         if str(file) != "-":
-            return [text(file, LONGEST)]
-        raw = sys.stdin.buffer.read(LONGEST + 1)
-        if len(raw) > LONGEST:
-            raise FileError(f"standard input has more than {LONGEST} bytes")
+            return [text(file, MAX_PROMPT_BYTES)]
+        raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        if len(raw) > MAX_PROMPT_BYTES:
+            raise FileError(f"standard input has more than {MAX_PROMPT_BYTES} bytes")
         return [raw.decode("utf-8")]
     except FileError as error:
         raise typer.BadParameter(str(error), param_hint="--prompt-file") from error

@@ -18,7 +18,7 @@ from regard.foreign import shown
 if TYPE_CHECKING:
     from regard.models import Model, Seq2Seq, TextEncoder
 
-Held = TypeVar("Held")
+LoadedModel = TypeVar("LoadedModel")
 PANEL = "The model"
 
 Source = Annotated[
@@ -71,7 +71,7 @@ Revision = Annotated[
 
 
 @dataclass(frozen=True)
-class How:
+class LoadOptions:
     """How a command loads a model: its options, as `regard.load` takes them.
 
     Attributes:
@@ -90,17 +90,17 @@ class How:
     def given(self) -> list[str]:
         """The options that were given, which say nothing where no model is loaded.
 
-        >>> How(finite=True, ignore=["a"]).given()
+        >>> LoadOptions(finite=True, ignore=["a"]).given()
         ['--ignore', '--finite']
         """
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name)]
 
 
 @overload
-def load(source: str, how: How, kind: type[Held]) -> Held: ...
+def load(source: str, how: LoadOptions, kind: type[LoadedModel]) -> LoadedModel: ...
 @overload
-def load(source: str, how: How) -> Model | TextEncoder | Seq2Seq: ...
-def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
+def load(source: str, how: LoadOptions) -> Model | TextEncoder | Seq2Seq: ...
+def load(source: str, how: LoadOptions, kind: type[Any] | None = None) -> Any:
     """The model that the options name; weights that are not trained, and what was passed over, are
     told on standard error.
     """
@@ -125,11 +125,11 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
     if model.fresh:
         some = ", ".join(model.fresh[:3]) + (", ..." if len(model.fresh) > 3 else "")
         typer.echo(f"{len(model.fresh)} weights are random, not trained: {some}", err=True)
-    tell_ignored(model.ignored)
+    report_ignored(model.ignored)
     return model
 
 
-def tell_ignored(names: Sequence[str]) -> None:
+def report_ignored(names: Sequence[str]) -> None:
     """Say on standard error what of a model's folder was passed over."""
     if names:
         some = ", ".join(shown(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from regard.masks import Mask
 
 EPILOG = 'For example: regard show "causal & window(4) | sinks(1)" --queries 12'
-LONGEST = 1 << 16
-MOST_PAIRS = 1 << 27
+MAX_TOKENS = 1 << 16
+MAX_PAIRS = 1 << 27
 """Pairs that may be evaluated where a mask has no intervals to count by."""
-DRAWN = 4  # batch rows and heads, at most
+MAX_DRAWN = 4  # batch rows and heads, at most
 
 Expression = Annotated[
     str,
@@ -33,13 +33,13 @@ Expression = Annotated[
         "strided(n) bigbird(block, blocks) ..., joined by & | ~ and parentheses."
     ),
 ]
-Queries = Annotated[int, typer.Option(help="How many queries.", min=1, max=LONGEST)]
+Queries = Annotated[int, typer.Option(help="How many queries.", min=1, max=MAX_TOKENS)]
 Keys = Annotated[
     int | None,
     typer.Option(
         help="How many keys, at positions from 0.",
         min=1,
-        max=LONGEST,
+        max=MAX_TOKENS,
         show_default="up to the last query",
     ),
 ]
@@ -163,7 +163,7 @@ def _lines(
     size = tuple(found["tiles"]["size"])
     tiles = mask.tiles(q, k, size).expand(B, H, -1, -1).numpy() if draw_tiles else None
     places = [(b, h) for b in range(B) for h in range(H)]
-    for b, h in places[:DRAWN]:
+    for b, h in places[:MAX_DRAWN]:
         if len(places) > 1:
             yield Text(
                 f"  batch row {b}, head {h}"
@@ -179,8 +179,8 @@ def _lines(
         if tiles is not None:
             yield from grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only)
             yield Text()
-    if len(places) > DRAWN:
-        yield Text(f"  ... and {len(places) - DRAWN} more batch rows and heads, counted below")
+    if len(places) > MAX_DRAWN:
+        yield Text(f"  ... and {len(places) - MAX_DRAWN} more batch rows and heads, counted below")
         yield Text()
     for name, text in _summary(found):
         yield Text.assemble((f"  {name:<10}", "dim"), text)
@@ -234,11 +234,11 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
 
 
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
-    if q.length * k.length > MOST_PAIRS and mask.intervals(q[:1]) is None:
+    if q.length * k.length > MAX_PAIRS and mask.intervals(q[:1]) is None:
         raise ArgumentError(
             f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated "
             "pair by pair, at most "
-            f"{MOST_PAIRS:,}: give fewer --queries or --keys"
+            f"{MAX_PAIRS:,}: give fewer --queries or --keys"
         )
 
 

@@ -17,13 +17,13 @@ from regard.foreign import shown, told
 from regard.suggest import suggest
 
 
-def options_of_file(context: typer.Context, options: Iterable[str]) -> set[str]:
+def options_on_command_line(context: typer.Context, options: Iterable[str]) -> set[str]:
     """The options that stand in the command, and are not their defaults."""
     sources = {name: context.get_parameter_source(name) for name in options}
     return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
 
 
-def merged(
+def merge_config(
     context: typer.Context, options: dict[str, Any], mine: set[str], path: Path
 ) -> dict[str, Any]:
     """The command's options, with the file's in place of defaults; `mine` stand in the command and
@@ -32,7 +32,7 @@ def merged(
     --set and [model.options] are joined name by name.
     """
     try:
-        found = read(path)
+        found = read_config(path)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="--config") from error
     if "attention" in mine and found.get("attention") != options["attention"]:
@@ -60,7 +60,7 @@ TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "p
 the two.
 """
 
-SHARED = (
+SHARED_OPTIONS = (
     "out",
     "steps",
     "batch",
@@ -88,7 +88,7 @@ SHARED = (
 )
 """Options of texts and of tasks."""
 
-ONLY = ("model", "dropout", "smoothing", "beams", "examples", "beside")
+TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
 """Options of tasks alone."""
 
 
@@ -112,7 +112,7 @@ def check(options: dict[str, Any], given: set[str]) -> None:
     command.
     """
     if options["task"] is None:
-        for name in ONLY:
+        for name in TASK_OPTIONS:
             if name in given:
                 raise typer.BadParameter(
                     "belongs to made tasks; give --task NAME too (--task list shows them), or "
@@ -125,7 +125,7 @@ def check(options: dict[str, Any], given: set[str]) -> None:
             "a task needs a model: lstm, lstm+bahdanau, transformer, ... (--task list shows them)",
             param_hint="--model",
         )
-    for name in sorted(given - {*SHARED, *ONLY, "task"}):
+    for name in sorted(given - {*SHARED_OPTIONS, *TASK_OPTIONS, "task"}):
         raise typer.BadParameter(
             "belongs to training on text, and --task makes its own data; leave one of the two out",
             param_hint=flag(name),
@@ -356,15 +356,15 @@ def train(
     Example: regard train --out numbers --task translate --model lstm+bahdanau
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    given = options_of_file(ctx, options)
+    given = options_on_command_line(ctx, options)
     check(options, given)
     if config is not None:
-        options = merged(ctx, options, given, config)
+        options = merge_config(ctx, options, given, config)
     _check(options)
     if task is not None:
         train_task(options, given)
         return
-    elsewhere = ("task", "config", *ONLY)
+    elsewhere = ("task", "config", *TASK_OPTIONS)
     options = {name: value for name, value in options.items() if name not in elsewhere}
     import torch
 
@@ -408,7 +408,7 @@ def _check(options: dict[str, Any]) -> None:
         )
 
 
-LONGEST = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
 """Bytes of such a file, at most."""
 SECTIONS = {
     "model": (
@@ -445,7 +445,7 @@ mechanism, as --set.
 """
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """Option -> its text, as it would stand behind the flag; "option" -> the name=value of
     [model.options].
 
@@ -458,11 +458,11 @@ def read(path: Path) -> dict[str, Any]:
     >>> file = Path(tempfile.mkdtemp()) / "small.toml"
     >>> model = "[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4\\n"
     >>> _ = file.write_text(model + "[train]\\nbf16 = true")
-    >>> read(file)
+    >>> read_config(file)
     {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """
     try:
-        content = tomllib.loads(text(path, LONGEST))
+        content = tomllib.loads(text(path, MAX_CONFIG_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise FileError(f"{path}: is not TOML: {told(error)}") from error
     found: dict[str, Any] = {}

@@ -5,26 +5,26 @@ An `Experiment` is data and a function that gives numbers; a `Session` runs them
 as a small JSON file, and goes on where an earlier run has stopped.
 """
 
-from regard.compare.comparison import front
-from regard.compare.experiment import Experiment, Session, Store
+from regard.compare.comparison import pareto
+from regard.compare.experiment import Experiment, ExperimentStore, Session
 from regard.compare.mechanisms import (
-    NAMES,
-    Contestant,
+    DEFAULT_NAMES,
+    Candidate,
     Shape,
+    candidates,
     configs,
-    contestants,
     same_parameters,
 )
 
 __all__ = [
-    "NAMES",
-    "Contestant",
+    "DEFAULT_NAMES",
+    "Candidate",
     "Experiment",
+    "ExperimentStore",
     "Session",
     "Shape",
-    "Store",
+    "candidates",
     "configs",
-    "contestants",
-    "front",
+    "pareto",
     "same_parameters",
 ]

@@ -10,19 +10,23 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from regard.compare import memory, quality, speed
-from regard.compare.experiment import Experiment, Numbers, Session, clock
-from regard.compare.mechanisms import Contestant, Shape, parameters
-from regard.compare.memory import HOW
-from regard.compare.quality import Lesson, Pupil, Training, job_name
+from regard.compare.experiment import Experiment, Numbers, Session, format_duration
+from regard.compare.mechanisms import Candidate, Shape, count_parameters
+from regard.compare.memory import METHOD
+from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
 from regard.compare.speed import Timing
 from regard.models.families.regard import Config
 
-MARGIN = 0.9
+TRAINING_SHARE = 0.9
 """The share of the remaining time that training may take; validation and judging need the rest."""
 
 
-def judged(
-    lesson: Lesson, name: str, pupil: Pupil, seeds: Sequence[int], done: Mapping[str, Numbers]
+def summarize_quality(
+    lesson: EvalTask,
+    name: str,
+    pupil: TrainConfig,
+    seeds: Sequence[int],
+    done: Mapping[str, Numbers],
 ) -> Numbers | None:
     """What came of a mechanism in a lesson: its best rate by the mean validation loss, and there
     the measure over seeds.
@@ -33,7 +37,7 @@ def judged(
         survived.
     """
     runs = {
-        rate: [done.get(job_name(lesson.name, name, rate, seed)) for seed in seeds]
+        rate: [done.get(run_name(lesson.name, name, rate, seed)) for seed in seeds]
         for rate in pupil.rates
     }
     if any(one is None for found in runs.values() for one in found):
@@ -65,14 +69,14 @@ def judged(
     }
 
 
-def front(points: Sequence[tuple[float, ...]]) -> list[int]:
+def pareto(points: Sequence[tuple[float, ...]]) -> list[int]:
     """The indices of points that no other dominates; less is better in every number.
 
     a dominates b  <=>  a_i <= b_i for all i, and a_i < b_i for one
 
     Equal points stand on the front together.
 
-    >>> front([(1.0, 5.0), (2.0, 2.0), (3.0, 3.0), (9.0, 1.0)])
+    >>> pareto([(1.0, 5.0), (2.0, 2.0), (3.0, 3.0), (9.0, 1.0)])
     [0, 1, 3]
 
     Source: Pareto 1906, Manuale di economia politica, chapter III.
@@ -90,14 +94,14 @@ SCHEMA = 1
 COSTS = ("kv_bytes", "decode_seconds")
 """What quality is drawn against."""
 
-FEWEST = 4
+MIN_ROUNDS = 4
 """Rounds below which no two times are told apart: of two rounds each, one in three is all below the
 other by chance.
 """
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """All that is compared.
 
     Attributes:
@@ -108,24 +112,26 @@ class Plan:
         lessons, training: what is learned and how; without lessons nothing is trained.
     """
 
-    contestants: Sequence[Contestant]
+    contestants: Sequence[Candidate]
     configs: Mapping[str, Config]
     shape: Shape
     same: str
     timing: Timing
-    lessons: Sequence[Lesson] = ()
-    training: Training = field(default_factory=Training)
+    lessons: Sequence[EvalTask] = ()
+    training: TrainingSettings = field(default_factory=TrainingSettings)
 
     @property
-    def pupils(self) -> dict[str, Pupil]:
+    def pupils(self) -> dict[str, TrainConfig]:
         """The mechanisms as they are trained."""
         return {
-            one.name: Pupil(self.configs[one.name], self.training.rates_of(recurrent=one.recurrent))
+            one.name: TrainConfig(
+                self.configs[one.name], self.training.rates_of(recurrent=one.recurrent)
+            )
             for one in self.contestants
         }
 
 
-def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
+def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[Numbers]:
     """One entry for each mechanism, with what is known so far: None, or nothing, stands for what
     was not measured.
 
@@ -140,39 +146,39 @@ def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
             "name": one.name,
             "attention": one.attention,
             "options": dict(one.options),
-            "parameters": parameters(config),
+            "parameters": count_parameters(config),
             "hidden": config.intermediate_size,
         }
         for kind in ("prefill", "decode"):
             entry[kind] = {
-                str(c): beside(done[f"{kind}/{c}"]["rows"], one.name)
+                str(c): with_overlap(done[f"{kind}/{c}"]["rows"], one.name)
                 for c in plan.timing.contexts
                 if f"{kind}/{c}" in done
             }
         trained = done.get(f"training/{plan.timing.length}", {}).get("rows", {})
-        entry["training"] = beside(trained, one.name) if one.name in trained else None
+        entry["training"] = with_overlap(trained, one.name) if one.name in trained else None
         entry["memory"] = done.get(f"memory/{one.name}")
         entry["quality"] = {}
         for lesson in plan.lessons:
-            told = judged(lesson, one.name, pupils[one.name], plan.training.seeds, done)
+            told = summarize_quality(lesson, one.name, pupils[one.name], plan.training.seeds, done)
             if told is not None:
                 entry["quality"][lesson.name] = told
         found.append(entry)
     return found
 
 
-def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
+def with_overlap(rows: Mapping[str, Numbers], name: str) -> Numbers:
     """A row of times, and whether it overlaps that of the first mechanism: `overlaps_first`, None
     of that one itself.
 
     Two times overlap where the ranges between their quartiles do, or where either has fewer than
-    `FEWEST` rounds.
+    `MIN_ROUNDS` rounds.
 
     >>> first = {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}
     >>> rows = {"a": first, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
-    >>> beside(rows, "b")["overlaps_first"]
+    >>> with_overlap(rows, "b")["overlaps_first"]
     True
-    >>> beside({**rows, "a": {**first, "quartiles": [1, 2]}}, "b")["overlaps_first"]
+    >>> with_overlap({**rows, "a": {**first, "quartiles": [1, 2]}}, "b")["overlaps_first"]
     False
     """
     row, first = rows[name], next(iter(rows))
@@ -181,7 +187,7 @@ def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
     one, other = rows[first], row
     if name == first or "seconds" not in one:
         return {**row, "overlaps_first": None}
-    few = min(x.get("rounds", 0) for x in (one, other)) < FEWEST
+    few = min(x.get("rounds", 0) for x in (one, other)) < MIN_ROUNDS
     (a, b), (c, d) = (x.get("quartiles", (x["seconds"],) * 2) for x in (one, other))
     return {**row, "overlaps_first": bool(few or (a <= d and c <= b))}
 
@@ -197,8 +203,8 @@ def cost_of(entry: Mapping[str, Any], cost: str, context: int) -> float | None:
     return found
 
 
-def on_front(
-    entries: Sequence[Mapping[str, Any]], lesson: Lesson, cost: str, context: int
+def pareto_names(
+    entries: Sequence[Mapping[str, Any]], lesson: EvalTask, cost: str, context: int
 ) -> list[str]:
     """The names of mechanisms that no other beats in both cost and quality; those without both
     numbers take no part.
@@ -211,11 +217,11 @@ def on_front(
         if x is not None and y is not None:
             points[entry["name"]] = (x, sign * y)
     names = list(points)
-    return [names[i] for i in front(list(points.values()))]
+    return [names[i] for i in pareto(list(points.values()))]
 
 
 def as_json(
-    plan: Plan,
+    plan: ComparisonPlan,
     done: Mapping[str, Numbers],
     machine: Mapping[str, Any],
     command: str,
@@ -224,7 +230,7 @@ def as_json(
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The whole comparison; every number is finite or null, times are seconds, sizes are bytes."""
-    entries, at = gather(plan, done), max(plan.timing.contexts)
+    entries, at = collect_entries(plan, done), max(plan.timing.contexts)
     return {
         "schema": SCHEMA,
         "command": command,
@@ -233,7 +239,7 @@ def as_json(
         "same": plan.same,
         "shape": {**asdict(plan.shape), "hidden": plan.shape.width},
         "timing": asdict(plan.timing),
-        "memory": HOW,
+        "memory": METHOD,
         "training": {
             **asdict(plan.training),
             "lessons": {one.name: one.settings for one in plan.lessons},
@@ -241,14 +247,14 @@ def as_json(
         "notes": list(notes),
         "mechanisms": entries,
         "fronts": {
-            f"{lesson.name} against {cost}": on_front(entries, lesson, cost, at)
+            f"{lesson.name} against {cost}": pareto_names(entries, lesson, cost, at)
             for lesson in plan.lessons
             for cost in COSTS
         },
     }
 
 
-def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
+def as_csv(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> str:
     """A line for each mechanism; what was not measured is empty.
 
     Columns: name, attention, parameters, hidden; kv_bytes, prefill_seconds and decode_seconds at
@@ -256,7 +262,7 @@ def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
         prefill_peak_bytes, training_peak_bytes; of each lesson its measure, low, high, rate, and
         steps.
     """
-    entries = [_flat(entry, plan) for entry in gather(plan, done)]
+    entries = [_flat(entry, plan) for entry in collect_entries(plan, done)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
     writer.writeheader()
@@ -270,7 +276,7 @@ def _times(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row.get("seconds"), f"{name}_q1": low, f"{name}_q3": high}
 
 
-def _flat(entry: Numbers, plan: Plan) -> dict[str, Any]:
+def _flat(entry: Numbers, plan: ComparisonPlan) -> dict[str, Any]:
     """An entry as a line of a table."""
     line = {name: entry[name] for name in ("name", "attention", "parameters", "hidden")}
     for context in plan.timing.contexts:
@@ -307,7 +313,7 @@ class Comparison:
     >>> shape = Shape(dim=16, layers=1, heads=2, window=8)
     >>> found = contestants(["mqa"], shape)
     >>> timing = speed.Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)
-    >>> plan = Plan(found, configs(found, shape), shape, "sizes", timing)
+    >>> plan = ComparisonPlan(found, configs(found, shape), shape, "sizes", timing)
     >>> session = Session(Store(None))
     >>> Comparison(plan, session, {}, with_memory=False).run()
     >>> sorted(session.done)
@@ -316,7 +322,7 @@ class Comparison:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ComparisonPlan,
         session: Session,
         machine: Mapping[str, Any],
         *,
@@ -333,16 +339,16 @@ class Comparison:
         session.
         """
         plan, session = self.plan, self.session
-        session.run(speed.experiments(plan.configs, plan.timing, self.machine))
+        session.run(speed.timing_experiments(plan.configs, plan.timing, self.machine))
         if self.with_memory:
-            session.run(memory.experiments(plan.configs, plan.timing, self.machine))
+            session.run(memory.memory_experiments(plan.configs, plan.timing, self.machine))
         if not plan.lessons:
             return
-        pilots = session.run(quality.pilot(plan.pupils, plan.lessons))
+        pilots = session.run(quality.pilot_experiments(plan.pupils, plan.lessons))
         seconds = {name.partition("/")[2]: found["seconds"] for name, found in pilots.items()}
         steps = self._steps(seconds)
         session.run(
-            quality.experiments(
+            quality.training_experiments(
                 plan.pupils, plan.lessons, plan.training, steps, seconds, session.tell
             )
         )
@@ -356,7 +362,7 @@ class Comparison:
         }
         room = float("inf")
         if self.steps is None:
-            room = MARGIN * (60 * self.minutes - session.elapsed)
+            room = TRAINING_SHARE * (60 * self.minutes - session.elapsed)
         settings = {
             "models": {name: asdict(config) for name, config in plan.configs.items()},
             "wanted": wanted,
@@ -374,12 +380,14 @@ class Comparison:
         steps: dict[str, int] = found["steps"]
         told = ", ".join(f"{name} {n}" for name, n in steps.items())
         if steps == wanted:
-            self.note(f"steps: {told}; training was expected to take {clock(found['whole'])}")
+            self.note(
+                f"steps: {told}; training was expected to take {format_duration(found['whole'])}"
+            )
         else:
             self.note(
                 f"steps: {told}; all of {', '.join(f'{name} {n}' for name, n in wanted.items())} "
                 "would take about "
-                f"{clock(found['whole'])}, and --minutes is {self.minutes:g}: every mechanism is "
+                f"{format_duration(found['whole'])}, and --minutes is {self.minutes:g}: every mechanism is "
                 "trained so much less"
             )
         return steps

@@ -17,7 +17,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files.strict import read_json
 from regard.files.write import written
 
-LONGEST = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 """Bytes of a kept measurement, at most."""
 SCHEMA = 1
 """Version of the files of measurements; it rises when a name in them changes its meaning."""
@@ -25,14 +25,14 @@ SCHEMA = 1
 Numbers: TypeAlias = dict[str, Any]
 """What was found, as plain values: what JSON can hold, finite numbers only."""
 
-Tell: TypeAlias = Callable[[str], None]
+ReportProgress: TypeAlias = Callable[[str], None]
 """Told what is being done, for a person who waits."""
 
 
-def silent(_: str) -> None:
+def ignore_progress(_: str) -> None:
     """Tell nobody.
 
-    >>> silent("decode/512")
+    >>> ignore_progress("decode/512")
     """
 
 
@@ -66,7 +66,7 @@ class Experiment:
         return f"{safe}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-class Store:
+class ExperimentStore:
     """Finished measurements: each a JSON file of its own, written whole or not at all; without a
     folder, in memory only.
 
@@ -77,7 +77,7 @@ class Store:
     Raises:
         FileError: the folder is a file, or cannot be written.
 
-    >>> store, one = Store(None), Experiment("sum", {"n": 4}, lambda: {"sum": 6})
+    >>> store, one = ExperimentStore(None), Experiment("sum", {"n": 4}, lambda: {"sum": 6})
     >>> store.read(one)
     >>> store.write(one, one.measure(), 0.1)
     >>> store.read(one)
@@ -98,7 +98,7 @@ class Store:
         if key in self._held or self.folder is None:
             return self._held.get(key)
         try:
-            kept = read_json(self.folder / f"{key}.json", limit=LONGEST)
+            kept = read_json(self.folder / f"{key}.json", limit=MAX_FILE_BYTES)
             same = kept["name"] == experiment.name and kept["settings"] == _plain(
                 experiment.settings
             )
@@ -155,7 +155,7 @@ class Session:
     An interrupt leaves through `run`; `done` then holds whatever was finished, and `kept` the names
     of those that an earlier session had measured.
 
-    >>> session = Session(Store(None))
+    >>> session = Session(ExperimentStore(None))
     >>> session.run([Experiment("sum", {"n": 4}, lambda: {"sum": 6})])
     {'sum': {'sum': 6}}
     >>> session.measured, session.reused
@@ -163,10 +163,13 @@ class Session:
     """
 
     def __init__(
-        self, store: Store, tell: Tell = silent, clock: Callable[[], float] = time.perf_counter
+        self,
+        store: ExperimentStore,
+        tell: ReportProgress = ignore_progress,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.store, self.tell, self._clock = store, tell, clock
-        self._start = clock()
+        self.store, self.tell, self._clock = store, tell, format_duration
+        self._start = format_duration()
         self.done: dict[str, Numbers] = {}
         self.kept: set[str] = set()
         self.measured, self.reused = 0, 0
@@ -195,7 +198,9 @@ class Session:
         expected, taken = 0.0, 0.0
         for i, one in enumerate(todo):
             rest = sum(other.seconds for other in todo[i:])
-            left = "" if not expected else f", about {clock(taken / expected * rest)} left"
+            left = (
+                "" if not expected else f", about {format_duration(taken / expected * rest)} left"
+            )
             self.tell(
                 f"{one.name} ({len(experiments) - len(todo) + i + 1}/{len(experiments)}{left})"
             )
@@ -209,10 +214,10 @@ class Session:
         return {name: self.done[name] for name in names}
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Minutes and seconds, or hours too.
 
-    >>> clock(75), clock(3725)
+    >>> format_duration(75), format_duration(3725)
     ('1:15', '1:02:05')
     """
     minutes, rest = divmod(max(0, round(seconds)), 60)

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.bench.machine import machine
-from regard.compare.experiment import Numbers, Tell, silent
+from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
 from regard.compare.reach import losses, needles, perplexity
 from regard.errors import ArgumentError
 from regard.models.convert.context import Extension, to_context
@@ -36,7 +36,7 @@ METHODS = (UNSCALED, *get_args(Extension))
 
 
 @dataclass(frozen=True)
-class Reading:
+class LengthTest:
     """How an extended model is asked.
 
     Attributes:
@@ -45,7 +45,7 @@ class Reading:
         depths, trials, key, mark: as `regard.compare.reach.needles`.
         seed: of the needles.
 
-    >>> Reading((128, 256)).depths
+    >>> LengthTest((128, 256)).depths
     (0.0, 0.25, 0.5, 0.75, 1.0)
     """
 
@@ -77,7 +77,7 @@ def rotary_of(network: nn.Module) -> Rotary:
     )
 
 
-def extended(model: Model, method: str, target: int) -> Decoder:
+def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     """The decoder of a model under a method; it shares the weights.
 
     Args:
@@ -90,7 +90,7 @@ def extended(model: Model, method: str, target: int) -> Decoder:
 
     >>> import regard
     >>> tiny = regard.load("tiny")
-    >>> rotary_of(extended(tiny, "linear", 1024)).scaling
+    >>> rotary_of(extended_decoder(tiny, "linear", 1024)).scaling
     Linear(factor=4.0)
     """
     if method not in METHODS:
@@ -136,7 +136,12 @@ def spectrum(network: nn.Module, length: int) -> Numbers:
     }
 
 
-def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = silent) -> Numbers:
+def evaluate_lengths(
+    network: nn.Module,
+    ids: Int[Tensor, " N"],
+    how: LengthTest,
+    tell: ReportProgress = ignore_progress,
+) -> Numbers:
     """Loss and perplexity at every length, and the needle at every length and depth.
 
     Args:
@@ -146,11 +151,11 @@ def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = 
         tell: told of each length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> found = read(flat, torch.arange(200) % 4, Reading((96,), trials=1))
+    >>> found = evaluate_lengths(flat, torch.arange(200) % 4, LengthTest((96,), trials=1))
     >>> round(found["by_length"][0]["perplexity"], 4), len(found["by_length"][0]["needle"])
     (4.0, 5)
     """
-    rows = []
+    result_rows = []
     for length in how.lengths:
         tell(f"{length} tokens")
         nats = float(losses(network, ids, [length], counted=how.counted, windows=how.windows)[0])
@@ -164,7 +169,7 @@ def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = 
             mark=how.mark,
             seed=how.seed,
         )
-        rows.append(
+        result_rows.append(
             {
                 "length": length,
                 "nats": nats,
@@ -172,15 +177,15 @@ def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = 
                 "needle": [one._asdict() for one in found],
             }
         )
-    return {"by_length": rows}
+    return {"by_length": result_rows}
 
 
-def about(model: Model) -> dict[str, Any]:
+def rotary_metadata(model: Model) -> dict[str, Any]:
     """What an extension starts from: the trained length, the head, the base, and how many dims have
     turned fully.
 
     >>> import regard
-    >>> about(regard.load("tiny"))["critical_dimension"]
+    >>> rotary_metadata(regard.load("tiny"))["critical_dimension"]
     14
     """
     rotary, trained = rotary_of(model.decoder), int(model.config.max_position_embeddings)
@@ -193,10 +198,10 @@ def about(model: Model) -> dict[str, Any]:
     }
 
 
-def lengths_for(trained: int, target: int) -> tuple[int, ...]:
+def default_lengths(trained: int, target: int) -> tuple[int, ...]:
     """Half the trained length, itself, and its doubles up to the target, which is the last.
 
-    >>> lengths_for(256, 1024), lengths_for(256, 600)
+    >>> default_lengths(256, 1024), default_lengths(256, 600)
     ((128, 256, 512, 1024), (128, 256, 512, 600))
     """
     found: Sequence[int] = [trained // 2, trained]
@@ -205,14 +210,14 @@ def lengths_for(trained: int, target: int) -> tuple[int, ...]:
     return (*found, target)
 
 
-Keeping: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
-POLICIES: tuple[Keeping, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
+CachePolicy: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
+POLICIES: tuple[CachePolicy, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
 """What to do with cached keys that were rotated for a shorter length: keep them as they are, or one
 of the ways of `regard.nn.dynamic_rotary`.
 """
 
 
-def under(network: Decoder, policy: Keeping, target: int) -> Decoder:
+def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Decoder:
     """A decoder whose frequencies follow the length, under a policy; it shares all weights but
     those of queries and keys.
 
@@ -239,14 +244,14 @@ def under(network: Decoder, policy: Keeping, target: int) -> Decoder:
     return made.eval()
 
 
-def _project(project: Recomputed, policy: Keeping, target: int) -> Separate:
+def _project(project: Recomputed, policy: CachePolicy, target: int) -> Separate:
     if policy == "recompute":
         return project
     if policy in ("pre_rope", "re_rotate"):
         kind = PreRope if policy == "pre_rope" else ReRotate
         return kind(project.q, project.k, project.v, project.key_transform)
-    for heads in (project.q, project.k):
-        heads.steps.append(
+    for column_heads in (project.q, project.k):
+        column_heads.steps.append(
             _rotary(project.key_transform.rotary, target if policy == "frozen" else None)
         )
     found = Separate(project.q, project.k, project.v)
@@ -268,7 +273,7 @@ def _rotary(old: Rotary, length: int | None) -> Rotary:
 
 
 @torch.inference_mode()
-def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
+def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
     """How far cached decoding is from passes over everything, from token `start` on.
 
     Args:
@@ -287,7 +292,7 @@ def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Number
 
     >>> import regard
     >>> tiny = regard.load("tiny")
-    >>> consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
+    >>> cache_consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
     1.0
     """
     if not 1 <= start < ids.shape[1]:
@@ -319,31 +324,34 @@ def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], Prefix | None]:
     return lambda ids: network(ids, None, caches), None
 
 
-def policies(
+def consistency_by_policy(
     network: Decoder, ids: Int[Tensor, "1 N"], start: int, target: int
 ) -> dict[str, Numbers]:
-    """`consistency` under every policy where the frequencies follow the length; else of the model
+    """`cache_consistency` under every policy where the frequencies follow the length; else of the model
     as it is.
 
     Args:
         network: a decoder with rotary positions.
-        ids, start: as `consistency`.
-        target: as `under`.
+        ids, start: as `cache_consistency`.
+        target: as `with_cache_policy`.
     """
     rotary = rotary_of(network)
     if not rotary.follows:
-        return {"as it is": consistency(network, ids, start)}
-    return {policy: consistency(under(network, policy, target), ids, start) for policy in POLICIES}
+        return {"as it is": cache_consistency(network, ids, start)}
+    return {
+        policy: cache_consistency(with_cache_policy(network, policy, target), ids, start)
+        for policy in POLICIES
+    }
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExtensionOptions:
     """What the command asks for.
 
     Attributes:
         length: tokens to reach; None is four times the trained length.
         methods: extensions; none are all. The model as it is always stands beside them.
-        windows, trials, seed: as `Reading`.
+        windows, trials, seed: as `LengthTest`.
         steps: tokens that are decoded one by one across the trained length.
     """
 
@@ -356,7 +364,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Extended:
+class ExtensionResults:
     """What was found.
 
     Attributes:
@@ -376,10 +384,10 @@ class Extended:
 def extend_all(
     model: Model,
     ids: Int[Tensor, " N"],
-    asked: Asked,
+    asked: ExtensionOptions,
     names: Mapping[str, str],
-    tell: Tell = silent,
-) -> Extended:
+    tell: ReportProgress = ignore_progress,
+) -> ExtensionResults:
     """Every method, read at every length.
 
     Args:
@@ -392,12 +400,12 @@ def extend_all(
     Raises:
         ArgumentError: a method is unknown, the text is too short, or the model cannot be extended.
     """
-    facts = about(model)
+    facts = rotary_metadata(model)
     trained = facts["trained"]
     target = asked.length or 4 * trained
     methods = (UNSCALED, *(m for m in dict.fromkeys(asked.methods or METHODS) if m != UNSCALED))
     networks = {
-        method: extended(model, method, target) for method in methods
+        method: extended_decoder(model, method, target) for method in methods
     }  # refuses before anything is measured
     start = max(1, trained - asked.steps // 2)
     need = max(target, start + asked.steps) + 1
@@ -406,12 +414,16 @@ def extend_all(
             f"the text has {len(ids)} tokens, and {need} are needed for a length of {target}: "
             "give a longer text, or a smaller length"
         )
-    how = _reading(lengths_for(trained, target), asked)
+    how = _reading(default_lengths(trained, target), asked)
     found: dict[str, Numbers] = {}
     for method, network in networks.items():
         tell(f"{method}: {', '.join(map(str, how.lengths))} tokens, and a cache")
-        cache = policies(network, ids[None, : start + asked.steps], start, target)
-        found[method] = {**read(network, ids, how), **spectrum(network, target), "cache": cache}
+        cache = consistency_by_policy(network, ids[None, : start + asked.steps], start, target)
+        found[method] = {
+            **evaluate_lengths(network, ids, how),
+            **spectrum(network, target),
+            "cache": cache,
+        }
     told = {
         **names,
         **facts,
@@ -427,15 +439,15 @@ def extend_all(
         "steps": asked.steps,
         "machine": machine(torch.device("cpu")),
     }
-    return Extended(told, found)
+    return ExtensionResults(told, found)
 
 
-def _reading(lengths: tuple[int, ...], asked: Asked) -> Reading:
+def _reading(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTest:
     """How models are asked: less of each where the shortest length has no room for it."""
     shortest = lengths[0]
     passage = max(2, min(20, (shortest + 1) // 3))
     key = max(1, passage * 2 // 5)
-    return Reading(
+    return LengthTest(
         lengths,
         counted=max(1, min(64, shortest // 2)),
         windows=asked.windows,
@@ -446,15 +458,15 @@ def _reading(lengths: tuple[int, ...], asked: Asked) -> Reading:
     )
 
 
-def rows(found: Extended) -> list[list[str]]:
+def result_rows(found: ExtensionResults) -> list[list[str]]:
     """A row for each method: perplexity at each length, the passage, and the cache."""
-    table = []
+    render_table = []
     for name, numbers in found.methods.items():
         by = numbers["by_length"]
         saved = [sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by]
         cache = numbers["cache"]
         kept = cache.get("recompute") or next(iter(cache.values()))  # as a loaded model does it
-        table.append(
+        render_table.append(
             [
                 name,
                 *(f"{one['perplexity']:.4g}" for one in by),
@@ -462,16 +474,16 @@ def rows(found: Extended) -> list[list[str]]:
                 f"{kept['difference']:.1g}",
             ]
         )
-    return table
+    return render_table
 
 
-def heads(found: Extended) -> list[str]:
-    """The heads of `rows`."""
+def column_heads(found: ExtensionResults) -> list[str]:
+    """The heads of `result_rows`."""
     lengths = found.start["lengths"]
     return ["", *(f"ppl {n}" for n in lengths), *(f"saved {n}" for n in lengths), "cache"]
 
 
-def table(found: Extended) -> str:
+def render_table(found: ExtensionResults) -> str:
     """What came of each method, for a terminal."""
     s = found.start
     m = s["machine"]
@@ -488,7 +500,7 @@ def table(found: Extended) -> str:
         f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
         "",
     ]
-    lines.append(aligned([heads(found), *rows(found)]))
+    lines.append(aligned([column_heads(found), *result_rows(found)]))
     lines += [
         "",
         (
@@ -522,7 +534,7 @@ def cache_rows(numbers: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def pictures(found: Extended) -> list[Picture]:
+def plots(found: ExtensionResults) -> list[Picture]:
     """Perplexity, passages, spectrum and decay."""
     s, trained = found.start, float(found.start["trained"])
     named = found.methods.items()
@@ -588,10 +600,10 @@ def pictures(found: Extended) -> list[Picture]:
     ]
 
 
-def page(found: Extended, command: str) -> str:
+def render_page(found: ExtensionResults, command: str) -> str:
     """The page: HTML that needs nothing else."""
     s, m = found.start, found.start["machine"]
-    drawn = pictures(found)
+    drawn = plots(found)
     facts = {
         "model": str(s["model"]),
         "trained": f"{s['trained']} tokens",
@@ -605,8 +617,8 @@ def page(found: Extended, command: str) -> str:
     sections = [
         html.Section(
             "Every method",
-            heads=heads(found),
-            rows=rows(found),
+            heads=column_heads(found),
+            rows=result_rows(found),
             pictures=drawn[:1],
             texts={"text": str(s["text"])},
         ),

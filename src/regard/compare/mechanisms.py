@@ -18,7 +18,7 @@ from regard.suggest import suggest
 SINKS = 4
 """First tokens that "sinks" never forgets (arXiv 2309.17453, section 3.2)."""
 
-RECURRENT = ("linear", "memory")
+RECURRENT_FAMILIES = ("linear", "memory")
 """Families of the catalogue whose memory is a state: several learning rates are tried for each."""
 
 
@@ -71,7 +71,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A mechanism of the catalogue with its options, under the name that tables show.
 
     Attributes:
@@ -79,7 +79,7 @@ class Contestant:
         attention: the name in the catalogue.
         options: its own, as plain values.
 
-    >>> Contestant("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
+    >>> Candidate("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
     {'groups': 4}
     """
 
@@ -90,7 +90,7 @@ class Contestant:
     @property
     def recurrent(self) -> bool:
         """Whether its memory is a state of fixed size."""
-        return entry_of(self.attention).family in RECURRENT
+        return entry_of(self.attention).family in RECURRENT_FAMILIES
 
     def config(self, shape: Shape) -> Config:
         """A decoder with this mechanism in every layer.
@@ -151,28 +151,28 @@ _DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, Any]]]] = {
     "nsa": lambda s: ("nsa", _nsa(s)),
 }
 
-NAMES = tuple(_DEFAULT)
+DEFAULT_NAMES = tuple(_DEFAULT)
 """The mechanisms that are compared when none is named: each of all heads, rotary where it has
 positions.
 """
 
 
-def contestants(names: Sequence[str] | None, shape: Shape) -> list[Contestant]:
+def candidates(names: Sequence[str] | None, shape: Shape) -> list[Candidate]:
     """The mechanisms of these names.
 
     Args:
-        names: of `NAMES`; or of the catalogue, with options behind a colon: "gqa:groups=1",
-            "retention". None is `NAMES`.
+        names: of `DEFAULT_NAMES`; or of the catalogue, with options behind a colon: "gqa:groups=1",
+            "retention". None is `DEFAULT_NAMES`.
         shape: the sizes that their options follow.
 
     Raises:
         ArgumentError: a name is not known or comes twice, an option is not its own, or a size does
             not fit.
 
-    >>> [c.options for c in contestants(["mqa", "gqa:groups=4"], Shape(dim=64))]
+    >>> [c.options for c in candidates(["mqa", "gqa:groups=4"], Shape(dim=64))]
     [{}, {'groups': 4}]
     """
-    found = [_contestant(name, shape) for name in names or NAMES]
+    found = [_contestant(name, shape) for name in names or DEFAULT_NAMES]
     known = [one.name for one in found]
     if twice := sorted({name for name in known if known.count(name) > 1}):
         raise ArgumentError(f"{', '.join(twice)} stands there twice; name each mechanism once")
@@ -181,44 +181,44 @@ def contestants(names: Sequence[str] | None, shape: Shape) -> list[Contestant]:
     return found
 
 
-def _contestant(name: str, shape: Shape) -> Contestant:
+def _contestant(name: str, shape: Shape) -> Candidate:
     if name in _DEFAULT:
         attention, options = _DEFAULT[name](shape)
-        return Contestant(name, attention, options)
+        return Candidate(name, attention, options)
     attention, _, settings = name.partition(":")
     if attention not in decoders():
-        known = (*NAMES, *decoders())
+        known = (*DEFAULT_NAMES, *decoders())
         hint = suggest(attention, known, otherwise=".")
         raise ArgumentError(
             f"{name!r} is no mechanism that a decoder can have{hint} The default set is "
-            f"{', '.join(NAMES)}; "
+            f"{', '.join(DEFAULT_NAMES)}; "
             "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
         )
     parts = [part for part in settings.split(",") if part]
-    return Contestant(name, attention, parse(parts, entry_of(attention)))
+    return Candidate(name, attention, parse(parts, entry_of(attention)))
 
 
-def parameters(config: Config) -> int:
+def count_parameters(config: Config) -> int:
     """How many numbers a model trains, without building it.
 
-    >>> parameters(Contestant("mqa", "mqa").config(Shape(dim=32, layers=1)))
+    >>> count_parameters(Candidate("mqa", "mqa").config(Shape(dim=32, layers=1)))
     28256
     """
     with torch.device("meta"):
         return sum(p.numel() for p in build(config).parameters())
 
 
-def decoder(config: Config, seed: int = 0) -> Decoder:
+def build_decoder(config: Config, seed: int = 0) -> Decoder:
     """A fresh model; the global random state is set to the seed.
 
-    >>> len(decoder(Contestant("mqa", "mqa").config(Shape(dim=32, layers=3))).layers)
+    >>> len(build_decoder(Candidate("mqa", "mqa").config(Shape(dim=32, layers=3))).layers)
     3
     """
     torch.manual_seed(seed)
     return build(config)
 
 
-SAME = ("sizes", "parameters")
+MATCHED_BY = ("sizes", "count_parameters")
 """What all have in common: width, depth and feed-forward width; or the number of parameters."""
 
 
@@ -235,16 +235,16 @@ def same_parameters(config: Config, wanted: int) -> Config:
             more than 1 % away.
 
     >>> shape = Shape(dim=64)
-    >>> wanted = parameters(Contestant("mha", "gqa", {"groups": 4}).config(shape))
-    >>> found = same_parameters(Contestant("mqa", "mqa").config(shape), wanted)
-    >>> found.intermediate_size > shape.width, abs(parameters(found) / wanted - 1) < 0.01
+    >>> wanted = count_parameters(Candidate("mha", "gqa", {"groups": 4}).config(shape))
+    >>> found = same_parameters(Candidate("mqa", "mqa").config(shape), wanted)
+    >>> found.intermediate_size > shape.width, abs(count_parameters(found) / wanted - 1) < 0.01
     (True, True)
     """
-    one, two = (parameters(replace(config, intermediate_size=n)) for n in (1, 2))
+    one, two = (count_parameters(replace(config, intermediate_size=n)) for n in (1, 2))
     hidden = 1 + round((wanted - one) / (two - one))
     if hidden >= 1:
         found = replace(config, intermediate_size=hidden)
-        if abs(parameters(found) - wanted) <= 0.01 * wanted:
+        if abs(count_parameters(found) - wanted) <= 0.01 * wanted:
             return found
     raise ArgumentError(
         f"{config.attention} has {one:,} parameters with a feed-forward width of 1, and each unit "
@@ -254,26 +254,26 @@ def same_parameters(config: Config, wanted: int) -> Config:
     )
 
 
-def configs(found: Sequence[Contestant], shape: Shape, same: str = "sizes") -> dict[str, Config]:
+def configs(found: Sequence[Candidate], shape: Shape, same: str = "sizes") -> dict[str, Config]:
     """The config of each mechanism by its name.
 
     Args:
         found: the mechanisms; with "parameters", the first is the measure of the others.
         shape: the sizes.
-        same: a word of `SAME`.
+        same: a word of `MATCHED_BY`.
 
     Raises:
         ArgumentError: `same` is another word; or as `same_parameters`.
 
-    >>> from regard.compare.mechanisms import contestants
-    >>> found = configs(contestants(["mha", "mqa"], Shape(dim=64)), Shape(dim=64))
+    >>> from regard.compare.mechanisms import candidates
+    >>> found = configs(candidates(["mha", "mqa"], Shape(dim=64)), Shape(dim=64))
     >>> [c.intermediate_size for c in found.values()]
     [192, 192]
     """
-    if same not in SAME:
-        raise ArgumentError(f"same is {same!r}; it must be {' or '.join(SAME)}")
+    if same not in MATCHED_BY:
+        raise ArgumentError(f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}")
     made = {one.name: one.config(shape) for one in found}
     if same == "sizes":
         return made
-    wanted = parameters(next(iter(made.values())))
+    wanted = count_parameters(next(iter(made.values())))
     return {name: same_parameters(config, wanted) for name, config in made.items()}

@@ -10,11 +10,11 @@ import torch
 
 from regard.bench.memory import in_child, peak
 from regard.compare.experiment import Experiment, Numbers
-from regard.compare.mechanisms import decoder
-from regard.compare.speed import MACHINE, Timing, prefill, training
+from regard.compare.mechanisms import build_decoder
+from regard.compare.speed import MACHINE_KEYS, Timing, prefill, training
 from regard.models.families.regard import Config
 
-HOW = (
+METHOD = (
     "the highest resident memory of a process of its own (VmHWM, set back before the work) less "
     "what it held then: "
     "weights are not counted; the work has run once before, so that kernels are compiled"
@@ -22,29 +22,31 @@ HOW = (
 """What is measured."""
 
 
-def experiments(
+def memory_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
 ) -> list[Experiment]:
     """Peak memory of a prompt of the longest context, and of a training step, for each mechanism.
 
     >>> from regard.compare.mechanisms import Contestant, Shape
     >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> [one.name for one in experiments(made, Timing(contexts=(4, 8)), {})]
+    >>> [one.name for one in memory_experiments(made, Timing(contexts=(4, 8)), {})]
     ['memory/mqa']
     """
     sizes = {"context": max(timing.contexts), "length": timing.length, "batch": timing.batch}
-    on = {name: machine.get(name) for name in MACHINE}
+    on = {name: machine.get(name) for name in MACHINE_KEYS}
     found = []
     for name, config in configs.items():
         settings = {"model": asdict(config), "machine": on, **sizes}
         settings["threads"] = torch.get_num_threads()
         found.append(
-            Experiment(f"memory/{name}", settings, lambda given=settings: measure(given), 10.0)  # type: ignore[misc]
+            Experiment(
+                f"memory/{name}", settings, lambda given=settings: measure_peaks(given), 10.0
+            )  # type: ignore[misc]
         )
     return found
 
 
-def measure(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
+def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
     """Run `peaks` in a new process.
 
     Args:
@@ -70,7 +72,7 @@ def peaks(settings: Numbers) -> Numbers:
     """Peak bytes of a prompt and of a training step; each has run once before."""
     torch.set_num_threads(settings["threads"])
     config = Config(**settings["model"])
-    model = decoder(config)
+    model = build_decoder(config)
 
     def step() -> None:
         training(model, config, settings["length"], settings["batch"])()

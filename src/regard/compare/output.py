@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from regard import units
-from regard.compare.comparison import COSTS, FEWEST, cost_of, front
+from regard.compare.comparison import COSTS, MIN_ROUNDS, cost_of, pareto
 from regard.table import table as table_of
 from regard.view import html
 from regard.view.charts import Axis, Line, Mark, Picture, Scatter
 
 
-def table(told: Mapping[str, Any]) -> str:
+def render_table(told: Mapping[str, Any]) -> str:
     """The comparison as `regard.compare.comparison.as_json` tells it: what it ran on, costs,
     quality, fronts, and notes.
     """
     parts = [header(told), *(_aligned(rows(told)) for rows in (memory_rows, time_rows))]
-    if legend := overlapping(told):
+    if legend := overlap_legend(told):
         parts[-1] += f"\n{legend}"
-    if lines := [f"not run: {line}" for line in refusals(told)]:
+    if lines := [f"not run: {line}" for line in failures(told)]:
         parts.append("\n".join(lines))
     if told["training"]["lessons"]:
         parts.append(f"quality: {quality_sentence(told)}\n{_aligned(quality_rows(told))}")
@@ -86,7 +86,7 @@ def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
     quartiles.
 
     A median has a ~ in front where its range overlaps that of the first mechanism: see
-    `overlapping`.
+    `overlap_legend`.
     """
     contexts = _contexts(told)
     works = (("prompt", "prefill"), ("token", "decode"))
@@ -110,7 +110,7 @@ def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def overlapping(told: Mapping[str, Any]) -> str:
+def overlap_legend(told: Mapping[str, Any]) -> str:
     """What a ~ in front of a time means, if there is one."""
     marked = any(
         row.get("overlaps_first")
@@ -119,7 +119,7 @@ def overlapping(told: Mapping[str, Any]) -> str:
     )
     first = told["mechanisms"][0]["name"]
     return (
-        f"~ its quartiles overlap those of {first}, or there were fewer than {FEWEST} rounds: the "
+        f"~ its quartiles overlap those of {first}, or there were fewer than {MIN_ROUNDS} rounds: the "
         "two are not told apart"
         if marked
         else ""
@@ -130,7 +130,7 @@ def _contexts(told: Mapping[str, Any]) -> list[str]:
     return [str(c) for c in sorted(told["timing"]["contexts"])]
 
 
-def refusals(told: Mapping[str, Any]) -> Iterator[str]:
+def failures(told: Mapping[str, Any]) -> Iterator[str]:
     """What could not be run, and why."""
     for e in told["mechanisms"]:
         works = [
@@ -157,9 +157,9 @@ def quality_rows(told: Mapping[str, Any]) -> list[list[str]]:
                     *(units.ABSENT for _ in (*span, "lr", "steps")),
                 ]
                 continue
-            low, high = measure(one, q["low"]), measure(one, q["high"])
+            low, high = format_score(one, q["low"]), format_score(one, q["high"])
             row += [
-                measure(one, q["mean"]),
+                format_score(one, q["mean"]),
                 *(f"{low} .. {high}" for _ in span),
                 f"{q['rate']:g}",
                 str(q["steps"]),
@@ -173,15 +173,15 @@ def quality_sentence(told: Mapping[str, Any]) -> str:
     seeds = ", ".join(map(str, told["training"]["seeds"]))
     return (
         f"text in bits per byte (less is better), recall in right answers; seeds {seeds}; "
-        f"learning rates chosen by validation loss ({tried(told)}), judged on other data"
+        f"learning rates chosen by validation loss ({tried_rates(told)}), judged on other data"
     )
 
 
-def tried(told: Mapping[str, Any]) -> str:
+def tried_rates(told: Mapping[str, Any]) -> str:
     """The learning rates that were tried, and with which mechanisms.
 
     >>> one = {"name": "mha", "quality": {"text": {"validation": {"0.001": 2.0, "0.003": 1.0}}}}
-    >>> tried({"mechanisms": [one, {**one, "name": "mqa"}]})
+    >>> tried_rates({"mechanisms": [one, {**one, "name": "mqa"}]})
     '0.001, 0.003 for mha mqa'
     """
     groups: dict[str, dict[str, None]] = {}
@@ -222,10 +222,10 @@ def kernels(entry: Mapping[str, Any]) -> str:
     return " / ".join(told)
 
 
-def measure(lesson: str, x: float) -> str:
+def format_score(lesson: str, x: float) -> str:
     """Bits of text, per cent of recall.
 
-    >>> measure("text", 2.3456), measure("mqar", 0.5)
+    >>> format_score("text", 2.3456), format_score("mqar", 0.5)
     ('2.346', '50.0 %')
     """
     return f"{x:.3f}" if lesson == "text" else f"{100 * x:.1f} %"
@@ -235,7 +235,7 @@ TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded 
 """Cost -> its axis."""
 
 
-def page(told: Mapping[str, Any]) -> str:
+def render_page(told: Mapping[str, Any]) -> str:
     """The page of a comparison as `regard.compare.comparison.as_json` tells it: HTML that needs
     nothing else.
     """
@@ -250,17 +250,21 @@ def page(told: Mapping[str, Any]) -> str:
         "rounds": rounds(told),
     }
     about = header(told).partition("\n")[2].replace("\n", "; ")
-    times = about + (f"; {legend}" if (legend := overlapping(told)) else "")
-    front = (
+    times = about + (f"; {legend}" if (legend := overlap_legend(told)) else "")
+    pareto = (
         "Full marks are beaten by no other mechanism in both (Pareto); the dashed line joins them."
     )
     sections = [
-        _drawn("Quality against cost", f"{front} Bars through marks span the seeds.", charts(told)),
-        _drawn("Costs against one another", front, costs(told)),
+        _drawn(
+            "Quality against cost",
+            f"{pareto} Bars through marks span the seeds.",
+            quality_charts(told),
+        ),
+        _drawn("Costs against one another", pareto, cost_charts(told)),
         html.Section(
             "Costs over the context",
             caption="Both axes are logarithmic; marks are medians.",
-            figures=[html.Figure(one) for one in curves(told)],
+            figures=[html.Figure(one) for one in context_plots(told)],
         ),
         _tabled("Memory", about, memory_rows(told)),
         _tabled("Time", times, time_rows(told)),
@@ -278,7 +282,7 @@ def page(told: Mapping[str, Any]) -> str:
     )
 
 
-def charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
+def quality_charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
     """Each lesson against each cost at the longest context, and the cache also at the length of
     training.
     """
@@ -314,7 +318,7 @@ def charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
             )
 
 
-def costs(told: Mapping[str, Any]) -> list[Scatter]:
+def cost_charts(told: Mapping[str, Any]) -> list[Scatter]:
     """A decoded token's time against the cache and against a prompt's time, at the longest context;
     without any training.
     """
@@ -341,7 +345,7 @@ def costs(told: Mapping[str, Any]) -> list[Scatter]:
             if x and row.get("seconds"):
                 y = row["seconds"]
                 points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
-        best = front([(x, y) for _, x, y, _ in points])
+        best = pareto([(x, y) for _, x, y, _ in points])
         marks = [Mark(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
         caption = (
             f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the "
@@ -351,7 +355,7 @@ def costs(told: Mapping[str, Any]) -> list[Scatter]:
     return found
 
 
-def curves(told: Mapping[str, Any]) -> list[Picture]:
+def context_plots(told: Mapping[str, Any]) -> list[Picture]:
     """Times and caches over the contexts, a line for each mechanism; none where there is one
     context only.
     """

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.compare.experiment import Experiment, Numbers, Tell, silent
-from regard.compare.mechanisms import decoder
+from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignore_progress
+from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
 from regard.train.batches import Batches, Feed, Rows, validation_rows
@@ -33,20 +33,20 @@ from regard.train.settings import Settings
 from regard.train.tasks import TASKS
 from regard.train.tasks.base import IGNORED, Made, Task, pad
 
-END = 0
+END_OF_DOCUMENT = 0
 """The byte that stands behind each document."""
 
-RECALL = {"mqar": 8, "passkey": 4}
+RECALL_TASKS = {"mqar": 8, "passkey": 4}
 """Tasks with a share of right answers, and the part of a row of text that their longest rows have:
 so short that a small model learns them in some hundred steps."""
 
-SELECT, JUDGE = 64, 128
+VALIDATION_ROWS, TEST_ROWS = 64, 128
 """Rows of text by which a learning rate is chosen, and by which a model is judged; of examples of
 tasks, four times as many.
 """
 
 
-class Lesson(ABC):
+class EvalTask(ABC):
     """Something to be learned.
 
     Attributes:
@@ -83,7 +83,7 @@ class Lesson(ABC):
 
 
 @dataclass(frozen=True)
-class Text(Lesson):
+class TextTask(EvalTask):
     """The next byte of a text.
 
     Args:
@@ -97,7 +97,7 @@ class Text(Lesson):
         ArgumentError: there is too little text.
 
     >>> documents = [Document("a", "abc " * 400), Document("b", "dcba " * 400)]
-    >>> lesson = Text(documents, context=8, batch=2)
+    >>> lesson = TextTask(documents, context=8, batch=2)
     >>> round(lesson.judge(nn.Embedding.from_pretrained(torch.zeros(256, 256)))["bits_per_byte"], 4)
     8.0
     """
@@ -107,8 +107,8 @@ class Text(Lesson):
     batch: int
     source: str = DEFAULT
     steps: int = 300
-    select: int = SELECT
-    judged: int = JUDGE
+    select: int = VALIDATION_ROWS
+    judged: int = TEST_ROWS
     name = "text"
     measure = "bits_per_byte"
     better = "lower"
@@ -160,7 +160,7 @@ class Text(Lesson):
 
 
 @dataclass(frozen=True)
-class Recall(Lesson):
+class RecallTask(EvalTask):
     """A task of rows: finding again what was said before.
 
     Args:
@@ -174,7 +174,7 @@ class Recall(Lesson):
     Raises:
         ArgumentError: the task's rows cannot be so short.
 
-    >>> Recall("mqar", 32, 4).task.lengths
+    >>> RecallTask("mqar", 32, 4).task.lengths
     (7, 32, 64)
     """
 
@@ -182,8 +182,8 @@ class Recall(Lesson):
     length: int
     batch: int
     steps: int = 400
-    select: int = SELECT
-    judged: int = JUDGE
+    select: int = VALIDATION_ROWS
+    judged: int = TEST_ROWS
     measure = "accuracy"
     better = "higher"
     loss = AnswerLoss()
@@ -194,7 +194,7 @@ class Recall(Lesson):
             raise ArgumentError(
                 f"rows of {self.name} have {self.length} tokens at most, and at least {shortest}: "
                 "give a --length of "
-                f"{shortest * RECALL[self.name]} or more, or leave out --lesson {self.name}"
+                f"{shortest * RECALL_TASKS[self.name]} or more, or leave out --lesson {self.name}"
             )
 
     @property
@@ -242,75 +242,75 @@ class Recall(Lesson):
         }
 
 
-def lessons(
+def eval_tasks(
     names: Sequence[str], *, source: str = DEFAULT, length: int = 256, batch: int = 8
-) -> list[Lesson]:
+) -> list[EvalTask]:
     """The lessons of these names.
 
     Args:
-        names: "text", or tasks of `RECALL`.
+        names: "text", or tasks of `RECALL_TASKS`.
         source: of the text: "python-docs", a file or a folder.
         length: bytes that a row of text predicts; rows of tasks have up to so many tokens by the
-            number in `RECALL`.
+            number in `RECALL_TASKS`.
         batch: rows of text; of tasks as many more as they are shorter.
 
     Raises:
         ArgumentError, FileError: a name is not known, or comes twice; there is no such text, or too
             little.
 
-    >>> [(one.length, one.batch) for one in lessons(["mqar", "passkey"], length=256, batch=8)]
+    >>> [(one.length, one.batch) for one in eval_tasks(["mqar", "passkey"], length=256, batch=8)]
     [(32, 64), (64, 32)]
     """
-    known = ("text", *RECALL)
+    known = ("text", *RECALL_TASKS)
     if unknown := [name for name in names if name not in known]:
         raise ArgumentError(f"there is no lesson {unknown[0]!r}; there are {', '.join(known)}")
     if len(set(names)) < len(names):
         raise ArgumentError(f"lessons are {', '.join(names)}; name each once")
-    found: list[Lesson] = []
+    found: list[EvalTask] = []
     for name in names:
         if name == "text":
-            found.append(Text(read(source), length, batch, source))
+            found.append(TextTask(read(source), length, batch, source))
         else:
-            found.append(Recall(name, length // RECALL[name], batch * RECALL[name]))
+            found.append(RecallTask(name, length // RECALL_TASKS[name], batch * RECALL_TASKS[name]))
     return found
 
 
 def _bytes(documents: Sequence[Document]) -> Tensor:
-    text = b"".join(one.text.encode("utf-8") + bytes([END]) for one in documents)
+    text = b"".join(one.text.encode("utf-8") + bytes([END_OF_DOCUMENT]) for one in documents)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-RATES = (3e-3,)
+LEARNING_RATES = (3e-3,)
 """Learning rates of mechanisms with a cache of tokens."""
 
-RATES_OF_STATES = (1e-3, 3e-3, 1e-2)
+RECURRENT_LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 """Learning rates for mechanisms with a state. They depend on the rate much more than the others, so
 each is trained at all three and counts at its best, which favours them.
 """
 
-PILOT = 5
+PILOT_STEPS = 5
 """Steps whose median time tells how long training will take; one more comes first, and is not
 timed.
 """
 
-LEAST = 20
+MIN_STEPS = 20
 """Fewer steps say nothing: rather the time is exceeded."""
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """How all are trained.
 
     Attributes:
         seeds: of weights and data order; each trains anew.
-        rates: learning rates for all; None is `RATES`, and `RATES_OF_STATES` where the memory is a
+        rates: learning rates for all; None is `LEARNING_RATES`, and `RECURRENT_LEARNING_RATES` where the memory is a
             state.
         weight_decay, clip: of AdamW, and the most that a gradient's norm may be.
 
     Raises:
         ArgumentError: there is no seed or rate, or one comes twice.
 
-    >>> Training().rates_of(recurrent=True)
+    >>> TrainingSettings().rates_of(recurrent=True)
     (0.001, 0.003, 0.01)
     """
 
@@ -327,25 +327,27 @@ class Training:
 
     def rates_of(self, *, recurrent: bool) -> tuple[float, ...]:
         """The learning rates that a mechanism is trained with."""
-        return self.rates or (RATES_OF_STATES if recurrent else RATES)
+        return self.rates or (RECURRENT_LEARNING_RATES if recurrent else LEARNING_RATES)
 
 
 @dataclass(frozen=True)
-class Pupil:
+class TrainConfig:
     """A mechanism as it is trained: its config, and the rates that it is tried with."""
 
     config: Config
     rates: tuple[float, ...]
 
 
-def pilot(pupils: Mapping[str, Pupil], lessons: Sequence[Lesson]) -> list[Experiment]:
+def pilot_experiments(
+    pupils: Mapping[str, TrainConfig], lessons: Sequence[EvalTask]
+) -> list[Experiment]:
     """Seconds of a training step of each mechanism in each lesson: `seconds` by mechanism."""
     found = []
     for lesson in lessons:
         models = {name: asdict(one.config) for name, one in pupils.items()}
-        settings = {"models": models, "lesson": lesson.settings, "steps": PILOT}
+        settings = {"models": models, "lesson": lesson.settings, "steps": PILOT_STEPS}
 
-        def measure(lesson: Lesson = lesson) -> Numbers:
+        def measure(lesson: EvalTask = lesson) -> Numbers:
             return {
                 "seconds": {name: _per_step(one.config, lesson) for name, one in pupils.items()}
             }
@@ -354,10 +356,10 @@ def pilot(pupils: Mapping[str, Pupil], lessons: Sequence[Lesson]) -> list[Experi
     return found
 
 
-def _per_step(config: Config, lesson: Lesson) -> float:
+def _per_step(config: Config, lesson: EvalTask) -> float:
     """The median of some steps: a stall of the machine must not shorten all training."""
-    model, feed, taken = decoder(config), lesson.feed(0), []
-    for _ in range(1 + PILOT):
+    model, feed, taken = build_decoder(config), lesson.feed(0), []
+    for _ in range(1 + PILOT_STEPS):
         rows = next(feed)
         start = time.perf_counter()
         torch.autograd.backward(lesson.loss(model, rows))
@@ -396,18 +398,18 @@ def steps_that_fit(
     )
     share = min(1.0, max(0.0, room) / whole) if whole else 1.0
     return {
-        lesson: steps if share == 1.0 else max(min(LEAST, steps), int(share * steps))
+        lesson: steps if share == 1.0 else max(min(MIN_STEPS, steps), int(share * steps))
         for lesson, steps in wanted.items()
     }, whole
 
 
-def experiments(
-    pupils: Mapping[str, Pupil],
-    lessons: Sequence[Lesson],
-    training: Training,
+def training_experiments(
+    pupils: Mapping[str, TrainConfig],
+    lessons: Sequence[EvalTask],
+    training: TrainingSettings,
     steps: Mapping[str, int],
     seconds: Mapping[str, Mapping[str, float]],
-    tell: Tell = silent,
+    tell: ReportProgress = ignore_progress,
 ) -> list[Experiment]:
     """A training run for each lesson, mechanism, rate and seed; one lesson behind the other, so
     that an interrupt leaves whole ones.
@@ -417,36 +419,38 @@ def experiments(
         for name, pupil in pupils.items():
             for rate in pupil.rates:
                 for seed in training.seeds:
-                    job = _Job(pupil.config, lesson, training, steps[lesson.name], rate, seed, tell)
+                    job = _TrainingRun(
+                        pupil.config, lesson, training, steps[lesson.name], rate, seed, tell
+                    )
                     guess = seconds[lesson.name][name] * steps[lesson.name]
                     found.append(
                         Experiment(
-                            job_name(lesson.name, name, rate, seed), job.settings, job.run, guess
+                            run_name(lesson.name, name, rate, seed), job.settings, job.run, guess
                         )
                     )
     return found
 
 
-def job_name(lesson: str, name: str, rate: float, seed: int) -> str:
+def run_name(lesson: str, name: str, rate: float, seed: int) -> str:
     """What a training run is called.
 
-    >>> job_name("text", "mha", 0.003, 0)
+    >>> run_name("text", "mha", 0.003, 0)
     'text/mha/lr 0.003/seed 0'
     """
     return f"{lesson}/{name}/lr {rate:g}/seed {seed}"
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TrainingRun:
     """One training run."""
 
     config: Config
-    lesson: Lesson
-    training: Training
+    lesson: EvalTask
+    training: TrainingSettings
     steps: int
     rate: float
     seed: int
-    tell: Tell
+    tell: ReportProgress
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -462,7 +466,7 @@ class _Job:
 
     def run(self) -> Numbers:
         """Train, and judge; `diverged` where the loss became infinite."""
-        model, feed = decoder(self.config, self.seed), self.lesson.feed(self.seed)
+        model, feed = build_decoder(self.config, self.seed), self.lesson.feed(self.seed)
         settings = Settings(
             steps=self.steps,
             lr=self.rate,
@@ -474,7 +478,11 @@ class _Job:
         start = time.perf_counter()
         try:
             result = fit(
-                model, feed, settings, loss=self.lesson.loss, progress=_Told(self.tell, self.steps)
+                model,
+                feed,
+                settings,
+                loss=self.lesson.loss,
+                progress=_ProgressLines(self.tell, self.steps),
             )
         except NonFiniteLoss:
             return {"diverged": True, "seconds": time.perf_counter() - start}
@@ -484,7 +492,7 @@ class _Job:
         model.eval()
         return {
             "loss": result.loss,
-            "validation": _loss(model, self.lesson),
+            "validation": _validation_loss(model, self.lesson),
             **self.lesson.judge(model),
             "steps": self.steps,
             "tokens": self.steps * feed.batch * feed.context,
@@ -493,10 +501,10 @@ class _Job:
 
 
 @dataclass
-class _Told:
+class _ProgressLines:
     """Tells where a run stands, every tenth of it."""
 
-    tell: Tell
+    tell: ReportProgress
     steps: int
 
     def step(self, row: Row) -> None:
@@ -510,6 +518,6 @@ class _Told:
         """Nothing is open."""
 
 
-def _loss(model: nn.Module, lesson: Lesson) -> float:
+def _validation_loss(model: nn.Module, lesson: EvalTask) -> float:
     """On what learning rates are chosen by."""
     return evaluate(model, lesson.selection, loss=lesson.loss)

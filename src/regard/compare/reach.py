@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 
 
-class Needle(NamedTuple):
+class NeedleResult(NamedTuple):
     """What came of a passage at a depth.
 
     Attributes:
@@ -25,7 +25,7 @@ class Needle(NamedTuple):
         guessed: the same when the passage did not stand in the text.
         saved: nats per token less than without it.
 
-    >>> Needle(0.5, 0.75, 0.25, 1.5).saved
+    >>> NeedleResult(0.5, 0.75, 0.25, 1.5).saved
     1.5
     """
 
@@ -99,7 +99,7 @@ def needles(
     key: int = 8,
     mark: int = 12,
     seed: int = 0,
-) -> list[Needle]:
+) -> list[NeedleResult]:
     """Whether a model finds a passage again that stands at a depth: how often it is right, and how
     many nats that saves.
 
@@ -142,7 +142,7 @@ def needles(
     bare = torch.stack(
         [torch.cat((*piece, said)) for piece, said in zip(pieces, passages, strict=True)]
     )
-    without, guessed = _asked(model, bare, key)
+    without, guessed = _loss_and_accuracy(model, bare, key)
     found = []
     for depth in depths:
         cut = round(depth * room)
@@ -152,12 +152,12 @@ def needles(
                 for (text, _), said in zip(pieces, passages, strict=True)
             ]
         )
-        nats, right = _asked(model, whole, key)
-        found.append(Needle(depth, right, guessed, without - nats))
+        nats, right = _loss_and_accuracy(model, whole, key)
+        found.append(NeedleResult(depth, right, guessed, without - nats))
     return found
 
 
-def _asked(model: nn.Module, rows: Tensor, key: int) -> tuple[float, float]:
+def _loss_and_accuracy(model: nn.Module, rows: Tensor, key: int) -> tuple[float, float]:
     """Mean nats of the last tokens of rows, and the share of them that are thought likeliest."""
     logits = model(rows[:, :-1])[:, -key:].double()
     right = (logits.argmax(-1) == rows[:, -key:]).double().mean()

@@ -15,7 +15,7 @@ from regard.bench.machine import free
 from regard.bench.timing import interleaved, median, quartiles, ratio
 from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
-from regard.compare.mechanisms import decoder
+from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
@@ -25,18 +25,18 @@ from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, optimiser
 
 Step = Callable[[], object]
-RATE = 1e-4
+LEARNING_RATE = 1e-4
 """Learning rate of timed steps: weights must move, not far."""
 
-ITEM = 4
+BYTES_PER_VALUE = 4
 """Bytes of a number: all is measured in fp32."""
 
 
-class Kernels(Trace):
+class KernelRecorder(Trace):
     """Notes which kernel computes each call of softmax attention.
 
     >>> from regard import attend
-    >>> with Kernels() as seen:
+    >>> with KernelRecorder() as seen:
     ...     _ = attend(*torch.zeros(3, 1, 1, 2, 4), backend="reference")
     >>> seen.names
     ['reference']
@@ -55,23 +55,25 @@ class Kernels(Trace):
             self.names.append(name)
 
 
-def ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
+def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
     """Random tokens [B,T], the same for a length each time.
 
     >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> ids(Contestant("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
+    >>> random_ids(Contestant("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
     torch.Size([2, 3])
     """
     generator = torch.Generator().manual_seed(length)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
-def read(model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None) -> list[Cache]:
+def prefill_caches(
+    model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None
+) -> list[Cache]:
     """Caches that hold a prompt [B,T]; those that keep all are allocated once, for `room` tokens.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
+    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> [type(c).__name__ for c in read(decoder(config), ids(config, 1, 3), 4)]
+    >>> [type(c).__name__ for c in prefill_caches(build_decoder(config), random_ids(config, 1, 3), 4)]
     ['Fixed']
     """
     rows, length = prompt.shape
@@ -84,27 +86,31 @@ def read(model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None) ->
 def prefill(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
     """Read a prompt of `context` tokens into new caches, and give the logits behind its last.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
+    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> len(prefill(decoder(config), config, 5)())
+    >>> len(prefill(build_decoder(config), config, 5)())
     1
     """
-    prompt = ids(config, batch, context)
-    return lambda: read(model, prompt)
+    prompt = random_ids(config, batch, context)
+    return lambda: prefill_caches(model, prompt)
 
 
 def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
     """Decode the token at position context - 1, behind caches that hold all before; then take it
     back.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
+    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = decode(decoder(config), config, 5)
+    >>> step = decode(build_decoder(config), config, 5)
     >>> bool((step() == step()).all())
     True
     """
-    prompt = ids(config, batch, context)
-    caches = read(model, prompt[:, : context - 1], context) if context > 1 else model.new_caches()
+    prompt = random_ids(config, batch, context)
+    caches = (
+        prefill_caches(model, prompt[:, : context - 1], context)
+        if context > 1
+        else model.new_caches()
+    )
     last = prompt[:, context - 1 :]
 
     def step() -> Tensor:
@@ -121,14 +127,14 @@ def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step
 def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
     """One optimiser step on rows of `length` predicted tokens: forward, backward, AdamW.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
+    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = training(decoder(config), config, 5, 2)
+    >>> step = training(build_decoder(config), config, 5, 2)
     >>> step() > step()
     True
     """
-    rows = ids(config, batch, length + 1)
-    update = optimiser(model, Settings(steps=1, lr=RATE))
+    rows = random_ids(config, batch, length + 1)
+    update = optimiser(model, Settings(steps=1, lr=LEARNING_RATE))
 
     def step() -> float:
         update.zero_grad(set_to_none=True)
@@ -140,14 +146,14 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
     return step
 
 
-def kernels(step: Step) -> list[str]:
+def kernels_used(step: Step) -> list[str]:
     """The kernels of softmax attention that a step runs; empty where it runs none, as a recurrence
     does.
 
-    >>> kernels(lambda: None)
+    >>> kernels_used(lambda: None)
     []
     """
-    with Kernels() as seen:
+    with KernelRecorder() as seen:
         step()
     return seen.names
 
@@ -156,33 +162,33 @@ def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) ->
     """Bytes that the caches of all layers really hold behind so many tokens, each of the kind that
     suits its layer.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
+    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> cache_bytes(decoder(config), config, 10)  # one key and one value of 8 numbers, 4 bytes each
+    >>> cache_bytes(build_decoder(config), config, 10)  # one key and one value of 8 numbers, 4 bytes each
     640
     """
     caches = model.new_caches()
     with torch.inference_mode():
-        model(ids(config, batch, context), None, caches, last=1)
+        model(random_ids(config, batch, context), None, caches, last=1)
     return sum(cache.bytes for cache in caches)
 
 
 def described_bytes(model: Decoder, context: int, batch: int = 1) -> int:
     """Bytes that caches hold in fp32 by the formulas of `regard describe`.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
+    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> described_bytes(decoder(config), 10)
+    >>> described_bytes(build_decoder(config), 10)
     640
     """
     layers = [layer.get_submodule("attention") for layer in model.layers]
-    return batch * sum(ITEM * layer.describe(context).kept for layer in layers)  # type: ignore[operator]
+    return batch * sum(BYTES_PER_VALUE * layer.describe(context).cached_values for layer in layers)  # type: ignore[operator]
 
 
 KINDS = ("prefill", "decode", "training")
 """What is timed."""
 
-MACHINE = ("processor", "cores", "threads", "capability", "torch", "regard")
+MACHINE_KEYS = ("processor", "cores", "threads", "capability", "torch", "regard")
 """What of a machine a time depends on: a kept one counts on the same only."""
 
 
@@ -221,7 +227,7 @@ class Timing:
             raise ArgumentError(f"contexts are {self.contexts}; each must be 1 or more")
 
 
-def experiments(
+def timing_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
 ) -> list[Experiment]:
     """Prompts and decoding at every context, and training steps: all mechanisms in turns within
@@ -235,10 +241,10 @@ def experiments(
 
     >>> from regard.compare.mechanisms import Contestant, Shape
     >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> [one.name for one in experiments(made, Timing(contexts=(4, 8)), {})]
+    >>> [one.name for one in timing_experiments(made, Timing(contexts=(4, 8)), {})]
     ['prefill/4', 'decode/4', 'prefill/8', 'decode/8', 'training/256']
     """
-    on = {name: machine.get(name) for name in MACHINE}
+    on = {name: machine.get(name) for name in MACHINE_KEYS}
     shared = {"models": {name: asdict(config) for name, config in configs.items()}, "machine": on}
     jobs = [(kind, context) for context in timing.contexts for kind in KINDS[:2]]
     jobs.append(("training", timing.length))
@@ -250,19 +256,19 @@ def experiments(
             Experiment(
                 f"{kind}/{length}",
                 {**shared, **own, **limits},
-                lambda kind=kind, length=length: measure(configs, kind, length, timing),  # type: ignore[misc]
+                lambda kind=kind, length=length: time_in_turns(configs, kind, length, timing),  # type: ignore[misc]
                 timing.seconds,
             )
         )
     return found
 
 
-def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
+def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
     """Time one kind of work of all mechanisms in turns.
 
     Returns:
         {"rows": name -> row}; a row has `seconds` (median of a call), `quartiles`, `ratio` (the
-        median over rounds of its time by the first mechanism's), `rounds`, `kernels`; of decoding,
+        median over rounds of its time by the first mechanism's), `rounds`, `kernels_used`; of decoding,
         `kv_bytes` and `kv_bytes_formula` too; or, where it cannot be run, `why`.
 
     Raises:
@@ -270,7 +276,7 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
 
     >>> from regard.compare.mechanisms import Contestant, Shape
     >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> measure(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
+    >>> time_in_turns(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
     640
     """
     if kind not in KINDS:
@@ -279,7 +285,7 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
     steps: dict[str, Step] = {}
     for name, config in configs.items():
         try:
-            rows[name], steps[name] = _ready(config, kind, length, timing.batch)
+            rows[name], steps[name] = _prepare(config, kind, length, timing.batch)
         except RegardError as error:
             rows[name] = {"why": str(error)}
     times = interleaved(steps, rounds=timing.rounds, sample=timing.sample, limit=timing.seconds)
@@ -294,28 +300,28 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
     return {"rows": rows}
 
 
-def _ready(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
+def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
     """What is known of the work before it is timed, and the work."""
-    model = decoder(config)
+    model = build_decoder(config)
     row: Numbers = {}
     if kind == "training":
         step = training(model, config, length, batch)
     else:
         model.eval().requires_grad_(False)
-        _check_room(described_bytes(model, length), length)
+        _check_memory(described_bytes(model, length), length)
         make: Callable[..., Step] = prefill if kind == "prefill" else decode
         step = make(model, config, length)
         if kind == "decode":
             row["kv_bytes"] = cache_bytes(model, config, length)
             row["kv_bytes_formula"] = described_bytes(model, length)
-    return {**row, "kernels": kernels(step)}, step
+    return {**row, "kernels_used": kernels_used(step)}, step
 
 
-def _check_room(needed: int, length: int) -> None:
+def _check_memory(needed: int, length: int) -> None:
     """See that the caches of one mechanism fit twice: held, and being made."""
     there = free(torch.device("cpu"))
     if there and 2 * needed > there:
         raise ArgumentError(
-            f"caches of {length:,} tokens need {units.size(needed)} ({ITEM} bytes a number), "
+            f"caches of {length:,} tokens need {units.size(needed)} ({BYTES_PER_VALUE} bytes a number), "
             f"{units.size(there)} are free: choose shorter contexts"
         )

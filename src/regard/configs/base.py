@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.errors import ArgumentError
 from regard.foreign import shown
 from regard.suggest import suggest
@@ -84,7 +84,7 @@ class ModelConfig(ABC):
         return dict(raw)
 
     @abstractmethod
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """The sizes of the model, from which its parameters, cache and FLOPs are counted.
 
         Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.configs.reader import read_sizes, read_sizes_file
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.errors import ArgumentError
 from regard.suggest import suggest
 
@@ -326,7 +326,7 @@ KNOWN: dict[str, Known] = GPT | LLAMA | QWEN | GEMMA | DEEPSEEK
 """Name -> config and source."""
 
 
-def model_of(source: str) -> Model:
+def model_of(source: str) -> ModelSpec:
     """The model of a known name, of a config.json, or of a folder that holds one.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from regard.configs import CONFIGS, config_class
 from regard.configs.base import ModelConfig, Raw, UnknownKey
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.errors import ArgumentError, FileError
 from regard.files.strict import read_json
 from regard.foreign import inert, shown, told
@@ -345,7 +345,7 @@ def parse_passing_over(
     )
 
 
-def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
+def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     """The sizes of the model of a parsed config.json.
 
     Args:
@@ -394,7 +394,7 @@ def _without_rope(raw: Raw) -> dict[str, Any]:
     return found | {"text_config": _without_rope(text)} if isinstance(text, Mapping) else found
 
 
-def read_sizes_file(path: Path) -> Model:
+def read_sizes_file(path: Path) -> ModelSpec:
     """The sizes of the model of a config.json, or of the folder that it is in.
 
     Raises:

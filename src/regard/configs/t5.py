@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
-from regard.cost.feed_forward import Dense
-from regard.cost.model import Layer, Model
+from regard.cost.feed_forward import DenseSpec
+from regard.cost.model import LayerSpec, ModelSpec
 from regard.cost.softmax import CrossSpec, SoftmaxSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 
 
@@ -75,23 +75,25 @@ class T5Config(ModelConfig):
         """
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """The sizes of the encoder and the decoder, each with one table of relative position
         biases.
         """
         M, H, D = self.d_model, self.num_heads, self.d_kv
-        feed = Dense(M, self.d_ff, gated=self.activation[0])
+        feed = DenseSpec(M, self.d_ff, gated=self.activation[0])
         buckets = self.relative_attention_num_buckets * H
-        norm, shape = Weights(norms=M), HeadShape(H, H, D, D)
-        reader = Layer(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
-        writer = Layer(SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape))
-        return Model(
+        norm, shape = ParameterCounts(norms=M), HeadShape(H, H, D, D)
+        reader = LayerSpec(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
+        writer = LayerSpec(
+            SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape)
+        )
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             (writer,) * self.decoder_layers,
             (reader,) * self.num_layers,
-            norms=norm + norm + Weights(biases=2 * buckets),
+            norms=norm + norm + ParameterCounts(biases=2 * buckets),
             tied=self.tie_word_embeddings,
             notes=(
                 "the prompt is the encoder's; the decoder's text is counted at the same length",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard.cost.infini import infini_flops, infini_state
 from regard.cost.softmax import attention_flops
-from regard.cost.spec import Description, Figure, Spec
+from regard.cost.spec import Description, Quantity, Spec
 
 if TYPE_CHECKING:
     from regard.configs.known import model_of
@@ -32,7 +32,7 @@ _RENAMED = {"Bill": "CostReport"}
 __all__ = [
     "CostReport",
     "Description",
-    "Figure",
+    "Quantity",
     "Setting",
     "Spec",
     "attention_flops",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regard.cost.softmax import attention_flops, causal_pairs
-from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
@@ -101,7 +101,7 @@ class InfiniSpec(Spec):
     @classmethod
     def of(cls, dim: int, shape: HeadShape, segment: int, *, delta: bool = False) -> InfiniSpec:
         """The spec of the usual four matrices, and one gate per query head."""
-        weights = shape.maps(dim) + Weights(biases=shape.heads)
+        weights = shape.maps(dim) + ParameterCounts(biases=shape.heads)
         return cls(weights, shape.parts, shape, segment, delta)
 
     @property
@@ -115,25 +115,25 @@ class InfiniSpec(Spec):
         return True
 
     @property
-    def state(self) -> Figure:
+    def state(self) -> Quantity:
         """The memory."""
         G, D, E = self.shape.groups, self.shape.head_dim, self.shape.value_dim
-        return Figure(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
+        return Quantity(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """The open segment, which is empty once it is full."""
         N = self.segment
-        return Figure(context % N, f"S mod N = {context} mod {N}: the open segment")
+        return Quantity(context % N, f"S mod N = {context} mod {N}: the open segment")
 
-    def read(self, context: int) -> Cached:
+    def read(self, context: int) -> CacheContents:
         """The segment up to the token, and the memory."""
-        return Cached(self.parts, self._seen(context), self.state.value, bounded=True)
+        return CacheContents(self.parts, self._seen(context), self.state.value, bounded=True)
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """Softmax inside the segment, a read, and a write."""
         H, G, D, E = self._sizes
         n, reads = self._seen(context), f"{H} + {G}" if self.delta else f"{H}"
-        return Figure(
+        return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
             f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
             f"writes {G} x (2 D E + D)",

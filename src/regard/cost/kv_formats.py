@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from regard.cost.spec import Cached
+from regard.cost.spec import CacheContents
 from regard.errors import ArgumentError
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2}
 """Bits of a number, without scales."""
-CODED = ("int8", "int4", "int2")
+QUANTIZED = ("int8", "int4", "int2")
 """Formats that keep a scale and a zero for each group."""
 STATE_BYTES = 4
 """Bytes of a value of a state of fixed size: it is held in fp32, whatever the format of the
@@ -20,10 +20,10 @@ rest.
 """
 
 
-def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
+def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
     """Bits of a quantised number: its code, and its share of a scale and a zero: b + 2 s / g.
 
-    >>> [float(bits_per_number(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
+    >>> [float(bits_per_value(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
     [3.0, 2.25, 4.5]
 
     Source: Liu et al. 2024 (arXiv 2402.02750), section 3.
@@ -32,7 +32,7 @@ def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Format:
+class KVFormat:
     """The format in which a cache holds its values.
 
     Integer codes stand in groups: of tokens for the first of several parts (keys: a scale per
@@ -48,7 +48,7 @@ class Format:
     Raises:
         ArgumentError: a name is not known.
 
-    >>> Format("int8").per_token(Cached(((8, 128), (8, 128)), 1))  # 9 bits each
+    >>> KVFormat("int8").bytes_per_token(CacheContents(((8, 128), (8, 128)), 1))  # 9 bits each
     Fraction(2304, 1)
     """
 
@@ -64,39 +64,39 @@ class Format:
                     f"{name!r} is no format of numbers; known are {', '.join(BITS)}"
                 )
 
-    def per_token(self, cached: Cached) -> Fraction:
+    def bytes_per_token(self, cached: CacheContents) -> Fraction:
         """Bytes that a token takes for good, once it is quantised."""
-        if self.name not in CODED or cached.bounded:
-            return Fraction(cached.per_token * self._plain(), 8)
+        if self.name not in QUANTIZED or cached.bounded:
+            return Fraction(cached.values_per_token * self._plain(), 8)
         return self._coded(cached)
 
-    def all(self, cached: Cached) -> int:
+    def total_bytes(self, cached: CacheContents) -> int:
         """Bytes of the whole cache."""
         state = STATE_BYTES * cached.state
-        if self.name not in CODED or cached.bounded:
-            return -(-cached.per_token * cached.tokens * self._plain() // 8) + state
+        if self.name not in QUANTIZED or cached.bounded:
+            return -(-cached.values_per_token * cached.tokens * self._plain() // 8) + state
         group = self._group(cached)
         coded = max(0, cached.tokens - self.residual) // group * group
-        rest = (cached.tokens - coded) * cached.per_token * BITS[self.exact]
+        rest = (cached.tokens - coded) * cached.values_per_token * BITS[self.exact]
         total = self._coded(cached) * coded + Fraction(rest, 8)
         return -(-total.numerator // total.denominator) + state
 
     def _plain(self) -> int:
-        return BITS[self.exact if self.name in CODED else self.name]
+        return BITS[self.exact if self.name in QUANTIZED else self.name]
 
-    def _group(self, cached: Cached) -> int:
+    def _group(self, cached: CacheContents) -> int:
         """The largest group that divides every part with scales per token."""
         widths = [dims for _, dims in cached.parts]
         tokens = widths[1:] if len(widths) > 1 else widths
         sizes = range(1, self.group + 1)
         return max(g for g in sizes if all(w % min(g, w) == 0 for w in tokens))
 
-    def _coded(self, cached: Cached) -> Fraction:
+    def _coded(self, cached: CacheContents) -> Fraction:
         """Bytes of one quantised token."""
         group, bits = self._group(cached), Fraction(0)
         for i, (heads, dims) in enumerate(cached.parts):
             by_channel = i == 0 and len(cached.parts) > 1
-            each = bits_per_number(
+            each = bits_per_value(
                 BITS[self.name], group if by_channel else min(group, dims), BITS[self.exact]
             )
             bits += heads * dims * each

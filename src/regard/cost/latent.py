@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from regard.cost.softmax import EVERY_EARLIER_KEY, Visible, attention_flops, causal_pairs
-from regard.cost.spec import Figure, Spec, Weights
+from regard.cost.softmax import ALL_EARLIER_KEYS, VisibleKeys, attention_flops, causal_pairs
+from regard.cost.spec import ParameterCounts, Quantity, Spec
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
 """How queries meet the latents (`regard.nn.Latent`)."""
 
 
-def latent_numbers(kv_rank: int, rope_dim: int) -> int:
+def latent_values(kv_rank: int, rope_dim: int) -> int:
     """Numbers that one token takes in a cache of latents: the latent, and the one rotary key that
     all heads share.
 
-    >>> latent_numbers(512, 64)  # DeepSeek-V3
+    >>> latent_values(512, 64)  # DeepSeek-V3
     576
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), table 1.
@@ -28,10 +28,10 @@ def latent_numbers(kv_rank: int, rope_dim: int) -> int:
     return kv_rank + rope_dim
 
 
-def naive_numbers(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
+def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
     """Numbers that one token takes where keys and values of every head are kept.
 
-    >>> naive_numbers(128, 128, 64, 128)  # DeepSeek-V3
+    >>> per_head_values(128, 128, 64, 128)  # DeepSeek-V3
     40960
     """
     return H * (nope_dim + rope_dim + value_dim)
@@ -100,7 +100,7 @@ class LatentSpec(Spec):
     """MLA: a cache holds one latent of r values and one rotary key per token, which all heads
     share.
 
-    The matrix that makes keys and values from latents stands `apart`: "expand" applies it to every
+    The matrix that makes keys and values from latents stands `counted_separately`: "expand" applies it to every
     cached token, "absorb" applies it to the query and to the result.
 
     Attributes:
@@ -113,7 +113,7 @@ class LatentSpec(Spec):
         visible: the keys that a query sees.
 
     >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)  # DeepSeek-V3
-    >>> layer.cached(1).per_token, layer.weights.matrices
+    >>> layer.cached(1).values_per_token, layer.weights.matrices
     (576, 187105280)
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
@@ -125,7 +125,7 @@ class LatentSpec(Spec):
     rope_dim: int
     value_dim: int
     form: Form = "auto"
-    visible: Visible = EVERY_EARLIER_KEY
+    visible: VisibleKeys = ALL_EARLIER_KEYS
 
     @classmethod
     def of(
@@ -154,8 +154,8 @@ class LatentSpec(Spec):
         up = kv_rank * heads * (nope_dim + value_dim)
         matrices = queries + dim * (kv_rank + rope_dim) + up + heads * value_dim * dim
         biases = (q_rank or 0) + kv_rank + rope_dim + dim if bias else 0
-        weights = Weights(matrices, biases, kv_rank + (q_rank or 0), apart=up)
-        parts = ((1, latent_numbers(kv_rank, rope_dim)),)
+        weights = ParameterCounts(matrices, biases, kv_rank + (q_rank or 0), counted_separately=up)
+        parts = ((1, latent_values(kv_rank, rope_dim)),)
         return cls(weights, parts, heads, kv_rank, nope_dim, rope_dim, value_dim, form)
 
     @property
@@ -164,10 +164,10 @@ class LatentSpec(Spec):
         return f"MLA {self.heads} heads, latent {self.kv_rank} + {self.rope_dim}"
 
     @property
-    def values_per_token(self) -> Figure:
+    def values_per_token(self) -> Quantity:
         """The latent and the rotary key."""
-        numbers = latent_numbers(self.kv_rank, self.rope_dim)
-        return Figure(numbers, f"r + d_rope = {self.kv_rank} + {self.rope_dim}")
+        numbers = latent_values(self.kv_rank, self.rope_dim)
+        return Quantity(numbers, f"r + d_rope = {self.kv_rank} + {self.rope_dim}")
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -177,14 +177,14 @@ class LatentSpec(Spec):
     @property
     def bounded(self) -> bool:
         """Whether there is a window."""
-        return self.visible.bound is not None
+        return self.visible.max_tokens is not None
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """All tokens, or the last W."""
-        bound = self.visible.bound
+        bound = self.visible.max_tokens
         if bound is None:
             return super().tokens(context)
-        return Figure(min(context, bound), f"min(S, {bound})")
+        return Quantity(min(context, bound), f"min(S, {bound})")
 
     def absorbs(self, queries: int, keys: int) -> bool:
         """Whether so many queries are taken to the latents, instead of expanding so many cached
@@ -200,7 +200,7 @@ class LatentSpec(Spec):
             )
         return self.form == "absorb"
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """One token in this form."""
         return self._step(context, self.form)
 
@@ -222,7 +222,7 @@ class LatentSpec(Spec):
         count = absorb_flops if form == "absorb" else expand_flops
         return count(queries, keys, self.heads, r, nope, rope, E)
 
-    def _step(self, context: int, form: str) -> Figure:
+    def _step(self, context: int, form: str) -> Quantity:
         H, r, nope, rope, E = (
             self.heads,
             self.kv_rank,
@@ -230,13 +230,13 @@ class LatentSpec(Spec):
             self.rope_dim,
             self.value_dim,
         )
-        cached, n = self.tokens(context).value, self.visible.seen(context)
+        cached, n = self.tokens(context).value, self.visible.visible_keys(context)
         up = f"2 r H (d_nope + E) = 2 x {r} x {H} x ({nope} + {E})"
         if form == "absorb" or (form == "auto" and self.absorbs(1, cached)):
             flops = recall_flops(1, H, r, nope, E) + attention_flops(H * n, r + rope, r)
-            return Figure(
+            return Quantity(
                 flops, f"{up} (absorption) + 2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
             )
         flops = recall_flops(cached, H, r, nope, E) + attention_flops(H * n, nope + rope, E)
         scores = f"2 H n (d_nope + d_rope + E) = 2 x {H} x {n} x ({nope + rope} + {E})"
-        return Figure(flops, f"{up} x {cached} (recall) + {scores}")
+        return Quantity(flops, f"{up} x {cached} (recall) + {scores}")

@@ -20,17 +20,17 @@ from regard.errors import ArgumentError
 from regard.foreign import shown
 from regard.suggest import suggest
 
-FREE = frozenset(
+OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
 )
 """Options of the catalogue that do not change the cost."""
-LARGEST = 1 << 40
+MAX_SIZE = 1 << 40
 """No size of any model is larger."""
-Numbers = Mapping[str, Any]
+MechanismOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Mechanism:
+class SpecBuilder:
     """How the spec of a mechanism is made.
 
     Attributes:
@@ -38,12 +38,14 @@ class Mechanism:
         needs, takes: the options that must be given, and those that may be given.
     """
 
-    build: Callable[[int, int, Numbers], Spec]
-    needs: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
+    build: Callable[[int, int, MechanismOptions], Spec]
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
 
 
-def _shape(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int = 1) -> HeadShape:
+def _shape(
+    dim: int, heads: int, options: MechanismOptions, *, wide: int = 1, halves: int = 1
+) -> HeadShape:
     """H, G, D, E: D is M / (halves H), E is `wide` times D, if they are not given."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
@@ -61,15 +63,15 @@ def _shape(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int
     return HeadShape(heads, groups, D, options.get("value_dim", wide * D))
 
 
-def _softmax(dim: int, heads: int, options: Numbers) -> Spec:
+def _softmax(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return SoftmaxSpec.of(dim, _shape(dim, heads, options), window=options.get("window"))
 
 
-def _mqa(dim: int, heads: int, options: Numbers) -> Spec:
+def _mqa(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return _softmax(dim, heads, {**options, "groups": 1})
 
 
-def _latent(dim: int, heads: int, o: Numbers) -> Spec:
+def _latent(dim: int, heads: int, o: MechanismOptions) -> Spec:
     form = o.get("form", "auto")
     if form not in ("auto", "expand", "absorb"):
         raise ArgumentError(f"form is {form!r}; counted are auto, expand and absorb")
@@ -77,60 +79,62 @@ def _latent(dim: int, heads: int, o: Numbers) -> Spec:
     return LatentSpec.of(dim, heads, **sizes, q_rank=o.get("q_rank"), form=form)
 
 
-def _nsa(dim: int, heads: int, options: Numbers) -> Spec:
+def _nsa(dim: int, heads: int, options: MechanismOptions) -> Spec:
     blocks = ("compress", "stride", "select", "count", "window")
     own = {name: options[name] for name in blocks if name in options}
     return NSASpec.of(dim, _shape(dim, heads, options), **own)
 
 
-def _linear_attention(dim: int, heads: int, options: Numbers) -> Spec:
+def _linear_attention(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.linear_attention(dim, _shape(dim, heads, options))
 
 
-def _retention(dim: int, heads: int, options: Numbers) -> Spec:
+def _retention(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.retention(dim, _shape(dim, heads, options, wide=2))
 
 
-def _gated_linear(dim: int, heads: int, options: Numbers) -> Spec:
+def _gated_linear(dim: int, heads: int, options: MechanismOptions) -> Spec:
     shape = _shape(dim, heads, options, wide=2, halves=2)
     return recurrent.gated_linear(dim, shape, options.get("rank", 16))
 
 
-def _delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+def _delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.delta_net(dim, _shape(dim, heads, options))
 
 
-def _gated_delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+def _gated_delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.gated_delta_net(dim, _shape(dim, heads, options))
 
 
-def _infini(*, delta: bool) -> Mechanism:
-    def build(dim: int, heads: int, options: Numbers) -> Spec:
+def _infini(*, delta: bool) -> SpecBuilder:
+    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
         segment = options.get("segment", 2048)
         return InfiniSpec.of(dim, _shape(dim, heads, options), segment, delta=delta)
 
-    return Mechanism(build, takes=frozenset({"groups", "head_dim", "segment"}))
+    return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "segment"}))
 
 
 _SIZES = frozenset({"groups", "head_dim", "value_dim"})
-MECHANISMS: dict[str, Mechanism] = {
-    "mha": Mechanism(_softmax, takes=frozenset({"head_dim", "window"})),
-    "gqa": Mechanism(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
-    "mqa": Mechanism(_mqa, takes=frozenset({"head_dim", "window"})),
-    "sliding_window": Mechanism(_softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})),
-    "mla": Mechanism(
+MECHANISMS: dict[str, SpecBuilder] = {
+    "mha": SpecBuilder(_softmax, optional=frozenset({"head_dim", "window"})),
+    "gqa": SpecBuilder(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
+    "mqa": SpecBuilder(_mqa, optional=frozenset({"head_dim", "window"})),
+    "sliding_window": SpecBuilder(
+        _softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})
+    ),
+    "mla": SpecBuilder(
         _latent,
         frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}),
         frozenset({"q_rank", "form"}),
     ),
-    "linear_attention": Mechanism(_linear_attention, takes=_SIZES),
-    "retention": Mechanism(_retention, takes=_SIZES),
-    "gated_linear": Mechanism(_gated_linear, takes=_SIZES | {"rank"}),
-    "delta_net": Mechanism(_delta_net, takes=_SIZES),
-    "gated_delta_net": Mechanism(_gated_delta_net, takes=_SIZES),
+    "linear_attention": SpecBuilder(_linear_attention, optional=_SIZES),
+    "retention": SpecBuilder(_retention, optional=_SIZES),
+    "gated_linear": SpecBuilder(_gated_linear, optional=_SIZES | {"rank"}),
+    "delta_net": SpecBuilder(_delta_net, optional=_SIZES),
+    "gated_delta_net": SpecBuilder(_gated_delta_net, optional=_SIZES),
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
-    "nsa": Mechanism(
+    "nsa": SpecBuilder(
         _nsa,
         frozenset({"groups"}),
         frozenset({"head_dim", "compress", "stride", "select", "count", "window"}),
@@ -139,7 +143,7 @@ MECHANISMS: dict[str, Mechanism] = {
 """The mechanisms that can be counted, by their names in the catalogue."""
 
 
-def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
+def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -> Spec:
     """The spec of one layer of a mechanism.
 
     Args:
@@ -151,7 +155,7 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
         ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or
             sizes do not fit one another.
 
-    >>> mechanism("mla", 32, 4, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}).name
+    >>> mechanism_spec("mla", 32, 4, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}).name
     'MLA 4 heads, latent 16 + 4'
     """
     if name not in MECHANISMS:
@@ -161,22 +165,22 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
             "regard describe NAME tells one layer of every mechanism"
         )
     made, given = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
-    if missing := sorted(made.needs - given.keys()):
+    if missing := sorted(made.required - given.keys()):
         raise ArgumentError(f"attention {name!r} needs {', '.join(missing)}: give it")
-    if extra := sorted(given.keys() - made.needs - made.takes - FREE):
-        takes = ", ".join(sorted(made.needs | made.takes))
+    if extra := sorted(given.keys() - made.required - made.optional - OPTIONS_WITHOUT_COST):
+        takes = ", ".join(sorted(made.required | made.optional))
         raise ArgumentError(
             f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, "
             "or choose another"
         )
     for key, value in given.items():
         if (
-            key not in FREE
+            key not in OPTIONS_WITHOUT_COST
             and key != "form"
-            and not (isinstance(value, int) and 1 <= value <= LARGEST)
+            and not (isinstance(value, int) and 1 <= value <= MAX_SIZE)
         ):
             raise ArgumentError(
                 f"{key} is {shown(value)}; it must be an integer of at least 1 and at most "
-                f"{LARGEST}"
+                f"{MAX_SIZE}"
             )
     return made.build(dim, heads, given)

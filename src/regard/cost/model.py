@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from regard.cost.feed_forward import FeedForward
+from regard.cost.feed_forward import FeedForwardSpec
 from regard.cost.softmax import CrossSpec
-from regard.cost.spec import Spec, Weights
+from regard.cost.spec import ParameterCounts, Spec
 
-PARTS = (
+PART_NAMES = (
     "embedding",
     "positions",
     "attention",
@@ -24,11 +24,11 @@ PARTS = (
 )
 """The rows of a table of parameters. The biases are those of all layers, with sinks and gates."""
 
-NOTHING = Weights()
+NO_PARAMETERS = ParameterCounts()
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """One block of a model.
 
     Attributes:
@@ -39,8 +39,8 @@ class Layer:
     """
 
     mixer: Spec
-    feed_forward: FeedForward | None = None
-    norms: Weights = NOTHING
+    feed_forward: FeedForwardSpec | None = None
+    norms: ParameterCounts = NO_PARAMETERS
     cross: CrossSpec | None = None
 
     @property
@@ -50,7 +50,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCount:
     """A row of the table: all parameters of a part, and those that are active for one token.
 
     A token uses one row of an embedding or of a table of positions. A tied head has no parameters
@@ -59,11 +59,11 @@ class Part:
 
     name: str
     parameters: int
-    active: int
+    active_parameters: int
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSpec:
     """The sizes of a decoder, an encoder, or both.
 
     Attributes:
@@ -90,25 +90,25 @@ class Model:
     name: str
     vocab: int
     dim: int
-    layers: tuple[Layer, ...]
-    reader: tuple[Layer, ...] = ()
+    layers: tuple[LayerSpec, ...]
+    encoder: tuple[LayerSpec, ...] = ()
     positions: int = 0
-    rows: int = 0
-    norms: Weights = NOTHING
+    position_rows: int = 0
+    norms: ParameterCounts = NO_PARAMETERS
     head: bool = True
     tied: bool = False
-    top: Weights = NOTHING
+    pooler: ParameterCounts = NO_PARAMETERS
     decodes: bool = True
-    longest: int | None = None
+    max_context: int | None = None
     dtype: str = "bf16"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PartCount, ...]:
         """All parameters and active parameters by part; parts that the model lacks are left out."""
-        return self.table(1)
+        return self.parts_for(1)
 
-    def table(self, tokens: int) -> tuple[Part, ...]:
+    def parts_for(self, tokens: int) -> tuple[PartCount, ...]:
         """Parameters by part, where `active` are those that so many tokens use together.
 
         Several tokens use more experts than one does.
@@ -119,12 +119,12 @@ class Model:
         own["head"] = 0 if self.tied else head
         used = {
             "embedding": min(tokens, self.vocab) * self.dim,
-            "positions": min(tokens * self.rows * self.dim, self.positions),
+            "positions": min(tokens * self.position_rows * self.dim, self.positions),
             "head": head,
         }
         return tuple(
-            Part(name, whole[name] + own.get(name, 0), active[name] + used.get(name, 0))
-            for name in PARTS
+            PartCount(name, whole[name] + own.get(name, 0), active[name] + used.get(name, 0))
+            for name in PART_NAMES
             if whole[name] + own.get(name, 0) + used.get(name, 0)
         )
 
@@ -134,9 +134,9 @@ class Model:
         return sum(part.parameters for part in self.parts)
 
     @property
-    def active(self) -> int:
+    def active_parameters(self) -> int:
         """The number of active parameters, which one token uses."""
-        return sum(part.active for part in self.parts)
+        return sum(part.active_parameters for part in self.parts)
 
     @property
     def attention_parameters(self) -> int:
@@ -149,13 +149,13 @@ class Model:
         return (mixer for layer in self.layers for mixer in layer.mixers)
 
     @property
-    def kinds(self) -> dict[str, int]:
+    def attention_kinds(self) -> dict[str, int]:
         """How many layers have each kind of attention."""
         return dict(Counter(m.name for layer in self._all for m in layer.mixers))
 
     @property
-    def _all(self) -> tuple[Layer, ...]:
-        return (*self.reader, *self.layers)
+    def _all(self) -> tuple[LayerSpec, ...]:
+        return (*self.encoder, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
         """Parameters by part, without embeddings: those active for so many tokens, or all."""
@@ -166,12 +166,12 @@ class Model:
                 own += (feed.weights if tokens is None else feed.active_weights(tokens)).items()
             for name, weights in (*own, ("norms", layer.norms)):
                 sums.update(_split(name, weights, times))
-        for weights in (self.norms, self.top):
+        for weights in (self.norms, self.pooler):
             sums.update(_split("head", weights, 1))
         return sums
 
 
-def _split(name: str, weights: Weights, times: int) -> dict[str, int]:
+def _split(name: str, weights: ParameterCounts, times: int) -> dict[str, int]:
     """Matrices count for the part; biases and norms have parts of their own."""
     found = {"biases": times * weights.biases, "norms": times * weights.norms}
     return {**found, name: found.get(name, 0) + times * weights.matrices}

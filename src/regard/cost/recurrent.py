@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from regard.cost.spec import Figure, HeadShape, Spec, Weights
+from regard.cost.spec import HeadShape, ParameterCounts, Quantity, Spec
 
 
 def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> int:
@@ -93,10 +93,10 @@ class RecurrentSpec(Spec):
         return True
 
     @abstractmethod
-    def token(self) -> Figure:
+    def token(self) -> Quantity:
         """FLOPs of one token, whatever the context."""
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """The FLOPs of one token."""
         return self.token()
 
@@ -137,21 +137,21 @@ class LinearSpec(RecurrentSpec):
         return self._label(self.mechanism)
 
     @property
-    def state(self) -> Figure:
+    def state(self) -> Quantity:
         """The matrix of each key/value head, and its normaliser."""
         _, G, D, E = self._sizes
         each = f"({E} + 1)" if self.normalised else f"{E}"
         letters = "G D (E + 1)" if self.normalised else "G D E"
         value = linear_state(G, D, E, normalised=self.normalised)
-        return Figure(value, f"{letters} = {G} x {D} x {each}")
+        return Quantity(value, f"{letters} = {G} x {D} x {each}")
 
-    def token(self) -> Figure:
+    def token(self) -> Quantity:
         """One read per head, and one write per key/value head; feature maps are not counted."""
         H, G, D, E = self._sizes
         flops = linear_flops(H, G, D, E, normalised=self.normalised, decayed=self.decayed)
         read = "2 D E + 2 D + E" if self.normalised else "2 D E"
         write = ("3 D E" if self.decayed else "2 D E") + (" + D" if self.normalised else "")
-        return Figure(flops, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")
+        return Quantity(flops, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,17 @@ class DeltaSpec(RecurrentSpec):
         return self._label("gated delta rule" if self.gated else "delta rule")
 
     @property
-    def state(self) -> Figure:
+    def state(self) -> Quantity:
         """The matrix of each key/value head."""
         _, G, D, E = self._sizes
-        return Figure(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
+        return Quantity(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
 
-    def token(self) -> Figure:
+    def token(self) -> Quantity:
         """One read per head, and one correction per key/value head."""
         H, G, D, E = self._sizes
         left = " + D E" if self.gated else ""
         formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{left}), D = {D}, E = {E}"
-        return Figure(delta_flops(H, G, D, E, gated=self.gated), formula)
+        return Quantity(delta_flops(H, G, D, E, gated=self.gated), formula)
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
@@ -200,7 +200,7 @@ def retention(dim: int, shape: HeadShape) -> LinearSpec:
     Source: Sun et al. 2023 (arXiv 2307.08621).
     """
     gates = shape.heads * shape.value_dim
-    weights = shape.maps(dim) + Weights(dim * gates, norms=2 * gates)
+    weights = shape.maps(dim) + ParameterCounts(dim * gates, norms=2 * gates)
     return LinearSpec(weights, (), shape, "retention", decayed=True)
 
 
@@ -214,8 +214,8 @@ def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
     Source: Yang et al. 2023 (arXiv 2312.06635).
     """
     decays, gates = shape.groups * shape.head_dim, shape.heads * shape.value_dim
-    decay = Weights(rank * (dim + decays), decays)
-    gate = Weights(dim * gates, gates, 2 * shape.value_dim)
+    decay = ParameterCounts(rank * (dim + decays), decays)
+    gate = ParameterCounts(dim * gates, gates, 2 * shape.value_dim)
     weights = shape.maps(dim) + decay + gate
     return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
@@ -228,7 +228,7 @@ def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
     Source: Yang et al. 2024 (arXiv 2406.06484).
     """
-    weights = shape.maps(dim) + Weights(dim * shape.groups, norms=shape.value_dim)
+    weights = shape.maps(dim) + ParameterCounts(dim * shape.groups, norms=shape.value_dim)
     return DeltaSpec(weights, (), shape)
 
 
@@ -242,5 +242,5 @@ def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     gates = dim * (2 * shape.groups + shape.heads * shape.value_dim)
-    weights = shape.maps(dim) + Weights(gates, 2 * shape.groups, shape.value_dim)
+    weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.groups, shape.value_dim)
     return DeltaSpec(weights, (), shape, gated=True)

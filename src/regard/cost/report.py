@@ -15,9 +15,9 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from regard.cost.kv_formats import BITS, STATE_BYTES, Format
-from regard.cost.model import Layer, Model
-from regard.cost.spec import Cached, Spec
+from regard.cost.kv_formats import BITS, STATE_BYTES, KVFormat
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.spec import CacheContents, Spec
 from regard.errors import ArgumentError
 
 
@@ -50,10 +50,10 @@ class Setting:
         assert self.format
 
     @property
-    def format(self) -> Format:
+    def format(self) -> KVFormat:
         """The format of cached values."""
         exact = self.dtype if BITS[self.dtype] >= 16 else "bf16"
-        return Format(self.kv_dtype or exact, exact)
+        return KVFormat(self.kv_dtype or exact, exact)
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class CostReport:
     (131072, True)
     """
 
-    model: Model
+    model: ModelSpec
     setting: Setting
 
     def __post_init__(self) -> None:
-        longest = self.model.longest
+        longest = self.model.max_context
         if longest is not None and self.setting.context > longest:
             raise ArgumentError(
                 f"context is {self.setting.context:,}, and {self.model.name} has learned "
@@ -90,16 +90,16 @@ class CostReport:
 
         Layers with a window drop it later.
         """
-        return self._token_bytes(lambda cached: not cached.given)
+        return self._token_bytes(lambda cached: not cached.from_source)
 
     @cached_property
     def kv_growth(self) -> int:
         """The part of `kv_bytes_per_token` in layers that keep all tokens."""
-        return self._token_bytes(lambda cached: not cached.given and not cached.bounded)
+        return self._token_bytes(lambda cached: not cached.from_source and not cached.bounded)
 
-    def _token_bytes(self, counts: Callable[[Cached], bool]) -> int:
+    def _token_bytes(self, counts: Callable[[CacheContents], bool]) -> int:
         form, caches = self.setting.format, [(m.cached(1), n) for m, n in self._mixers.items()]
-        return _up(sum(n * form.per_token(cached) for cached, n in caches if counts(cached)))
+        return _up(sum(n * form.bytes_per_token(cached) for cached, n in caches if counts(cached)))
 
     @cached_property
     def kv_bytes(self) -> int:
@@ -111,7 +111,7 @@ class CostReport:
         form, at = self.setting.format, self.setting.context
         if not self.model.decodes:
             return 0
-        return sum(n * form.all(getattr(m, what)(at)) for m, n in self._mixers.items())
+        return sum(n * form.total_bytes(getattr(m, what)(at)) for m, n in self._mixers.items())
 
     @cached_property
     def state_bytes(self) -> int:
@@ -125,30 +125,30 @@ class CostReport:
 
     def _active_bytes(self, tokens: int) -> int:
         """Bytes of the active parameters of so many tokens, each read once."""
-        active = sum(part.active for part in self.model.table(tokens))
+        active = sum(part.active_parameters for part in self.model.parts_for(tokens))
         return _up(Fraction(active * BITS[self.setting.dtype], 8))
 
     @cached_property
-    def mapped(self) -> int:
+    def matmul_values(self) -> int:
         """How many matrix values of all layers one token multiplies."""
-        return _mapped(self.model.layers)
+        return _matmul_values(self.model.layers)
 
     @cached_property
     def prefill_flops(self) -> int:
         """FLOPs of a prompt of `context` tokens, over the batch."""
         T, model = self.setting.context, self.model
         head = model.vocab * model.dim if model.head and model.decodes else 0
-        layers = 2 * T * self.mapped + sum(
+        layers = 2 * T * self.matmul_values + sum(
             n * mixer.prefill_flops(T) for mixer, n in self._mixers.items()
         )
-        if model.reader:  # the prompt is read by the encoder, and one token starts the other text
+        if model.encoder:  # the prompt is read by the encoder, and one token starts the other text
             crossing = [layer.cross for layer in model.layers if layer.cross is not None]
-            layers = 2 * T * _mapped(model.reader) + sum(
-                x.mixer.prefill_flops(T) for x in model.reader
+            layers = 2 * T * _matmul_values(model.encoder) + sum(
+                x.mixer.prefill_flops(T) for x in model.encoder
             )
             layers += sum(cross.prefill_flops(T) + cross.decode_flops(T) for cross in crossing)
-            layers += 2 * self.mapped + sum(x.mixer.decode_flops(1) for x in model.layers)
-        return self.setting.batch * (layers + 2 * head + 2 * model.top.matrices)
+            layers += 2 * self.matmul_values + sum(x.mixer.decode_flops(1) for x in model.layers)
+        return self.setting.batch * (layers + 2 * head + 2 * model.pooler.matrices)
 
     @cached_property
     def prefill_bytes(self) -> int:
@@ -176,7 +176,7 @@ class CostReport:
         for mixer, n in self._mixers.items():
             attention += n * mixer.decode_flops(S, form if form in mixer.forms else None)
         head = self.model.vocab * self.model.dim if self.model.head else 0
-        return self.setting.batch * (2 * (self.mapped + head) + attention)
+        return self.setting.batch * (2 * (self.matmul_values + head) + attention)
 
     @cached_property
     def decode_bytes(self) -> int:
@@ -198,7 +198,7 @@ class CostReport:
             "dtype": setting.dtype,
             "kv_dtype": setting.format.name,
             "parameters": model.parameters,
-            "active_parameters": model.active,
+            "active_parameters": model.active_parameters,
             "attention_parameters": model.attention_parameters,
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -211,19 +211,20 @@ class CostReport:
             "decode_bytes": self.decode_bytes,
             "decode_flops_by_form": self.decode_forms,
             "parts": {
-                p.name: {"parameters": p.parameters, "active": p.active} for p in model.parts
+                p.name: {"parameters": p.parameters, "active": p.active_parameters}
+                for p in model.parts
             },
-            "layers": model.kinds,
+            "layers": model.attention_kinds,
             "notes": list(model.notes),
         }
 
 
-def _mapped(layers: tuple[Layer, ...]) -> int:
+def _matmul_values(layers: tuple[LayerSpec, ...]) -> int:
     """How many matrix values of these layers one token multiplies."""
     total = 0
     for layer, times in Counter(layers).items():
         feed = {} if layer.feed_forward is None else layer.feed_forward.active_weights(1)
-        maps = sum(mixer.weights.mapped for mixer in layer.mixers)
+        maps = sum(mixer.weights.multiplied_once for mixer in layer.mixers)
         total += times * (maps + sum(weights.matrices for weights in feed.values()))
     return total
 

@@ -24,7 +24,7 @@ from regard.cost.report import CostReport
 from regard.errors import ArgumentError
 from regard.suggest import suggest
 
-FALLBACK = {
+COMPUTE_FORMAT = {
     "int2": "bf16",
     "int4": "bf16",
     "int8": "bf16",
@@ -65,7 +65,7 @@ class Machine:
         is computed in.
         """
         while dtype not in self.flops:
-            dtype = FALLBACK.get(dtype, next(iter(self.flops)))
+            dtype = COMPUTE_FORMAT.get(dtype, next(iter(self.flops)))
         return self.flops[dtype]
 
 
@@ -265,11 +265,11 @@ def machine_of(name: str) -> Machine:
 
 
 @dataclass(frozen=True)
-class Bound:
+class RooflineBound:
     """A lower bound on the time of some work: max(bytes / bandwidth, FLOPs / rate), moving and
     computing at once.
 
-    >>> bound = Bound(flops=2e12, bytes=1e9, bandwidth=1e12, rate=1e14)
+    >>> bound = RooflineBound(flops=2e12, bytes=1e9, bandwidth=1e12, rate=1e14)
     >>> bound.seconds, bound.by, bound.intensity
     (0.02, 'compute', 2000.0)
 
@@ -295,23 +295,23 @@ class Bound:
     @property
     def intensity(self) -> float:
         """FLOPs per byte."""
-        return intensity(self.flops, self.bytes)
+        return arithmetic_intensity(self.flops, self.bytes)
 
 
-def intensity(flops: float, moved: float) -> float:
+def arithmetic_intensity(flops: float, moved: float) -> float:
     """FLOPs per byte that is moved; 0 where nothing is.
 
-    >>> intensity(10, 4), intensity(0, 0)
+    >>> arithmetic_intensity(10, 4), arithmetic_intensity(0, 0)
     (2.5, 0.0)
     """
     return flops / moved if moved else 0.0
 
 
-def bounds(report: CostReport, machine: Machine) -> dict[str, Bound]:
+def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
     """Return the roofline bounds of the prompt and of one decoded token.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> found = bounds(CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm"))
+    >>> found = roofline_bounds(CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm"))
     >>> {what: bound.by for what, bound in found.items()}
     {'prefill': 'compute', 'decode': 'memory'}
     """
@@ -320,16 +320,17 @@ def bounds(report: CostReport, machine: Machine) -> dict[str, Bound]:
     if report.model.decodes:
         work["decode"] = report.decode_flops, report.decode_bytes
     return {
-        what: Bound(flops, moved, machine.bandwidth, rate) for what, (flops, moved) in work.items()
+        what: RooflineBound(flops, moved, machine.bandwidth, rate)
+        for what, (flops, moved) in work.items()
     }
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """Whether weights and caches fit a machine's memory: bytes that they need, and bytes that there
     are (0: not known).
 
-    >>> Fit(needed=3, memory=4).fits, Fit(needed=5, memory=4).fits, Fit(needed=5, memory=0).fits
+    >>> MemoryFit(needed=3, memory=4).fits, MemoryFit(needed=5, memory=4).fits, MemoryFit(needed=5, memory=0).fits
     (True, False, None)
     """
 
@@ -344,22 +345,22 @@ class Fit:
         return self.needed <= self.memory if self.memory else None
 
 
-def fit(report: CostReport, machine: Machine) -> Fit:
+def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
     """Weights and the caches of the whole batch, against the memory of one machine.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> report = CostReport(model_of("llama-3-70b"), Setting(4096))
-    >>> fit(report, machine_of("h200-sxm")).fits, fit(report, machine_of("h100-sxm")).fits
+    >>> memory_fit(report, machine_of("h200-sxm")).fits, memory_fit(report, machine_of("h100-sxm")).fits
     (True, False)
     """
-    return Fit(report.weight_bytes + report.kv_bytes, machine.memory)
+    return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
 
 
 def as_json(report: CostReport, machine: Machine) -> dict[str, Any]:
     """The machine, the bounds, and whether weights and caches fit its memory; null where that is
     not known.
     """
-    room = fit(report, machine)
+    room = memory_fit(report, machine)
     return {
         "machine": machine.name,
         "source": machine.source,
@@ -371,6 +372,6 @@ def as_json(report: CostReport, machine: Machine) -> dict[str, Any]:
         "memory_source": machine.memory_source or None,
         **{
             what: {"seconds": bound.seconds, "bound_by": bound.by}
-            for what, bound in bounds(report, machine).items()
+            for what, bound in roofline_bounds(report, machine).items()
         },
     }

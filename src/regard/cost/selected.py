@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from regard.cost.softmax import attention_flops, window_pairs
-from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
 
 
 def block_tokens(context: int, size: int, blocks: int) -> int:
@@ -110,17 +110,17 @@ def indexer_flops(keys: int, heads: int, dim: int) -> int:
     return 2 * heads * keys * dim + 2 * heads * keys
 
 
-class Selection(Protocol):
+class KeySelection(Protocol):
     """What choosing keys costs, and how many it chooses."""
 
     @property
     def values_per_token(self) -> int:
         """How many values it adds to those that a cache holds for one token."""
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """How many keys the last of `context` tokens attends to."""
 
-    def flops(self, context: int, heads: int, head_dim: int) -> Figure:
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """FLOPs of choosing for one query, without linear maps."""
 
     def pairs(self, context: int) -> int:
@@ -145,18 +145,18 @@ class BlockSelection:
     topk: int
     values_per_token = 0
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """The own block up to the token, and the chosen blocks."""
-        return Figure(
+        return Quantity(
             block_tokens(context, self.size, self.topk),
             f"own block up to S, and at most {self.topk - 1} x {self.size} in front",
         )
 
-    def flops(self, context: int, heads: int, head_dim: int) -> Figure:
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """The means of the past blocks against each query head: 2 H N D."""
         N = (context - 1) // self.size
         formula = f"2 H N D (block scores) = 2 x {heads} x {N} x {head_dim}"
-        return Figure(gate_flops(N, heads, head_dim), formula)
+        return Quantity(gate_flops(N, heads, head_dim), formula)
 
     def pairs(self, context: int) -> int:
         """The sum of `tokens`."""
@@ -172,7 +172,7 @@ class IndexSelection:
         topk: keys per query.
 
     >>> IndexSelection(4, 2, topk=3).tokens(100)
-    Figure(value=3, formula='min(S, 3)')
+    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
@@ -186,14 +186,14 @@ class IndexSelection:
         """The index key: d."""
         return self.head_dim
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """All keys, or topk of them."""
-        return Figure(min(context, self.topk), f"min(S, {self.topk})")
+        return Quantity(min(context, self.topk), f"min(S, {self.topk})")
 
-    def flops(self, context: int, heads: int, head_dim: int) -> Figure:
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
         """Every key is scored: 2 J S (d + 1)."""
         J, d = self.heads, self.head_dim
-        return Figure(
+        return Quantity(
             indexer_flops(context, J, d),
             f"2 J S (d + 1) (index scores) = 2 x {J} x {context} x ({d} + 1)",
         )
@@ -213,19 +213,19 @@ class SelectedSpec(Spec):
     """
 
     shape: HeadShape
-    selection: Selection
+    selection: KeySelection
 
     @property
     def name(self) -> str:
         """The selection, and the heads."""
         return f"{type(self.selection).__name__}, {self.shape.label}"
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """Scores and mix of one row of chosen keys, and the choice."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         read, choice = self.selection.tokens(context), self.selection.flops(context, H, D)
         flops = attention_flops(H * read.value, D, E) + choice.value
-        return Figure(flops, f"2 H n (D + E), n = {read} + {choice.formula}")
+        return Quantity(flops, f"2 H n (D + E), n = {read} + {choice.formula}")
 
     def prefill_flops(self, context: int) -> int:
         """Scores and mix of all chosen pairs, and the choices of all tokens."""
@@ -239,7 +239,7 @@ class NSASpec(Spec):
     """Native sparse attention: compressed tokens, the blocks that they point at, and a window, each
     with its own keys.
 
-    The two networks that compress a block stand `apart`: they run once per block, and not once per
+    The two networks that compress a block stand `counted_separately`: they run once per block, and not once per
     token.
 
     Attributes:
@@ -251,7 +251,7 @@ class NSASpec(Spec):
 
     >>> layer = NSASpec.of(2560, HeadShape(64, 4, 192, 128))  # the paper's model
     >>> # table 4 says 5632: it counts s / d compressed tokens
-    >>> layer.read(65536).tokens, layer.cached(65536).per_token
+    >>> layer.read(65536).tokens, layer.cached(65536).values_per_token
     (5631, 3840)
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3 and table 4.
@@ -281,10 +281,10 @@ class NSASpec(Spec):
         vectors.
         """
         matrices = shape.query_maps(dim) + 3 * shape.key_maps(dim) + 3 * dim * shape.heads
-        weights = Weights(matrices, 3 * shape.heads)
+        weights = ParameterCounts(matrices, 3 * shape.heads)
         for D in (shape.head_dim, shape.value_dim):
             network = compress * D * D + D * D
-            weights += Weights(network, compress * D + 2 * D, apart=network)
+            weights += ParameterCounts(network, compress * D + 2 * D, counted_separately=network)
         return cls(weights, 3 * shape.parts, shape, compress, stride, select, count, window)
 
     @property
@@ -294,18 +294,18 @@ class NSASpec(Spec):
         return f"NSA, {self.shape.label}, {blocks}, window {self.window}"
 
     @property
-    def values_per_token(self) -> Figure:
+    def values_per_token(self) -> Quantity:
         """Keys and values of all branches."""
         G, D, E = self.shape.groups, self.shape.head_dim, self.shape.value_dim
-        return Figure(3 * G * (D + E), f"3 G (D + E) = 3 x {G} x ({D} + {E})")
+        return Quantity(3 * G * (D + E), f"3 G (D + E) = 3 x {G} x ({D} + {E})")
 
-    def read(self, context: int) -> Cached:
+    def read(self, context: int) -> CacheContents:
         """The keys and values of one branch or another that a token reads."""
-        return Cached(self.shape.parts, self._seen(context))
+        return CacheContents(self.shape.parts, self._seen(context))
 
-    def read_by_paper(self, context: int) -> Figure:
+    def read_by_paper(self, context: int) -> Quantity:
         """The tokens that a decoding step reads, as table 4 of the paper counts them."""
-        return Figure(
+        return Quantity(
             nsa_tokens(context, self.stride, self.select, self.count, self.window),
             f"S / {self.stride} + min(S, {self.count} x {self.select}) + min(S, {self.window})",
         )
@@ -317,7 +317,7 @@ class NSASpec(Spec):
         chosen = block_tokens(context, self.select, self.count)
         return self._blocks(context) + chosen + min(context, self.window)
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """One row in all branches, the importance of blocks, and compression."""
         C, n = self._blocks(context), self._seen(context)
         if self.recompress:
@@ -325,7 +325,7 @@ class NSASpec(Spec):
         else:
             phi, why = self._compression(1) // self.stride, "compression, shared by d tokens"
         formula = f"2 H n (D + E), n = {n} + 2 H C D (importance), C = {C} + {phi} ({why})"
-        return Figure(self._rows(n, C) + phi, formula)
+        return Quantity(self._rows(n, C) + phi, formula)
 
     def prefill_flops(self, context: int) -> int:
         """All rows, and each block compressed once."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from regard.cost.feed_forward import Dense, Experts, FeedForward
-from regard.cost.mechanisms import MECHANISMS, mechanism
-from regard.cost.model import Layer, Model
-from regard.cost.spec import Spec, Weights
+from regard.cost.feed_forward import DenseSpec, FeedForwardSpec, MoESpec
+from regard.cost.mechanisms import MECHANISMS, mechanism_spec
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 
-WINDOWED = tuple(
-    name for name, made in MECHANISMS.items() if "window" in made.takes and name != "nsa"
+MECHANISMS_WITH_WINDOW = tuple(
+    name for name, made in MECHANISMS.items() if "window" in made.optional and name != "nsa"
 )
 """Mechanisms of which some layers may have a window and others none."""
 
@@ -98,18 +98,23 @@ class Sizes:
                 "more than there are"
             )
 
-    def model(self, name: str = "flags") -> Model:
+    def model(self, name: str = "flags") -> ModelSpec:
         """The model."""
         everywhere = self._spec(self.options)
         unbounded = everywhere
         if self.global_every is not None:
             unbounded = self._spec({**self.options, "window": None})
-        norms, layers = Weights(norms=2 * self.dim), []
+        norms, layers = ParameterCounts(norms=2 * self.dim), []
         for i in range(self.layers):
             far = self.global_every is not None and (i + 1) % self.global_every == 0
-            layers.append(Layer(unbounded if far else everywhere, self._feed_forward(i), norms))
-        return Model(
-            name, self.vocab, self.dim, tuple(layers), norms=Weights(norms=self.dim), tied=self.tied
+            layers.append(LayerSpec(unbounded if far else everywhere, self._feed_forward(i), norms))
+        return ModelSpec(
+            name,
+            self.vocab,
+            self.dim,
+            tuple(layers),
+            norms=ParameterCounts(norms=self.dim),
+            tied=self.tied,
         )
 
     def _spec(self, options: dict[str, Any]) -> Spec:
@@ -118,16 +123,18 @@ class Sizes:
             groups = options.get("groups")
             name = "mha" if groups in (None, self.heads) else "gqa"
             options = {k: v for k, v in options.items() if k != "groups" or name == "gqa"}
-        if self.global_every is not None and name not in WINDOWED:
+        if self.global_every is not None and name not in MECHANISMS_WITH_WINDOW:
             raise ArgumentError(
-                f"--global-every goes with {', '.join(WINDOWED)}; --attention is {name!r}"
+                f"--global-every goes with {', '.join(MECHANISMS_WITH_WINDOW)}; --attention is {name!r}"
             )
-        return mechanism(name, self.dim, self.heads, options)
+        return mechanism_spec(name, self.dim, self.heads, options)
 
-    def _feed_forward(self, layer: int) -> FeedForward:
+    def _feed_forward(self, layer: int) -> FeedForwardSpec:
         ff = 4 * self.dim if self.ff is None else self.ff
         if self.experts is None or self.active is None or layer < (self.dense_layers or 0):
-            return Dense(self.dim, ff, self.gated)
+            return DenseSpec(self.dim, ff, self.gated)
         width = self.expert_ff or ff
-        shared = None if self.shared is None else Dense(self.dim, width * self.shared, self.gated)
-        return Experts(Dense(self.dim, width, self.gated), self.experts, self.active, shared)
+        shared = (
+            None if self.shared is None else DenseSpec(self.dim, width * self.shared, self.gated)
+        )
+        return MoESpec(DenseSpec(self.dim, width, self.gated), self.experts, self.active, shared)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
 
 
 def attention_flops(pairs: int, D: int, E: int) -> int:
@@ -124,14 +124,14 @@ def bigbird_dense(block: int, random: int) -> int:
     return (5 + 2 * random) * block
 
 
-class Visible(Protocol):
+class VisibleKeys(Protocol):
     """How many keys a mask shows: what a spec must know about a mask."""
 
     @property
-    def bound(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """The most tokens that a cache must hold; None if it must hold all."""
 
-    def seen(self, context: int) -> int:
+    def visible_keys(self, context: int) -> int:
         """How many keys the token at position context - 1 sees."""
 
     def pairs(self, context: int) -> int:
@@ -139,14 +139,14 @@ class Visible(Protocol):
 
 
 @dataclass(frozen=True)
-class Visibility:
+class CausalKeys:
     """A causal mask, with a window of W keys or without; or no mask at all.
 
     Attributes:
         window: W, the most keys that a query sees, its own included; None is no window.
         causal: whether a query sees its own and earlier keys only.
 
-    >>> Visibility(window=512).seen(32768), Visibility().pairs(4), Visibility(causal=False).pairs(4)
+    >>> CausalKeys(window=512).visible_keys(32768), CausalKeys().pairs(4), CausalKeys(causal=False).pairs(4)
     (512, 10, 16)
     """
 
@@ -154,11 +154,11 @@ class Visibility:
     causal: bool = True
 
     @property
-    def bound(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """The window."""
         return self.window
 
-    def seen(self, context: int) -> int:
+    def visible_keys(self, context: int) -> int:
         """All keys, or the last W."""
         return context if self.window is None else min(context, self.window)
 
@@ -171,7 +171,7 @@ class Visibility:
         return window_pairs(context, context, self.window)
 
 
-EVERY_EARLIER_KEY = Visibility()
+ALL_EARLIER_KEYS = CausalKeys()
 """A causal mask without a window."""
 
 
@@ -190,7 +190,7 @@ class SoftmaxSpec(Spec):
 
     >>> layer = SoftmaxSpec.of(12288, HeadShape(96, 96, 128, 128))  # one layer of GPT-3
     >>> # 4 x 12288 x 128 values for each of 96 heads
-    >>> layer.weights.matrices, layer.cached(2048).per_token
+    >>> layer.weights.matrices, layer.cached(2048).values_per_token
     (603979776, 24576)
     >>> SoftmaxSpec.of(1152, HeadShape(4, 1, 256, 256), window=512).cached(32768).tokens
     512
@@ -199,7 +199,7 @@ class SoftmaxSpec(Spec):
     """
 
     shape: HeadShape
-    visible: Visible = EVERY_EARLIER_KEY
+    visible: VisibleKeys = ALL_EARLIER_KEYS
 
     @classmethod
     def of(
@@ -228,13 +228,13 @@ class SoftmaxSpec(Spec):
         """
         H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
         biases = (H * D + G * (D + E) if bias else 0) + (dim if output_bias else 0)
-        weights = shape.maps(dim) + Weights(biases=biases + extra, norms=norms)
-        return cls(weights, shape.parts if causal else (), shape, Visibility(window, causal))
+        weights = shape.maps(dim) + ParameterCounts(biases=biases + extra, norms=norms)
+        return cls(weights, shape.parts if causal else (), shape, CausalKeys(window, causal))
 
     @property
     def window(self) -> int | None:
         """The most tokens that a cache holds; None is no bound."""
-        return self.visible.bound
+        return self.visible.max_tokens
 
     @property
     def name(self) -> str:
@@ -247,20 +247,27 @@ class SoftmaxSpec(Spec):
         """Whether there is a window."""
         return self.window is not None
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """All tokens, or the last W."""
         if self.window is None:
             return super().tokens(context)
-        return Figure(min(context, self.window), f"min(S, {self.window})")
+        return Quantity(min(context, self.window), f"min(S, {self.window})")
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """Scores and mix of one row."""
-        H, D, E, n = self.shape.heads, self.shape.head_dim, self.shape.value_dim, self.seen(context)
-        return Figure(attention_flops(H * n, D, E), f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})")
+        H, D, E, n = (
+            self.shape.heads,
+            self.shape.head_dim,
+            self.shape.value_dim,
+            self.visible_keys(context),
+        )
+        return Quantity(
+            attention_flops(H * n, D, E), f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})"
+        )
 
-    def seen(self, context: int) -> int:
+    def visible_keys(self, context: int) -> int:
         """How many keys the token at position context - 1 sees."""
-        return self.visible.seen(context)
+        return self.visible.visible_keys(context)
 
     def prefill_flops(self, context: int) -> int:
         """Scores and mix of the pairs that the mask leaves."""
@@ -272,9 +279,9 @@ class SoftmaxSpec(Spec):
 class CrossSpec(Spec):
     """Softmax attention from one text to the keys and values of another, which are computed once.
 
-    The matrices that make keys and values stand `apart`: a written token does not use them.
+    The matrices that make keys and values stand `counted_separately`: a written token does not use them.
 
-    >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).numbers  # for a source of 100 tokens
+    >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).values  # for a source of 100 tokens
     102400
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
@@ -287,30 +294,34 @@ class CrossSpec(Spec):
     @classmethod
     def of(cls, dim: int, shape: HeadShape) -> CrossSpec:
         """The spec of the usual four matrices."""
-        return cls(shape.maps(dim) + Weights(apart=shape.key_maps(dim)), shape.parts, shape)
+        return cls(
+            shape.maps(dim) + ParameterCounts(counted_separately=shape.key_maps(dim)),
+            shape.parts,
+            shape,
+        )
 
     @property
     def name(self) -> str:
         """The heads, across."""
         return f"across, {self.shape.label}"
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """All tokens of the source, which is as long as the context."""
-        return Figure(context, "S, of the memory")
+        return Quantity(context, "S, of the memory")
 
-    def cached(self, context: int) -> Cached:
+    def cached(self, context: int) -> CacheContents:
         """Keys and values of the source."""
-        return Cached(self.parts, context, bounded=True, given=True)
+        return CacheContents(self.parts, context, bounded=True, from_source=True)
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """Scores and mix of one row against the source."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         flops = attention_flops(H * context, D, E)
-        return Figure(flops, f"2 H S (D + E) = 2 x {H} x {context} x ({D} + {E})")
+        return Quantity(flops, f"2 H S (D + E) = 2 x {H} x {context} x ({D} + {E})")
 
     def prefill_flops(self, context: int) -> int:
         """Keys and values of the source."""
-        return 2 * context * self.weights.apart
+        return 2 * context * self.weights.counted_separately
 
 
 @dataclass(frozen=True)
@@ -326,8 +337,8 @@ class AdditiveSpec(CrossSpec):
         """The sizes of the score and of the states."""
         return f"additive, {self.shape.heads} heads of {self.shape.head_dim}"
 
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """Scores and mix of one row against all states."""
         H, A, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         formula = f"H S (3 A + 2 E) = {H} x {context} x (3 x {A} + 2 x {E})"
-        return Figure(additive_flops(H * context, A, E), formula)
+        return Quantity(additive_flops(H * context, A, E), formula)

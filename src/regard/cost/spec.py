@@ -18,10 +18,10 @@ from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Figure:
+class Quantity:
     """A number, and the formula that it comes from.
 
-    >>> print(Figure(2048, "2 G D = 2 x 8 x 128"))
+    >>> print(Quantity(2048, "2 G D = 2 x 8 x 128"))
     2,048 = 2 G D = 2 x 8 x 128
     """
 
@@ -32,7 +32,7 @@ class Figure:
         return f"{self.value:,}" if not self.formula else f"{self.value:,} = {self.formula}"
 
 
-NOTHING = Figure(0, "")
+NO_QUANTITY = Quantity(0, "")
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class Description:
         state: values that are cached whatever the length.
         flops_per_token: FLOPs of one decoded token at this context, linear maps included.
 
-    >>> kv = Figure(32, "2 G D = 2 x 2 x 8")
-    >>> none = Figure(0, "")
-    >>> layer = Description("gqa", 100, none, kv, Figure(100, "S"), none, none)
-    >>> layer.kept
+    >>> kv = Quantity(32, "2 G D = 2 x 2 x 8")
+    >>> none = Quantity(0, "")
+    >>> layer = Description("gqa", 100, none, kv, Quantity(100, "S"), none, none)
+    >>> layer.cached_values
     3200
     """
 
     name: str
     context: int
-    parameters: Figure
-    kv_per_token: Figure
-    kv_tokens: Figure
-    state: Figure
-    flops_per_token: Figure
+    parameters: Quantity
+    kv_per_token: Quantity
+    kv_tokens: Quantity
+    state: Quantity
+    flops_per_token: Quantity
 
     @property
-    def kept(self) -> int:
+    def cached_values(self) -> int:
         """The number of values that a cache holds at this context."""
         return self.kv_per_token.value * self.kv_tokens.value + self.state.value
 
@@ -82,7 +82,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Weights:
+class ParameterCounts:
     """How many parameters a layer has, by kind.
 
     Attributes:
@@ -92,21 +92,21 @@ class Weights:
         apart: how many of the values in `matrices` a decoded token does not multiply exactly once.
             The FLOPs of those depend on the context, and `Spec.step` counts them.
 
-    >>> Weights(12, 4) + Weights(norms=2)
-    Weights(matrices=12, biases=4, norms=2, apart=0)
+    >>> ParameterCounts(12, 4) + ParameterCounts(norms=2)
+    Weights(matrices=12, biases=4, norms=2, counted_separately=0)
     """
 
     matrices: int = 0
     biases: int = 0
     norms: int = 0
-    apart: int = 0
+    counted_separately: int = 0
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(
             self.matrices + other.matrices,
             self.biases + other.biases,
             self.norms + other.norms,
-            self.apart + other.apart,
+            self.counted_separately + other.counted_separately,
         )
 
     @property
@@ -115,13 +115,13 @@ class Weights:
         return self.matrices + self.biases + self.norms
 
     @property
-    def mapped(self) -> int:
+    def multiplied_once(self) -> int:
         """The number of matrix values that every token multiplies once, whatever the context."""
-        return self.matrices - self.apart
+        return self.matrices - self.counted_separately
 
 
 @dataclass(frozen=True)
-class Cached:
+class CacheContents:
     """What a cache holds of one text: the same parts for each of some tokens, and a state of fixed
     size.
 
@@ -133,8 +133,8 @@ class Cached:
         bounded: whether old tokens are dropped.
         given: whether the tokens belong to another text, so that a written token adds nothing.
 
-    >>> cached = Cached(parts=((8, 128), (8, 128)), tokens=100)
-    >>> cached.per_token, cached.numbers
+    >>> cached = CacheContents(parts=((8, 128), (8, 128)), tokens=100)
+    >>> cached.values_per_token, cached.values
     (2048, 204800)
     """
 
@@ -142,17 +142,17 @@ class Cached:
     tokens: int = 0
     state: int = 0
     bounded: bool = False
-    given: bool = False
+    from_source: bool = False
 
     @property
-    def per_token(self) -> int:
+    def values_per_token(self) -> int:
         """The number of values of one token."""
         return sum(heads * dims for heads, dims in self.parts)
 
     @property
-    def numbers(self) -> int:
+    def values(self) -> int:
         """The number of all values, the state included."""
-        return self.per_token * self.tokens + self.state
+        return self.values_per_token * self.tokens + self.state
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class HeadShape:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The keys and the values of one token, as `Cached` has them."""
+        """The keys and the values of one token, as `CacheContents` has them."""
         return (self.groups, self.head_dim), (self.groups, self.value_dim)
 
     def query_maps(self, dim: int) -> int:
@@ -182,9 +182,9 @@ class HeadShape:
         """The number of values of the matrices that make keys and values: M G (D + E)."""
         return dim * self.groups * (self.head_dim + self.value_dim)
 
-    def maps(self, dim: int) -> Weights:
+    def maps(self, dim: int) -> ParameterCounts:
         """The parameters of all four matrices, without biases."""
-        return Weights(self.query_maps(dim) + self.key_maps(dim))
+        return ParameterCounts(self.query_maps(dim) + self.key_maps(dim))
 
     @property
     def label(self) -> str:
@@ -207,7 +207,7 @@ class Spec(ABC):
             cached by token.
     """
 
-    weights: Weights
+    weights: ParameterCounts
     parts: tuple[tuple[int, int], ...]
 
     @property
@@ -216,31 +216,31 @@ class Spec(ABC):
         """The mechanism, with the sizes that distinguish layers of one model."""
 
     @abstractmethod
-    def step(self, context: int) -> Figure:
+    def step(self, context: int) -> Quantity:
         """FLOPs of the decoded token at position context - 1, without the 2 FLOPs for each of
-        `weights.mapped`.
+        `weights.multiplied_once`.
         """
 
     @abstractmethod
     def prefill_flops(self, context: int) -> int:
         """FLOPs of the first `context` tokens at once, without the 2 FLOPs for each of
-        `weights.mapped` and token.
+        `weights.multiplied_once` and token.
         """
 
     @property
-    def values_per_token(self) -> Figure:
+    def values_per_token(self) -> Quantity:
         """How many values a cache holds for one token."""
         sizes = [heads * dims for heads, dims in self.parts]
-        return Figure(sum(sizes), " + ".join(map(str, sizes)))
+        return Quantity(sum(sizes), " + ".join(map(str, sizes)))
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """How many tokens a cache holds after `context` tokens."""
-        return Figure(context, "S") if self.parts else NOTHING
+        return Quantity(context, "S") if self.parts else NO_QUANTITY
 
     @property
-    def state(self) -> Figure:
+    def state(self) -> Quantity:
         """How many values are cached whatever the length."""
-        return NOTHING
+        return NO_QUANTITY
 
     @property
     def bounded(self) -> bool:
@@ -254,11 +254,11 @@ class Spec(ABC):
         """
         return ()
 
-    def cached(self, context: int) -> Cached:
+    def cached(self, context: int) -> CacheContents:
         """What a cache holds after `context` tokens."""
-        return Cached(self.parts, self.tokens(context).value, self.state.value, self.bounded)
+        return CacheContents(self.parts, self.tokens(context).value, self.state.value, self.bounded)
 
-    def read(self, context: int) -> Cached:
+    def read(self, context: int) -> CacheContents:
         """The part of the cache that the decoded token at position context - 1 reads."""
         return self.cached(context)
 
@@ -278,15 +278,15 @@ class Spec(ABC):
         """
         if context < 1:
             raise ArgumentError(f"context is {context}; it must be at least 1")
-        mapped, step = self.weights.mapped, self.step(context)
+        mapped, step = self.weights.multiplied_once, self.step(context)
         return Description(
             self.name if name is None else name,
             context,
-            Figure(self.weights.total, ""),
+            Quantity(self.weights.total, ""),
             self.values_per_token,
             self.tokens(context),
             self.state,
-            Figure(2 * mapped + step.value, f"2 x {mapped} ({self._maps}) + {step.formula}"),
+            Quantity(2 * mapped + step.value, f"2 x {mapped} ({self._maps}) + {step.formula}"),
         )
 
     _maps = "matrices"

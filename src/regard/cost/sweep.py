@@ -1,4 +1,4 @@
-"""Figures of one model over a range of contexts (`sweep`), and of two models (`versus`)."""
+"""Figures of one model over a range of contexts (`sweep`), and of two models (`compare_models`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
-from regard.cost.roofline import Machine, as_json, bounds, fit
+from regard.cost.roofline import Machine, as_json, memory_fit, roofline_bounds
 from regard.errors import ArgumentError
 
-UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-LONGEST = 1 << 40
+TOKEN_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+MAX_CONTEXT = 1 << 40
 """The longest context that is accepted."""
-FIGURES = (
+COMPARED_FIGURES = (
     "parameters",
     "active_parameters",
     "attention_parameters",
@@ -29,36 +29,36 @@ FIGURES = (
 """What two models are compared by."""
 
 
-def tokens(text: str) -> int:
+def parse_tokens(text: str) -> int:
     """A number of tokens; k is 1024 and M is 1024^2.
 
     Raises:
         ArgumentError: it is no number, less than 1, or beyond all sense.
 
-    >>> tokens("8k"), tokens("1M"), tokens("4096")
+    >>> parse_tokens("8k"), parse_tokens("1M"), parse_tokens("4096")
     (8192, 1048576, 4096)
     """
     found = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
-    value = int(found[1]) * UNITS[found[2].lower()] if found else 0
-    if not 1 <= value <= LONGEST:
+    value = int(found[1]) * TOKEN_SUFFIXES[found[2].lower()] if found else 0
+    if not 1 <= value <= MAX_CONTEXT:
         raise ArgumentError(f"{text!r} is no number of tokens; write such as 4096, 8k or 1M")
     return value
 
 
-def doubling(text: str) -> list[int]:
+def parse_context_range(text: str) -> list[int]:
     """The contexts of `context=1k..1M`: doubled from the first on, and the last in any case.
 
     Raises:
         ArgumentError: it has another form, or ends before it begins.
 
-    >>> doubling("context=1k..5k")
+    >>> parse_context_range("context=1k..5k")
     [1024, 2048, 4096, 5120]
     """
     name, _, span = text.partition("=")
     first, dots, last = span.partition("..")
     if name.strip() != "context" or not dots:
         raise ArgumentError(f"{text!r} is no range; write such as context=1k..1M")
-    start, stop = tokens(first), tokens(last)
+    start, stop = parse_tokens(first), parse_tokens(last)
     if stop < start:
         raise ArgumentError(f"{text!r} ends before it begins; write such as context=1k..1M")
     found = []
@@ -68,13 +68,13 @@ def doubling(text: str) -> list[int]:
     return [*found, stop]
 
 
-def fitting(contexts: list[int], *models: Model) -> list[int]:
+def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[int]:
     """Those that the learned positions of all models reach.
 
     Raises:
         ArgumentError: there is none.
     """
-    least = min((m.longest for m in models if m.longest is not None), default=LONGEST)
+    least = min((m.max_context for m in models if m.max_context is not None), default=MAX_CONTEXT)
     found = [context for context in contexts if context <= least]
     if not found:
         raise ArgumentError(f"learned positions end at {least:,} tokens; begin the range below")
@@ -82,7 +82,7 @@ def fitting(contexts: list[int], *models: Model) -> list[int]:
 
 
 def sweep(
-    model: Model, setting: Setting, contexts: list[int], machine: Machine | None = None
+    model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, Any]]:
     """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds
     at best, and whether it fits.
@@ -96,15 +96,20 @@ def sweep(
     for context in contexts:
         report = CostReport(model, replace(setting, context=context))
         row: dict[str, Any] = {"context": context}
-        row |= {name: report.as_json()[name] for name in FIGURES[5:]}
+        row |= {name: report.as_json()[name] for name in COMPARED_FIGURES[5:]}
         if machine is not None:
-            row |= {f"{what}_seconds": one.seconds for what, one in bounds(report, machine).items()}
-            row["fits"] = fit(report, machine).fits
+            row |= {
+                f"{what}_seconds": one.seconds
+                for what, one in roofline_bounds(report, machine).items()
+            }
+            row["fits"] = memory_fit(report, machine).fits
         rows.append(row)
     return rows
 
 
-def versus(first: CostReport, second: CostReport, machine: Machine | None = None) -> dict[str, Any]:
+def compare_models(
+    first: CostReport, second: CostReport, machine: Machine | None = None
+) -> dict[str, Any]:
     """Two models, and the first's figures divided by the second's; null where those are 0.
 
     With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there
@@ -112,22 +117,22 @@ def versus(first: CostReport, second: CostReport, machine: Machine | None = None
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
-    >>> versus(*both)["ratios"]["kv_bytes"]
+    >>> compare_models(*both)["ratios"]["kv_bytes"]
     4.0
     """
-    models = [figures(report, machine) for report in (first, second)]
+    models = [model_figures(report, machine) for report in (first, second)]
     a, b = models
-    ratios = {name: a[name] / b[name] if b[name] else None for name in FIGURES}
+    ratios = {name: a[name] / b[name] if b[name] else None for name in COMPARED_FIGURES}
     if machine is not None:
         ratios |= {
             f"{what}_seconds": None if x is None or y is None else x / y
-            for what, (x, y) in times(first, second, machine).items()
+            for what, (x, y) in best_times(first, second, machine).items()
         }
     direction = f"{first.model.name} / {second.model.name}"
     return {"models": models, "ratio": direction, "ratios": ratios}
 
 
-def times(
+def best_times(
     first: CostReport, second: CostReport, machine: Machine
 ) -> dict[str, tuple[float | None, float | None]]:
     """Seconds at best of two models, for what both can do; None where a model does not fit the
@@ -135,11 +140,11 @@ def times(
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
-    >>> [second is None for second in times(*both, machine_of("h100-sxm"))["decode"]]
+    >>> [second is None for second in best_times(*both, machine_of("h100-sxm"))["decode"]]
     [True, False]
     """
-    found = [bounds(report, machine) for report in (first, second)]
-    held = [fit(report, machine).fits is not False for report in (first, second)]
+    found = [roofline_bounds(report, machine) for report in (first, second)]
+    held = [memory_fit(report, machine).fits is not False for report in (first, second)]
     return {
         what: (
             found[0][what].seconds if held[0] else None,
@@ -150,11 +155,11 @@ def times(
     }
 
 
-def figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
+def model_figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
     """All figures of one model; with a machine, the bounds there.
 
     >>> from regard.cost import CostReport, Setting, model_of
-    >>> figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
+    >>> model_figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
     36864
     """
     found = report.as_json()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, Cross, Parts, rollback_on_error
 from regard.cost import Description
 from regard.cost.softmax import AdditiveSpec, CrossSpec
-from regard.cost.spec import Weights
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explain import EffectiveRow, Explainable, LayerRun, Link
@@ -111,7 +111,7 @@ def recollect(
     return (made, positions) if cache is None else cache.store(made, positions)
 
 
-def cross_weights(module: nn.Module, project: Projection) -> Weights:
+def cross_weights(module: nn.Module, project: Projection) -> ParameterCounts:
     """The parameters of a layer that reads another text, with the maps that the query does not use
     set apart.
     """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Parts
-from regard.cost.softmax import Visible
-from regard.cost.spec import Spec, Weights
+from regard.cost.softmax import VisibleKeys
+from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explain import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
@@ -86,7 +86,7 @@ class Gated(Explainable, nn.Module):
         """As the projection."""
         return adjust_query(self.project, q, positions, seen)
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """The cost of attention through the projection; `weights` hold those of the gate, too."""
         return attention_spec(self.project, weights, visible)
 

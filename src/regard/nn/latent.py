@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.caches import Parts
 from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
-from regard.cost.softmax import SoftmaxSpec, Visible
-from regard.cost.spec import Spec, Weights
+from regard.cost.softmax import SoftmaxSpec, VisibleKeys
+from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explain import Explainable, InputSteps, Link, ProjectionQuery
 from regard.nn.linear import Linear
@@ -181,10 +181,13 @@ class Latent(Explainable, nn.Module):
         H, D = self.heads, self.nope_dim + self.rotary.dim
         return ProjectionShape(H, H, D, self.value_dim, (self.kv_rank + self.rotary.dim,))
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """The cost of attention through this projection, by its sizes."""
         return LatentSpec(
-            replace(weights, apart=weights.apart + self.kv_up.linear.weight.numel()),
+            replace(
+                weights,
+                counted_separately=weights.counted_separately + self.kv_up.linear.weight.numel(),
+            ),
             self.shape.parts,
             self.heads,
             self.kv_rank,
@@ -322,7 +325,7 @@ class Naive(Latent):
         H, _, D, E, _ = super().shape
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """The cost of attention with cached keys and values of all heads: that of multi-head
         attention.
         """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, rollback_on_error
 from regard.cost import Description, Spec
-from regard.cost.spec import Weights
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
 from regard.nn.explain import Explainable
@@ -89,17 +89,17 @@ class Mixer(Explainable, nn.Module):
         return self.spec.describe(context, type(self).__name__)
 
 
-def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
+def count_weights(module: nn.Module, *apart: nn.Module | None) -> ParameterCounts:
     """The parameters of a module, by kind.
 
     Args:
         module: a module; weights of its linear maps count as matrices, one-dimensional weights of
             norms as norms.
         apart: modules inside it whose linear maps a decoded token does not apply exactly once
-            (`Weights.apart`).
+            (`ParameterCounts.counted_separately`).
 
     >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
-    Weights(matrices=6, biases=2, norms=4, apart=0)
+    Weights(matrices=6, biases=2, norms=4, counted_separately=0)
     """
     total = sum(p.numel() for p in module.parameters())
     norms = sum(
@@ -110,7 +110,7 @@ def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
     )
     matrices = _matrices(module)
     others = sum(_matrices(part) for part in apart if part is not None)
-    return Weights(matrices, total - matrices - norms, norms, others)
+    return ParameterCounts(matrices, total - matrices - norms, norms, others)
 
 
 def _matrices(module: nn.Module) -> int:
@@ -127,7 +127,7 @@ class MaskVisibility:
 
     >>> from regard.masks import Causal, Window
     >>> visible = MaskVisibility(Causal() & Window(8))
-    >>> visible.bound, visible.seen(100), visible.pairs(3)
+    >>> visible.max_tokens, visible.visible_keys(100), visible.pairs(3)
     (8, 8, 6)
     """
 
@@ -135,13 +135,13 @@ class MaskVisibility:
     keeps_all: bool = False
 
     @property
-    def bound(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """The most tokens that the mask may still show; None if it has no bound, or if all are
         kept.
         """
         return None if self.keeps_all else reach(self.mask).tokens
 
-    def seen(self, context: int) -> int:
+    def visible_keys(self, context: int) -> int:
         """How many keys the token at position context - 1 sees, in the head that sees most."""
         return int(self._counts(Span(context - 1, 1), context).max())
 

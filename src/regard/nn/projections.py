@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups, check_number
 from regard.caches import Parts
-from regard.cost.softmax import SoftmaxSpec, Visible
-from regard.cost.spec import HeadShape, Spec, Weights
+from regard.cost.softmax import SoftmaxSpec, VisibleKeys
+from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explain import (
     Explainable,
@@ -69,7 +69,7 @@ class HasForms(Projection, Protocol):
     def select_form(self, queries: int, keys: int) -> Projection:
         """The form for so many queries against so many keys in memory."""
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """The cost of attention through this projection, by the form that has fewer FLOPs."""
 
 
@@ -130,7 +130,7 @@ class ProjectionShape(NamedTuple):
         return tuple((1, size) for size in self.memory)
 
 
-def attention_spec(project: Projection, weights: Weights, visible: Visible) -> Spec:
+def attention_spec(project: Projection, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
     """The cost of softmax attention through a projection.
 
     Args:

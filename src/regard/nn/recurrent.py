@@ -17,7 +17,7 @@ from regard.arguments import check_number
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.explain import EffectiveRow, LayerRun, Link, effective_row
 from regard.nn.mixer import Mixer, count_weights
@@ -49,7 +49,7 @@ class Rule(Protocol):
         the new state.
         """
 
-    def spec(self, weights: Weights, shape: HeadShape) -> Spec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> Spec:
         """The cost of a layer with this rule, from its parameters and the sizes of its heads."""
 
 
@@ -237,7 +237,7 @@ class Features(nn.Module):
             form=form,
         )
 
-    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """The cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, normalised=self.normalise)
 
@@ -298,7 +298,7 @@ class Retention(nn.Module):
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
         return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
 
-    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """The cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "retention", decayed=True)
 
@@ -363,7 +363,7 @@ class Gated(nn.Module):
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, state=state, k_positions=positions, form=form)
 
-    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """The cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
@@ -457,7 +457,7 @@ class Delta(nn.Module):
         g = self.decay(x)
         return gated_delta_rule(q, k, v, beta, g, state=state, k_positions=positions, form=form)
 
-    def spec(self, weights: Weights, shape: HeadShape) -> DeltaSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> DeltaSpec:
         """The cost of a layer with this rule."""
         return DeltaSpec(weights, (), shape, gated=self.decay is not None)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Cache, Growing, Parts
-from regard.cost import Description, Figure
-from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, SelectedSpec, Selection
+from regard.cost import Description, Quantity
+from regard.cost.selected import BlockSelection, IndexSelection, KeySelection, NSASpec, SelectedSpec
 from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
@@ -55,7 +55,7 @@ class Selector(Protocol):
         """
 
     @property
-    def spec(self) -> Selection:
+    def spec(self) -> KeySelection:
         """What choosing costs, and how many keys it chooses."""
 
 
@@ -122,7 +122,7 @@ class Indexer(nn.Module):
 
     >>> indexer = Indexer(Heads(8, 4, 2), Heads(8, 1, 2), nn.Linear(8, 4, bias=False), topk=3)
     >>> indexer.spec.tokens(100)
-    Figure(value=3, formula='min(S, 3)')
+    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
     of its published code.
@@ -509,7 +509,7 @@ class NSA(Mixer):
         """An empty cache that keeps everything: any block may be selected later."""
         return Growing()
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper
         counts them.
         """

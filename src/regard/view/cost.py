@@ -10,12 +10,18 @@ from typing import Any
 from regard import units
 from regard.configs.known import KNOWN, model_of
 from regard.cost import CostReport
-from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
+from regard.cost.roofline import (
+    MACHINES,
+    Machine,
+    arithmetic_intensity,
+    memory_fit,
+    roofline_bounds,
+)
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.sweep import FIGURES, times
+from regard.cost.sweep import COMPARED_FIGURES, best_times
 from regard.table import table
 
-BYTES = tuple(name for name in FIGURES if "bytes" in name)
+BYTES = tuple(name for name in COMPARED_FIGURES if "bytes" in name)
 
 
 def page(report: CostReport, machine: Machine | None) -> str:
@@ -30,8 +36,8 @@ def page(report: CostReport, machine: Machine | None) -> str:
 
 def _head(report: CostReport) -> str:
     model = report.model
-    kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
-    title = f"{model.name}: {model.parameters:,} parameters, {model.active:,} active for one token"
+    kinds = [f"  {n} x {kind}" for kind, n in model.attention_kinds.items()]
+    title = f"{model.name}: {model.parameters:,} parameters, {model.active_parameters:,} active for one token"
     return "\n".join([title, *kinds])
 
 
@@ -39,13 +45,18 @@ def _parts(report: CostReport) -> str:
     model = report.model
     rows = [("part", "parameters", "share", "active parameters")]
     rows += [
-        (p.name, f"{p.parameters:,}", f"{p.parameters / model.parameters:.1%}", f"{p.active:,}")
+        (
+            p.name,
+            f"{p.parameters:,}",
+            f"{p.parameters / model.parameters:.1%}",
+            f"{p.active_parameters:,}",
+        )
         for p in model.parts
     ]
-    rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
+    rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active_parameters:,}"))
     lines, layers = [table(rows)], model.layers
     first = layers[0].mixer
-    if isinstance(first, SoftmaxSpec) and not model.reader:
+    if isinstance(first, SoftmaxSpec) and not model.encoder:
         one = first.weights.matrices
         lines.append(
             f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} "
@@ -105,7 +116,7 @@ def _costs(report: CostReport) -> str:
 
 
 def _moved(count: int, moved: int) -> str:
-    return f"{units.size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
+    return f"{units.size(moved)} moved, {float(f'{arithmetic_intensity(count, moved):.3g}'):,g} FLOP/byte"
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
@@ -116,9 +127,9 @@ def _bounds(report: CostReport, machine: Machine) -> str:
         f"  weights and cache are {_fit(report, machine)}",
         *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
     ]
-    if fit(report, machine).fits is False:
+    if memory_fit(report, machine).fits is False:
         lines.append("  times are those of such a machine with more memory:")
-    for what, bound in bounds(report, machine).items():
+    for what, bound in roofline_bounds(report, machine).items():
         many = f", {report.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
         lines.append(f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}{many}")
     return "\n".join(lines)
@@ -126,7 +137,7 @@ def _bounds(report: CostReport, machine: Machine) -> str:
 
 def _fit(report: CostReport, machine: Machine) -> str:
     """What weights and caches need, and whether that fits."""
-    room = fit(report, machine)
+    room = memory_fit(report, machine)
     if room.fits is None:
         return f"{units.size(room.needed)}; its memory is not known"
     if room.fits:
@@ -143,7 +154,7 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
-    for name in FIGURES:
+    for name in COMPARED_FIGURES:
         unit = _words(name)
         rows.append(
             (name.replace("_", " "), unit(a[name]), unit(b[name]), _times(a[name], b[name]))
@@ -151,9 +162,9 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
     at, notes = first.setting, []
     if machine is not None:
         told = {True: "yes", False: "no", None: "not known"}
-        fits = [fit(report, machine) for report in (first, second)]
+        fits = [memory_fit(report, machine) for report in (first, second)]
         rows.append((f"fits {machine.name}", *(told[one.fits] for one in fits), ""))
-        for what, found in times(first, second, machine).items():
+        for what, found in best_times(first, second, machine).items():
             cells = ["does not fit" if t is None else units.seconds(t) for t in found]
             x, y = found
             rows.append(

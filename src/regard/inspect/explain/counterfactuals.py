@@ -11,7 +11,7 @@ from torch import nn
 
 from regard.biases import ALiBi
 from regard.cost import Description, attention_flops
-from regard.cost.latent import latent_numbers
+from regard.cost.latent import latent_values
 from regard.cost.softmax import attention_bytes
 from regard.inspect.explain.explanation import Array, Cost, Elsewhere, Held
 from regard.inspect.explain.row import KernelRow, ScoreFunction, softmax
@@ -146,12 +146,12 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
         _kept("MHA", H * (D + E), S, itemsize),
         *([_kept(f"GQA, G = {G}", G * (D + E), S, itemsize)] if 1 < G < H else []),
         _kept("MQA", D + E, S, itemsize),
-        _kept("MLA", latent_numbers(4 * D, D // 2), S, itemsize),
+        _kept("MLA", latent_values(4 * D, D // 2), S, itemsize),
         _kept(f"window {small_window(S)}", G * (D + E), small_window(S), itemsize),
     ]
     if described is not None:
         numbers, tokens = described.kv_per_token.value, described.kv_tokens.value
-        whole = described.kept * itemsize
+        whole = described.cached_values * itemsize
         kept.append(Held("this layer", numbers, tokens, whole, here=True))
     flops = described.flops_per_token if described is not None else None
     return Cost(
