@@ -92,6 +92,29 @@ def span(low: float, high: float) -> str:
     return f"{first}..{digits(high / scale)} {unit}"
 
 
+def plural(n: int, noun: str, nouns: str | None = None) -> str:
+    """Return a count with its noun, in the singular for exactly 1.
+
+    Args:
+        n: how many.
+        noun: the singular.
+        nouns: the plural, where it is not the singular with an s, or with "ies" for a final "y"
+            behind a consonant.
+
+    Returns:
+        The number, with separators of thousands, a space, and the noun.
+
+    >>> plural(1, "layer"), plural(12, "layer"), plural(0, "query"), plural(1200, "key")
+    ('1 layer', '12 layers', '0 queries', '1,200 keys')
+    >>> plural(2, "matrix", "matrices")
+    '2 matrices'
+    """
+    if nouns is None:
+        consonant_y = noun.endswith("y") and noun[-2:-1] not in "aeiou"
+        nouns = f"{noun[:-1]}ies" if consonant_y else f"{noun}s"
+    return f"{n:,} {noun if n == 1 else nouns}"
+
+
 def tokens(n: int) -> str:
     """A number of tokens as a person writes a context: k is 1024 and M is 1024 k, where it divides.
 
