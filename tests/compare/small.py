@@ -25,6 +25,6 @@ def taught(*names: str, seeds: tuple[int, ...] = (0,), **more: Any) -> Compariso
     """With one lesson of short rows: sixteen examples to choose by, and as many to judge by."""
     return plan(
         *names,
-        lessons=[RecallTask("mqar", 8, 4, select=4, judged=4)],
+        tasks=[RecallTask("mqar", 8, 4, validation_rows=4, test_rows=4)],
         training=TrainingSettings(seeds, **more),
     )

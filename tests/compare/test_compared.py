@@ -119,7 +119,7 @@ def test_fronts_weigh_less_cost_against_more_right_answers() -> None:
         "mqar against decode_seconds": ["mha", "mqa", "linear"],
     }
     entries = collect_entries(PLAN, done(without="mqar/mha"))
-    assert pareto_names(entries, PLAN.lessons[0], "kv_bytes", 20) == ["mqa"]
+    assert pareto_names(entries, PLAN.tasks[0], "kv_bytes", 20) == ["mqa"]
     assert cost_of(entries[0], "decode_seconds", 999) is None
 
 
@@ -148,8 +148,8 @@ def line(text: str, name: str, part: int = 0) -> list[str]:
 
 def test_the_table_says_machine_n_and_seeds() -> None:
     text = render_table(told(notes=["steps: mqar 9"]))
-    assert "CPU, 2 cores, 1 threads, torch 2, regard 0" in text
-    assert "medians and quartiles of 7 rounds in turns" in text
+    assert "CPU, 2 cores, 1 thread, torch 2, regard 0" in text
+    assert "medians and quartiles of 7 rounds, mechanisms in turns" in text
     assert "seeds 0, 1" in text
     assert "note: steps: mqar 9" in text
     assert "(0.003 for mha mqa linear), judged on other data" in text
@@ -181,7 +181,7 @@ def test_the_table_says_machine_n_and_seeds() -> None:
     assert line(text, "mha", 1)[1] == "30.0 ms", "the first is what the others are held against"
     assert (
         "~ its quartiles overlap those of mha, or there were fewer than 4 rounds: the two are not "
-        "told apart" in text
+        "may be equally fast" in text
     )
     assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
     assert "mqar against cache bytes: mha, mqa" in text
@@ -221,7 +221,7 @@ def test_times_that_overlap_are_not_told_apart() -> None:
     )
     marked = {"name": "a", "prefill": {}, "decode": {}, "training": with_overlap(two, "b")}
     assert overlap_legend({"mechanisms": [marked]}).startswith(
-        "~ its quartiles overlap those of a, "
+        "~ the quartiles overlap those of a, "
     )
 
 
@@ -245,7 +245,7 @@ def test_a_page_without_quality_has_plots() -> None:
     for words in (
         "Costs against one another",
         "Costs over the context",
-        "are the quartiles of the token",
+        "show the quartiles of the token",
     ):
         assert words in text
     assert "Quality against cost" not in text
@@ -267,7 +267,7 @@ def test_what_is_missing_is_shown_as_missing() -> None:
     text = render_table(found)
     assert line(text, "linear", 2) == ["linear", "-", "-", "-", "-"]
     assert "not run: mha, decode @20: no room" in text
-    assert text.endswith("interrupted: what is missing was not measured")
+    assert text.endswith("interrupted: missing values were not measured")
     nothing = as_json(PLAN, {}, MACHINE, "regard compare", interrupted=True)
     assert line(render_table(nothing), "mha")[2:5] == ["-", "-", "-"]
     assert nothing["fronts"] == {"mqar against kv_bytes": [], "mqar against decode_seconds": []}

@@ -59,7 +59,7 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     session = Session(ExperimentStore(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         session.run([experiment("a", measure), experiment("b", interrupted)])
-    assert session.done == {"a": {"value": 7}}
+    assert session.results == {"a": {"value": 7}}
     again = Session(ExperimentStore(tmp_path))
     assert again.run([experiment("a", measure), experiment("b", Counted(8))]) == {
         "a": {"value": 7},
@@ -102,14 +102,14 @@ def test_what_stands_beside_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}])
 def test_numbers_that_json_cannot_hold_are_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a gave numbers that JSON cannot hold"):
+    with pytest.raises(ArgumentError, match="a returned values that JSON cannot store"):
         Session(ExperimentStore(tmp_path)).run([experiment("a", Counted(value))])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_no_folder_and_a_full_disk_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="is a file; give a folder for the measurements"):
+    with pytest.raises(FileError, match="is a file; give a folder in which measurements are saved"):
         ExperimentStore(tmp_path / "file")
     store, one = ExperimentStore(tmp_path / "gone"), experiment("a", Counted())
     (tmp_path / "gone").mkdir()
@@ -120,7 +120,9 @@ def test_a_file_is_no_folder_and_a_full_disk_is_told(tmp_path: Path) -> None:
 
 
 def test_names_tell_experiments_apart() -> None:
-    with pytest.raises(ArgumentError, match="two experiments are named a; names tell them apart"):
+    with pytest.raises(
+        ArgumentError, match="two experiments are named a; give each experiment a name of its own"
+    ):
         Session(ExperimentStore(None)).run(
             [experiment("a", Counted()), experiment("a", Counted(), n=1)]
         )
@@ -153,3 +155,17 @@ def test_clock() -> None:
         "1:00:00",
         "0:00",
     ]
+
+
+def test_the_old_names_of_the_session_and_the_store() -> None:
+    import regard.compare
+
+    with pytest.warns(DeprecationWarning, match="Store is now regard.compare.ExperimentStore"):
+        assert regard.compare.Store is ExperimentStore
+    with pytest.warns(DeprecationWarning, match=r"about=\) is now .*metadata="):
+        store = ExperimentStore(None, about={"cores": 2})
+    with pytest.warns(DeprecationWarning, match=r"tell=\) is now .*report="):
+        session = Session(store, tell=print)
+    for old, new in (("done", "results"), ("kept", "reused_names"), ("tell", "report")):
+        with pytest.warns(DeprecationWarning, match=f"Session.{old} is now Session.{new}"):
+            assert getattr(session, old) is getattr(session, new)

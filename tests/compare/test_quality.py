@@ -28,10 +28,10 @@ def _interrupts() -> Iterator[None]:
 
 
 def jobs(plan: Any, steps: int, **more: Any) -> list[Any]:
-    lesson = plan.lessons[0].name
+    lesson = plan.tasks[0].name
     seconds = {lesson: dict.fromkeys(plan.configs, 1.0)}
     return quality.training_experiments(
-        plan.pupils, plan.lessons, plan.training, {lesson: steps}, seconds, **more
+        plan.train_configs, plan.tasks, plan.training, {lesson: steps}, seconds, **more
     )
 
 
@@ -52,19 +52,19 @@ def test_few_steps_that_are_wanted_stay_few() -> None:
 
 
 def test_rates() -> None:
-    assert len(TrainingSettings().rates_of(recurrent=True)) >= 3
-    assert set(TrainingSettings().rates_of(recurrent=False)) <= set(
-        TrainingSettings().rates_of(recurrent=True)
+    assert len(TrainingSettings().learning_rates_for(recurrent=True)) >= 3
+    assert set(TrainingSettings().learning_rates_for(recurrent=False)) <= set(
+        TrainingSettings().learning_rates_for(recurrent=True)
     )
-    assert TrainingSettings(rates=(0.1,)).rates_of(recurrent=True) == (0.1,)
+    assert TrainingSettings(rates=(0.1,)).learning_rates_for(recurrent=True) == (0.1,)
     for wrong in ({"seeds": ()}, {"rates": ()}, {"seeds": (0, 0)}, {"rates": (0.1, 0.1)}):
-        with pytest.raises(ArgumentError, match="give at least one, each once"):
+        with pytest.raises(ArgumentError, match="give at least one, and each only once"):
             TrainingSettings(**wrong)
 
 
 def test_the_pilot_times_each_mechanism() -> None:
     plan = taught("mha", "linear")
-    (one,) = pilot_experiments(plan.pupils, plan.lessons)
+    (one,) = pilot_experiments(plan.train_configs, plan.tasks)
     found = one.measure()["seconds"]
     assert one.name == "pilot/mqar"
     assert set(found) == {"mha", "linear"}
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_numbers_and_others_do_not() -> None:
 def test_training_lowers_the_loss() -> None:
     plan = taught("mha", rates=(1e-2,))
     told: list[str] = []
-    short, long = (jobs(plan, n, tell=told.append)[0].measure() for n in (1, 40))
+    short, long = (jobs(plan, n, report=told.append)[0].measure() for n in (1, 40))
     assert long["validation"] < 0.95 * short["validation"]
     assert any("step 40/40" in line for line in told)
 
@@ -97,7 +97,7 @@ def numbers(validation: float, accuracy: float) -> dict[str, Any]:
 
 def test_the_best_rate_is_chosen_by_validation_over_seeds_not_by_what_is_judged() -> None:
     plan = taught("linear", seeds=(0, 1), rates=(0.1, 0.2, 0.3))
-    lesson, pupil = plan.lessons[0], plan.pupils["linear"]
+    lesson, pupil = plan.tasks[0], plan.train_configs["linear"]
     made = {
         (0.1, 0): numbers(2.0, 0.9),
         (0.1, 1): numbers(2.0, 0.9),
@@ -131,12 +131,12 @@ def test_a_run_that_diverges_is_told_as_that(monkeypatch: pytest.MonkeyPatch) ->
         model.register_forward_hook(lambda *args: args[-1] * float("inf"))
         return model
 
-    monkeypatch.setattr(quality, "decoder", broken)
+    monkeypatch.setattr(quality, "build_decoder", broken)
     (job,) = jobs(plan, 3)
     found = job.measure()
     assert found["diverged"] is True
     told = summarize_quality(
-        plan.lessons[0], "linear", plan.pupils["linear"], (0,), {job.name: found}
+        plan.tasks[0], "linear", plan.train_configs["linear"], (0,), {job.name: found}
     )
     assert told == {"validation": {"0.01": None}, "seeds": [0], "diverged": True}
 
@@ -153,8 +153,8 @@ def test_a_signal_ends_the_comparison_and_leaves_what_is_done(tmp_path: Path) ->
     session = Session(ExperimentStore(tmp_path), tell)
     with pytest.raises(KeyboardInterrupt):
         Comparison(plan, session, MACHINE, steps=2, with_memory=False).run()
-    assert "mqar/mha/lr 0.01/seed 0" in session.done
-    assert "mqar/mqa/lr 0.01/seed 0" not in session.done
+    assert "mqar/mha/lr 0.01/seed 0" in session.results
+    assert "mqar/mqa/lr 0.01/seed 0" not in session.results
     again = Session(ExperimentStore(tmp_path))
     Comparison(plan, again, MACHINE, steps=2, with_memory=False).run()
     assert (again.measured, again.reused) == (1, session.measured)
@@ -162,7 +162,7 @@ def test_a_signal_ends_the_comparison_and_leaves_what_is_done(tmp_path: Path) ->
 
 def test_a_signal_inside_training_ends_it_too() -> None:
     plan = taught("mqa", rates=(1e-2,))
-    (job,) = jobs(plan, 50, tell=lambda _: signal.raise_signal(signal.SIGINT))
+    (job,) = jobs(plan, 50, report=lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         job.measure()
 
@@ -175,10 +175,10 @@ def test_steps_are_shrunk_for_all_alike_and_said(
     session = Session(ExperimentStore(tmp_path))
     one = Comparison(plan, session, MACHINE, minutes=1.0, with_memory=False)
     one.run()
-    assert session.done["steps"]["steps"] == {"mqar": 20}
-    assert {n["steps"] for name, n in session.done.items() if name.startswith("mqar/")} == {20}
+    assert session.results["steps"]["steps"] == {"mqar": 20}
+    assert {n["steps"] for name, n in session.results.items() if name.startswith("mqar/")} == {20}
     assert "all of mqar 400 would take about" in one.notes[0]
-    assert "--minutes is 1: every mechanism is trained so much less" in one.notes[0]
+    assert "--minutes is 1, so every mechanism is trained for fewer steps" in one.notes[0]
     # what was chosen is kept: a run that goes on, later and faster, trains no other number of steps
     monkeypatch.setattr(quality, "_per_step", lambda config, lesson: 1e-9)
     again = Session(ExperimentStore(tmp_path))
@@ -193,5 +193,5 @@ def test_steps_that_are_asked_for_are_not_shrunk(monkeypatch: pytest.MonkeyPatch
         plan, Session(ExperimentStore(None)), MACHINE, minutes=1.0, steps=3, with_memory=False
     )
     one.run()
-    assert one.session.done["mqar/mha/lr 0.01/seed 0"]["steps"] == 3
-    assert one.notes == ["steps: mqar 3; training was expected to take 833:20:00"]
+    assert one.session.results["mqar/mha/lr 0.01/seed 0"]["steps"] == 3
+    assert one.notes == ["steps: mqar 3; the estimated training time is 833:20:00"]

@@ -155,7 +155,7 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
         )
         return model
 
-    monkeypatch.setattr(speed, "decoder", slowed)
+    monkeypatch.setattr(speed, "build_decoder", slowed)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
     for kind in speed.KINDS:
         found = speed.time_in_turns(made, kind, 6, replace(TIMING, rounds=5, seconds=100.0))

@@ -155,11 +155,15 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
         (
             "gqaa",
             {"groups": 2},
-            "attention 'gqaa' is not counted; did you mean 'gqa'\\? Known are mha",
+            "the cost of attention 'gqaa' cannot be counted; did you mean 'gqa'\\? It can for mha",
         ),
-        ("moba", {"groups": 2}, "regard describe NAME tells one layer of every mechanism"),
-        ("gqa", {}, "attention 'gqa' needs groups: give it"),
-        ("mla", {"kv_rank": 4}, "needs nope_dim, rope_dim, value_dim"),
+        (
+            "moba",
+            {"groups": 2},
+            "regard describe NAME prints the cost of one layer of any mechanism",
+        ),
+        ("gqa", {}, "attention 'gqa' needs the option groups; give it"),
+        ("mla", {"kv_rank": 4}, "needs the option nope_dim, rope_dim, value_dim"),
         (
             "linear_attention",
             {"window": 4},
@@ -168,13 +172,13 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
         (
             "gqa",
             {"groups": 3},
-            "4 query heads are not divisible by 3 key/value heads; allowed are 1, 2, 4",
+            "query heads, 4, is not divisible by .* key/value heads, 3; give one of 1, 2, 4",
         ),
         ("gqa", {"groups": 0}, "groups is 0; it must be an integer of at least 1"),
         (
             "mla",
             {**LATENT, "form": "naive"},
-            "form is 'naive'; counted are auto, expand and absorb",
+            "form is 'naive'; it must be auto, expand or absorb",
         ),
     ],
 )
@@ -184,6 +188,8 @@ def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> No
 
 
 def test_a_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(ArgumentError, match="dim 34 is not divisible by 4, 4 heads; give head_dim"):
+    with pytest.raises(
+        ArgumentError, match="dim 34 is not divisible by 4, the width divisor of 4 heads"
+    ):
         mechanism_spec("mha", 34, 4, {})
     assert mechanism_spec("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32

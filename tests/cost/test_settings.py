@@ -19,7 +19,8 @@ from regard.cost.feed_forward import DenseSpec, MoESpec
 from regard.cost.kv_formats import KVFormat, bits_per_value
 from regard.cost.roofline import MACHINES, Machine, MemoryFit, as_json, memory_fit, roofline_bounds
 from regard.cost.sizes import Sizes
-from regard.cost.spec import CacheContents
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import CacheContents, HeadShape
 from regard.cost.sweep import (
     compare_models,
     contexts_within_positions,
@@ -64,13 +65,14 @@ def test_wrong_settings() -> None:
     for given, message in (
         ({"context": 0}, "context is 0; it must be at least 1"),
         ({"batch": -1}, "batch is -1; it must be at least 1"),
-        ({"dtype": "fp4"}, "dtype is 'fp4'; known are fp32, bf16"),
-        ({"kv_dtype": "bf8"}, "'bf8' is no format of numbers; known are fp32, bf16"),
+        ({"dtype": "fp4"}, "the dtype is 'fp4'; it must be one of fp32, bf16"),
+        ({"kv_dtype": "bf8"}, "'bf8' is not a number format; it must be one of fp32, bf16"),
     ):
         with pytest.raises(ArgumentError, match=message):
             Setting(**given)
     with pytest.raises(
-        ArgumentError, match="context is 1,025, and gpt2 has learned positions for 1,024 tokens"
+        ArgumentError,
+        match="context is 1,025 tokens, but gpt2 has learned positions for 1,024 tokens only",
     ):
         CostReport(model_of("gpt2"), Setting(1025))
 
@@ -225,17 +227,21 @@ def test_ranges() -> None:
         [512, 1024, 2048], model_of("gpt2"), model_of("llama-3-8b")
     ) == [512, 1024]
     for call, text, message in (
-        (parse_context_range, "heads=1..4", "is no range; write such as context=1k..1M"),
-        (parse_context_range, "context=1k", "is no range"),
-        (parse_context_range, "context=4k..1k", "ends before it begins"),
-        (parse_tokens, "1G", "'1G' is no number of tokens"),
-        (parse_tokens, "0", "'0' is no number of tokens"),
-        (parse_tokens, "9" * 18, "is no number of tokens"),
+        (
+            parse_context_range,
+            "heads=1..4",
+            "is not a range of contexts; write for example context=1k..1M",
+        ),
+        (parse_context_range, "context=1k", "is not a range of contexts"),
+        (parse_context_range, "context=4k..1k", "ends before it starts"),
+        (parse_tokens, "1G", "'1G' is not a number of tokens"),
+        (parse_tokens, "0", "'0' is not a number of tokens"),
+        (parse_tokens, "9" * 18, "is not a number of tokens"),
     ):
         with pytest.raises(ArgumentError, match=message):
             call(text)
     with pytest.raises(
-        ArgumentError, match="learned positions end at 1,024 tokens; begin the range below"
+        ArgumentError, match="learned positions for 1,024 tokens only; start the range at or below"
     ):
         contexts_within_positions([2048], model_of("gpt2"))
 
@@ -277,12 +283,12 @@ def test_a_sweep_and_two_models() -> None:
         ({"layers": 0}, "layers is 0; it must be at least 1"),
         (
             {"global_every": 6},
-            "--global-every says which layers have no window: give --window, too",
+            "--global-every needs a window: give --window too",
         ),
         ({"experts": 8}, "--experts and --active belong together"),
-        ({"experts": 8, "active": 9}, "--active is 9, and --experts 8"),
+        ({"experts": 8, "active": 9}, "--active is 9, but --experts is 8"),
         ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
-        ({"shared": 1}, "speak of experts: give --experts and --active, too"),
+        ({"shared": 1}, "--dense-layers need experts: give --experts and --active too"),
     ],
 )
 def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
@@ -293,7 +299,7 @@ def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str)
 def test_windows_of_a_mechanism_that_has_none() -> None:
     sizes = Sizes(2, 32, 4, attention="nsa", options={"groups": 2, "window": 6}, global_every=2)
     with pytest.raises(
-        ArgumentError, match="--global-every goes with mha, gqa, mqa; --attention is 'nsa'"
+        ArgumentError, match="--global-every needs one of mha, gqa, mqa; --attention is 'nsa'"
     ):
         sizes.model()
 
@@ -375,7 +381,7 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
             {**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2},
             "moe_layer_freq is 2; only 1 is supported for deepseek_v2; or give the sizes as flags",
         ),
-        ({**TINY["regard"], "attention": "moba"}, "attention 'moba' is not counted"),
+        ({**TINY["regard"], "attention": "moba"}, "the cost of attention 'moba' cannot be counted"),
         (
             {**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}},
             "mha with bias is not counted",
@@ -432,5 +438,18 @@ def test_names_that_are_imported_when_used() -> None:
 def test_the_old_name_of_a_cost_report() -> None:
     import regard.cost
 
-    with pytest.warns(DeprecationWarning, match="Bill is now regard.cost.CostReport"):
+    with pytest.warns(DeprecationWarning, match="Bill is now regard.cost.report.CostReport"):
         assert regard.cost.Bill is CostReport
+
+
+def test_the_old_name_of_a_quantity() -> None:
+    import regard.cost
+
+    with pytest.warns(DeprecationWarning, match="Figure is now regard.cost.spec.Quantity"):
+        assert regard.cost.Figure is regard.cost.Quantity
+
+
+def test_the_old_name_of_the_cached_values() -> None:
+    layer = SoftmaxSpec.of(32, HeadShape(4, 2, 8, 8)).describe(10)
+    with pytest.warns(DeprecationWarning, match="Description.kept is now Description.cached_val"):
+        assert layer.kept == layer.cached_values

@@ -237,7 +237,8 @@ def counts_without_plural() -> list[str]:
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.JoinedStr):
                 text = "".join(
-                    str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+                    str(part.value) if isinstance(part, ast.Constant) else "{}"
+                    for part in node.values
                 )
                 hits += [f"{where(path, node)}: {{}} {m}" for m in _COUNT.findall(text)]
     return hits

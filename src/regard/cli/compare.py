@@ -234,7 +234,8 @@ def _run(comparison: Comparison) -> bool:
     except KeyboardInterrupt:
         interrupted = True
     _report(
-        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} as they were kept"
+        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} as "
+        "they were kept"
     )
     return interrupted
 
@@ -245,7 +246,7 @@ def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupte
     from regard.compare.output import render_page, render_table
     from regard.view.html import write
 
-    plan, done = comparison.plan, comparison.session.done
+    plan, done = comparison.plan, comparison.session.results
     told = as_json(
         plan, done, comparison.machine, command, interrupted=interrupted, notes=comparison.notes
     )

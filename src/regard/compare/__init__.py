@@ -1,8 +1,8 @@
-"""Mechanisms side by side on this machine, under one budget: what each costs, and with training
-what each loses.
+"""Compare attention mechanisms on this machine under one budget: the cost of each, and with
+training also its quality.
 
-An `Experiment` is data and a function that gives numbers; a `Session` runs them, keeps each result
-as a small JSON file, and goes on where an earlier run has stopped.
+An `Experiment` is data and a function that measures numbers. A `Session` runs experiments, saves
+each result as a small JSON file, and continues where an earlier run stopped.
 """
 
 from regard.compare.comparison import pareto
@@ -15,6 +15,7 @@ from regard.compare.mechanisms import (
     configs,
     same_parameters,
 )
+from regard.deprecation import renamed
 
 __all__ = [
     "DEFAULT_NAMES",
@@ -28,3 +29,14 @@ __all__ = [
     "pareto",
     "same_parameters",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "NAMES": "DEFAULT_NAMES",
+        "Contestant": "Candidate",
+        "Store": "ExperimentStore",
+        "contestants": "candidates",
+        "front": "pareto",
+    },
+)

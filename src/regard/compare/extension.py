@@ -1,5 +1,5 @@
-"""Context extensions of one checkpoint: perplexity by length, passkeys, spectra and cache
-consistency.
+"""Compare the context extensions of one checkpoint: perplexity by length, passage retrieval, rotary
+frequencies, and consistency of cached decoding.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from regard.nn.dynamic_rotary import PreRope, Recomputed, ReRotate
 from regard.nn.projections import Separate
 from regard.positions import Rotary, critical_dimension, rope_frequencies
 from regard.table import table as aligned
+from regard.units import plural
 from regard.view import html
 from regard.view.charts import Line, Picture
 
 UNSCALED = "unscaled"
 METHODS = (UNSCALED, *get_args(Extension))
-"""No extension, and the ways of `regard convert --context`."""
+"""No extension, and the extensions that `regard convert --scaling` has."""
 
 
 @dataclass(frozen=True)
 class LengthTest:
-    """How an extended model is asked.
+    """The lengths and the sizes of the tests that an extended model is given.
 
     Attributes:
-        lengths: tokens that it reads.
-        counted, windows: as `regard.compare.reach.losses`.
-        depths, trials, key, mark: as `regard.compare.reach.needles`.
-        seed: of the needles.
+        lengths: context lengths in tokens.
+        counted, windows: as in `regard.compare.reach.losses`.
+        depths, trials, key, mark: as in `regard.compare.reach.needles`.
+        seed: random seed for the passages.
 
     >>> LengthTest((128, 256)).depths
     (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -60,10 +61,10 @@ class LengthTest:
 
 
 def rotary_of(network: nn.Module) -> Rotary:
-    """The first rotary of a network.
+    """Return the first rotary embedding of a network.
 
     Raises:
-        ArgumentError: it has none.
+        ArgumentError: the network has none.
 
     >>> import regard
     >>> rotary_of(regard.load("tiny").decoder).dim
@@ -73,20 +74,23 @@ def rotary_of(network: nn.Module) -> Rotary:
         if isinstance(module, Rotary):
             return module
     raise ArgumentError(
-        "the model has no rotary positions; a context extension has nothing to scale"
+        "the model has no rotary positions, which a context extension scales; give another model"
     )
 
 
 def extended_decoder(model: Model, method: str, target: int) -> Decoder:
-    """The decoder of a model under a method; it shares the weights.
+    """Return the decoder of a model with its context extended by a method; it shares the weights.
 
     Args:
-        model: with rotary positions, not scaled yet.
-        method: of `METHODS`.
-        target: tokens to reach, more than the trained length.
+        model: a model with rotary positions that are not scaled yet.
+        method: a name in `METHODS`.
+        target: the context length to reach, more than the trained length.
+
+    Returns:
+        The decoder with scaled rotary positions.
 
     Raises:
-        ArgumentError: the method is unknown, or as `regard.models.convert.context.to_context`.
+        ArgumentError: the method is unknown, or `regard.models.convert.context.to_context` raises.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -94,23 +98,23 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     Linear(factor=4.0)
     """
     if method not in METHODS:
-        raise ArgumentError(f"the method is {method!r}; it is one of {', '.join(METHODS)}")
+        raise ArgumentError(f"the method is {method!r}; it must be one of {', '.join(METHODS)}")
     if method == UNSCALED:
         return model.decoder
-    found, _ = to_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
-    return found.network
+    converted, _ = to_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
+    return converted.network
 
 
 def spectrum(network: nn.Module, length: int) -> Numbers:
-    """How fast each pair turns in a sequence of a length, and how much of a match is left at a
-    distance.
+    """Return how fast each rotary pair turns in a sequence of a length, and how the rotary
+    similarity decays with distance.
 
     theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
     factor f
 
     Args:
-        network: with a rotary.
-        length: of the sequence, for the methods that follow it; distances go up to it.
+        network: a network with a rotary embedding.
+        length: the length of the sequence, which some methods depend on; distances go up to it.
 
     >>> import regard
     >>> found = spectrum(regard.load("tiny").decoder, 256)
@@ -139,16 +143,17 @@ def spectrum(network: nn.Module, length: int) -> Numbers:
 def evaluate_lengths(
     network: nn.Module,
     ids: Int[Tensor, " N"],
-    how: LengthTest,
-    tell: ReportProgress = ignore_progress,
+    test: LengthTest,
+    report: ReportProgress = ignore_progress,
 ) -> Numbers:
-    """Loss and perplexity at every length, and the needle at every length and depth.
+    """Return the loss and the perplexity at every length, and the passage retrieval at every length
+    and depth.
 
     Args:
         network: ids [B,T] -> logits [B,T,V].
-        ids: a text.
-        how: what is asked.
-        tell: told of each length.
+        ids: the token ids of a text.
+        how: the lengths and sizes of the tests.
+        report: is called with each length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> found = evaluate_lengths(flat, torch.arange(200) % 4, LengthTest((96,), trials=1))
@@ -156,33 +161,33 @@ def evaluate_lengths(
     (4.0, 5)
     """
     result_rows = []
-    for length in how.lengths:
-        tell(f"{length} tokens")
-        nats = float(losses(network, ids, [length], counted=how.counted, windows=how.windows)[0])
-        found = needles(
+    for length in test.lengths:
+        report(f"{length} tokens")
+        nats = float(losses(network, ids, [length], counted=test.counted, windows=test.windows)[0])
+        needle_results = needles(
             network,
             ids,
             length,
-            how.depths,
-            trials=how.trials,
-            key=how.key,
-            mark=how.mark,
-            seed=how.seed,
+            test.depths,
+            trials=test.trials,
+            key=test.key,
+            mark=test.mark,
+            seed=test.seed,
         )
         result_rows.append(
             {
                 "length": length,
                 "nats": nats,
                 "perplexity": min(perplexity(nats), 1e9),
-                "needle": [one._asdict() for one in found],
+                "needle": [one._asdict() for one in needle_results],
             }
         )
     return {"by_length": result_rows}
 
 
 def rotary_metadata(model: Model) -> dict[str, Any]:
-    """What an extension starts from: the trained length, the head, the base, and how many dims have
-    turned fully.
+    """Return the properties that an extension starts from: the trained length, the rotary width,
+    the base, and how many dims turn at least once within the trained length.
 
     >>> import regard
     >>> rotary_metadata(regard.load("tiny"))["critical_dimension"]
@@ -199,49 +204,51 @@ def rotary_metadata(model: Model) -> dict[str, Any]:
 
 
 def default_lengths(trained: int, target: int) -> tuple[int, ...]:
-    """Half the trained length, itself, and its doubles up to the target, which is the last.
+    """Return half the trained length, the trained length, its doubles below the target, and the
+    target.
 
     >>> default_lengths(256, 1024), default_lengths(256, 600)
     ((128, 256, 512, 1024), (128, 256, 512, 600))
     """
-    found: Sequence[int] = [trained // 2, trained]
-    while found[-1] * 2 < target:
-        found = [*found, found[-1] * 2]
-    return (*found, target)
+    lengths: Sequence[int] = [trained // 2, trained]
+    while lengths[-1] * 2 < target:
+        lengths = [*lengths, lengths[-1] * 2]
+    return (*lengths, target)
 
 
 CachePolicy: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
 POLICIES: tuple[CachePolicy, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
-"""What to do with cached keys that were rotated for a shorter length: keep them as they are, or one
-of the ways of `regard.nn.dynamic_rotary`.
+"""What is done with cached keys that were rotated for a shorter length: they are used as they are
+("stale"), or one of the policies of `regard.nn.dynamic_rotary` applies.
 """
 
 
 def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Decoder:
-    """A decoder whose frequencies follow the length, under a policy; it shares all weights but
-    those of queries and keys.
+    """Return a decoder whose rotary frequencies depend on the length, with a cache policy; it
+    shares all weights except those of queries and keys.
 
     Args:
-        network: as a family makes it, under "recompute".
-        policy: above.
-        target: the length whose frequencies "frozen" has for every position.
+        network: a decoder as its family builds it, with the policy "recompute".
+        policy: a name in `POLICIES`.
+        target: the length whose frequencies "frozen" uses for every position.
 
     Raises:
-        ArgumentError: a layer's frequencies do not follow the length.
+        ArgumentError: the frequencies of a layer do not depend on the length.
     """
-    made = copy.copy(network)
-    made._modules = dict(network._modules)
-    made.layers = copy.deepcopy(network.layers, {id(p): p for p in network.layers.parameters()})
-    for layer in made.layers:
+    decoder = copy.copy(network)
+    decoder._modules = dict(network._modules)
+    decoder.layers = copy.deepcopy(network.layers, {id(p): p for p in network.layers.parameters()})
+    for layer in decoder.layers:
         attention = layer.attention
         project = attention.project if isinstance(attention, Attention) else None
         if not isinstance(project, Recomputed):
             raise ArgumentError(
-                "the frequencies of this model do not follow the length, and any cache suits it; "
-                "policies are for the method dynamic"
+                "the frequencies of this model do not depend on the length, so that it needs no "
+                "cache "
+                "policy; policies are for the method dynamic"
             )
         cast("Attention", attention).project = _project(project, policy, target)
-    return made.eval()
+    return decoder.eval()
 
 
 def _project(project: Recomputed, policy: CachePolicy, target: int) -> Separate:
@@ -254,13 +261,15 @@ def _project(project: Recomputed, policy: CachePolicy, target: int) -> Separate:
         column_heads.steps.append(
             _rotary(project.key_transform.rotary, target if policy == "frozen" else None)
         )
-    found = Separate(project.q, project.k, project.v)
-    found.cache_unsafe_reason = None  # to show what is refused otherwise
-    return found
+    projection = Separate(project.q, project.k, project.v)
+    projection.cache_unsafe_reason = None  # to show what is refused otherwise
+    return projection
 
 
 def _rotary(old: Rotary, length: int | None) -> Rotary:
-    """The same, frozen at a length, or following each call."""
+    """Return the same rotary embedding with the frequencies of a fixed length, or of the length of
+    each call.
+    """
     return Rotary(
         old.dim,
         old.base,
@@ -274,18 +283,18 @@ def _rotary(old: Rotary, length: int | None) -> Rotary:
 
 @torch.inference_mode()
 def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
-    """How far cached decoding is from passes over everything, from token `start` on.
+    """Compare cached decoding with a pass over the whole sequence, for each token from `start` on.
 
     Args:
-        network: a decoder; one that follows the length under "recompute" is run through
-            `regard.nn.Prefix`.
-        ids: N tokens, of which `start` are read at once and the others one by one.
+        network: a decoder; one whose frequencies depend on the length, with the policy "recompute",
+            is run through `regard.nn.Prefix`.
+        ids: N token ids, of which `start` are read at once and the others one by one.
         start: at least 1 and less than N.
 
     Returns:
-        steps: how many; difference: the largest of a logit, in deviations of the logits; agreement:
-            the share of steps in which both think the same token likeliest; reruns: how often the
-            prefix was read again.
+        steps: the number of steps; difference: the largest difference of a logit, in standard
+            deviations of the logits; agreement: the share of steps in which both have the same most
+            likely token; reruns: how often the prefix was computed again.
 
     Raises:
         ArgumentError: start is out of range.
@@ -297,21 +306,24 @@ def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> 
     """
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
-            f"start is {start}; it must be 1 to {ids.shape[1] - 1}, of {ids.shape[1]} tokens"
+            f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
+            f"{plural(ids.shape[1], 'token')}"
         )
     step, prefix = _stepper(network)
     step(ids[:, :start])
-    apart, same = 0.0, 0
-    for n in range(start, ids.shape[1]):
-        cached = step(ids[:, n : n + 1])[0, -1]
-        whole = network(ids[:, : n + 1])[0, -1]
-        apart = max(apart, float((cached - whole).abs().max() / whole.std()))
-        same += int(cached.argmax() == whole.argmax())
+    largest_difference, agreements = 0.0, 0
+    for position in range(start, ids.shape[1]):
+        cached = step(ids[:, position : position + 1])[0, -1]
+        uncached = network(ids[:, : position + 1])[0, -1]
+        largest_difference = max(
+            largest_difference, float((cached - uncached).abs().max() / uncached.std())
+        )
+        agreements += int(cached.argmax() == uncached.argmax())
     count = ids.shape[1] - start
     return {
         "steps": count,
-        "difference": apart,
-        "agreement": same / count,
+        "difference": largest_difference,
+        "agreement": agreements / count,
         "reruns": prefix.reruns if prefix else 0,
     }
 
@@ -327,13 +339,13 @@ def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], Prefix | None]:
 def consistency_by_policy(
     network: Decoder, ids: Int[Tensor, "1 N"], start: int, target: int
 ) -> dict[str, Numbers]:
-    """`cache_consistency` under every policy where the frequencies follow the length; else of the model
-    as it is.
+    """Return `cache_consistency` for every policy if the frequencies depend on the length;
+    otherwise only for the model as it is.
 
     Args:
         network: a decoder with rotary positions.
-        ids, start: as `cache_consistency`.
-        target: as `with_cache_policy`.
+        ids, start: as for `cache_consistency`.
+        target: as for `with_cache_policy`.
     """
     rotary = rotary_of(network)
     if not rotary.follows:
@@ -346,13 +358,14 @@ def consistency_by_policy(
 
 @dataclass(frozen=True)
 class ExtensionOptions:
-    """What the command asks for.
+    """The options of `regard extend`.
 
     Attributes:
-        length: tokens to reach; None is four times the trained length.
-        methods: extensions; none are all. The model as it is always stands beside them.
-        windows, trials, seed: as `LengthTest`.
-        steps: tokens that are decoded one by one across the trained length.
+        length: the context length to reach; None is four times the trained length.
+        methods: the extensions to compare; an empty tuple means all. The model without extension is
+            always included.
+        windows, trials, seed: as in `LengthTest`.
+        steps: how many tokens are decoded one by one across the trained length.
     """
 
     length: int | None = None
@@ -365,11 +378,11 @@ class ExtensionOptions:
 
 @dataclass(frozen=True)
 class ExtensionResults:
-    """What was found.
+    """The results of all extensions.
 
     Attributes:
-        start: model, text, trained length, head, base, critical dimension, machine, and how it was
-            asked.
+        start: model, text, trained length, head, base, critical dimension, machine, and the sizes
+            of the tests.
         methods: name -> by_length, theta, rotary_factor, decay, cache.
     """
 
@@ -377,73 +390,79 @@ class ExtensionResults:
     methods: Mapping[str, Numbers]
 
     def as_dict(self, command: str) -> dict[str, Any]:
-        """Return plain values, with the command that makes them again."""
+        """Return the results as plain values, with the command that reproduces them."""
         return {"command": command, **self.start, "methods": dict(self.methods)}
 
 
 def extend_all(
     model: Model,
     ids: Int[Tensor, " N"],
-    asked: ExtensionOptions,
+    options: ExtensionOptions,
     names: Mapping[str, str],
-    tell: ReportProgress = ignore_progress,
+    report: ReportProgress = ignore_progress,
 ) -> ExtensionResults:
-    """Every method, read at every length.
+    """Test every method at every length.
 
     Args:
-        model: with rotary positions that are not scaled yet.
-        ids: a text, longer than the length to reach.
-        asked: above.
-        names: what model and text are called.
-        tell: told what is being done.
+        model: a model with rotary positions that are not scaled yet.
+        ids: the token ids of a text, longer than the length to reach.
+        asked: the options.
+        names: the names of the model and of the text.
+        report: is called with a line about the current work.
+
+    Returns:
+        The results of each method.
 
     Raises:
         ArgumentError: a method is unknown, the text is too short, or the model cannot be extended.
     """
-    facts = rotary_metadata(model)
-    trained = facts["trained"]
-    target = asked.length or 4 * trained
-    methods = (UNSCALED, *(m for m in dict.fromkeys(asked.methods or METHODS) if m != UNSCALED))
+    metadata = rotary_metadata(model)
+    trained = metadata["trained"]
+    target = options.length or 4 * trained
+    methods = (UNSCALED, *(m for m in dict.fromkeys(options.methods or METHODS) if m != UNSCALED))
     networks = {
         method: extended_decoder(model, method, target) for method in methods
-    }  # refuses before anything is measured
-    start = max(1, trained - asked.steps // 2)
-    need = max(target, start + asked.steps) + 1
-    if len(ids) < need:
+    }  # raises before anything is measured
+    start = max(1, trained - options.steps // 2)
+    needed_tokens = max(target, start + options.steps) + 1
+    if len(ids) < needed_tokens:
         raise ArgumentError(
-            f"the text has {len(ids)} tokens, and {need} are needed for a length of {target}: "
+            f"the text has {plural(len(ids), 'token')}, but {needed_tokens} are needed for a "
+            f"length of {target}: "
             "give a longer text, or a smaller length"
         )
-    how = _reading(default_lengths(trained, target), asked)
-    found: dict[str, Numbers] = {}
+    test = _length_test(default_lengths(trained, target), options)
+    results: dict[str, Numbers] = {}
     for method, network in networks.items():
-        tell(f"{method}: {', '.join(map(str, how.lengths))} tokens, and a cache")
-        cache = consistency_by_policy(network, ids[None, : start + asked.steps], start, target)
-        found[method] = {
-            **evaluate_lengths(network, ids, how),
+        report(f"{method}: {', '.join(map(str, test.lengths))} tokens, and a cache")
+        cache = consistency_by_policy(network, ids[None, : start + options.steps], start, target)
+        results[method] = {
+            **evaluate_lengths(network, ids, test),
             **spectrum(network, target),
             "cache": cache,
         }
-    told = {
+    start_facts = {
         **names,
-        **facts,
+        **metadata,
         "target": target,
-        "lengths": list(how.lengths),
-        "depths": list(how.depths),
-        "windows": how.windows,
-        "counted": how.counted,
-        "trials": how.trials,
-        "key": how.key,
-        "mark": how.mark,
-        "seed": how.seed,
-        "steps": asked.steps,
+        "lengths": list(test.lengths),
+        "depths": list(test.depths),
+        "windows": test.windows,
+        "counted": test.counted,
+        "trials": test.trials,
+        "key": test.key,
+        "mark": test.mark,
+        "seed": test.seed,
+        "steps": options.steps,
         "machine": machine(torch.device("cpu")),
     }
-    return ExtensionResults(told, found)
+    return ExtensionResults(start_facts, results)
 
 
-def _reading(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTest:
-    """How models are asked: less of each where the shortest length has no room for it."""
+def _length_test(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTest:
+    """Return the sizes of the tests, which are smaller if the shortest length is too short for the
+    usual ones.
+    """
     shortest = lengths[0]
     passage = max(2, min(20, (shortest + 1) // 3))
     key = max(1, passage * 2 // 5)
@@ -458,86 +477,100 @@ def _reading(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTest:
     )
 
 
-def result_rows(found: ExtensionResults) -> list[list[str]]:
-    """A row for each method: perplexity at each length, the passage, and the cache."""
+def result_rows(results: ExtensionResults) -> list[list[str]]:
+    """Return a row for each method: perplexity at each length, passage retrieval, and cache
+    consistency.
+    """
     render_table = []
-    for name, numbers in found.methods.items():
-        by = numbers["by_length"]
-        saved = [sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by]
+    for name, numbers in results.methods.items():
+        by_length = numbers["by_length"]
+        saved_nats = [
+            sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by_length
+        ]
         cache = numbers["cache"]
-        kept = cache.get("recompute") or next(iter(cache.values()))  # as a loaded model does it
+        loaded_cache = cache.get("recompute") or next(
+            iter(cache.values())
+        )  # as a loaded model does it
         render_table.append(
             [
                 name,
-                *(f"{one['perplexity']:.4g}" for one in by),
-                *(f"{s:+.2f}" for s in saved),
-                f"{kept['difference']:.1g}",
+                *(f"{one['perplexity']:.4g}" for one in by_length),
+                *(f"{s:+.2f}" for s in saved_nats),
+                f"{loaded_cache['difference']:.1g}",
             ]
         )
     return render_table
 
 
-def column_heads(found: ExtensionResults) -> list[str]:
-    """The heads of `result_rows`."""
-    lengths = found.start["lengths"]
+def column_heads(results: ExtensionResults) -> list[str]:
+    """Return the column heads of `result_rows`."""
+    lengths = results.start["lengths"]
     return ["", *(f"ppl {n}" for n in lengths), *(f"saved {n}" for n in lengths), "cache"]
 
 
-def render_table(found: ExtensionResults) -> str:
-    """What came of each method, for a terminal."""
-    s = found.start
-    m = s["machine"]
+def render_table(results: ExtensionResults) -> str:
+    """Return the results as text for a terminal."""
+    start = results.start
+    machine_facts = start["machine"]
     lines = [
         (
-            f"{s['model']}: trained on {s['trained']} tokens, base {s['base']:g}, "
-            f"{s['critical_dimension']} of {s['rotary_dim']} rotary dims have turned fully"
+            f"{start['model']}: trained on {start['trained']} tokens, base {start['base']:g}, "
+            f"{start['critical_dimension']} of {start['rotary_dim']} rotary dims turn at least once"
         ),
         (
-            f"extended to {s['target']}; {s['windows']} windows of {s['text']}, the last "
-            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, "
-            f"seed {s['seed']}"
+            f"extended to {start['target']}; {plural(start['windows'], 'window')} of "
+            f"{start['text']}, loss on the last {plural(start['counted'], 'token')}; "
+            f"{plural(start['trials'], 'passage')} for each depth, seed {start['seed']}"
         ),
-        f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
+        (
+            f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
+            f"{machine_facts['torch']}, regard {machine_facts['regard']}"
+        ),
         "",
     ]
-    lines.append(aligned([column_heads(found), *result_rows(found)]))
+    lines.append(aligned([column_heads(results), *result_rows(results)]))
     lines += [
         "",
         (
-            "ppl: perplexity of the same tokens; saved: nats per token less when a passage stood "
-            "before, mean over depths;"
+            "ppl: perplexity of the same tokens; saved: by how many nats per token an earlier copy "
+            "of a passage lowers the loss, mean over depths;"
         ),
         (
-            "cache, as the model is loaded: the largest difference of a logit from a pass over "
-            "everything, in deviations"
+            "cache, with the policy of a loaded model: the largest difference of a logit from a "
+            "pass "
+            "over the whole sequence, in standard deviations"
         ),
     ]
-    for name, numbers in found.methods.items():
+    for name, numbers in results.methods.items():
         if len(numbers["cache"]) > 1:
             lines += [
                 "",
                 (
-                    f"{name} follows the length: cached decoding of {s['steps']} tokens across "
-                    f"{s['trained']}"
+                    f"the frequencies of {name} depend on the length: cached decoding of "
+                    f"{start['steps']} tokens across "
+                    f"{start['trained']}"
                 ),
             ]
-            shown = [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
-            lines.append(aligned(shown))
+            policy_rows = [
+                ["policy", "difference", "same token", "read again"],
+                *cache_rows(numbers),
+            ]
+            lines.append(aligned(policy_rows))
     return "\n".join(lines)
 
 
 def cache_rows(numbers: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each policy of a method."""
+    """Return a row for each cache policy of a method."""
     return [
         [policy, f"{one['difference']:.1g}", f"{one['agreement']:.0%}", str(one["reruns"])]
         for policy, one in numbers["cache"].items()
     ]
 
 
-def plots(found: ExtensionResults) -> list[Picture]:
-    """Perplexity, passages, spectrum and decay."""
-    s, trained = found.start, float(found.start["trained"])
-    named = found.methods.items()
+def plots(results: ExtensionResults) -> list[Picture]:
+    """Return the plots of perplexity, passage retrieval, rotary frequencies and decay."""
+    start, trained = results.start, float(results.start["trained"])
+    named = results.methods.items()
 
     def per_length(value: Any) -> tuple[Line, ...]:
         return tuple(
@@ -566,7 +599,7 @@ def plots(found: ExtensionResults) -> list[Picture]:
     ]
     return [
         Picture(
-            f"{s['model']}: perplexity of the same tokens behind more context",
+            f"{start['model']}: perplexity of the same tokens after more context",
             "tokens read",
             "perplexity",
             per_length(lambda one: one["perplexity"]),
@@ -574,23 +607,28 @@ def plots(found: ExtensionResults) -> list[Picture]:
             trained,
         ),
         Picture(
-            "A passage found again: nats per token saved, mean over depths",
+            "Passage retrieval: nats per token saved, mean over depths",
             "tokens read",
             "nats",
             per_length(lambda one: sum(n["saved"] for n in one["needle"]) / len(one["needle"])),
             "x",
             trained,
         ),
-        Picture(f"... by depth, at {s['target']} tokens", "depth", "nats", tuple(longest)),
         Picture(
-            f"How often each pair turns in {s['trained']} tokens",
+            f"Passage retrieval by depth, at {start['target']} tokens",
+            "depth",
+            "nats",
+            tuple(longest),
+        ),
+        Picture(
+            f"How often each pair turns in {start['trained']} tokens",
             "pair of dims",
             "turns",
             turns,
             "y",
         ),
         Picture(
-            "What is left of a match at a distance: f^2 (2 / d) sum cos(m theta)",
+            "Rotary similarity by distance: f^2 (2 / d) sum cos(m theta)",
             "distance",
             "share",
             decay,
@@ -600,32 +638,37 @@ def plots(found: ExtensionResults) -> list[Picture]:
     ]
 
 
-def render_page(found: ExtensionResults, command: str) -> str:
-    """The page: HTML that needs nothing else."""
-    s, m = found.start, found.start["machine"]
-    drawn = plots(found)
+def render_page(results: ExtensionResults, command: str) -> str:
+    """Return the results as an HTML page that needs no other file."""
+    start, machine_facts = results.start, results.start["machine"]
+    all_plots = plots(results)
     facts = {
-        "model": str(s["model"]),
-        "trained": f"{s['trained']} tokens",
-        "extended to": str(s["target"]),
-        "turned fully": f"{s['critical_dimension']} of {s['rotary_dim']} dims",
-        "windows": str(s["windows"]),
-        "passages": str(s["trials"]),
-        "seed": str(s["seed"]),
-        "machine": f"{m['processor']}, {m['threads']} threads, torch {m['torch']}",
+        "model": str(start["model"]),
+        "trained": f"{start['trained']} tokens",
+        "extended to": str(start["target"]),
+        "dims that turn at least once": f"{start['critical_dimension']} of {start['rotary_dim']} "
+        "dims",
+        "windows": str(start["windows"]),
+        "passages": str(start["trials"]),
+        "seed": str(start["seed"]),
+        "machine": f"{machine_facts['processor']}, {machine_facts['threads']} threads, torch "
+        f"{machine_facts['torch']}",
     }
     sections = [
         html.Section(
             "Every method",
-            heads=column_heads(found),
-            rows=result_rows(found),
-            pictures=drawn[:1],
-            texts={"text": str(s["text"])},
+            heads=column_heads(results),
+            rows=result_rows(results),
+            pictures=all_plots[:1],
+            texts={"text": str(start["text"])},
         ),
         html.Section(
-            "A passage found again",
-            pictures=drawn[1:3],
-            heads=["", *(f"{n}, depth {d:g}" for n in s["lengths"][-1:] for d in s["depths"])],
+            "Passage retrieval",
+            pictures=all_plots[1:3],
+            heads=[
+                "",
+                *(f"{n}, depth {d:g}" for n in start["lengths"][-1:] for d in start["depths"]),
+            ],
             rows=[
                 [
                     name,
@@ -634,12 +677,12 @@ def render_page(found: ExtensionResults, command: str) -> str:
                         for n in numbers["by_length"][-1]["needle"]
                     ),
                 ]
-                for name, numbers in found.methods.items()
+                for name, numbers in results.methods.items()
             ],
         ),
-        html.Section("The rotations", pictures=drawn[3:]),
+        html.Section("Rotary frequencies", pictures=all_plots[3:]),
     ]
-    for name, numbers in found.methods.items():
+    for name, numbers in results.methods.items():
         if len(numbers["cache"]) > 1:
             sections.append(
                 html.Section(
@@ -650,7 +693,7 @@ def render_page(found: ExtensionResults, command: str) -> str:
             )
     return html.page(
         "Context extensions",
-        "One checkpoint, its rotary positions scaled in every way, no weight changed.",
+        "One checkpoint with its rotary positions scaled by each method; no weight is changed.",
         facts,
         command,
         sections,

@@ -1,4 +1,6 @@
-"""The speed of each mechanism: prompts, decoding steps and training steps, timed in turns."""
+"""Measure the speed of each mechanism: prompts, decoding steps and training steps, timed in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ from regard.train.settings import Settings, optimiser
 
 Step = Callable[[], object]
 LEARNING_RATE = 1e-4
-"""Learning rate of timed steps: weights must move, not far."""
+"""Learning rate of timed training steps, at which weights change a little."""
 
 BYTES_PER_VALUE = 4
-"""Bytes of a number: all is measured in fp32."""
+"""Bytes of a value; everything is measured in fp32."""
 
 
 class KernelRecorder(Trace):
-    """Notes which kernel computes each call of softmax attention.
+    """A trace that records the names of the kernels that compute softmax attention.
 
     >>> from regard import attend
     >>> with KernelRecorder() as seen:
@@ -49,17 +51,17 @@ class KernelRecorder(Trace):
         self.names: list[str] = []
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
-        """One call more."""
+        """Record the kernel of one call."""
         name = kernel.partition(",")[0]
         if name not in self.names:
             self.names.append(name)
 
 
 def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
-    """Random tokens [B,T], the same for a length each time.
+    """Return random token ids [B,T], the same for each length every time.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> random_ids(Contestant("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> random_ids(Candidate("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
     torch.Size([2, 3])
     """
     generator = torch.Generator().manual_seed(length)
@@ -69,11 +71,14 @@ def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch le
 def prefill_caches(
     model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None
 ) -> list[Cache]:
-    """Caches that hold a prompt [B,T]; those that keep all are allocated once, for `room` tokens.
+    """Return caches that contain a prompt [B,T].
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> [type(c).__name__ for c in prefill_caches(build_decoder(config), random_ids(config, 1, 3), 4)]
+    Caches that keep all tokens are allocated once, for `room` tokens.
+
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> caches = prefill_caches(build_decoder(config), random_ids(config, 1, 3), 4)
+    >>> [type(cache).__name__ for cache in caches]
     ['Fixed']
     """
     rows, length = prompt.shape
@@ -84,10 +89,11 @@ def prefill_caches(
 
 
 def prefill(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Read a prompt of `context` tokens into new caches, and give the logits behind its last.
+    """Return a function that reads a prompt of `context` tokens into new caches and computes the
+    logits after its last token.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
     >>> len(prefill(build_decoder(config), config, 5)())
     1
     """
@@ -96,11 +102,11 @@ def prefill(model: Decoder, config: Config, context: int, batch: int = 1) -> Ste
 
 
 def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Decode the token at position context - 1, behind caches that hold all before; then take it
-    back.
+    """Return a function that decodes the token at position context - 1 after caches with all
+    earlier tokens, and then removes it again.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
     >>> step = decode(build_decoder(config), config, 5)
     >>> bool((step() == step()).all())
     True
@@ -125,10 +131,11 @@ def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step
 
 
 def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
-    """One optimiser step on rows of `length` predicted tokens: forward, backward, AdamW.
+    """Return a function that makes one optimiser step on rows of `length` predicted tokens:
+    forward, backward, AdamW.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
     >>> step = training(build_decoder(config), config, 5, 2)
     >>> step() > step()
     True
@@ -147,8 +154,8 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
 
 
 def kernels_used(step: Step) -> list[str]:
-    """The kernels of softmax attention that a step runs; empty where it runs none, as a recurrence
-    does.
+    """Return the kernels of softmax attention that a step runs; the list is empty if it runs none,
+    as for a recurrence.
 
     >>> kernels_used(lambda: None)
     []
@@ -159,12 +166,12 @@ def kernels_used(step: Step) -> list[str]:
 
 
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:
-    """Bytes that the caches of all layers really hold behind so many tokens, each of the kind that
-    suits its layer.
+    """Return the bytes that the caches of all layers really take after `context` tokens, each of
+    the kind that suits its layer.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> cache_bytes(build_decoder(config), config, 10)  # one key and one value of 8 numbers, 4 bytes each
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> cache_bytes(build_decoder(config), config, 10)  # a key and a value of 8 x 4 bytes each
     640
     """
     caches = model.new_caches()
@@ -174,10 +181,10 @@ def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) ->
 
 
 def described_bytes(model: Decoder, context: int, batch: int = 1) -> int:
-    """Bytes that caches hold in fp32 by the formulas of `regard describe`.
+    """Return the bytes that caches take in fp32 by the formulas of `regard describe`.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, build_decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
     >>> described_bytes(build_decoder(config), 10)
     640
     """
@@ -186,22 +193,22 @@ def described_bytes(model: Decoder, context: int, batch: int = 1) -> int:
 
 
 KINDS = ("prefill", "decode", "training")
-"""What is timed."""
+"""The kinds of work that are timed."""
 
 MACHINE_KEYS = ("processor", "cores", "threads", "capability", "torch", "regard")
-"""What of a machine a time depends on: a kept one counts on the same only."""
+"""The facts of a machine that times depend on; a saved time is used only if they are equal."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long is measured, and on what.
+    """How long and at which sizes times are measured.
 
-    Attributes:
-        contexts: tokens of prompts, and of texts in which a token is decoded, its own included.
-        length, batch: tokens and rows of a training step.
-        rounds: each times every mechanism once.
-        seconds: of rounds per experiment; no new round begins behind them.
-        sample: seconds of one timing: short calls are repeated.
+    Args:
+        contexts: the lengths of prompts, and of sequences whose last token is decoded.
+        length, batch: tokens per row and rows of a training step.
+        rounds: the number of rounds; each times every mechanism once.
+        seconds: the limit of the rounds of one experiment; no new round starts after it.
+        sample: the least seconds of one timing; calls that are shorter are repeated.
 
     Raises:
         ArgumentError: there is no context, or a number is less than 1.
@@ -219,7 +226,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         if not self.contexts:
-            raise ArgumentError("contexts is empty; give at least one")
+            raise ArgumentError("contexts is empty; give at least one context")
         for name in ("length", "batch", "rounds"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -230,52 +237,63 @@ class Timing:
 def timing_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
 ) -> list[Experiment]:
-    """Prompts and decoding at every context, and training steps: all mechanisms in turns within
-    each, so that a drift of the machine hits all; so one more mechanism is a new measurement of
-    all.
+    """Return the experiments of prompts and decoding at every context, and of training steps.
+
+    Within each experiment all mechanisms are timed in turns, so that a drift of the machine affects
+    all of them. Therefore one more mechanism means that all are measured again.
 
     Args:
-        configs: name -> model.
+        configs: name -> config of the model.
         timing: how long, and at which sizes.
-        machine: `regard.bench.machine.machine`.
+        machine: the facts that `regard.bench.machine.machine` returns.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
     >>> [one.name for one in timing_experiments(made, Timing(contexts=(4, 8)), {})]
     ['prefill/4', 'decode/4', 'prefill/8', 'decode/8', 'training/256']
     """
-    on = {name: machine.get(name) for name in MACHINE_KEYS}
-    shared = {"models": {name: asdict(config) for name, config in configs.items()}, "machine": on}
+    machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    shared = {
+        "models": {name: asdict(config) for name, config in configs.items()},
+        "machine": machine_facts,
+    }
     jobs = [(kind, context) for context in timing.contexts for kind in KINDS[:2]]
     jobs.append(("training", timing.length))
-    found = []
+    experiments = []
     for kind, length in jobs:
-        own = {"kind": kind, "length": length, "batch": timing.batch if kind == "training" else 1}
+        sizes = {"kind": kind, "length": length, "batch": timing.batch if kind == "training" else 1}
         limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
-        found.append(
+        experiments.append(
             Experiment(
                 f"{kind}/{length}",
-                {**shared, **own, **limits},
+                {**shared, **sizes, **limits},
                 lambda kind=kind, length=length: time_in_turns(configs, kind, length, timing),  # type: ignore[misc]
                 timing.seconds,
             )
         )
-    return found
+    return experiments
 
 
 def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
     """Time one kind of work of all mechanisms in turns.
 
+    Args:
+        configs: name -> config of the model.
+        kind: a word of `KINDS`.
+        length: tokens of the context, or of a row in training.
+        timing: how long is measured.
+
     Returns:
-        {"rows": name -> row}; a row has `seconds` (median of a call), `quartiles`, `ratio` (the
-        median over rounds of its time by the first mechanism's), `rounds`, `kernels_used`; of decoding,
-        `kv_bytes` and `kv_bytes_formula` too; or, where it cannot be run, `why`.
+        {"rows": name -> row}. A row has `seconds` (the median of a call), `quartiles`, `ratio` (the
+        median over rounds of its time divided by that of the first mechanism), `rounds` and
+        `kernels`; for decoding also `kv_bytes` and `kv_bytes_formula`. If it cannot be run, a row
+        has only `why`.
 
     Raises:
-        ArgumentError: the kind is not of `KINDS`; or caches need more memory than is free.
+        ArgumentError: the kind is not in `KINDS`.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
     >>> time_in_turns(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
     640
     """
@@ -290,18 +308,18 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
             rows[name] = {"why": str(error)}
     times = interleaved(steps, rounds=timing.rounds, sample=timing.sample, limit=timing.seconds)
     first = next(iter(times), "")
-    for name, found in times.items():
+    for name, seconds in times.items():
         rows[name] |= {
-            "seconds": median(found),
-            "quartiles": list(quartiles(found)),
+            "seconds": median(seconds),
+            "quartiles": list(quartiles(seconds)),
             "ratio": ratio(times, name, first),
-            "rounds": len(found),
+            "rounds": len(seconds),
         }
     return {"rows": rows}
 
 
 def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
-    """What is known of the work before it is timed, and the work."""
+    """Return the facts about the work that are known before it is timed, and the work."""
     model = build_decoder(config)
     row: Numbers = {}
     if kind == "training":
@@ -314,14 +332,17 @@ def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Number
         if kind == "decode":
             row["kv_bytes"] = cache_bytes(model, config, length)
             row["kv_bytes_formula"] = described_bytes(model, length)
-    return {**row, "kernels_used": kernels_used(step)}, step
+    return {**row, "kernels": kernels_used(step)}, step
 
 
 def _check_memory(needed: int, length: int) -> None:
-    """See that the caches of one mechanism fit twice: held, and being made."""
-    there = free(torch.device("cpu"))
-    if there and 2 * needed > there:
+    """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: once
+    stored, and once while they grow.
+    """
+    free_bytes = free(torch.device("cpu"))
+    if free_bytes and 2 * needed > free_bytes:
         raise ArgumentError(
-            f"caches of {length:,} tokens need {units.size(needed)} ({BYTES_PER_VALUE} bytes a number), "
-            f"{units.size(there)} are free: choose shorter contexts"
+            f"the caches of {units.plural(length, 'token')} need {units.size(needed)} at "
+            f"{BYTES_PER_VALUE} bytes a value, twice while they grow, but only "
+            f"{units.size(free_bytes)} of memory are free; choose shorter contexts"
         )

@@ -1,4 +1,6 @@
-"""Feed-forward layers: dense, gated or not, and mixtures of experts."""
+"""Count the parameters of feed-forward layers: dense layers, gated or not, and mixtures of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,33 @@ from regard.cost.spec import ParameterCounts
 
 
 class FeedForwardSpec(Protocol):
-    """The parameters of a feed-forward layer, all and active ones."""
+    """The protocol of a feed-forward layer: how many parameters it has, and how many of them are
+    active.
+    """
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
-        """Its parameters, by part."""
+        """All parameters of the layer, by part."""
         ...
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """The parameters that so many tokens use together, by part.
+        """Return the parameters that `tokens` tokens use together, by part.
 
-        For experts it is the mean over routers that choose evenly, rounded up.
+        For experts this is the expected number under routers that choose uniformly, rounded up.
         """
         ...
 
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A dense layer: a matrix up (M F), a matrix down (F M), and a gate (M F) if it is gated.
+    """A dense layer: an up projection (M F), a down projection (F M), and a gate projection (M F)
+    if it is gated.
+
+    Attributes:
+        dim: M, the width of the model.
+        hidden: F, the width of the hidden layer.
+        gated: whether there is a gate projection, as in SwiGLU.
+        bias: whether every projection has a bias.
 
     >>> DenseSpec(4096, 14336).weights["feed-forward"].matrices
     176160768
@@ -40,30 +51,31 @@ class DenseSpec:
 
     @property
     def total(self) -> ParameterCounts:
-        """All parameters."""
+        """All parameters of the layer as one record."""
         ups = 2 if self.gated else 1
         biases = ups * self.hidden + self.dim if self.bias else 0
         return ParameterCounts((ups + 1) * self.dim * self.hidden, biases)
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
-        """The parameters, as one part."""
+        """All parameters, under the one part "feed-forward"."""
         return {"feed-forward": self.total}
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """All parameters: a dense layer uses them for every token."""
+        """Return all parameters, because a dense layer uses them for every token."""
         return self.weights
 
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts: a router chooses `active` of them for each token.
+    """A mixture of experts (MoE): a router chooses `active` of the experts for each token.
 
     Attributes:
         expert: the sizes of each expert.
-        count, active: how many experts there are, and how many a token uses.
+        count: how many experts there are.
+        active: how many experts each token uses.
         shared: an expert that all tokens use; None if there is none.
-        router_bias: how many parameters the router has beside its matrix.
+        router_bias: how many parameters the router has besides its matrix.
 
     >>> one = DenseSpec(7168, 2048)  # DeepSeek-V3
     >>> experts = MoESpec(one, 256, 8, shared=one, router_bias=256)
@@ -84,11 +96,15 @@ class MoESpec:
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
-        """Experts, router, and the shared one."""
+        """The parameters of the experts, the router, and the shared expert."""
         return self._parts(self.count)
 
     def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
-        """E (1 - (1 - k / E)^n) experts, where n tokens choose independently and evenly."""
+        """Return the parameters that `tokens` tokens are expected to use together.
+
+        If n tokens choose k of E experts independently and uniformly, they use E (1 - (1 - k /
+        E)^n) experts on average.
+        """
         # exact for the few of a batch, a float for the many of a prompt, where nothing is left
         missed = 1 - Fraction(self.active, self.count)
         left = missed**tokens if tokens <= 64 else Fraction(float(missed) ** tokens)

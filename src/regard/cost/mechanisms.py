@@ -1,6 +1,7 @@
-"""Makes a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`.
+"""Build a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`.
 
-The names and options are those of `regard describe`; `MECHANISMS` has those that can be counted.
+Names and options are those of `regard describe`; `MECHANISMS` lists the mechanisms whose cost can
+be counted.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
 from regard.foreign import shown
 from regard.suggest import suggest
+from regard.units import plural
 
 OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
 )
 """Options of the catalogue that do not change the cost."""
 MAX_SIZE = 1 << 40
-"""No size of any model is larger."""
+"""The largest size that is accepted; no model has a larger one."""
 MechanismOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class SpecBuilder:
-    """How the spec of a mechanism is made.
+    """A function that builds the spec of one mechanism, and the options that it takes.
 
     Attributes:
         build: a function of M, H and the options that returns the spec.
-        needs, takes: the options that must be given, and those that may be given.
+        required: the options that must be given.
+        optional: the options that may be given.
     """
 
     build: Callable[[int, int, MechanismOptions], Spec]
@@ -46,18 +49,19 @@ class SpecBuilder:
 def _shape(
     dim: int, heads: int, options: MechanismOptions, *, wide: int = 1, halves: int = 1
 ) -> HeadShape:
-    """H, G, D, E: D is M / (halves H), E is `wide` times D, if they are not given."""
+    """Return H, G, D and E; unless they are given, D is M / (halves H) and E is `wide` times D."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
-            f"{heads} query heads are not divisible by {groups} key/value heads; allowed are "
-            f"{allowed}"
+            f"the number of query heads, {heads}, is not divisible by the number of key/value "
+            f"heads, {groups}; give one of {allowed}"
         )
     if D is None:
         if dim % (halves * heads):
             raise ArgumentError(
-                f"dim {dim} is not divisible by {halves * heads}, {heads} heads; give head_dim"
+                f"dim {dim} is not divisible by {halves * heads}, the width divisor of "
+                f"{plural(heads, 'head')}; give head_dim"
             )
         D = dim // (halves * heads)
     return HeadShape(heads, groups, D, options.get("value_dim", wide * D))
@@ -71,12 +75,12 @@ def _mqa(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return _softmax(dim, heads, {**options, "groups": 1})
 
 
-def _latent(dim: int, heads: int, o: MechanismOptions) -> Spec:
-    form = o.get("form", "auto")
+def _latent(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    form = options.get("form", "auto")
     if form not in ("auto", "expand", "absorb"):
-        raise ArgumentError(f"form is {form!r}; counted are auto, expand and absorb")
-    sizes = {name: o[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
-    return LatentSpec.of(dim, heads, **sizes, q_rank=o.get("q_rank"), form=form)
+        raise ArgumentError(f"form is {form!r}; it must be auto, expand or absorb")
+    sizes = {name: options[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
+    return LatentSpec.of(dim, heads, **sizes, q_rank=options.get("q_rank"), form=form)
 
 
 def _nsa(dim: int, heads: int, options: MechanismOptions) -> Spec:
@@ -144,36 +148,40 @@ MECHANISMS: dict[str, SpecBuilder] = {
 
 
 def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -> Spec:
-    """The spec of one layer of a mechanism.
+    """Return the spec of one layer of a mechanism.
 
     Args:
         name: the name in the catalogue.
         dim, heads: M and H.
-        options: the options there; one that is None counts as not given.
+        options: the options of the mechanism; an option that is None counts as not given.
 
     Raises:
-        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or
-            sizes do not fit one another.
+        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or sizes do
+            not match one another.
 
-    >>> mechanism_spec("mla", 32, 4, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}).name
+    >>> options = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    >>> mechanism_spec("mla", 32, 4, options).name
     'MLA 4 heads, latent 16 + 4'
     """
     if name not in MECHANISMS:
         hint = suggest(name, MECHANISMS, cutoff=0.5, otherwise=".")
         raise ArgumentError(
-            f"attention {shown(name)} is not counted{hint} Known are {', '.join(MECHANISMS)}; "
-            "regard describe NAME tells one layer of every mechanism"
+            f"the cost of attention {shown(name)} cannot be counted{hint} It can for "
+            f"{', '.join(MECHANISMS)}; regard describe NAME prints the cost of one layer of any "
+            "mechanism"
         )
-    made, given = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
-    if missing := sorted(made.required - given.keys()):
-        raise ArgumentError(f"attention {name!r} needs {', '.join(missing)}: give it")
-    if extra := sorted(given.keys() - made.required - made.optional - OPTIONS_WITHOUT_COST):
-        takes = ", ".join(sorted(made.required | made.optional))
+    builder, given_options = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
+    if missing := sorted(builder.required - given_options.keys()):
+        raise ArgumentError(f"attention {name!r} needs the option {', '.join(missing)}; give it")
+    if extra := sorted(
+        given_options.keys() - builder.required - builder.optional - OPTIONS_WITHOUT_COST
+    ):
+        takes = ", ".join(sorted(builder.required | builder.optional))
         raise ArgumentError(
-            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, "
-            "or choose another"
+            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}; leave out the other "
+            "options, or choose another mechanism"
         )
-    for key, value in given.items():
+    for key, value in given_options.items():
         if (
             key not in OPTIONS_WITHOUT_COST
             and key != "form"
@@ -183,4 +191,4 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
                 f"{key} is {shown(value)}; it must be an integer of at least 1 and at most "
                 f"{MAX_SIZE}"
             )
-    return made.build(dim, heads, given)
+    return builder.build(dim, heads, given_options)

@@ -1,8 +1,8 @@
-"""What every mechanism answers about its cost: the class `Spec`, and the records that its answers
-are made of.
+"""The class `Spec`, which gives the cost of one layer of a mechanism, and the records that its
+methods return.
 
-A `Spec` describes one layer of one mechanism by its sizes alone, without torch. `regard.nn` modules
-make one in `module.spec` and answer `describe()` with it; `regard cost` makes them from a
+A `Spec` describes one layer of one mechanism by its sizes alone, without torch. The modules of
+`regard.nn` have one as `module.spec` and use it for `describe()`; `regard cost` builds specs from a
 config.json or from flags. Each mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`,
 `AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`, `InfiniSpec`, `SelectedSpec` and `NSASpec`.
 
@@ -14,12 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number, and the formula that it comes from.
+    """A number together with the formula that gives it.
+
+    Attributes:
+        value: the number.
+        formula: the formula, with its numbers filled in; empty if there is none.
 
     >>> print(Quantity(2048, "2 G D = 2 x 8 x 128"))
     2,048 = 2 G D = 2 x 8 x 128
@@ -42,11 +47,11 @@ class Description:
 
     Attributes:
         name: the mechanism.
-        context: the number of tokens up to the one that is decoded, its own included.
+        context: the number of tokens up to and including the decoded one.
         parameters: the number of parameters of the layer.
-        kv_per_token: values that a cache holds for one token; 0 if nothing is cached by token.
-        kv_tokens: how many tokens the cache holds at this context.
-        state: values that are cached whatever the length.
+        kv_per_token: values cached per token; 0 if nothing is cached by token.
+        kv_tokens: how many tokens are cached at this context.
+        state: cached values whose number does not depend on the length.
         flops_per_token: FLOPs of one decoded token at this context, linear maps included.
 
     >>> kv = Quantity(32, "2 G D = 2 x 2 x 8")
@@ -66,8 +71,10 @@ class Description:
 
     @property
     def cached_values(self) -> int:
-        """The number of values that a cache holds at this context."""
+        """The number of values that a cache stores at this context."""
         return self.kv_per_token.value * self.kv_tokens.value + self.state.value
+
+    kept = renamed_attribute("cached_values")
 
     def __str__(self) -> str:
         rows = (
@@ -89,11 +96,11 @@ class ParameterCounts:
         matrices: values of linear maps.
         biases: values of biases; sinks and gates count as biases.
         norms: values of norms.
-        apart: how many of the values in `matrices` a decoded token does not multiply exactly once.
-            The FLOPs of those depend on the context, and `Spec.step` counts them.
+        counted_separately: how many of the values in `matrices` a decoded token does not multiply
+            exactly once. Their FLOPs depend on the context, and `Spec.step` counts them.
 
     >>> ParameterCounts(12, 4) + ParameterCounts(norms=2)
-    Weights(matrices=12, biases=4, norms=2, counted_separately=0)
+    ParameterCounts(matrices=12, biases=4, norms=2, counted_separately=0)
     """
 
     matrices: int = 0
@@ -116,22 +123,25 @@ class ParameterCounts:
 
     @property
     def multiplied_once(self) -> int:
-        """The number of matrix values that every token multiplies once, whatever the context."""
+        """The number of matrix values that every token multiplies exactly once, whatever the
+        context.
+        """
         return self.matrices - self.counted_separately
 
 
 @dataclass(frozen=True)
 class CacheContents:
-    """What a cache holds of one text: the same parts for each of some tokens, and a state of fixed
-    size.
+    """The contents of the cache of one sequence: the same parts for each cached token, and a state
+    of fixed size.
 
     Attributes:
-        parts: the number of heads and their dim for each part of a token: keys and values, or a
+        parts: the number of heads and their width for each part of a token: keys and values, or a
             latent.
-        tokens: how many tokens are held.
-        state: values that are held whatever the length.
+        tokens: how many tokens are cached.
+        state: cached values whose number does not depend on the length.
         bounded: whether old tokens are dropped.
-        given: whether the tokens belong to another text, so that a written token adds nothing.
+        from_source: whether the tokens are those of another sequence, so that a generated token
+            adds nothing.
 
     >>> cached = CacheContents(parts=((8, 128), (8, 128)), tokens=100)
     >>> cached.values_per_token, cached.values
@@ -146,18 +156,19 @@ class CacheContents:
 
     @property
     def values_per_token(self) -> int:
-        """The number of values of one token."""
+        """The number of cached values of one token."""
         return sum(heads * dims for heads, dims in self.parts)
 
     @property
     def values(self) -> int:
-        """The number of all values, the state included."""
+        """The number of all cached values, the state included."""
         return self.values_per_token * self.tokens + self.state
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of a mechanism: H query heads of D, G key heads of D, and G value heads of E.
+    """The heads of a mechanism: H query heads of width D, G key heads of width D, and G value heads
+    of width E.
 
     >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
     >>> shape.maps(4096).matrices, shape.label
@@ -171,24 +182,26 @@ class HeadShape:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The keys and the values of one token, as `CacheContents` has them."""
+        """The keys and the values of one token, in the form of `CacheContents.parts`."""
         return (self.groups, self.head_dim), (self.groups, self.value_dim)
 
     def query_maps(self, dim: int) -> int:
-        """The number of values of the matrices that make queries and the output: M H (D + E)."""
+        """Return the number of values in the matrices that compute queries and the output: M H (D +
+        E).
+        """
         return dim * self.heads * (self.head_dim + self.value_dim)
 
     def key_maps(self, dim: int) -> int:
-        """The number of values of the matrices that make keys and values: M G (D + E)."""
+        """Return the number of values in the matrices that compute keys and values: M G (D + E)."""
         return dim * self.groups * (self.head_dim + self.value_dim)
 
     def maps(self, dim: int) -> ParameterCounts:
-        """The parameters of all four matrices, without biases."""
+        """Return the parameters of all four matrices, without biases."""
         return ParameterCounts(self.query_maps(dim) + self.key_maps(dim))
 
     @property
     def label(self) -> str:
-        """The name of such attention with its sizes: MHA, GQA or MQA."""
+        """MHA, GQA or MQA, with the numbers of heads and their width."""
         if self.heads == self.groups:
             kind = "MHA"
         else:
@@ -201,10 +214,10 @@ class Spec(ABC):
     """The cost of one layer of a mechanism, as a function of its sizes and of the context.
 
     Attributes:
-        weights: its parameters: computed from sizes by the classmethod `of`, or counted in a built
-            module.
-        parts: what a cache holds of one token, as heads and dims of each part; empty if nothing is
-            cached by token.
+        weights: the parameters of the layer: computed from sizes by the classmethod `of`, or
+            counted in a built module.
+        parts: the number of heads and their width for each cached part of a token; empty if nothing
+            is cached by token.
     """
 
     weights: ParameterCounts
@@ -217,29 +230,50 @@ class Spec(ABC):
 
     @abstractmethod
     def step(self, context: int) -> Quantity:
-        """FLOPs of the decoded token at position context - 1, without the 2 FLOPs for each of
-        `weights.multiplied_once`.
+        """Return the FLOPs of the decoded token at position context - 1, without linear maps.
+
+        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once`.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The number of FLOPs and its formula.
         """
 
     @abstractmethod
     def prefill_flops(self, context: int) -> int:
-        """FLOPs of the first `context` tokens at once, without the 2 FLOPs for each of
-        `weights.multiplied_once` and token.
+        """Return the FLOPs of the first `context` tokens at once, without linear maps.
+
+        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once` and each token.
+
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The number of FLOPs.
         """
 
     @property
     def values_per_token(self) -> Quantity:
-        """How many values a cache holds for one token."""
+        """How many values a cache stores for one token."""
         sizes = [heads * dims for heads, dims in self.parts]
         return Quantity(sum(sizes), " + ".join(map(str, sizes)))
 
     def tokens(self, context: int) -> Quantity:
-        """How many tokens a cache holds after `context` tokens."""
+        """Return how many tokens are cached after `context` tokens.
+
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The number of cached tokens and its formula.
+        """
         return Quantity(context, "S") if self.parts else NO_QUANTITY
 
     @property
     def state(self) -> Quantity:
-        """How many values are cached whatever the length."""
+        """How many cached values do not depend on the length."""
         return NO_QUANTITY
 
     @property
@@ -249,29 +283,54 @@ class Spec(ABC):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of equivalent forms with different FLOPs; empty if the mechanism has only
-        one.
+        """The names of equivalent forms with different FLOPs; empty if the mechanism has only one
+        form.
         """
         return ()
 
     def cached(self, context: int) -> CacheContents:
-        """What a cache holds after `context` tokens."""
+        """Return the contents of a cache after `context` tokens.
+
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The cached parts, tokens and state.
+        """
         return CacheContents(self.parts, self.tokens(context).value, self.state.value, self.bounded)
 
     def read(self, context: int) -> CacheContents:
-        """The part of the cache that the decoded token at position context - 1 reads."""
+        """Return the part of the cache that the decoded token at position context - 1 reads.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The parts, tokens and state that are read.
+        """
         return self.cached(context)
 
     def decode_flops(self, context: int, form: str | None = None) -> int:
-        """The value of `step`; in one of `forms`, if a form is named."""
+        """Return the FLOPs of `step`, optionally in another form of the mechanism.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+            form: one of `forms`; None is the form of this spec.
+
+        Returns:
+            The number of FLOPs.
+        """
         return self.step(context).value
 
     def describe(self, context: int, name: str | None = None) -> Description:
-        """All figures at a context.
+        """Return all figures at a context.
 
         Args:
-            context: the number of tokens up to the one that is decoded, its own included.
-            name: what the layer is called; None is `self.name`.
+            context: the number of tokens up to and including the decoded one.
+            name: the name of the layer in the description; None is `self.name`.
+
+        Returns:
+            The number of parameters, cached values and FLOPs, each with its formula.
 
         Raises:
             ArgumentError: the context is less than 1.

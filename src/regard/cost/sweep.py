@@ -1,4 +1,6 @@
-"""Figures of one model over a range of contexts (`sweep`), and of two models (`compare_models`)."""
+"""Figures of one model over a range of contexts (`sweep`), and of two models side by side
+(`compare_models`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, as_json, memory_fit, roofline_bounds
 from regard.errors import ArgumentError
+from regard.units import plural
 
 TOKEN_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20}
 MAX_CONTEXT = 1 << 40
@@ -26,30 +29,31 @@ COMPARED_FIGURES = (
     "decode_flops",
     "decode_bytes",
 )
-"""What two models are compared by."""
+"""The figures by which two models are compared."""
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens; k is 1024 and M is 1024^2.
+    """Return a number of tokens from its text; k is 1024 and M is 1024^2.
 
     Raises:
-        ArgumentError: it is no number, less than 1, or beyond all sense.
+        ArgumentError: the text is not a number, or the number is less than 1 or too large.
 
     >>> parse_tokens("8k"), parse_tokens("1M"), parse_tokens("4096")
     (8192, 1048576, 4096)
     """
-    found = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
-    value = int(found[1]) * TOKEN_SUFFIXES[found[2].lower()] if found else 0
+    match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
+    value = int(match[1]) * TOKEN_SUFFIXES[match[2].lower()] if match else 0
     if not 1 <= value <= MAX_CONTEXT:
-        raise ArgumentError(f"{text!r} is no number of tokens; write such as 4096, 8k or 1M")
+        raise ArgumentError(f"{text!r} is not a number of tokens; write for example 4096, 8k or 1M")
     return value
 
 
 def parse_context_range(text: str) -> list[int]:
-    """The contexts of `context=1k..1M`: doubled from the first on, and the last in any case.
+    """Return the contexts of a range such as "context=1k..1M": doubled from the first on, with the
+    last one always included.
 
     Raises:
-        ArgumentError: it has another form, or ends before it begins.
+        ArgumentError: the text has another form, or the last context is less than the first.
 
     >>> parse_context_range("context=1k..5k")
     [1024, 2048, 4096, 5120]
@@ -57,35 +61,44 @@ def parse_context_range(text: str) -> list[int]:
     name, _, span = text.partition("=")
     first, dots, last = span.partition("..")
     if name.strip() != "context" or not dots:
-        raise ArgumentError(f"{text!r} is no range; write such as context=1k..1M")
+        raise ArgumentError(
+            f"{text!r} is not a range of contexts; write for example context=1k..1M"
+        )
     start, stop = parse_tokens(first), parse_tokens(last)
     if stop < start:
-        raise ArgumentError(f"{text!r} ends before it begins; write such as context=1k..1M")
-    found = []
+        raise ArgumentError(
+            f"the range {text!r} ends before it starts; write for example context=1k..1M"
+        )
+    contexts = []
     while start < stop:
-        found.append(start)
+        contexts.append(start)
         start *= 2
-    return [*found, stop]
+    return [*contexts, stop]
 
 
 def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[int]:
-    """Those that the learned positions of all models reach.
+    """Return the contexts that the learned positions of all models allow.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no context is short enough.
     """
-    least = min((m.max_context for m in models if m.max_context is not None), default=MAX_CONTEXT)
-    found = [context for context in contexts if context <= least]
-    if not found:
-        raise ArgumentError(f"learned positions end at {least:,} tokens; begin the range below")
-    return found
+    longest = min((m.max_context for m in models if m.max_context is not None), default=MAX_CONTEXT)
+    allowed = [context for context in contexts if context <= longest]
+    if not allowed:
+        raise ArgumentError(
+            f"the models have learned positions for {plural(longest, 'token')} only; start the "
+            "range "
+            "at or below that"
+        )
+    return allowed
 
 
 def sweep(
     model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds
-    at best, and whether it fits.
+    """Return a row for each context: cache bytes, and the cost of a prompt and of a token. With a
+    machine, a row also has lower bounds in seconds, and whether weights and caches fit in its
+    memory.
 
     >>> from regard.cost import model_of
     >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
@@ -110,10 +123,11 @@ def sweep(
 def compare_models(
     first: CostReport, second: CostReport, machine: Machine | None = None
 ) -> dict[str, Any]:
-    """Two models, and the first's figures divided by the second's; null where those are 0.
+    """Return the figures of two models, and those of the first divided by those of the second; null
+    if a divisor is 0.
 
-    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there
-    is no such time.
+    With a machine, `ratios` includes the seconds too; they are null if one of the models does not
+    fit in its memory.
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
@@ -135,32 +149,32 @@ def compare_models(
 def best_times(
     first: CostReport, second: CostReport, machine: Machine
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Seconds at best of two models, for what both can do; None where a model does not fit the
-    machine.
+    """Return the least seconds of two models for the work that both can do; None if a model does
+    not fit in the memory of the machine.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
     >>> [second is None for second in best_times(*both, machine_of("h100-sxm"))["decode"]]
     [True, False]
     """
-    found = [roofline_bounds(report, machine) for report in (first, second)]
-    held = [memory_fit(report, machine).fits is not False for report in (first, second)]
+    bounds_of_both = [roofline_bounds(report, machine) for report in (first, second)]
+    fits = [memory_fit(report, machine).fits is not False for report in (first, second)]
     return {
         what: (
-            found[0][what].seconds if held[0] else None,
-            found[1][what].seconds if held[1] else None,
+            bounds_of_both[0][what].seconds if fits[0] else None,
+            bounds_of_both[1][what].seconds if fits[1] else None,
         )
-        for what in found[0]
-        if what in found[1]
+        for what in bounds_of_both[0]
+        if what in bounds_of_both[1]
     }
 
 
 def model_figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
-    """All figures of one model; with a machine, the bounds there.
+    """Return all figures of one model; with a machine, also the bounds on that machine.
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> model_figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
     36864
     """
-    found = report.as_json()
-    return found if machine is None else {**found, "roofline": as_json(report, machine)}
+    figures = report.as_json()
+    return figures if machine is None else {**figures, "roofline": as_json(report, machine)}

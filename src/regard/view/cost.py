@@ -37,7 +37,10 @@ def page(report: CostReport, machine: Machine | None) -> str:
 def _head(report: CostReport) -> str:
     model = report.model
     kinds = [f"  {n} x {kind}" for kind, n in model.attention_kinds.items()]
-    title = f"{model.name}: {model.parameters:,} parameters, {model.active_parameters:,} active for one token"
+    title = (
+        f"{model.name}: {model.parameters:,} parameters, {model.active_parameters:,} active "
+        "for one token"
+    )
     return "\n".join([title, *kinds])
 
 
@@ -116,7 +119,10 @@ def _costs(report: CostReport) -> str:
 
 
 def _moved(count: int, moved: int) -> str:
-    return f"{units.size(moved)} moved, {float(f'{arithmetic_intensity(count, moved):.3g}'):,g} FLOP/byte"
+    return (
+        f"{units.size(moved)} moved, {float(f'{arithmetic_intensity(count, moved):.3g}'):,g} "
+        "FLOP/byte"
+    )
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
