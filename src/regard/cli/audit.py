@@ -1,4 +1,6 @@
-"""`regard audit`: attention code that is not ours, held against what attention is."""
+"""The command `regard audit`, which tests other people's attention code against the definition of
+attention.
+"""
 
 from __future__ import annotations
 
@@ -20,49 +22,57 @@ if TYPE_CHECKING:
     from regard.inspect import Audit
 
 
-def show(found: Audit, console: Console) -> None:
-    """The findings as a table, then what was not tried."""
+def show(result: Audit, console: Console) -> None:
+    """Print the faults as tables, then the checks that were not made."""
     from rich.table import Table
 
-    console.print(f"{found.target}, called {found.called}", highlight=False, markup=False)
-    for f in found.findings:
+    console.print(f"{result.target}, called {result.called}", highlight=False, markup=False)
+    for fault in result.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
-        example = ", ".join(f"{name} {value}" for name, value in f.example.items())
+        example = ", ".join(f"{name} {value}" for name, value in fault.example.items())
         rows = {
-            "smallest": example,
-            "expected": _say(f.expected),
-            "got": _say(f.got),
-            "look at": f.look,
+            "smallest input": example,
+            "expected": _say(fault.expected),
+            "got": _say(fault.got),
+            "check": fault.look,
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _plain(value))
-        style = "bold red" if f.severity == "error" else "bold yellow"
+        style = "bold red" if fault.severity == "error" else "bold yellow"
         console.print()
-        console.print(f"{f.severity} {f.name}", style=style, highlight=False, markup=False)
-        console.print(f"  {f.sentence}", highlight=False, markup=False)
+        console.print(f"{fault.severity} {fault.name}", style=style, highlight=False, markup=False)
+        console.print(f"  {fault.sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
-    for known in found.accepted:
+    for known in result.accepted:
         console.print(f"accepted: {known.name}", highlight=False, markup=False)
-    kinds = (("could not be made", True, "yellow"), ("does not apply", False, "dim"))
+    kinds = (
+        ("checks that could not be made", True, "yellow"),
+        ("checks that do not apply", False, "dim"),
+    )
     for title, applies, style in kinds:
-        skipped = [check for check in found.not_tried if check.applies == applies]
+        skipped = [check for check in result.not_tried if check.applies == applies]
         if skipped:
             table = Table(title, "why", box=None, padding=(0, 1), header_style=style)
             for check in skipped:
                 table.add_row(check.name, _plain(check.why), style=style)
             console.print(table, highlight=False)
-    n, open_ = len(found.findings), len(found.untried)
+    fault_count, open_ = len(result.findings), len(result.untried)
     console.print(
-        f"{n} fault{'s' * (n != 1)}, {len(found.held)} checks held, {open_} could not be made, "
-        f"{len(found.not_tried) - open_} do not apply"
+        f"{fault_count} fault{'s' * (fault_count != 1)}, {len(result.held)} checks held, {open_} "
+        "could not be made, "
+        f"{len(result.not_tried) - open_} do not apply"
     )
-    if not n and open_:
-        console.print("Not a pass: exit code 3, or 0 with --allow-untried.", highlight=False)
+    if not fault_count and open_:
+        console.print(
+            "Checks could not be made, so this is not a pass: exit code 3, or 0 with "
+            "--allow-untried.",
+            highlight=False,
+        )
 
 
 def table(console: Console) -> None:
-    """Every fault that can be named."""
+    """Print a table of every fault that can be found."""
     from rich.table import Table
 
     from regard.audit import FAULTS
@@ -85,94 +95,125 @@ def _say(x: float | str) -> str:
 
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
 UNTRIED = 3
-"""Nothing was found, and a check that applies could not be made."""
-SIZES, CLAIMS, CALL = "Sizes", "What it says it is", "How it is called"
+"""Exit code if nothing was found, but a check that applies could not be made."""
+SIZES, CLAIMS, CALL = "Sizes", "Expected behaviour", "How the code is called"
 
 Target = Annotated[
     str | None,
     typer.Argument(
-        help="package.module:name of a class, a function that builds a module, a module, or "
-        "attend(q, k, v, ...).",
-        show_default="--model",
+        help=(
+            "The code to test, as package.module:name: a class, a function that "
+            "builds a module, a module, or a function attend(q, k, v, ...)."
+        ),
+        show_default="none, with --model",
     ),
 ]
 Folder = Annotated[
     str | None,
     typer.Option(
-        help='Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.',
+        help=('Test a model instead: "tiny", a Hugging Face folder, or org/name on the hub.'),
         show_default="none",
     ),
 ]
-Dim = Annotated[int | None, typer.Option(help="The model dim.", rich_help_panel=SIZES)]
-Heads = Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=SIZES)]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads.", rich_help_panel=SIZES)]
-HeadDim = Annotated[int | None, typer.Option(help="The size of a head.", rich_help_panel=SIZES)]
+Dim = Annotated[int | None, typer.Option(help="Model width M.", rich_help_panel=SIZES)]
+Heads = Annotated[int | None, typer.Option(help="Number of query heads.", rich_help_panel=SIZES)]
+KvHeads = Annotated[
+    int | None, typer.Option(help="Number of key/value heads.", rich_help_panel=SIZES)
+]
+HeadDim = Annotated[int | None, typer.Option(help="Width of a head.", rich_help_panel=SIZES)]
 Causal = Annotated[
     bool | None,
     typer.Option(
         "--causal/--bidirectional",
-        help="Whether later tokens are hidden.",
-        show_default="what it does",
+        help="Whether later tokens are masked.",
+        show_default="detected",
         rich_help_panel=CLAIMS,
     ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option(help="Keys that a query sees, its own included.", rich_help_panel=CLAIMS),
+    typer.Option(
+        help="Number of keys that a query attends to, its own included.", rich_help_panel=CLAIMS
+    ),
 ]
 Scale = Annotated[
     float | None,
-    typer.Option(help="Of scores.", show_default="1/sqrt(head dim)", rich_help_panel=CLAIMS),
+    typer.Option(
+        help="Factor of the scores.", show_default="1/sqrt(head dim)", rich_help_panel=CLAIMS
+    ),
 ]
 Mask = Annotated[
     str | None,
     typer.Option(
-        help="What True in a mask means: keep or block; or additive.",
-        show_default="what works",
+        help=(
+            "Meaning of a mask argument: keep (True may attend), block (True is "
+            "masked), or additive."
+        ),
+        show_default="detected",
         rich_help_panel=CLAIMS,
     ),
 ]
 Layout = Annotated[
-    str, typer.Option(help="Of a function's arguments: BHTD or BTHD.", rich_help_panel=CALL)
+    str,
+    typer.Option(help="Axis order of a function's arguments: BHTD or BTHD.", rich_help_panel=CALL),
 ]
 Rotary = Annotated[
     bool,
-    typer.Option("--rotary", help="It is rotate(x) or rotate(x, positions).", rich_help_panel=CALL),
+    typer.Option(
+        "--rotary",
+        help="The code is a rotary embedding: rotate(x) or rotate(x, positions).",
+        rich_help_panel=CALL,
+    ),
 ]
 Adapter = Annotated[
     str | None,
     typer.Option(
-        help="package.module:function of your own: adapter(target, x, ...) -> output.",
+        help=(
+            "Your own function that calls the code, as package.module:function: "
+            "adapter(target, x, ...) -> output."
+        ),
         rich_help_panel=CALL,
     ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="name=value for the constructor. Repeatable.", rich_help_panel=CALL),
+    typer.Option(
+        "--set",
+        help="Argument of the constructor, as name=value. Repeatable.",
+        rich_help_panel=CALL,
+    ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="float32, float16, bfloat16 or float64.", rich_help_panel=CALL)
+    str,
+    typer.Option(
+        help="Number format: float32, float16, bfloat16 or float64.", rich_help_panel=CALL
+    ),
 ]
 Strict = Annotated[
     bool,
     typer.Option(
-        "--strict", help="NaN behind a mask may reach nobody, and an empty row must give 0."
+        "--strict",
+        help=(
+            "Also require that NaN in a masked position changes nothing, and that a "
+            "row without visible keys gives 0."
+        ),
     ),
 ]
 Accept = Annotated[
-    list[str] | None, typer.Option(help="A fault that is known, and does not count. Repeatable.")
+    list[str] | None, typer.Option(help="Name of a known fault that does not count. Repeatable.")
 ]
 Untried = Annotated[
     bool,
     typer.Option(
-        "--allow-untried", help="Exit with 0 although a check that applies could not be made."
+        "--allow-untried", help="Exit with 0 even if a check that applies could not be made."
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of every random number.")]
-List = Annotated[bool, typer.Option("--list", help="List the faults that can be named, and stop.")]
-Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Seed = Annotated[int, typer.Option(help="Random seed for weights and inputs.")]
+List = Annotated[bool, typer.Option("--list", help="List the faults that can be found, and exit.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Color = Annotated[
-    bool | None, typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal")
+    bool | None,
+    typer.Option("--color/--no-color", help="Print in colour.", show_default="on a terminal"),
 ]
 
 
@@ -202,25 +243,26 @@ def audit(
     json: Json = False,
     color: Color = None,
 ) -> None:
-    """Find what is wrong with attention code: masks, leaks, scale, heads, rotary, windows, caches,
-    padding.
+    """Test attention code for faults in masks, causality, scale, heads, rotary positions, windows,
+    caches and padding.
 
-    Each fault comes with the smallest input that shows it. Exit code 0: every check that applies
-    was made, and nothing was found. 1: faults. 2: wrong usage, or no way to call the code. 3:
-    nothing was found, and a check could not be made; --allow-untried makes that 0.
+    Each fault is shown with the smallest input that reproduces it. Exit codes: 0 if every check
+    that applies was made and nothing was found; 1 if there are faults; 2 for wrong usage, or if the
+    code cannot be called; 3 if nothing was found but a check could not be made, which
+    --allow-untried turns into 0.
     """
     if list_faults:
         _list(color, json)
         return
     if (target is None) == (model is None):
         raise typer.BadParameter(
-            "give package.module:name, or --model and a folder", param_hint="target"
+            "give either package.module:name, or --model with a model", param_hint="target"
         )
-    how = LoadOptions(dtype, ignore=ignore, revision=revision)
+    load_options = LoadOptions(dtype, ignore=ignore, revision=revision)
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
         raise typer.BadParameter(
-            "is for a model that is loaded with --model; leave it out", param_hint=hint
+            "applies only to a model that is loaded with --model; leave it out", param_hint=hint
         )
     claims = {
         "dim": dim,
@@ -235,11 +277,13 @@ def audit(
     }
     try:
         if rotary and adapter:
-            raise ArgumentError("--rotary and --adapter are two ways to call it; give one")
-        found = _audited(
+            raise ArgumentError(
+                "--rotary and --adapter both say how the code is called; give only one of them"
+            )
+        result = _audited(
             target,
             model,
-            how,
+            load_options,
             adapter="rotary" if rotary else adapter,
             options=_options(settings),
             strict=strict,
@@ -250,36 +294,38 @@ def audit(
     except RegardError as error:  # 1 means faults
         raise typer.BadParameter(str(error)) from error
     if json:
-        typer.echo(json_format.dumps(found.as_dict(), default=str))
+        typer.echo(json_format.dumps(result.as_dict(), default=str))
     else:
-        show(found, _console(color))
-    code = found.exit_code
-    if code and not (code == UNTRIED and allow_untried):
-        raise typer.Exit(code)
+        show(result, _console(color))
+    exit_code = result.exit_code
+    if exit_code and not (exit_code == UNTRIED and allow_untried):
+        raise typer.Exit(exit_code)
 
 
-def _audited(target: str | None, model: str | None, how: LoadOptions, **given: Any) -> Audit:
+def _audited(
+    target: str | None, model: str | None, load_options: LoadOptions, **options: Any
+) -> Audit:
     import torch
 
     from regard.inspect import audit as run
 
     names = ("float32", "float16", "bfloat16", "float64")
-    if how.dtype not in names:
-        raise ArgumentError(f"--dtype is {how.dtype!r}; it must be {', '.join(names)}")
-    chosen = getattr(torch, how.dtype)
-    what = target if model is None else load(model, how)
-    with _progress() as tell:
-        found = run(what, dtype=chosen, tell=tell, **given)
+    if load_options.dtype not in names:
+        raise ArgumentError(f"--dtype is {load_options.dtype!r}; it must be {', '.join(names)}")
+    torch_dtype = getattr(torch, load_options.dtype)
+    subject = target if model is None else load(model, load_options)
+    with _progress() as report:
+        result = run(subject, dtype=torch_dtype, tell=report, **options)
     if model is not None:
         from dataclasses import replace
 
-        found = replace(found, target=model)
-    return found
+        result = replace(result, target=model)
+    return result
 
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A line on standard error, on a terminal only."""
+    """Show a progress bar on standard error, on a terminal only."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -295,21 +341,23 @@ def _progress() -> Iterator[Any]:
 
 
 def _options(settings: list[str] | None) -> dict[str, Any]:
-    """name=value, the value as Python writes it, or else a text."""
-    found: dict[str, Any] = {}
+    """Return the name=value settings as a dictionary; values are Python literals, or otherwise
+    text.
+    """
+    values: dict[str, Any] = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.isidentifier():
             raise ArgumentError(f"--set {setting!r} must be name=value")
         try:
-            found[name] = ast.literal_eval(value)
+            values[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _list(color: bool | None, json: bool) -> None:
-    """The table of faults."""
+    """Print the table of faults, or the same as JSON."""
     from dataclasses import asdict
 
     from regard.audit import FAULTS
@@ -321,7 +369,7 @@ def _list(color: bool | None, json: bool) -> None:
 
 
 def _console(color: bool | None) -> Console:
-    """A console of 100 columns; colours as asked, else on a terminal that wants them."""
+    """Return a console of 100 columns, with colours as requested or as the terminal supports."""
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):
