@@ -36,7 +36,7 @@ SMALL = (
     "1",
     "--no-memory",
 )
-TAUGHT = ("--quality", "--lesson", "mqar", "--steps", "2", "--lr", "0.01")
+TAUGHT = ("--quality", "--task", "mqar", "--steps", "2", "--lr", "0.01")
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,8 @@ def _interrupts() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen examples to choose by, and as many to judge by."""
-    monkeypatch.setattr(quality, "SELECT", 4)
-    monkeypatch.setattr(quality, "JUDGE", 4)
+    monkeypatch.setattr(quality, "VALIDATION_ROWS", 4)
+    monkeypatch.setattr(quality, "TEST_ROWS", 4)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -72,7 +72,7 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
         str(tmp_path / "kept"),
     )
     text = said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files)
-    assert "1 layers, dim 32, 4 heads, feed-forward 96 everywhere" in text
+    assert "1 layer, dim 32, 4 heads, feed-forward width 96 in all" in text
     assert "mqar against cache bytes: " in text
     kept = sorted((tmp_path / "kept").iterdir())
     # prompts and tokens at two contexts, training, the pilot, the steps, and two runs
@@ -141,12 +141,12 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (("mhaa",), "did you mean 'mha'"),
-        (("--dim", "30"), "dim 30 / heads 4 must be even"),
+        (("--dim", "30"), "dim 30 / heads 4 is the width of a head"),
         (("--same", "flops"), "same is 'flops'"),
-        (("--steps", "3"), "--steps is for training: give --quality too"),
-        (("--seeds", "2"), "--seeds is for training"),
-        (("--quality", "--lesson", "copy"), "there is no lesson 'copy'"),
-        (("--quality", "--lr", "0.1", "--lr", "0.1"), "give at least one, each once"),
+        (("--steps", "3"), "--steps applies only to training; give --quality too"),
+        (("--seeds", "2"), "--seeds applies only to training"),
+        (("--quality", "--task", "copy"), "there is no evaluation task 'copy'"),
+        (("--quality", "--lr", "0.1", "--lr", "0.1"), "give at least one, and each only once"),
         (("--rounds", "0"), "--rounds"),
     ],
 )
@@ -193,3 +193,9 @@ def test_progress_on_a_terminal_replaces_itself(
         ]
     else:
         assert err == "... text/mha (1/2)\n... text/mqa (2/2, about 0:05 left)\n"
+
+
+def test_the_old_name_of_the_task_option(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "mha", "--lesson", "copy", "--quality", code=2)
+    assert "--lesson is now --task; the old name goes with the next release" in shown
+    assert "there is no evaluation task 'copy'" in shown

@@ -276,14 +276,14 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         ),
         ((*SIZES, "--set", "groups"), "give name=value"),
         ((*SIZES, "--set", "groups=\u00b2"), "give name=value"),
-        ((*SIZES, "--kv-heads", "2", "--set", "groups=2"), "groups is given twice; keep one"),
+        ((*SIZES, "--kv-heads", "2", "--set", "groups=2"), "groups is given twice; give it once"),
         (
             (*SIZES, "--kv-heads", "3"),
             "query heads, 4, is not divisible by the number of key/value heads, 3",
         ),
         ((*SIZES, "--experts", "8"), "--experts and --active belong together"),
         (("gpt2", "--machine", "h100"), "did you mean 'h100-sxm'"),
-        (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops belong together"),
+        (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops need each other"),
         (
             ("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"),
             "--machine says bandwidth and FLOPs",
@@ -293,7 +293,7 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("gpt2", "--context", "many"), "'many' is not a number of tokens"),
         (
             ("gpt2", "--context", "1k", "--sweep", "context=1..2"),
-            "--context is one length, and --sweep and --plot take a range",
+            "--context is one length, but --sweep and --plot take a range",
         ),
         (
             ("gpt2", "--sweep", "heads=1..2"),

@@ -98,12 +98,12 @@ def test_explain_takes_16384_tokens_and_no_more(
     check(_reading(16_384))
     with pytest.raises(
         ArgumentError,
-        match="the text has 16,385 tokens, and every pair of them is looked at; at most 16,384 "
-        "are explained: give a part",
+        match="the text has 16,385 tokens, and every pair of them is computed; the limit is 16,384 "
+        "tokens; give a part",
     ):
         check(_reading(16_385))
     monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):
         assert run(["explain", "to be " * 20_000, *more]) == 2
         said = capsys.readouterr().err
-        assert "every pair of them is looked at; at most 16,384 are explained" in said
+        assert "every pair of them is computed; the limit is 16,384 tokens" in said

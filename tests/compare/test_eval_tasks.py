@@ -149,6 +149,7 @@ def test_lessons_that_are_refused() -> None:
         eval_tasks(["mqar", "mqar"])
     with pytest.raises(
         ArgumentError,
-        match="rows of passkey have 25 tokens at most, and at least 27: give a --length of 108",
+        match="rows of passkey need at least 27 tokens, but the longest row has 25; give a "
+        "--length of 108",
     ):
         eval_tasks(["passkey"], length=100)

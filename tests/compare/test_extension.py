@@ -217,6 +217,6 @@ def test_refusals(model: Model, ids: Tensor) -> None:
         ):
             cache_consistency(model.decoder, ids[None, :12], start)
     with pytest.raises(
-        ArgumentError, match="the text has 40 tokens, and 65 are needed for a length of 64"
+        ArgumentError, match="the text has 40 tokens, but 65 are needed for a length of 64"
     ):
         extend_all(model, ids[:40], ExtensionOptions(64), {"model": "small", "text": "short"})

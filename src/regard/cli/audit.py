@@ -34,7 +34,7 @@ def show(result: Audit, console: Console) -> None:
             "smallest input": example,
             "expected": _say(fault.expected),
             "got": _say(fault.got),
-            "check": fault.look,
+            "look at": fault.look,
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _plain(value))

@@ -133,8 +133,7 @@ def _page(
             [
                 *lines,
                 "",
-                "The mechanism attends to a second sequence, so there are no cache figures for a "
-                f"layer ({sizes}).",
+                f"It attends to a second sequence, so a layer has no cache figures ({sizes}).",
             ]
         )
     cached_line = f"{'values cached in total':<26}{description.cached_values:,}"

@@ -208,9 +208,9 @@ def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     most_intervals = numbers["most_intervals"]
     yield (
         "intervals",
-        "none: the visible keys have gaps or are unknown; kernels evaluate tiles"
+        "none: visible keys have gaps or are unknown; kernels use tiles"
         if most_intervals is None
-        else f"at most {most_intervals} per query, which kernels use without evaluating the mask",
+        else f"at most {most_intervals} per query, so kernels need not evaluate the mask",
     )
     total = sum(tiles[name] for name in ("empty", "partial", "full"))
     yield (
