@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.errors import ArgumentError
+from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.claims import Outcome
@@ -152,7 +153,7 @@ def _write(
 
 def _where(machine_facts: dict[str, Any]) -> str:
     return (
-        f"{machine_facts['processor']}, {machine_facts['threads']} threads, torch "
+        f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
         f"{machine_facts['torch']}, regard "
         f"{machine_facts['regard']}"
     )

@@ -15,6 +15,7 @@ import typer
 
 from regard.cli.options import Ignore, LoadOptions, Revision, load
 from regard.errors import ArgumentError, RegardError
+from regard.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +60,7 @@ def show(result: Audit, console: Console) -> None:
             console.print(table, highlight=False)
     fault_count, open_ = len(result.findings), len(result.untried)
     console.print(
-        f"{fault_count} fault{'s' * (fault_count != 1)}, {len(result.held)} checks held, {open_} "
+        f"{plural(fault_count, 'fault')}, {plural(len(result.held), 'check')} held, {open_} "
         "could not be made, "
         f"{len(result.not_tried) - open_} do not apply"
     )

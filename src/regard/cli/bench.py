@@ -238,7 +238,7 @@ def _draw(
     from regard.view import charts
 
     where = (
-        f"{machine_facts['processor']}, {machine_facts['threads']} threads, torch "
+        f"{machine_facts['processor']}, {units.plural(machine_facts['threads'], 'thread')}, torch "
         f"{machine_facts['torch']}"
     )
     charts.write(chart(results, f"{where}, reading {units.rate(ceilings.read)}"), path)

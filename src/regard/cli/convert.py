@@ -18,6 +18,7 @@ from regard.cli.options import Ignore, Revision, report_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.table import table
+from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.models.convert.layer import Step
@@ -130,24 +131,23 @@ def _errors(step: Step) -> Iterator[str]:
 def _healing_converted(healing: Healing) -> Iterator[str]:
     yield ""
     yield (
-        f"healing: {healing.steps} steps of {healing.batch} x {healing.length} tokens, AdamW on "
-        "all weights, peak "
-        f"learning rate {healing.lr:g}, "
-        f"seed {healing.seed}"
+        f"finetuning: {plural(healing.steps, 'step')} of {healing.batch} x {healing.length} "
+        f"tokens, AdamW on all weights, peak learning rate {healing.lr:g}, seed {healing.seed}"
     )
     yield (
-        f"  trained text, {healing.tokens:,} tokens: loss {healing.loss_before:.4f} -> "
+        f"  trained text, {plural(healing.tokens, 'token')}: loss {healing.loss_before:.4f} -> "
         f"{healing.loss_after:.4f}"
     )
     if healing.held_tokens:
         yield (
-            f"  held back, {healing.held_tokens:,} tokens: loss {healing.held_before:.4f} -> "
+            f"  held-out text, {plural(healing.held_tokens, 'token')}: loss "
+            f"{healing.held_before:.4f} -> "
             f"{healing.held_after:.4f}"
         )
     else:
         yield (
-            "  nothing was held back (fewer than 10 windows): the loss is that of the text that "
-            "was learnt"
+            "  no text was held out (fewer than 10 windows): the loss is that of the text that "
+            "was trained on"
         )
 
 

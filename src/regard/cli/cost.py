@@ -24,6 +24,7 @@ from regard.cost.sweep import (
     sweep,
 )
 from regard.errors import ArgumentError
+from regard.units import plural
 from regard.view import cost as text
 
 if TYPE_CHECKING:
@@ -374,7 +375,7 @@ def _here() -> Machine:
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     typer.echo("... measuring the bandwidth and the rates of this machine", err=True)
     ceilings, machine_facts = Ceilings.measure(names, device), about(device)
-    threads = f"{machine_facts['threads']} threads" if device.type == "cpu" else "GPU"
+    threads = plural(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
     source = (
         "measured now, the best of several: "
         f"{machine_facts.get('gpu', machine_facts['processor'])}, "

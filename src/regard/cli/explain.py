@@ -347,8 +347,9 @@ def _check_length(reading: Reading) -> None:
     longest = max(len(side.ids) for side in reading.sides.values())
     if longest > MAX_TOKENS:
         raise ArgumentError(
-            f"the text has {longest:,} tokens, and every pair of them is computed; the limit is "
-            f"{MAX_TOKENS:,} tokens; give a part of it"
+            f"the text has {units.plural(longest, 'token')}, and every pair of them is computed; "
+            "the limit is "
+            f"{units.plural(MAX_TOKENS, 'token')}; give a part of it"
         )
 
 

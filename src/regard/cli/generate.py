@@ -24,6 +24,7 @@ from regard.cli.options import (
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.foreign import LINES, inert, told
+from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.models import Batch, Model, Seq2Seq, TextEncoder
@@ -60,7 +61,7 @@ def generate_seq2seq(
         return
     typer.echo("\n---\n".join(inert(text, keep=LINES) for text in answers))
     sys.stdout.flush()
-    typer.echo(f"{len(answers)} texts in {seconds} s", err=True)
+    typer.echo(f"{plural(len(answers), 'text')} in {seconds} s", err=True)
 
 
 def print_batch(batch: Batch, *, at_once: bool, quiet: bool) -> None:
@@ -177,7 +178,8 @@ def print_summary(result: dict[str, Any]) -> None:
         else "no token was decoded after the first"
     )
     typer.echo(
-        f"{result['tokens']} tokens, {score}{prompt}, {decoding}, {result['cache']} cache "
+        f"{plural(result['tokens'], 'token')}, {score}{prompt}, {decoding}, {result['cache']} "
+        "cache "
         f"{result['cache_bytes']:,} bytes",
         err=True,
     )

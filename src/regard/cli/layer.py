@@ -76,7 +76,7 @@ def layer(
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     try:
-        layers = _found(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
+        layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
         if figure is not None:
             _draw(layers[0], head, figure)
     except ArgumentError as error:
@@ -90,7 +90,7 @@ def layer(
         _write(results, html)
 
 
-def _found(
+def _run_layers(
     names: list[str],
     dim: int,
     heads: int,

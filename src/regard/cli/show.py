@@ -12,6 +12,7 @@ import typer
 from regard.errors import ArgumentError, RegardError
 from regard.foreign import told, whole
 from regard.span import Span
+from regard.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -247,7 +248,8 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
     if q.length * k.length > MAX_PAIRS and mask.intervals(q[:1]) is None:
         raise ArgumentError(
-            f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated "
+            f"{plural(q.length, 'query')} x {plural(k.length, 'key')}; a mask without intervals "
+            "is evaluated "
             "pair by pair, at most "
             f"{MAX_PAIRS:,}: give fewer --queries or --keys"
         )

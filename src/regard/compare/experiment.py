@@ -41,7 +41,7 @@ def ignore_progress(_: str) -> None:
 class Experiment:
     """A measurement that can be run, saved, and found again.
 
-    Attributes:
+    Args:
         name: its name in a run, such as "decode/8192" or "text/gqa/lr 0.003/seed 0".
         settings: plain values that determine the numbers; a saved result is used only if they are
             equal.
@@ -227,10 +227,18 @@ class Session:
             )
         saved = {experiment.name: self.store.read(experiment) for experiment in experiments}
         self.reused_names |= {
-            n for n, found in saved.items() if found is not None and n not in self.results
+            n
+            for n, numbers_or_none in saved.items()
+            if numbers_or_none is not None and n not in self.results
         }
-        self.results.update({name: found for name, found in saved.items() if found is not None})
-        self.reused += sum(found is not None for found in saved.values())
+        self.results.update(
+            {
+                name: numbers_or_none
+                for name, numbers_or_none in saved.items()
+                if numbers_or_none is not None
+            }
+        )
+        self.reused += sum(numbers_or_none is not None for numbers_or_none in saved.values())
         missing = [experiment for experiment in experiments if saved[experiment.name] is None]
         finished_estimate, measured_seconds = 0.0, 0.0
         for i, experiment in enumerate(missing):

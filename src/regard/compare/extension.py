@@ -162,7 +162,7 @@ def evaluate_lengths(
     """
     result_rows = []
     for length in test.lengths:
-        report(f"{length} tokens")
+        report(plural(length, "token"))
         nats = float(losses(network, ids, [length], counted=test.counted, windows=test.windows)[0])
         needle_results = needles(
             network,
@@ -514,7 +514,8 @@ def render_table(results: ExtensionResults) -> str:
     machine_facts = start["machine"]
     lines = [
         (
-            f"{start['model']}: trained on {start['trained']} tokens, base {start['base']:g}, "
+            f"{start['model']}: trained on {plural(start['trained'], 'token')}, base "
+            f"{start['base']:g}, "
             f"{start['critical_dimension']} of {start['rotary_dim']} rotary dims turn at least once"
         ),
         (
@@ -547,7 +548,7 @@ def render_table(results: ExtensionResults) -> str:
                 "",
                 (
                     f"the frequencies of {name} depend on the length: cached decoding of "
-                    f"{start['steps']} tokens across "
+                    f"{plural(start['steps'], 'token')} across "
                     f"{start['trained']}"
                 ),
             ]
@@ -615,13 +616,13 @@ def plots(results: ExtensionResults) -> list[Picture]:
             trained,
         ),
         Picture(
-            f"Passage retrieval by depth, at {start['target']} tokens",
+            f"Passage retrieval by depth, at {plural(start['target'], 'token')}",
             "depth",
             "nats",
             tuple(longest),
         ),
         Picture(
-            f"How often each pair turns in {start['trained']} tokens",
+            f"How often each pair turns in {plural(start['trained'], 'token')}",
             "pair of dims",
             "turns",
             turns,
@@ -644,14 +645,15 @@ def render_page(results: ExtensionResults, command: str) -> str:
     all_plots = plots(results)
     facts = {
         "model": str(start["model"]),
-        "trained": f"{start['trained']} tokens",
+        "trained": plural(start["trained"], "token"),
         "extended to": str(start["target"]),
         "dims that turn at least once": f"{start['critical_dimension']} of {start['rotary_dim']} "
         "dims",
         "windows": str(start["windows"]),
         "passages": str(start["trials"]),
         "seed": str(start["seed"]),
-        "machine": f"{machine_facts['processor']}, {machine_facts['threads']} threads, torch "
+        "machine": f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, "
+        "torch "
         f"{machine_facts['torch']}",
     }
     sections = [

@@ -187,7 +187,7 @@ def candidates(names: Sequence[str] | None, shape: Shape) -> list[Candidate]:
     >>> [c.options for c in candidates(["mqa", "gqa:groups=4"], Shape(dim=64))]
     [{}, {'groups': 4}]
     """
-    chosen = [_contestant(name, shape) for name in names or DEFAULT_NAMES]
+    chosen = [_candidate(name, shape) for name in names or DEFAULT_NAMES]
     chosen_names = [one.name for one in chosen]
     if duplicates := sorted({name for name in chosen_names if chosen_names.count(name) > 1}):
         raise ArgumentError(f"{', '.join(duplicates)} is given twice; name each mechanism once")
@@ -196,7 +196,7 @@ def candidates(names: Sequence[str] | None, shape: Shape) -> list[Candidate]:
     return chosen
 
 
-def _contestant(name: str, shape: Shape) -> Candidate:
+def _candidate(name: str, shape: Shape) -> Candidate:
     if name in _DEFAULT:
         attention, options = _DEFAULT[name](shape)
         return Candidate(name, attention, options)

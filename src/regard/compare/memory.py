@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ def memory_experiments(
         settings["threads"] = torch.get_num_threads()
         experiments.append(
             Experiment(
-                f"memory/{name}", settings, lambda given=settings: measure_peaks(given), 10.0
-            )  # type: ignore[misc]
+                f"memory/{name}",
+                settings,
+                partial(measure_peaks, settings),
+                10.0,
+            )
         )
     return experiments
 

@@ -244,13 +244,13 @@ def kernels(entry: Mapping[str, Any]) -> str:
     return " / ".join(names_by_kind)
 
 
-def format_score(lesson: str, x: float) -> str:
+def format_score(task: str, x: float) -> str:
     """Return a score as text: bits per byte for text, per cent for recall.
 
     >>> format_score("text", 2.3456), format_score("mqar", 0.5)
     ('2.346', '50.0 %')
     """
-    return f"{x:.3f}" if lesson == "text" else f"{100 * x:.1f} %"
+    return f"{x:.3f}" if task == "text" else f"{100 * x:.1f} %"
 
 
 TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded token", "seconds")}
@@ -298,7 +298,8 @@ def render_page(comparison: Mapping[str, Any]) -> str:
         sections.append(_tabled("Quality", quality_sentence(comparison), quality_rows(comparison)))
     return html.page(
         "Attention mechanisms, side by side",
-        f"{len(comparison['mechanisms'])} mechanisms as decoders of the same shape, measured "
+        f"{units.plural(len(comparison['mechanisms']), 'mechanism')} as decoders of the same "
+        "shape, measured "
         "in turns on one machine.",
         facts,
         comparison["command"],
@@ -318,14 +319,14 @@ def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
         )
         for cost in COSTS:
             title, unit = TITLES[cost]
-            front = comparison["fronts"][f"{name} against {cost}"]
+            on_front = comparison["fronts"][f"{name} against {cost}"]
             marks = []
             for entry in comparison["mechanisms"]:
                 x, quality = cost_of(entry, cost, longest_context), entry["quality"].get(name, {})
                 if x is not None and "mean" in quality:
                     span = (quality["low"], quality["high"])
                     marks.append(
-                        Mark(entry["name"], x, quality["mean"], span, entry["name"] in front)
+                        Mark(entry["name"], x, quality["mean"], span, entry["name"] in on_front)
                     )
             steps = {
                 other["quality"][name].get("steps")
@@ -334,12 +335,13 @@ def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
             }
             yield Scatter(
                 marks,
-                Axis(f"{title} at {longest_context:,} tokens", unit),
+                Axis(f"{title} at {units.plural(longest_context, 'token')}", unit),
                 y,
                 f"{name} against {title}",
                 f"{' or '.join(str(n) for n in steps)} steps, seeds "
                 f"{', '.join(map(str, comparison['training']['seeds']))}; "
-                f"quality on rows as long as in training, cost at {longest_context:,} tokens.",
+                "quality on rows as long as in training, cost at "
+                f"{units.plural(longest_context, 'token')}.",
             )
 
 
@@ -348,18 +350,18 @@ def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
     time, at the longest context.
     """
     longest_context = max(comparison["timing"]["contexts"])
-    token = Axis(f"time of a decoded token at {longest_context:,} tokens", "seconds")
+    token = Axis(f"time of a decoded token at {units.plural(longest_context, 'token')}", "seconds")
     charts = []
     for title, axis, kind, name in (
         (
             "a token against the cache",
-            Axis(f"cache at {longest_context:,} tokens", "bytes"),
+            Axis(f"cache at {units.plural(longest_context, 'token')}", "bytes"),
             "decode",
             "kv_bytes",
         ),
         (
             "a token against a prompt",
-            Axis(f"time of a prompt of {longest_context:,} tokens", "seconds"),
+            Axis(f"time of a prompt of {units.plural(longest_context, 'token')}", "seconds"),
             "prefill",
             "seconds",
         ),
@@ -373,8 +375,8 @@ def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
             if x and row.get("seconds"):
                 y = row["seconds"]
                 points.append((entry["name"], x, y, tuple(row.get("quartiles", (y, y)))))
-        front = pareto([(x, y) for _, x, y, _ in points])
-        marks = [Mark(n, x, y, s, i in front) for i, (n, x, y, s) in enumerate(points)]
+        on_front = pareto([(x, y) for _, x, y, _ in points])
+        marks = [Mark(n, x, y, s, i in on_front) for i, (n, x, y, s) in enumerate(points)]
         caption = (
             f"Medians of {rounds(comparison)} rounds; bars show the quartiles of the token's time."
         )

@@ -83,14 +83,14 @@ def losses(
             f"the text has {plural(len(ids), 'token')}, but a context of {longest} needs "
             f"{longest + 1}; give a longer text, or shorter lengths"
         )
-    ends = sorted(set(torch.linspace(longest, len(ids) - 1, windows).long().tolist()))
+    window_ends = sorted(set(torch.linspace(longest, len(ids) - 1, windows).long().tolist()))
     totals = torch.zeros(len(lengths), dtype=torch.float64)
     for i, length in enumerate(lengths):
-        for end in ends:
+        for end in window_ends:
             row = ids[end - length : end + 1][None]
             logits = model(row[:, :-1])[0, -counted:].double()
             totals[i] += F.cross_entropy(logits, row[0, -counted:])
-    return totals / len(ends)
+    return totals / len(window_ends)
 
 
 @torch.inference_mode()

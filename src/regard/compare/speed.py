@@ -160,9 +160,9 @@ def kernels_used(step: Step) -> list[str]:
     >>> kernels_used(lambda: None)
     []
     """
-    with KernelRecorder() as seen:
+    with KernelRecorder() as recorder:
         step()
-    return seen.names
+    return recorder.names
 
 
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from regard.cost.softmax import attention_flops, causal_pairs
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.deprecation import renamed_parameters
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
@@ -33,9 +34,12 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
     return layers * groups * D * (E + 1)
 
 
-def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: bool = False) -> int:
-    """Return the FLOPs of one token after its projections: local softmax attention over `seen`
-    keys, one memory read per query head, and one memory write per key/value head.
+@renamed_parameters(seen="local_keys")
+def infini_flops(
+    heads: int, groups: int, local_keys: int, D: int, E: int, *, delta: bool = False
+) -> int:
+    """Return the FLOPs of one token after its projections: local softmax attention over
+    `local_keys` keys, one memory read per query head, and one memory write per key/value head.
 
     A read is sigma(q) M and sigma(q) z, 2 D (E + 1). A write is sigma(k)^T v and the sum of
     sigma(k), 2 D E + D. Under the delta rule every key reads the memory too.
@@ -43,7 +47,7 @@ def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: b
     Args:
         heads: H, the number of query heads.
         groups: G, the number of key/value heads.
-        seen: the number of keys of the local segment that the token attends to.
+        local_keys: the number of keys of the local segment that the token attends to.
         D: the width of a key head.
         E: the width of a value head.
         delta: whether the memory is updated by the delta rule.
@@ -51,14 +55,14 @@ def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: b
     Returns:
         The number of FLOPs of one layer.
 
-    >>> infini_flops(heads=2, groups=1, seen=10, D=4, E=4)
+    >>> infini_flops(heads=2, groups=1, local_keys=10, D=4, E=4)
     436
 
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 9.
     """
     read, write = 2 * D * (E + 1), 2 * D * E + D
     reads = heads + (groups if delta else 0)
-    return attention_flops(heads * seen, D, E) + reads * read + groups * write
+    return attention_flops(heads * local_keys, D, E) + reads * read + groups * write
 
 
 def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> int:
@@ -155,14 +159,14 @@ class InfiniSpec(Spec):
         """Return the part of the cache that the last token reads: the segment up to itself, and the
         memory.
         """
-        return CacheContents(self.parts, self._seen(context), self.state.value, bounded=True)
+        return CacheContents(self.parts, self._keys_read(context), self.state.value, bounded=True)
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of softmax attention inside the segment, memory reads and a memory
         write.
         """
         H, G, D, E = self._sizes
-        n, reads = self._seen(context), f"{H} + {G}" if self.delta else f"{H}"
+        n, reads = self._keys_read(context), f"{H} + {G}" if self.delta else f"{H}"
         return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
             f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
@@ -179,7 +183,7 @@ class InfiniSpec(Spec):
         memory = infini_flops(H, G, 0, D, E, delta=self.delta)
         return attention_flops(H * pairs, D, E) + context * memory
 
-    def _seen(self, context: int) -> int:
+    def _keys_read(self, context: int) -> int:
         """Return how many keys of the segment the last token attends to."""
         return (context - 1) % self.segment + 1
 

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from regard.cost.softmax import ALL_EARLIER_KEYS, VisibleKeys, attention_flops, causal_pairs
 from regard.cost.spec import ParameterCounts, Quantity, Spec
+from regard.units import plural
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
 """How queries attend to the latents, as in `regard.nn.Latent`: "expand" turns latents into keys and
@@ -167,7 +168,7 @@ class LatentSpec(Spec):
     @property
     def name(self) -> str:
         """The mechanism with its heads and the sizes of the latent and of the rotary key."""
-        return f"MLA {self.heads} heads, latent {self.kv_rank} + {self.rope_dim}"
+        return f"MLA {plural(self.heads, 'head')}, latent {self.kv_rank} + {self.rope_dim}"
 
     @property
     def values_per_token(self) -> Quantity:

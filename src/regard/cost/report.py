@@ -26,7 +26,7 @@ from regard.units import plural
 class Setting:
     """The conditions under which a model runs: context length, batch size and number formats.
 
-    Attributes:
+    Args:
         context: the tokens of the prompt, and the number of tokens up to and including the decoded
             one.
         batch: the number of sequences that run together.

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from regard.cost.softmax import attention_flops, window_pairs
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.units import plural
 
 
 def block_tokens(context: int, size: int, blocks: int) -> int:
@@ -298,7 +299,7 @@ class NSASpec(Spec):
     @property
     def name(self) -> str:
         """The mechanism with its heads, its selected blocks and its window."""
-        blocks = f"{self.count} blocks of {self.select}"
+        blocks = f"{plural(self.count, 'block')} of {self.select}"
         return f"NSA, {self.shape.label}, {blocks}, window {self.window}"
 
     @property
@@ -309,7 +310,7 @@ class NSASpec(Spec):
 
     def read(self, context: int) -> CacheContents:
         """Return the keys and values that one token reads, over all branches."""
-        return CacheContents(self.shape.parts, self._seen(context))
+        return CacheContents(self.shape.parts, self._keys_read(context))
 
     def read_by_paper(self, context: int) -> Quantity:
         """Return the tokens that a decoding step reads, as table 4 of the paper counts them."""
@@ -321,7 +322,7 @@ class NSASpec(Spec):
     def _blocks(self, context: int) -> int:
         return compressed_tokens(context, self.compress, self.stride)
 
-    def _seen(self, context: int) -> int:
+    def _keys_read(self, context: int) -> int:
         """Return how many keys the last token reads in the three branches."""
         chosen = block_tokens(context, self.select, self.count)
         return self._blocks(context) + chosen + min(context, self.window)
@@ -330,7 +331,7 @@ class NSASpec(Spec):
         """Return the FLOPs of one query in all branches, of the block importance scores, and of
         compression.
         """
-        C, n = self._blocks(context), self._seen(context)
+        C, n = self._blocks(context), self._keys_read(context)
         if self.recompress:
             phi, why = self._compression(C), "compression, anew"
         else:
@@ -341,13 +342,13 @@ class NSASpec(Spec):
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of all queries, with each block compressed once."""
         compressed = compressed_pairs(context, self.compress, self.stride)
-        seen = compressed + block_pairs(context, self.select, self.count)
-        seen += window_pairs(context, context, self.window)
-        return self._rows(seen, compressed) + self._compression(self._blocks(context))
+        pairs = compressed + block_pairs(context, self.select, self.count)
+        pairs += window_pairs(context, context, self.window)
+        return self._rows(pairs, compressed) + self._compression(self._blocks(context))
 
-    def _rows(self, seen: int, compressed: int) -> int:
+    def _rows(self, keys: int, compressed: int) -> int:
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
-        return attention_flops(H * seen, D, E) + 2 * H * compressed * D
+        return attention_flops(H * keys, D, E) + 2 * H * compressed * D
 
     def _compression(self, blocks: int) -> int:
         D, E = self.shape.head_dim, self.shape.value_dim

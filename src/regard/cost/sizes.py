@@ -16,7 +16,7 @@ from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 
 MECHANISMS_WITH_WINDOW = tuple(
-    name for name, made in MECHANISMS.items() if "window" in made.optional and name != "nsa"
+    name for name, builder in MECHANISMS.items() if "window" in builder.optional and name != "nsa"
 )
 """Mechanisms whose layers may alternate between a window and full attention."""
 

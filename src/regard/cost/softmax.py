@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.units import plural
 
 
 def attention_flops(pairs: int, D: int, E: int) -> int:
@@ -351,7 +352,7 @@ class AdditiveSpec(CrossSpec):
     @property
     def name(self) -> str:
         """The mechanism with its heads and its score width."""
-        return f"additive, {self.shape.heads} heads of {self.shape.head_dim}"
+        return f"additive, {plural(self.shape.heads, 'head')} of {self.shape.head_dim}"
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of attention from one query to all states of the encoder."""

@@ -22,7 +22,7 @@ from regard.errors import ArgumentError
 class Quantity:
     """A number together with the formula that gives it.
 
-    Attributes:
+    Args:
         value: the number.
         formula: the formula, with its numbers filled in; empty if there is none.
 
@@ -45,7 +45,7 @@ class Description:
     """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns
     it.
 
-    Attributes:
+    Args:
         name: the mechanism.
         context: the number of tokens up to and including the decoded one.
         parameters: the number of parameters of the layer.
@@ -213,7 +213,7 @@ class HeadShape:
 class Spec(ABC):
     """The cost of one layer of a mechanism, as a function of its sizes and of the context.
 
-    Attributes:
+    Args:
         weights: the parameters of the layer: computed from sizes by the classmethod `of`, or
             counted in a built module.
         parts: the number of heads and their width for each cached part of a token; empty if nothing
