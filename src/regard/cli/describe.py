@@ -109,7 +109,13 @@ def _figures(
     entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
 ) -> dict[str, Any]:
     figures = (
-        {} if description is None else {**asdict(description), "kept": description.cached_values}
+        {}
+        if description is None
+        else {
+            **asdict(description),
+            "cached_values": description.cached_values,
+            "kept": description.cached_values,  # the old name, for one release
+        }
     )
     figures |= {"name": entry.name, "family": entry.family, "equation": entry.equation}
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}

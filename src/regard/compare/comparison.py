@@ -260,7 +260,10 @@ def as_json(
         "memory": METHOD,
         "training": {
             **asdict(plan.training),
-            "lessons": {task.name: task.settings for task in plan.tasks},
+            "tasks": {task.name: task.settings for task in plan.tasks},
+            "lessons": {
+                task.name: task.settings for task in plan.tasks
+            },  # the old name, for one release
         },
         "notes": list(notes),
         "mechanisms": entries,

@@ -23,7 +23,7 @@ def render_table(comparison: Mapping[str, Any]) -> str:
         parts[-1] += f"\n{legend}"
     if lines := [f"not run: {line}" for line in failures(comparison)]:
         parts.append("\n".join(lines))
-    if comparison["training"]["lessons"]:
+    if comparison["training"]["tasks"]:
         parts.append(
             f"quality: {quality_sentence(comparison)}\n{_aligned(quality_rows(comparison))}"
         )
@@ -163,7 +163,7 @@ def failures(comparison: Mapping[str, Any]) -> Iterator[str]:
 
 def quality_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of the table of quality, with the column heads first."""
-    tasks = list(comparison["training"]["lessons"])
+    tasks = list(comparison["training"]["tasks"])
     span = ["low .. high"] if len(comparison["training"]["seeds"]) > 1 else []
     rows = [["", *(x for task in tasks for x in (task, *span, "lr", "steps"))]]
     for entry in comparison["mechanisms"]:
@@ -294,7 +294,7 @@ def render_page(comparison: Mapping[str, Any]) -> str:
         _tabled("Memory", conditions, memory_rows(comparison)),
         _tabled("Time", times, time_rows(comparison)),
     ]
-    if comparison["training"]["lessons"]:
+    if comparison["training"]["tasks"]:
         sections.append(_tabled("Quality", quality_sentence(comparison), quality_rows(comparison)))
     return html.page(
         "Attention mechanisms, side by side",
@@ -311,7 +311,7 @@ def render_page(comparison: Mapping[str, Any]) -> str:
 def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
     """Yield a scatter chart of each task against each cost at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
-    for name in comparison["training"]["lessons"]:
+    for name in comparison["training"]["tasks"]:
         text = name == "text"
         y = Axis(
             "bits per byte, lower is better" if text else "right answers",
@@ -413,7 +413,7 @@ def notes(comparison: Mapping[str, Any]) -> list[str]:
     lines = list(comparison["notes"])
     if any(entry["memory"] for entry in comparison["mechanisms"]):
         lines.append(f"peak memory: {comparison['memory']}")
-    if comparison["training"]["lessons"]:
+    if comparison["training"]["tasks"]:
         lines.append(
             "the models are small, the training is short and so are the texts: differences within "
             "the range over seeds mean nothing, and the ranking may be another at a larger scale"
