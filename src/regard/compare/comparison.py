@@ -261,9 +261,8 @@ def as_json(
         "training": {
             **asdict(plan.training),
             "tasks": {task.name: task.settings for task in plan.tasks},
-            "lessons": {
-                task.name: task.settings for task in plan.tasks
-            },  # the old name, for one release
+            # the old name of "tasks", for one release
+            "lessons": {task.name: task.settings for task in plan.tasks},
         },
         "notes": list(notes),
         "mechanisms": entries,
