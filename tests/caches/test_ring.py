@@ -121,7 +121,7 @@ def test_storage_is_bounded_after_ten_windows() -> None:
                 parts = [module(part, None, cache) for part in x.split(chunk, 1)]
                 assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-13
                 assert cache.bytes == 2 * held * (2 * 4 + 2 * 3) * 8
-        assert module.describe(4096).kept * 2 * 8 == cache.bytes, (
+        assert module.describe(4096).cached_values * 2 * 8 == cache.bytes, (
             "what describe says is what it holds"
         )
 

@@ -33,7 +33,7 @@ from regard.claims import (
     scale,
 )
 from regard.claims.training import BYTES, byte_loss, decoder, held_bytes, learn, right
-from regard.compare import Session, Store
+from regard.compare import ExperimentStore, Session
 from regard.errors import ArgumentError
 from regard.nn import SeparateQKV
 from regard.span import Span
@@ -77,14 +77,14 @@ TRAINED = ("values", "groups-quality", "infini", "scale-training", "training-mas
 
 
 def measured(name: str, budget: float = TINY, seed: int = 0) -> Outcome:
-    (found,) = run(Session(Store(None)), [CLAIMS[name]], budget, seed)
+    (found,) = run(Session(ExperimentStore(None)), [CLAIMS[name]], budget, seed)
     return found
 
 
 @functools.cache
 def exact(seed: int) -> dict[str, Outcome]:
     """All exact claims of a seed; those that share an experiment measure it once."""
-    found = run(Session(Store(None)), [CLAIMS[name] for name in EXACT], 0.1, seed)
+    found = run(Session(ExperimentStore(None)), [CLAIMS[name] for name in EXACT], 0.1, seed)
     return {one.claim.id: one for one in found}
 
 
@@ -111,7 +111,7 @@ def test_the_seed_decides_the_numbers(name: str) -> None:
 
 @pytest.mark.full
 def test_pairs_are_counted() -> None:
-    found = run(Session(Store(None)), [CLAIMS[name] for name in COUNTED])
+    found = run(Session(ExperimentStore(None)), [CLAIMS[name] for name in COUNTED])
     assert {one.claim.id: one.verdict for one in found} == COUNTED
 
 
@@ -237,12 +237,12 @@ def test_a_broken_part_makes_a_claim_fall(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_what_is_kept_is_not_measured_again(tmp_path: Any) -> None:
     claim = find_claim("minus-infinity")
-    (first,) = run(Session(Store(tmp_path)), [claim])
-    session = Session(Store(tmp_path))
+    (first,) = run(Session(ExperimentStore(tmp_path)), [claim])
+    session = Session(ExperimentStore(tmp_path))
     (second,) = run(session, [claim])
     assert (first.reused, second.reused) == (False, True)
     assert (session.measured, second.numbers) == (0, first.numbers)
-    (third,) = run(Session(Store(tmp_path)), [claim], seed=1)
+    (third,) = run(Session(ExperimentStore(tmp_path)), [claim], seed=1)
     assert not third.reused
 
 

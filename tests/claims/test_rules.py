@@ -26,7 +26,7 @@ from regard.claims.claim import (
 )
 from regard.claims.render import as_csv, section, summary, text
 from regard.claims.timing import exponent, ratios, seconds, slopes, together
-from regard.compare import Session, Store
+from regard.compare import ExperimentStore, Session
 from regard.errors import ArgumentError
 from regard.view.charts import svg
 from tests.claims.planted import CONTRARY, PLANTED, WIDE, changed
@@ -243,7 +243,7 @@ def test_a_timed_claim_says_how_it_was_timed() -> None:
         "loops",
     }
     threads = torch.get_num_threads()
-    (found,) = run(Session(Store(None)), [CLAIMS["loops"]], 0.004)
+    (found,) = run(Session(ExperimentStore(None)), [CLAIMS["loops"]], 0.004)
     assert found.numbers["dropout"] == 0.0
     assert (found.numbers["threads"], found.numbers["clock"]) == (1, "processor time")
     assert torch.get_num_threads() == threads
@@ -264,7 +264,7 @@ def test_ratios_and_slopes_go_round_by_round() -> None:
 
 
 def test_claims_of_one_experiment_measure_it_once() -> None:
-    session = Session(Store(None))
+    session = Session(ExperimentStore(None))
     shared = [CLAIMS[name] for name in ("minus-infinity", "minus-infinity-hides", "large-negative")]
     found = run(session, shared)
     assert session.measured == 1

@@ -184,9 +184,9 @@ def test_an_interrupt_prints_what_there_is(
     [
         (("decod",), "did you mean 'decode'?"),
         (("--size", "smal"), "did you mean 'small'?"),
-        (("--dtype", "fp8"), "'fp8' is none of the dtypes float32, bfloat16, float16"),
+        (("--dtype", "fp8"), "'fp8' is not one of the dtypes float32, bfloat16, float16"),
         (("--peer", "torch SDP"), "did you mean 'torch SDPA'?"),
-        (("--device", "tpu"), "'tpu' is none of the devices cpu, cuda"),
+        (("--device", "tpu"), "'tpu' is not one of the devices cpu, cuda"),
         (("--rounds", "0"), "--rounds"),
         (("--length", "0"), "--length"),
         (("--threads", "0"), "--threads"),
@@ -205,7 +205,7 @@ def test_no_gpu_is_wrong_usage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch sees no CUDA device" in run(capsys, "--device", "cuda", code=2)[1]
+    assert "torch finds no CUDA device" in run(capsys, "--device", "cuda", code=2)[1]
 
 
 def test_a_chart_needs_something_to_draw() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from regard.cli import main
 from regard.compare import experiment, quality
-from regard.compare.mechanisms import NAMES
+from regard.compare.mechanisms import DEFAULT_NAMES
 
 SMALL = (
     "--dim",
@@ -36,7 +36,7 @@ SMALL = (
     "1",
     "--no-memory",
 )
-TAUGHT = ("--quality", "--lesson", "mqar", "--steps", "2", "--lr", "0.01")
+TAUGHT = ("--quality", "--task", "mqar", "--steps", "2", "--lr", "0.01")
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,8 @@ def _interrupts() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen examples to choose by, and as many to judge by."""
-    monkeypatch.setattr(quality, "SELECT", 4)
-    monkeypatch.setattr(quality, "JUDGE", 4)
+    monkeypatch.setattr(quality, "VALIDATION_ROWS", 4)
+    monkeypatch.setattr(quality, "TEST_ROWS", 4)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -72,7 +72,7 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
         str(tmp_path / "kept"),
     )
     text = said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files)
-    assert "1 layers, dim 32, 4 heads, feed-forward 96 everywhere" in text
+    assert "1 layer, dim 32, 4 heads, feed-forward width 96 in all" in text
     assert "mqar against cache bytes: " in text
     kept = sorted((tmp_path / "kept").iterdir())
     # prompts and tokens at two contexts, training, the pilot, the steps, and two runs
@@ -99,14 +99,14 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_ctrl_c_prints_and_writes_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = experiment.Store.write
+    real = experiment.ExperimentStore.write
 
     def write(self: Any, one: Any, numbers: Any, seconds: float) -> None:
         real(self, one, numbers, seconds)
         if one.name == "decode/6":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(experiment.Store, "write", write)
+    monkeypatch.setattr(experiment.ExperimentStore, "write", write)
     out = ("--out", str(tmp_path / "kept"), "--csv", str(tmp_path / "c.csv"), "--json")
     told = json.loads(said(capsys, "mqa", *SMALL, *out, code=130))
     assert told["interrupted"] is True
@@ -115,7 +115,7 @@ def test_ctrl_c_prints_and_writes_what_is_done(
     assert entry["training"] is None
     (row,) = csv.DictReader((tmp_path / "c.csv").read_text().splitlines())
     assert (row["kv_bytes_6"], row["kv_bytes_12"]) == (str(4 * 16 * 6), "")
-    monkeypatch.setattr(experiment.Store, "write", real)
+    monkeypatch.setattr(experiment.ExperimentStore, "write", real)
     told = json.loads(said(capsys, "mqa", *SMALL, *out))
     assert told["interrupted"] is False
     assert list(told["mechanisms"][0]["decode"]) == ["6", "12"]
@@ -133,7 +133,7 @@ def test_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "--list")
-    for name in (*NAMES, "text", "mqar", "passkey"):
+    for name in (*DEFAULT_NAMES, "text", "mqar", "passkey"):
         assert any(row.startswith(f"  {name} ") for row in out.splitlines()), name
 
 
@@ -141,12 +141,12 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (("mhaa",), "did you mean 'mha'"),
-        (("--dim", "30"), "dim 30 / heads 4 must be even"),
+        (("--dim", "30"), "dim 30 / heads 4 is the width of a head"),
         (("--same", "flops"), "same is 'flops'"),
-        (("--steps", "3"), "--steps is for training: give --quality too"),
-        (("--seeds", "2"), "--seeds is for training"),
-        (("--quality", "--lesson", "copy"), "there is no lesson 'copy'"),
-        (("--quality", "--lr", "0.1", "--lr", "0.1"), "give at least one, each once"),
+        (("--steps", "3"), "--steps applies only to training; give --quality too"),
+        (("--seeds", "2"), "--seeds applies only to training"),
+        (("--quality", "--task", "copy"), "there is no evaluation task 'copy'"),
+        (("--quality", "--lr", "0.1", "--lr", "0.1"), "give at least one, and each only once"),
         (("--rounds", "0"), "--rounds"),
     ],
 )
@@ -182,7 +182,7 @@ def test_progress_on_a_terminal_replaces_itself(
 
     monkeypatch.setattr(compare.sys.stderr, "isatty", lambda: terminal, raising=False)
     for line in ("text/mha (1/2)", "  step 1/2, loss 3", "text/mqa (2/2, about 0:05 left)"):
-        compare._say(line)
+        compare._report(line)
     err = capsys.readouterr().err
     if terminal:
         assert err.split("\r\x1b[K") == [
@@ -193,3 +193,9 @@ def test_progress_on_a_terminal_replaces_itself(
         ]
     else:
         assert err == "... text/mha (1/2)\n... text/mqa (2/2, about 0:05 left)\n"
+
+
+def test_the_old_name_of_the_task_option(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "mha", "--lesson", "copy", "--quality", code=2)
+    assert "--lesson is now --task; the old name goes with the next release" in shown
+    assert "there is no evaluation task 'copy'" in shown

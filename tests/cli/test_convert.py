@@ -82,13 +82,13 @@ def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
     config = regard.load(tmp_path / "out", kind=Model).config
     assert (config.num_key_value_heads, config.max_position_embeddings) == (2, 4096)
     out = said(capsys, source, tmp_path / "again", *how, *healing)
-    assert "healing: 3 steps of 2 x " in out
+    assert "finetuning: 3 steps of 2 x " in out
     assert "peak learning rate 0.001, seed 5" in out
-    assert "held back, " in out
+    assert "held-out text, " in out
     few = said(
         capsys, source, tmp_path / "few", "--to", "mqa", "--text", text, "--tokens", 32, "--heal", 1
     )
-    assert "nothing was held back" in few
+    assert "no text was held out" in few
     assert "that is a short text, on which such figures can mislead" in few
 
 

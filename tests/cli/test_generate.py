@@ -76,7 +76,7 @@ def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> No
 def test_one_token_has_no_decoding_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", PROMPT, "--max-tokens", "1"]) == 0
     assert (
-        "tokens/s, no token was decoded behind the first, growing cache" in capsys.readouterr().err
+        "tokens/s, no token was decoded after the first, growing cache" in capsys.readouterr().err
     )
     assert run(["generate", PROMPT, "--max-tokens", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -213,10 +213,10 @@ def test_no_new_tokens_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None
         ([PROMPT, "--max-context", "9"], "are more than max_context 9; ask for at most"),
         ([PROMPT, "--cache", "rings"], "Invalid value for --cache: cache is 'rings'; it must be"),
         ([PROMPT, "--cache", "ring"], "cache='ring' needs max_context"),
-        ([], "Invalid value for PROMPT: give a prompt, or --prompt-file"),
+        ([], "Invalid value for PROMPT: give either a prompt or --prompt-file"),
         (
             [PROMPT, "--prompt-file", "x"],
-            "Invalid value for PROMPT: give a prompt, or --prompt-file",
+            "Invalid value for PROMPT: give either a prompt or --prompt-file",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from regard.cli import explain as command
-from regard.cli.app import LONGEST, run
+from regard.cli.app import MAX_MESSAGE, run
 from regard.errors import ArgumentError
 from regard.inspect.explain.prepared_run import PreparedRun
 from tests.fuzz.box import RAW
@@ -53,7 +53,7 @@ def test_hostile_words(
         plain = re.sub(r"\x1b\[[0-9;]*m", "", said.err)
         assert not RAW.search(plain), (name, plain[:300])
         assert "Traceback" not in plain
-        assert 20 < len(plain) < 2 * LONGEST, (name, len(plain))
+        assert 20 < len(plain) < 2 * MAX_MESSAGE, (name, len(plain))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_hostile_masks(
     said = capsys.readouterr()
     assert code == 2
     assert re.search(message, said.err), said.err[:500]
-    assert len(said.err) < 2 * LONGEST
+    assert len(said.err) < 2 * MAX_MESSAGE
 
 
 def _reading(tokens: int) -> PreparedRun:
@@ -93,17 +93,17 @@ def _reading(tokens: int) -> PreparedRun:
 def test_explain_takes_16384_tokens_and_no_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command.LONGEST == 16_384
+    assert command.MAX_TOKENS == 16_384
     check = getattr(command._check_length, "__wrapped__", command._check_length)
     check(_reading(16_384))
     with pytest.raises(
         ArgumentError,
-        match="the text has 16,385 tokens, and every pair of them is looked at; at most 16,384 "
-        "are explained: give a part",
+        match="the text has 16,385 tokens, and every pair of them is computed; the limit is 16,384 "
+        "tokens; give a part",
     ):
         check(_reading(16_385))
     monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):
         assert run(["explain", "to be " * 20_000, *more]) == 2
         said = capsys.readouterr().err
-        assert "every pair of them is looked at; at most 16,384 are explained" in said
+        assert "every pair of them is computed; the limit is 16,384 tokens" in said

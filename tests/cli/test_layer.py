@@ -24,7 +24,7 @@ def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) 
         "Output of attention: heads joined and projected, nothing more, (2, 4, 512)",
         "Output of the block: LayerNorm(x + out), (2, 4, 512)",
         "stage",
-        "In evaluation mode",
+        "The layer is in evaluation mode",
     ]
     at = [out.index(part) for part in order]
     assert at == sorted(at)
@@ -65,7 +65,7 @@ def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path
     [
         (("nothing",), "nothing"),
         (("retention",), "retention is a Recurrent"),
-        (("mha", "gpt", "--set", "bias=True"), "--set is for one mechanism, and 2 are named"),
+        (("mha", "gpt", "--set", "bias=True"), "--set applies to one mechanism, but 2 are named"),
         (("mha", "--mask", "sideways"), "sideways"),
         (("mha", "--dim", "10", "--heads", "4"), "heads"),
         (("mha", "--html", "nowhere/page.html"), "there is no folder"),
@@ -104,4 +104,4 @@ def test_a_head_that_is_not_there_is_not_drawn(
         )
         == 2
     )
-    assert "head is 4; mha has 4 heads, from 0" in capsys.readouterr().err
+    assert "head is 4; mha has 4 heads, counted from 0" in capsys.readouterr().err

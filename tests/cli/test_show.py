@@ -43,8 +43,8 @@ def test_the_page() -> None:
         "",
         "  positions queries 0 to 3, keys 0 to 3",
         "  pairs     9 of 16 (56.2%)",
-        "  keys      1 to 3 a query, 2.25 on average",
-        "  intervals at most 2 a query: kernels know them without looking",
+        "  keys      1 to 3 per query, 2.25 on average",
+        "  intervals at most 2 per query, so kernels need not evaluate the mask",
         "  tiles     7 empty, 0 partial, 9 full of 1 x 1: 43.8% skipped",
     ]
 
@@ -114,7 +114,7 @@ def test_tiles_are_drawn_where_asked() -> None:
 
 def test_a_mask_without_intervals_says_so() -> None:
     assert (
-        "  intervals none: the rule has gaps or is unknown; kernels look at tiles\n"
+        "  intervals none: visible keys have gaps or are unknown; kernels use tiles\n"
         in call("strided(4)").stdout
     )
     found = figures("strided(4)")

@@ -166,10 +166,13 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--heads", "3"], "dim 16 / heads 3 must be even"),
-        (["--heads", "16", "--kv-heads", "4"], "dim 16 / heads 16 must be even"),
+        (["--heads", "3"], "dim 16 / heads 3 is the width of a head and must be an even number"),
+        (
+            ["--heads", "16", "--kv-heads", "4"],
+            "dim 16 / heads 16 is the width of a head and must be an even number",
+        ),
         (["--heads", "8", "--kv-heads", "3"], "3"),
-        (["--dtype", "int8"], "'int8' is not float32, float16 or bfloat16"),
+        (["--dtype", "int8"], "'int8' is not one of float32, float16 and bfloat16"),
         (["--repeat", "2"], "less than or equal to 1"),
         (["--lr", "0"], "lr is 0.0; it must be positive and finite"),
         (["--vocab", "100"], "greater than or equal to 257"),
@@ -328,7 +331,7 @@ def test_a_folder_in_use_and_a_file_are_refused(
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     assert train(text, out) == 2
-    assert "is not empty; choose another folder, or go on" in shown(capsys)
+    assert "is not empty; choose another folder, or continue" in shown(capsys)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
     assert train(text, text) == 2
     assert "is a file; give a folder" in shown(capsys)

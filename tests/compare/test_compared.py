@@ -10,8 +10,22 @@ from typing import Any
 
 import pytest
 
-from regard.compare.comparison import as_csv, as_json, beside, cost_of, gather, on_front
-from regard.compare.output import charts, costs, curves, overlapping, page, table
+from regard.compare.comparison import (
+    as_csv,
+    as_json,
+    collect_entries,
+    cost_of,
+    pareto_names,
+    with_overlap,
+)
+from regard.compare.output import (
+    context_plots,
+    cost_charts,
+    overlap_legend,
+    quality_charts,
+    render_page,
+    render_table,
+)
 from tests.compare import small
 from tests.compare.small import MACHINE, taught
 
@@ -104,8 +118,8 @@ def test_fronts_weigh_less_cost_against_more_right_answers() -> None:
         "mqar against kv_bytes": ["mha", "mqa"],
         "mqar against decode_seconds": ["mha", "mqa", "linear"],
     }
-    entries = gather(PLAN, done(without="mqar/mha"))
-    assert on_front(entries, PLAN.lessons[0], "kv_bytes", 20) == ["mqa"]
+    entries = collect_entries(PLAN, done(without="mqar/mha"))
+    assert pareto_names(entries, PLAN.tasks[0], "kv_bytes", 20) == ["mqa"]
     assert cost_of(entries[0], "decode_seconds", 999) is None
 
 
@@ -133,12 +147,12 @@ def line(text: str, name: str, part: int = 0) -> list[str]:
 
 
 def test_the_table_says_machine_n_and_seeds() -> None:
-    text = table(told(notes=["steps: mqar 9"]))
-    assert "CPU, 2 cores, 1 threads, torch 2, regard 0" in text
-    assert "medians and quartiles of 7 rounds in turns" in text
+    text = render_table(told(notes=["steps: mqar 9"]))
+    assert "CPU, 2 cores, 1 thread, torch 2, regard 0" in text
+    assert "medians and quartiles of 7 rounds, mechanisms in turns" in text
     assert "seeds 0, 1" in text
     assert "note: steps: mqar 9" in text
-    assert "(0.003 for mha mqa linear), judged on other data" in text
+    assert "(0.003 for mha mqa linear), tested on other data" in text
     parameters = f"{told()['mechanisms'][2]['parameters']:,}"
     assert line(text, "linear") == ["linear", parameters, "2.00 KiB", "2.00 KiB", "3.00 MiB", "-"]
     # prompts of 5 to 15 ms overlap those of 15 to 45; tokens of 0.9 to 1.1 ms are below 2.7 to 3.3;
@@ -166,8 +180,8 @@ def test_the_table_says_machine_n_and_seeds() -> None:
     ]
     assert line(text, "mha", 1)[1] == "30.0 ms", "the first is what the others are held against"
     assert (
-        "~ its quartiles overlap those of mha, or there were fewer than 4 rounds: the two are not "
-        "told apart" in text
+        "~ the quartiles overlap those of mha, or there were fewer than 4 rounds: the two may be "
+        "equally fast" in text
     )
     assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
     assert "mqar against cache bytes: mha, mqa" in text
@@ -180,24 +194,24 @@ def test_times_that_overlap_are_not_told_apart() -> None:
     two = {
         n: {"seconds": t, "quartiles": [t, t], "rounds": 2} for n, t in (("a", 2.18), ("b", 0.43))
     }
-    assert beside(two, "b")["overlaps_first"] is True
+    assert with_overlap(two, "b")["overlaps_first"] is True
     four = {n: {**row, "rounds": 4} for n, row in two.items()}
-    assert beside(four, "b")["overlaps_first"] is False
-    assert beside(four, "a")["overlaps_first"] is None
+    assert with_overlap(four, "b")["overlaps_first"] is False
+    assert with_overlap(four, "a")["overlaps_first"] is None
     assert "overlaps_first" not in four["b"], "kept numbers are as they were measured"
-    assert beside({"a": {"why": "no room"}, "b": four["b"]}, "b")["overlaps_first"] is None
-    assert beside({"a": {"why": "no room"}, "b": four["b"]}, "a") == {"why": "no room"}
+    assert with_overlap({"a": {"why": "no room"}, "b": four["b"]}, "b")["overlaps_first"] is None
+    assert with_overlap({"a": {"why": "no room"}, "b": four["b"]}, "a") == {"why": "no room"}
     entry = {e["name"]: e for e in told()["mechanisms"]}["linear"]
     assert entry["decode"]["20"]["overlaps_first"] is False
     assert entry["prefill"]["20"]["overlaps_first"] is True
     assert (
-        overlapping(
+        overlap_legend(
             {
                 "mechanisms": [
                     {
                         "name": "a",
                         "prefill": {},
-                        "decode": {"9": beside(four, "b")},
+                        "decode": {"9": with_overlap(four, "b")},
                         "training": None,
                     }
                 ]
@@ -205,17 +219,19 @@ def test_times_that_overlap_are_not_told_apart() -> None:
         )
         == ""
     )
-    marked = {"name": "a", "prefill": {}, "decode": {}, "training": beside(two, "b")}
-    assert overlapping({"mechanisms": [marked]}).startswith("~ its quartiles overlap those of a, ")
+    marked = {"name": "a", "prefill": {}, "decode": {}, "training": with_overlap(two, "b")}
+    assert overlap_legend({"mechanisms": [marked]}).startswith(
+        "~ the quartiles overlap those of a, "
+    )
 
 
 def test_a_page_without_quality_has_plots() -> None:
     plan = small.plan(*NAMES)
     found = json.loads(json.dumps(as_json(plan, done(), MACHINE, "regard compare mha")))
-    text = page(found)
-    assert list(charts(found)) == []
+    text = render_page(found)
+    assert list(quality_charts(found)) == []
     assert text.count("<svg") == 2 + 3
-    against_cache, against_prompt = costs(found)
+    against_cache, against_prompt = cost_charts(found)
     marks = {mark.name: mark for mark in against_cache.marks}
     assert (marks["mqa"].x, marks["mqa"].y) == (1024, 0.002)
     assert marks["mqa"].span == pytest.approx((0.0018, 0.0022))
@@ -223,21 +239,21 @@ def test_a_page_without_quality_has_plots() -> None:
         "mha costs more of both"
     )
     assert [m.name for m in against_prompt.marks if m.front] == ["linear"]
-    drawn = {picture.title: picture for picture in curves(found)}
+    drawn = {picture.title: picture for picture in context_plots(found)}
     assert list(drawn) == ["Time of a prompt", "Time of a decoded token", "Cache"]
     assert drawn["Cache"].lines[1].points == ((6.0, 1024.0), (20.0, 1024.0))
     for words in (
         "Costs against one another",
         "Costs over the context",
-        "are the quartiles of the token",
+        "show the quartiles of the token",
     ):
         assert words in text
     assert "Quality against cost" not in text
     one = {**found, "timing": {**found["timing"], "contexts": [20]}}
-    assert curves(one) == []
-    assert page(one).count("<svg") == 2
+    assert context_plots(one) == []
+    assert render_page(one).count("<svg") == 2
     nothing = as_json(plan, {}, MACHINE, "regard compare", interrupted=True)
-    assert page(nothing).count("<svg") == 0
+    assert render_page(nothing).count("<svg") == 0
 
 
 def test_what_is_missing_is_shown_as_missing() -> None:
@@ -248,27 +264,27 @@ def test_what_is_missing_is_shown_as_missing() -> None:
     }
     partial["decode/20"]["rows"]["mha"] = {"why": "no room"}
     found = as_json(PLAN, partial, MACHINE, "regard compare", interrupted=True)
-    text = table(found)
+    text = render_table(found)
     assert line(text, "linear", 2) == ["linear", "-", "-", "-", "-"]
     assert "not run: mha, decode @20: no room" in text
-    assert text.endswith("interrupted: what is missing was not measured")
+    assert text.endswith("interrupted: missing values were not measured")
     nothing = as_json(PLAN, {}, MACHINE, "regard compare", interrupted=True)
-    assert line(table(nothing), "mha")[2:5] == ["-", "-", "-"]
+    assert line(render_table(nothing), "mha")[2:5] == ["-", "-", "-"]
     assert nothing["fronts"] == {"mqar against kv_bytes": [], "mqar against decode_seconds": []}
-    assert "interrupted" in page(nothing)
+    assert "interrupted" in render_page(nothing)
 
 
 def test_a_mechanism_that_diverged_is_told() -> None:
     numbers = done()
     numbers["mqar/mha/lr 0.003/seed 1"] = {"diverged": True, "seconds": 1.0}
     found = as_json(PLAN, numbers, MACHINE, "regard compare")
-    assert line(table(found), "mha", 2)[1] == "diverged"
+    assert line(render_table(found), "mha", 2)[1] == "diverged"
     assert "mha" not in found["fronts"]["mqar against kv_bytes"]
 
 
 def test_the_page_draws_each_lesson_against_each_cost() -> None:
     found = told(notes=["steps <b>"])
-    drawn = list(charts(found))
+    drawn = list(quality_charts(found))
     assert [chart.title for chart in drawn] == [
         "mqar against cache",
         "mqar against time of a decoded token",
@@ -281,7 +297,7 @@ def test_the_page_draws_each_lesson_against_each_cost() -> None:
         True,
     )
     assert not marks["linear"].front
-    html = page(found)
+    html = render_page(found)
     assert html.count("<svg") == 2 + 2 + 3
     assert "regard compare mha" in html
     assert "steps &lt;b&gt;" in html

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from regard.compare.experiment import Experiment, Session, Store, clock
+from regard.compare.experiment import Experiment, ExperimentStore, Session, format_duration
 from regard.errors import ArgumentError, FileError
 
 
@@ -33,9 +33,9 @@ def experiment(name: str, measure: Any, **settings: Any) -> Experiment:
 def test_a_second_session_measures_nothing_again(tmp_path: Path) -> None:
     measures = [Counted(i) for i in range(3)]
     batch = [experiment(f"decode/{i}", m, n=i) for i, m in enumerate(measures)]
-    first = Session(Store(tmp_path / "kept"))
+    first = Session(ExperimentStore(tmp_path / "kept"))
     found = first.run(batch[:2])
-    second = Session(Store(tmp_path / "kept"))
+    second = Session(ExperimentStore(tmp_path / "kept"))
     assert second.run(batch) == {**found, "decode/2": {"value": 2}}
     assert [m.times for m in measures] == [1, 1, 1]
     assert (second.measured, second.reused) == (1, 2)
@@ -45,7 +45,7 @@ def test_a_second_session_measures_nothing_again(tmp_path: Path) -> None:
 def test_other_settings_are_another_measurement(tmp_path: Path) -> None:
     measure = Counted()
     for n in (1, 2, 1):
-        Session(Store(tmp_path)).run([experiment("sum", measure, n=n, sizes=(1, 2))])
+        Session(ExperimentStore(tmp_path)).run([experiment("sum", measure, n=n, sizes=(1, 2))])
     assert measure.times == 2
     assert experiment("sum", measure, n=1).key != experiment("sum", measure, n=2).key
     assert experiment("sum a/b", measure).key.startswith("sum-a-b.")
@@ -56,11 +56,11 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     measure = Counted(7)
-    session = Session(Store(tmp_path))
+    session = Session(ExperimentStore(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         session.run([experiment("a", measure), experiment("b", interrupted)])
-    assert session.done == {"a": {"value": 7}}
-    again = Session(Store(tmp_path))
+    assert session.results == {"a": {"value": 7}}
+    again = Session(ExperimentStore(tmp_path))
     assert again.run([experiment("a", measure), experiment("b", Counted(8))]) == {
         "a": {"value": 7},
         "b": {"value": 8},
@@ -83,14 +83,16 @@ def test_a_damaged_file_counts_as_not_there(content: str, tmp_path: Path) -> Non
     measure = Counted(3)
     one = experiment("a", measure)
     (tmp_path / f"{one.key}.json").write_text(content)
-    assert Session(Store(tmp_path)).run([one]) == {"a": {"value": 3}}
+    assert Session(ExperimentStore(tmp_path)).run([one]) == {"a": {"value": 3}}
     assert measure.times == 1
     kept = json.loads((tmp_path / f"{one.key}.json").read_text())
     assert (kept["numbers"], kept["settings"], kept["name"]) == ({"value": 3}, {}, "a")
 
 
 def test_what_stands_beside_the_numbers(tmp_path: Path) -> None:
-    Session(Store(tmp_path, {"machine": {"cores": 2}})).run([experiment("a", Counted(), n=4)])
+    Session(ExperimentStore(tmp_path, {"machine": {"cores": 2}})).run(
+        [experiment("a", Counted(), n=4)]
+    )
     (file,) = tmp_path.iterdir()
     kept = json.loads(file.read_text())
     assert kept["machine"] == {"cores": 2}
@@ -100,16 +102,16 @@ def test_what_stands_beside_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}])
 def test_numbers_that_json_cannot_hold_are_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a gave numbers that JSON cannot hold"):
-        Session(Store(tmp_path)).run([experiment("a", Counted(value))])
+    with pytest.raises(ArgumentError, match="a returned values that JSON cannot store"):
+        Session(ExperimentStore(tmp_path)).run([experiment("a", Counted(value))])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_no_folder_and_a_full_disk_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="is a file; give a folder for the measurements"):
-        Store(tmp_path / "file")
-    store, one = Store(tmp_path / "gone"), experiment("a", Counted())
+    with pytest.raises(FileError, match="is a file; give a folder in which measurements are saved"):
+        ExperimentStore(tmp_path / "file")
+    store, one = ExperimentStore(tmp_path / "gone"), experiment("a", Counted())
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / f"{one.key}.json").mkdir()  # what stands there cannot be replaced
     with pytest.raises(FileError, match="cannot be written"):
@@ -118,8 +120,12 @@ def test_a_file_is_no_folder_and_a_full_disk_is_told(tmp_path: Path) -> None:
 
 
 def test_names_tell_experiments_apart() -> None:
-    with pytest.raises(ArgumentError, match="two experiments are named a; names tell them apart"):
-        Session(Store(None)).run([experiment("a", Counted()), experiment("a", Counted(), n=1)])
+    with pytest.raises(
+        ArgumentError, match="two experiments are named a; give each experiment a name of its own"
+    ):
+        Session(ExperimentStore(None)).run(
+            [experiment("a", Counted()), experiment("a", Counted(), n=1)]
+        )
 
 
 def test_time_left_follows_what_the_done_ones_took() -> None:
@@ -132,7 +138,7 @@ def test_time_left_follows_what_the_done_ones_took() -> None:
 
         return measure
 
-    session = Session(Store(None), told.append, lambda: now[0])
+    session = Session(ExperimentStore(None), told.append, lambda: now[0])
     # expected 1, 1 and 2; the first takes 10, so that the others take 10 and 20
     session.run(
         [Experiment(n, {}, taking(s), e) for n, s, e in (("a", 10, 1), ("b", 30, 1), ("c", 1, 2))]
@@ -142,10 +148,24 @@ def test_time_left_follows_what_the_done_ones_took() -> None:
 
 
 def test_clock() -> None:
-    assert [clock(s) for s in (0, 59.6, 3599, 3600, -1)] == [
+    assert [format_duration(s) for s in (0, 59.6, 3599, 3600, -1)] == [
         "0:00",
         "1:00",
         "59:59",
         "1:00:00",
         "0:00",
     ]
+
+
+def test_the_old_names_of_the_session_and_the_store() -> None:
+    import regard.compare
+
+    with pytest.warns(DeprecationWarning, match="Store is now regard.compare.ExperimentStore"):
+        assert regard.compare.Store is ExperimentStore
+    with pytest.warns(DeprecationWarning, match=r"about=\) is now .*metadata="):
+        store = ExperimentStore(None, about={"cores": 2})
+    with pytest.warns(DeprecationWarning, match=r"tell=\) is now .*report="):
+        session = Session(store, tell=print)
+    for old, new in (("done", "results"), ("kept", "reused_names"), ("tell", "report")):
+        with pytest.warns(DeprecationWarning, match=f"Session.{old} is now Session.{new}"):
+            assert getattr(session, old) is getattr(session, new)

@@ -15,23 +15,23 @@ from torch import Tensor
 from regard.compare.extension import (
     METHODS,
     POLICIES,
-    Asked,
-    Extended,
-    Keeping,
-    about,
-    consistency,
+    CachePolicy,
+    ExtensionOptions,
+    ExtensionResults,
+    cache_consistency,
+    column_heads,
+    consistency_by_policy,
+    default_lengths,
     extend_all,
-    extended,
-    heads,
-    lengths_for,
-    page,
-    pictures,
-    policies,
+    extended_decoder,
+    plots,
+    render_page,
+    render_table,
+    result_rows,
+    rotary_metadata,
     rotary_of,
-    rows,
     spectrum,
-    table,
-    under,
+    with_cache_policy,
 )
 from regard.errors import ArgumentError
 from regard.models.model import Model
@@ -63,7 +63,7 @@ def test_methods_scale_the_angles_and_nothing_else(model: Model) -> None:
         ],
     }
     for method in METHODS:
-        network = extended(model, method, TARGET)
+        network = extended_decoder(model, method, TARGET)
         found = spectrum(network, TARGET)
         if method in wanted:
             assert found["theta"] == pytest.approx(wanted[method], rel=1e-12)
@@ -74,13 +74,18 @@ def test_methods_scale_the_angles_and_nothing_else(model: Model) -> None:
             assert share == pytest.approx(by_hand, abs=1e-12)
         shared = {p.data_ptr() for p in model.decoder.parameters()}
         assert {p.data_ptr() for p in network.parameters()} == shared, "no weight is another's"
-    assert about(model) == {"trained": 16, "rotary_dim": 10, "base": base, "critical_dimension": 2}
+    assert rotary_metadata(model) == {
+        "trained": 16,
+        "rotary_dim": 10,
+        "base": base,
+        "critical_dimension": 2,
+    }
     assert math.ceil(5 * math.log(16 / (2 * math.pi)) / math.log(base)) == 1
 
 
 def test_policies_keep_what_they_promise(model: Model, ids: Tensor) -> None:
-    network = extended(model, "dynamic", TARGET)
-    found = policies(network, ids[None, : START + STEPS], START, TARGET)
+    network = extended_decoder(model, "dynamic", TARGET)
+    found = consistency_by_policy(network, ids[None, : START + STEPS], START, TARGET)
     assert tuple(found) == POLICIES
     for exact in ("frozen", "recompute"):
         assert found[exact]["difference"] < 1e-4
@@ -102,16 +107,21 @@ def test_policies_keep_what_they_promise(model: Model, ids: Tensor) -> None:
 
 
 def test_within_the_trained_length_no_policy_matters(model: Model, ids: Tensor) -> None:
-    network = extended(model, "dynamic", TARGET)
+    network = extended_decoder(model, "dynamic", TARGET)
     for policy in ("stale", "pre_rope", "re_rotate", "recompute"):
-        assert consistency(under(network, policy, TARGET), ids[None, :15], 8)["difference"] < 1e-4
+        assert (
+            cache_consistency(with_cache_policy(network, policy, TARGET), ids[None, :15], 8)[
+                "difference"
+            ]
+            < 1e-4
+        )
 
 
 def test_one_layer_is_right_where_keys_are_turned_anew(ids: Tensor) -> None:
-    network = extended(
+    network = extended_decoder(
         small.model(num_hidden_layers=1, max_position_embeddings=TRAINED), "dynamic", TARGET
     )
-    found = policies(network, ids[None, : START + STEPS], START, TARGET)
+    found = consistency_by_policy(network, ids[None, : START + STEPS], START, TARGET)
     assert found["pre_rope"]["difference"] < 1e-4
     assert found["re_rotate"]["difference"] < 1e-4
     assert found["stale"]["difference"] > 0.05
@@ -119,19 +129,21 @@ def test_one_layer_is_right_where_keys_are_turned_anew(ids: Tensor) -> None:
 
 @pytest.mark.parametrize("method", ["unscaled", "linear", "yarn"])
 def test_a_fixed_scaling_suits_any_cache(model: Model, ids: Tensor, method: str) -> None:
-    network = extended(model, method, TARGET)
-    found = policies(network, ids[None, : START + STEPS], START, TARGET)
+    network = extended_decoder(model, method, TARGET)
+    found = consistency_by_policy(network, ids[None, : START + STEPS], START, TARGET)
     assert tuple(found) == ("as it is",)
     assert found["as it is"]["difference"] < 1e-4
-    with pytest.raises(ArgumentError, match="do not follow the length, and any cache suits it"):
-        under(network, "frozen", TARGET)
+    with pytest.raises(
+        ArgumentError, match="do not depend on the length, so that it needs no cache policy"
+    ):
+        with_cache_policy(network, "frozen", TARGET)
 
 
 def test_policies_share_the_parameters(model: Model) -> None:
-    network = extended(model, "dynamic", TARGET)
-    names: list[Keeping] = ["stale", "frozen", "re_rotate"]
+    network = extended_decoder(model, "dynamic", TARGET)
+    names: list[CachePolicy] = ["stale", "frozen", "re_rotate"]
     for policy in names:
-        made = under(network, policy, TARGET)
+        made = with_cache_policy(network, policy, TARGET)
         assert {p.data_ptr() for p in made.parameters()} == {
             p.data_ptr() for p in network.parameters()
         }
@@ -139,9 +151,9 @@ def test_policies_share_the_parameters(model: Model) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(model: Model) -> Extended:
+def found(model: Model) -> ExtensionResults:
     ids = torch.arange(400) * 37 % 300
-    asked = Asked(128, ("yarn", "dynamic"), windows=2, trials=2, steps=6)
+    asked = ExtensionOptions(128, ("yarn", "dynamic"), windows=2, trials=2, steps=6)
     return extend_all(
         small.model(max_position_embeddings=64 * 2 - 64),
         ids,
@@ -150,30 +162,32 @@ def found(model: Model) -> Extended:
     )
 
 
-def test_the_report_has_every_number(found: Extended) -> None:
+def test_the_report_has_every_number(found: ExtensionResults) -> None:
     assert found.start["lengths"] == [32, 64, 128]
     assert tuple(found.methods) == ("unscaled", "yarn", "dynamic")
-    cells = rows(found)
-    assert [len(row) for row in cells] == [len(heads(found))] * 3
+    cells = result_rows(found)
+    assert [len(row) for row in cells] == [len(column_heads(found))] * 3
     for row, numbers in zip(cells, found.methods.values(), strict=True):
         assert row[1:4] == [f"{one['perplexity']:.4g}" for one in numbers["by_length"]]
-    text = table(found)
+    text = render_table(found)
     assert "trained on 64 tokens, base 10000" in text
-    assert "dynamic follows the length: cached decoding of 6 tokens across 64" in text
+    assert (
+        "frequencies of dynamic depend on the length: cached decoding of 6 tokens across 64" in text
+    )
     assert re.search(r"stale +[\d.e-]+ +\d+% +0", text)
     told = found.as_dict("regard extend")
     assert json.loads(json.dumps(told, allow_nan=False))["methods"].keys() == found.methods.keys()
 
 
-def test_the_page_draws_five_pictures_and_runs_nothing(found: Extended) -> None:
-    drawn = pictures(found)
+def test_the_page_draws_five_pictures_and_runs_nothing(found: ExtensionResults) -> None:
+    drawn = plots(found)
     assert len(drawn) == 5
     for picture in drawn:
         (axes,) = picture.draw().figure.axes
         lines = [line for line in axes.lines if str(line.get_gid()).startswith("line")]
         assert [line.get_label() for line in lines] == [line.name for line in picture.lines]
         assert len(lines) == 3
-    text = page(found, "regard extend <small>")
+    text = render_page(found, "regard extend <small>")
     assert text.count("<svg") == 5
     assert "regard extend &lt;small&gt;" in text
     assert "<script" not in text
@@ -181,26 +195,28 @@ def test_the_page_draws_five_pictures_and_runs_nothing(found: Extended) -> None:
 
 
 def test_lengths() -> None:
-    assert lengths_for(100, 150) == (50, 100, 150)
-    assert lengths_for(100, 200) == (50, 100, 200)
-    assert lengths_for(100, 900) == (50, 100, 200, 400, 800, 900)
+    assert default_lengths(100, 150) == (50, 100, 150)
+    assert default_lengths(100, 200) == (50, 100, 200)
+    assert default_lengths(100, 900) == (50, 100, 200, 400, 800, 900)
 
 
 def test_refusals(model: Model, ids: Tensor) -> None:
-    with pytest.raises(ArgumentError, match="the method is 'alibi'; it is one of unscaled, linear"):
-        extended(model, "alibi", TARGET)
+    with pytest.raises(
+        ArgumentError, match="the method is 'alibi'; it must be one of unscaled, linear"
+    ):
+        extended_decoder(model, "alibi", TARGET)
     with pytest.raises(
         ArgumentError, match="the context is 8, and max_position_embeddings is 16 already"
     ):
-        extended(model, "yarn", 8)
+        extended_decoder(model, "yarn", 8)
     with pytest.raises(ArgumentError, match="no rotary positions"):
         rotary_of(torch.nn.Linear(1, 1))
     for start in (0, 12):
         with pytest.raises(
-            ArgumentError, match=rf"start is {start}; it must be 1 to 11, of 12 tokens"
+            ArgumentError, match=rf"start is {start}; it must be 1 to 11, for 12 tokens"
         ):
-            consistency(model.decoder, ids[None, :12], start)
+            cache_consistency(model.decoder, ids[None, :12], start)
     with pytest.raises(
-        ArgumentError, match="the text has 40 tokens, and 65 are needed for a length of 64"
+        ArgumentError, match="the text has 40 tokens, but 65 are needed for a length of 64"
     ):
-        extend_all(model, ids[:40], Asked(64), {"model": "small", "text": "short"})
+        extend_all(model, ids[:40], ExtensionOptions(64), {"model": "small", "text": "short"})

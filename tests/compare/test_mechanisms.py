@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from regard.compare.mechanisms import (
-    NAMES,
-    Contestant,
+    DEFAULT_NAMES,
+    Candidate,
     Shape,
+    build_decoder,
+    candidates,
     configs,
-    contestants,
-    decoder,
-    parameters,
+    count_parameters,
     same_parameters,
 )
-from regard.compare.speed import ids
+from regard.compare.speed import random_ids
 from regard.errors import ArgumentError
 from regard.train.losses import next_token_loss
 from tests.compare.small import SHAPE
@@ -32,8 +32,8 @@ def test_the_default_set() -> None:
         "gated-delta",
         "infini",
         "nsa",
-    } == set(NAMES)
-    states = {one.name for one in contestants(None, SHAPE) if one.recurrent}
+    } == set(DEFAULT_NAMES)
+    states = {one.name for one in candidates(None, SHAPE) if one.recurrent}
     assert states == {"linear", "gated-delta", "infini"}
 
 
@@ -43,31 +43,34 @@ def test_every_mechanism_can_be_built_and_trained_at_other_sizes(
     dim: int, heads: int, window: int
 ) -> None:
     shape = Shape(dim=dim, layers=1, heads=heads, window=window)
-    made = configs(contestants(None, shape), shape)
+    made = configs(candidates(None, shape), shape)
     for name, config in made.items():
-        model = decoder(config)
-        loss = next_token_loss(model, ids(config, 1, 9))
+        model = build_decoder(config)
+        loss = next_token_loss(model, random_ids(config, 1, 9))
         loss.backward()
         assert loss.isfinite(), name
-        assert sum(p.numel() for p in model.parameters()) == parameters(config)
+        assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("shape", [Shape(), Shape(dim=64, layers=3), SHAPE])
 def test_the_same_parameters_within_one_per_cent(shape: Shape) -> None:
-    found = configs(contestants(None, shape), shape, "parameters")
+    found = configs(candidates(None, shape), shape, "parameters")
     counts = {
-        name: sum(p.numel() for p in decoder(config).parameters()) for name, config in found.items()
+        name: sum(p.numel() for p in build_decoder(config).parameters())
+        for name, config in found.items()
     }
     assert max(abs(n / counts["mha"] - 1) for n in counts.values()) <= 0.01
     hidden = {name: config.intermediate_size for name, config in found.items()}
     assert hidden["mqa"] > hidden["gqa"] > hidden["mha"] == shape.width
-    plain = {name: parameters(c) for name, c in configs(contestants(None, shape), shape).items()}
+    plain = {
+        name: count_parameters(c) for name, c in configs(candidates(None, shape), shape).items()
+    }
     assert plain["mqa"] < 0.99 * plain["mha"]  # what the width makes up for
 
 
 def test_the_nearest_width_is_taken() -> None:
-    config = Contestant("mqa", "mqa").config(SHAPE)
+    config = Candidate("mqa", "mqa").config(SHAPE)
     for wanted in range(30_000, 30_300, 50):
         best = min(range(1, 400), key=lambda n: abs(_with(config, n) - wanted))
         assert same_parameters(config, wanted).intermediate_size == best
@@ -78,17 +81,18 @@ def _with(config: object, hidden: int) -> int:
 
 
 def test_parameters_that_cannot_be_met() -> None:
-    config = Contestant("mha", "gqa", {"groups": 4}).config(SHAPE)
+    config = Candidate("mha", "gqa", {"groups": 4}).config(SHAPE)
     with pytest.raises(
-        ArgumentError, match=r"gqa has .* with a feed-forward width of 1.*cannot be met within 1 %"
+        ArgumentError,
+        match=r"gqa has .* with a feed-forward width of 1.*no width gives 10,000 within 1 %",
     ):
         same_parameters(config, 10_000)
     with pytest.raises(ArgumentError, match="same is 'size'; it must be sizes or parameters"):
-        configs(contestants(["mha"], SHAPE), SHAPE, "size")
+        configs(candidates(["mha"], SHAPE), SHAPE, "size")
 
 
 def test_names_of_the_catalogue_with_options() -> None:
-    found = contestants(
+    found = candidates(
         ["mha", "retention", "gqa:groups=1", "sliding_window:groups=2,window=3"], SHAPE
     )
     assert [one.options for one in found] == [
@@ -104,9 +108,9 @@ def test_names_of_the_catalogue_with_options() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["mhaa"], "'mhaa' is no mechanism that a decoder can have; did you mean 'mha'"),
-        (["bahdanau"], "'bahdanau' is no mechanism that a decoder can have"),
-        (["mha", "mha"], "mha stands there twice; name each mechanism once"),
+        (["mhaa"], "'mhaa' is not a mechanism that a decoder can have; did you mean 'mha'"),
+        (["bahdanau"], "'bahdanau' is not a mechanism that a decoder can have"),
+        (["mha", "mha"], "mha is given twice; name each mechanism once"),
         (["gqa:group=2"], "gqa has groups, head_dim, base, layout; did you mean 'groups'"),
         (["gqa"], None),
         (["sliding_window"], "sliding_window needs groups, window"),
@@ -115,14 +119,16 @@ def test_names_of_the_catalogue_with_options() -> None:
 )
 def test_names_that_are_refused(names: list[str], message: str | None) -> None:
     if message is None:
-        assert contestants(names, SHAPE)[0].options == {"groups": 2}
+        assert candidates(names, SHAPE)[0].options == {"groups": 2}
         return
     with pytest.raises(ArgumentError, match=message):
-        contestants(names, SHAPE)
+        candidates(names, SHAPE)
 
 
 def test_sizes_that_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="dim 20 / heads 4 must be even"):
+    with pytest.raises(
+        ArgumentError, match="dim 20 / heads 4 is the width of a head and must be an even number"
+    ):
         Shape(dim=20)
     with pytest.raises(ArgumentError, match="window is 7; it must be at least 8"):
         Shape(window=7)

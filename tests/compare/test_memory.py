@@ -15,7 +15,8 @@ from tests.compare.small import MACHINE, TIMING, plan
 
 def test_an_experiment_asks_the_program() -> None:
     found = {
-        one.name: one for one in memory.experiments(plan("mha", "mqa").configs, TIMING, MACHINE)
+        one.name: one
+        for one in memory.memory_experiments(plan("mha", "mqa").configs, TIMING, MACHINE)
     }
     assert list(found) == ["memory/mha", "memory/mqa"]
     settings = found["memory/mqa"].settings
@@ -24,9 +25,9 @@ def test_an_experiment_asks_the_program() -> None:
         "import json, sys; s = json.load(sys.stdin); print('noise'); "
         "print(json.dumps({'prefill': s['context']}))"
     )
-    assert memory.measure(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
+    assert memory.measure_peaks(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
     with pytest.raises(RegardError, match="ended with 3: no room; --no-memory goes without it"):
-        memory.measure(
+        memory.measure_peaks(
             settings,
             [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"],
         )
@@ -36,7 +37,7 @@ def test_the_program_measures_a_prompt_and_a_step() -> None:
     """In this process: the numbers are too small to say more than that both were measured, and are
     plain.
     """
-    (one,) = memory.experiments(plan("mqa").configs, TIMING, MACHINE)
+    (one,) = memory.memory_experiments(plan("mqa").configs, TIMING, MACHINE)
     found = memory.peaks(json.loads(json.dumps(one.settings)))
     assert set(found) == {"prefill", "training"}
     if (PROCESS / "clear_refs").exists():

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from regard.compare import quality
-from regard.compare.comparison import Comparison, judged
-from regard.compare.experiment import Session, Store
-from regard.compare.quality import Training, job_name, pilot, steps_that_fit
+from regard.compare.comparison import Comparison, summarize_quality
+from regard.compare.experiment import ExperimentStore, Session
+from regard.compare.quality import TrainingSettings, pilot_experiments, run_name, steps_that_fit
 from regard.errors import ArgumentError
 from tests.compare.small import MACHINE, taught
 
@@ -28,10 +28,10 @@ def _interrupts() -> Iterator[None]:
 
 
 def jobs(plan: Any, steps: int, **more: Any) -> list[Any]:
-    lesson = plan.lessons[0].name
+    lesson = plan.tasks[0].name
     seconds = {lesson: dict.fromkeys(plan.configs, 1.0)}
-    return quality.experiments(
-        plan.pupils, plan.lessons, plan.training, {lesson: steps}, seconds, **more
+    return quality.training_experiments(
+        plan.train_configs, plan.tasks, plan.training, {lesson: steps}, seconds, **more
     )
 
 
@@ -52,17 +52,19 @@ def test_few_steps_that_are_wanted_stay_few() -> None:
 
 
 def test_rates() -> None:
-    assert len(Training().rates_of(recurrent=True)) >= 3
-    assert set(Training().rates_of(recurrent=False)) <= set(Training().rates_of(recurrent=True))
-    assert Training(rates=(0.1,)).rates_of(recurrent=True) == (0.1,)
+    assert len(TrainingSettings().learning_rates_for(recurrent=True)) >= 3
+    assert set(TrainingSettings().learning_rates_for(recurrent=False)) <= set(
+        TrainingSettings().learning_rates_for(recurrent=True)
+    )
+    assert TrainingSettings(rates=(0.1,)).learning_rates_for(recurrent=True) == (0.1,)
     for wrong in ({"seeds": ()}, {"rates": ()}, {"seeds": (0, 0)}, {"rates": (0.1, 0.1)}):
-        with pytest.raises(ArgumentError, match="give at least one, each once"):
-            Training(**wrong)
+        with pytest.raises(ArgumentError, match="give at least one, and each only once"):
+            TrainingSettings(**wrong)
 
 
 def test_the_pilot_times_each_mechanism() -> None:
     plan = taught("mha", "linear")
-    (one,) = pilot(plan.pupils, plan.lessons)
+    (one,) = pilot_experiments(plan.train_configs, plan.tasks)
     found = one.measure()["seconds"]
     assert one.name == "pilot/mqar"
     assert set(found) == {"mha", "linear"}
@@ -73,7 +75,7 @@ def test_the_same_seed_gives_the_same_numbers_and_others_do_not() -> None:
     plan = taught("linear", seeds=(0, 1), rates=(3e-3, 1e-2))
     first, seed, rate, _ = jobs(plan, 3)
     assert [first.name, seed.name, rate.name] == [
-        job_name("mqar", "linear", r, s) for r, s in ((3e-3, 0), (3e-3, 1), (1e-2, 0))
+        run_name("mqar", "linear", r, s) for r, s in ((3e-3, 0), (3e-3, 1), (1e-2, 0))
     ]
     one, again = ({**first.measure(), "seconds": 0} for _ in range(2))
     assert one == again
@@ -84,7 +86,7 @@ def test_the_same_seed_gives_the_same_numbers_and_others_do_not() -> None:
 def test_training_lowers_the_loss() -> None:
     plan = taught("mha", rates=(1e-2,))
     told: list[str] = []
-    short, long = (jobs(plan, n, tell=told.append)[0].measure() for n in (1, 40))
+    short, long = (jobs(plan, n, report=told.append)[0].measure() for n in (1, 40))
     assert long["validation"] < 0.95 * short["validation"]
     assert any("step 40/40" in line for line in told)
 
@@ -95,7 +97,7 @@ def numbers(validation: float, accuracy: float) -> dict[str, Any]:
 
 def test_the_best_rate_is_chosen_by_validation_over_seeds_not_by_what_is_judged() -> None:
     plan = taught("linear", seeds=(0, 1), rates=(0.1, 0.2, 0.3))
-    lesson, pupil = plan.lessons[0], plan.pupils["linear"]
+    lesson, pupil = plan.tasks[0], plan.train_configs["linear"]
     made = {
         (0.1, 0): numbers(2.0, 0.9),
         (0.1, 1): numbers(2.0, 0.9),
@@ -104,8 +106,8 @@ def test_the_best_rate_is_chosen_by_validation_over_seeds_not_by_what_is_judged(
         (0.3, 0): numbers(0.1, 0.8),
         (0.3, 1): {"diverged": True, "seconds": 1.0},
     }
-    done = {job_name("mqar", "linear", rate, seed): n for (rate, seed), n in made.items()}
-    found = judged(lesson, "linear", pupil, (0, 1), done)
+    done = {run_name("mqar", "linear", rate, seed): n for (rate, seed), n in made.items()}
+    found = summarize_quality(lesson, "linear", pupil, (0, 1), done)
     assert found == {
         "validation": {"0.1": 2.0, "0.2": 1.75, "0.3": None},
         "seeds": [0, 1],
@@ -116,24 +118,26 @@ def test_the_best_rate_is_chosen_by_validation_over_seeds_not_by_what_is_judged(
         "steps": 7,
         "tokens": 70,
     }
-    del done[job_name("mqar", "linear", 0.1, 1)]
-    assert judged(lesson, "linear", pupil, (0, 1), done) is None
+    del done[run_name("mqar", "linear", 0.1, 1)]
+    assert summarize_quality(lesson, "linear", pupil, (0, 1), done) is None
 
 
 def test_a_run_that_diverges_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = taught("linear", rates=(1e-2,))
-    real = quality.decoder
+    real = quality.build_decoder
 
     def broken(config: Any, seed: int = 0) -> Any:
         model = real(config, seed)
         model.register_forward_hook(lambda *args: args[-1] * float("inf"))
         return model
 
-    monkeypatch.setattr(quality, "decoder", broken)
+    monkeypatch.setattr(quality, "build_decoder", broken)
     (job,) = jobs(plan, 3)
     found = job.measure()
     assert found["diverged"] is True
-    told = judged(plan.lessons[0], "linear", plan.pupils["linear"], (0,), {job.name: found})
+    told = summarize_quality(
+        plan.tasks[0], "linear", plan.train_configs["linear"], (0,), {job.name: found}
+    )
     assert told == {"validation": {"0.01": None}, "seeds": [0], "diverged": True}
 
 
@@ -146,19 +150,19 @@ def test_a_signal_ends_the_comparison_and_leaves_what_is_done(tmp_path: Path) ->
         if "mqar/mqa" in line:
             signal.raise_signal(signal.SIGINT)
 
-    session = Session(Store(tmp_path), tell)
+    session = Session(ExperimentStore(tmp_path), tell)
     with pytest.raises(KeyboardInterrupt):
         Comparison(plan, session, MACHINE, steps=2, with_memory=False).run()
-    assert "mqar/mha/lr 0.01/seed 0" in session.done
-    assert "mqar/mqa/lr 0.01/seed 0" not in session.done
-    again = Session(Store(tmp_path))
+    assert "mqar/mha/lr 0.01/seed 0" in session.results
+    assert "mqar/mqa/lr 0.01/seed 0" not in session.results
+    again = Session(ExperimentStore(tmp_path))
     Comparison(plan, again, MACHINE, steps=2, with_memory=False).run()
     assert (again.measured, again.reused) == (1, session.measured)
 
 
 def test_a_signal_inside_training_ends_it_too() -> None:
     plan = taught("mqa", rates=(1e-2,))
-    (job,) = jobs(plan, 50, tell=lambda _: signal.raise_signal(signal.SIGINT))
+    (job,) = jobs(plan, 50, report=lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         job.measure()
 
@@ -168,16 +172,16 @@ def test_steps_are_shrunk_for_all_alike_and_said(
 ) -> None:
     plan = taught("mha", "linear", rates=(1e-2,))
     monkeypatch.setattr(quality, "_per_step", lambda config, lesson: 1e6)
-    session = Session(Store(tmp_path))
+    session = Session(ExperimentStore(tmp_path))
     one = Comparison(plan, session, MACHINE, minutes=1.0, with_memory=False)
     one.run()
-    assert session.done["steps"]["steps"] == {"mqar": 20}
-    assert {n["steps"] for name, n in session.done.items() if name.startswith("mqar/")} == {20}
+    assert session.results["steps"]["steps"] == {"mqar": 20}
+    assert {n["steps"] for name, n in session.results.items() if name.startswith("mqar/")} == {20}
     assert "all of mqar 400 would take about" in one.notes[0]
-    assert "--minutes is 1: every mechanism is trained so much less" in one.notes[0]
+    assert "--minutes is 1, so every mechanism is trained for fewer steps" in one.notes[0]
     # what was chosen is kept: a run that goes on, later and faster, trains no other number of steps
     monkeypatch.setattr(quality, "_per_step", lambda config, lesson: 1e-9)
-    again = Session(Store(tmp_path))
+    again = Session(ExperimentStore(tmp_path))
     Comparison(plan, again, MACHINE, minutes=1.0, with_memory=False).run()
     assert again.measured == 0
 
@@ -185,7 +189,9 @@ def test_steps_are_shrunk_for_all_alike_and_said(
 def test_steps_that_are_asked_for_are_not_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = taught("mha", rates=(1e-2,))
     monkeypatch.setattr(quality, "_per_step", lambda config, lesson: 1e6)
-    one = Comparison(plan, Session(Store(None)), MACHINE, minutes=1.0, steps=3, with_memory=False)
+    one = Comparison(
+        plan, Session(ExperimentStore(None)), MACHINE, minutes=1.0, steps=3, with_memory=False
+    )
     one.run()
-    assert one.session.done["mqar/mha/lr 0.01/seed 0"]["steps"] == 3
-    assert one.notes == ["steps: mqar 3; training was expected to take 833:20:00"]
+    assert one.session.results["mqar/mha/lr 0.01/seed 0"]["steps"] == 3
+    assert one.notes == ["steps: mqar 3; the estimated training time is 833:20:00"]

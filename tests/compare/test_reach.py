@@ -88,8 +88,8 @@ def test_needles_repeat_with_their_seed() -> None:
 @pytest.mark.parametrize(
     ("lengths", "size", "message"),
     [
-        ([3], 60, r"lengths are \[3\], and 4 tokens of 2 windows are counted"),
-        ([60], 60, r"the text has 60 tokens, and 60 of context need 61"),
+        ([3], 60, r"lengths are \[3\], counted is 4 and windows is 2"),
+        ([60], 60, r"the text has 60 tokens, but a context of 60 needs 61"),
     ],
 )
 def test_losses_refuse(lengths: list[int], size: int, message: str) -> None:
@@ -100,7 +100,8 @@ def test_losses_refuse(lengths: list[int], size: int, message: str) -> None:
 @pytest.mark.parametrize(("length", "depths"), [(19, [0.5]), (90, [0.5]), (40, [1.5])])
 def test_needles_refuse(length: int, depths: list[float]) -> None:
     with pytest.raises(
-        ArgumentError, match=r"a passage of 7 tokens twice in .*at least 20 and at most"
+        ArgumentError,
+        match=r"a passage of 7 tokens cannot be placed twice in .*at least 20 and at most",
     ):
         needles(Induction(9), torch.arange(80), length, depths, key=4, mark=3)
 

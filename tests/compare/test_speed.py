@@ -14,7 +14,14 @@ import torch
 from regard import attend
 from regard.bench import timing
 from regard.compare import speed
-from regard.compare.mechanisms import NAMES, Contestant, Shape, configs, contestants, decoder
+from regard.compare.mechanisms import (
+    DEFAULT_NAMES,
+    Candidate,
+    Shape,
+    build_decoder,
+    candidates,
+    configs,
+)
 from regard.compare.speed import Timing
 from regard.configs.reader import read_sizes
 from regard.cost.report import CostReport, Setting
@@ -24,7 +31,9 @@ from regard.models.decoder import Decoder
 from regard.nn.variants import VARIANTS
 from tests.compare.small import SHAPE, TIMING, plan
 
-COUNTED = [name for name in NAMES if name != "sinks"]  # `regard cost` has no entry for streaming
+COUNTED = [
+    name for name in DEFAULT_NAMES if name != "sinks"
+]  # `regard cost` has no entry for streaming
 
 
 def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
@@ -47,12 +56,12 @@ def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
 
 
 @pytest.mark.full(keep=10)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DEFAULT_NAMES)
 @pytest.mark.parametrize("context", [9, 20, 24])
 def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
     shape = replace(SHAPE, layers=2)
-    made = configs(contestants([name], shape), shape)
-    row = speed.measure(made, "decode", context, TIMING)["rows"][name]
+    made = configs(candidates([name], shape), shape)
+    row = speed.time_in_turns(made, "decode", context, TIMING)["rows"][name]
     assert row["kv_bytes"] == row["kv_bytes_formula"] == 2 * 4 * kept(name, context)
     if name in COUNTED:
         raw = {"model_type": "regard", **asdict(made[name])}
@@ -68,10 +77,10 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     """It has the logits of one whole pass, and is taken back: further calls say the same, whatever
     the cache.
     """
-    made = Contestant(name, name, VARIANTS[name].example_options).config(SHAPE)
-    model = _drawn(decoder(made))
+    made = Candidate(name, name, VARIANTS[name].sizes).config(SHAPE)
+    model = _drawn(build_decoder(made))
     with torch.inference_mode():
-        whole = model(speed.ids(made, 2, 21))[:, -1:]
+        whole = model(speed.random_ids(made, 2, 21))[:, -1:]
     step = speed.decode(model, made, 21, batch=2)
     first, second, third = step(), step(), step()
     assert torch.equal(first, second)
@@ -79,15 +88,15 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     scale = float(whole.abs().max())
     assert float((first - whole).abs().max()) <= 1e-12 * scale
     with torch.inference_mode():
-        other = model(speed.ids(made, 2, 20))[:, -1:]
+        other = model(speed.random_ids(made, 2, 20))[:, -1:]
     assert float((first - other).abs().max()) > 1e-3 * scale
 
 
 def test_the_first_token_has_no_prompt() -> None:
-    made = configs(contestants(["mha"], SHAPE), SHAPE)["mha"]
-    model = _drawn(decoder(made))
+    made = configs(candidates(["mha"], SHAPE), SHAPE)["mha"]
+    model = _drawn(build_decoder(made))
     with torch.inference_mode():
-        whole = model(speed.ids(made, 1, 1))
+        whole = model(speed.random_ids(made, 1, 1))
     found = speed.decode(model, made, 1)()
     assert float((found - whole).abs().max()) <= 1e-12 * float(whole.abs().max())
 
@@ -102,29 +111,29 @@ def _drawn(model: Decoder) -> Decoder:
 
 
 def test_prompts_fill_new_caches_each_time() -> None:
-    made = configs(contestants(["mha", "window"], SHAPE), SHAPE)
+    made = configs(candidates(["mha", "window"], SHAPE), SHAPE)
     for config in made.values():
-        step = speed.prefill(decoder(config), config, 20)
+        step = speed.prefill(build_decoder(config), config, 20)
         one, two = step(), step()
         assert one is not two
         assert {len(cache) for cache in (*one, *two)} == {20 if config.attention == "gqa" else 8}
 
 
 def test_training_steps_train() -> None:
-    made = configs(contestants(["linear"], SHAPE), SHAPE)["linear"]
-    step = speed.training(decoder(made), made, 12, 2)
+    made = configs(candidates(["linear"], SHAPE), SHAPE)["linear"]
+    step = speed.training(build_decoder(made), made, 12, 2)
     losses = [step() for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
 
 
 def test_kernels_that_ran() -> None:
-    rows = speed.measure(
-        configs(contestants(["mha", "linear"], SHAPE), SHAPE), "prefill", 6, TIMING
+    rows = speed.time_in_turns(
+        configs(candidates(["mha", "linear"], SHAPE), SHAPE), "prefill", 6, TIMING
     )["rows"]
     assert rows["linear"]["kernels"] == []
     assert rows["mha"]["kernels"]
     q = torch.zeros(1, 1, 2, 4)
-    assert speed.kernels(
+    assert speed.kernels_used(
         lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]
     ) == [
         "tiled",
@@ -136,8 +145,8 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
     """The same mechanism twice, by a clock that only their models move: one second in one, three in
     the other.
     """
-    made = configs(contestants(["mqa", "gqa:groups=1"], SHAPE), SHAPE)
-    real, now = speed.decoder, [0.0]
+    made = configs(candidates(["mqa", "gqa:groups=1"], SHAPE), SHAPE)
+    real, now = speed.build_decoder, [0.0]
 
     def slowed(config: Any) -> Decoder:
         model = real(config)
@@ -146,10 +155,10 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
         )
         return model
 
-    monkeypatch.setattr(speed, "decoder", slowed)
+    monkeypatch.setattr(speed, "build_decoder", slowed)
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
     for kind in speed.KINDS:
-        found = speed.measure(made, kind, 6, replace(TIMING, rounds=5, seconds=100.0))
+        found = speed.time_in_turns(made, kind, 6, replace(TIMING, rounds=5, seconds=100.0))
         fast, slow = found["rows"]["mqa"], found["rows"]["gqa:groups=1"]
         assert {fast["rounds"], slow["rounds"]} == {5}
         assert (fast["seconds"], fast["ratio"], fast["quartiles"]) == (1.0, 1.0, [1.0, 1.0])
@@ -161,12 +170,12 @@ def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         timing, "time", SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1])
     )
-    made = configs(contestants(["mqa"], SHAPE), SHAPE)
+    made = configs(candidates(["mqa"], SHAPE), SHAPE)
     assert (
         1
-        <= speed.measure(made, "decode", 6, replace(TIMING, rounds=50, seconds=9.0))["rows"]["mqa"][
-            "rounds"
-        ]
+        <= speed.time_in_turns(made, "decode", 6, replace(TIMING, rounds=50, seconds=9.0))["rows"][
+            "mqa"
+        ]["rounds"]
         < 10
     )
 
@@ -175,9 +184,9 @@ def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(speed, "free", lambda _: 3000)
-    rows = speed.measure(configs(contestants(["mha", "mqa"], SHAPE), SHAPE), "decode", 8, TIMING)[
-        "rows"
-    ]
+    rows = speed.time_in_turns(
+        configs(candidates(["mha", "mqa"], SHAPE), SHAPE), "decode", 8, TIMING
+    )["rows"]
     # 8 tokens of 64 numbers are 2048 bytes, of 16 numbers 512
     assert "choose shorter contexts" in rows["mha"]["why"]
     assert "seconds" not in rows["mha"]
@@ -186,14 +195,14 @@ def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
 
 def test_experiments_depend_on_models_sizes_and_machine() -> None:
     models = plan("mha", "mqa").configs
-    found = {one.name: one for one in speed.experiments(models, TIMING, {"threads": 1})}
+    found = {one.name: one for one in speed.timing_experiments(models, TIMING, {"threads": 1})}
     assert list(found) == ["prefill/6", "decode/6", "prefill/20", "decode/20", "training/12"]
     keys = {one.key for one in found.values()}
     assert len(keys) == 5
     for other in (
-        speed.experiments(models, TIMING, {"threads": 2}),
-        speed.experiments(plan("mha").configs, TIMING, {"threads": 1}),
-        speed.experiments(models, replace(TIMING, rounds=3), {"threads": 1}),
+        speed.timing_experiments(models, TIMING, {"threads": 2}),
+        speed.timing_experiments(plan("mha").configs, TIMING, {"threads": 1}),
+        speed.timing_experiments(models, replace(TIMING, rounds=3), {"threads": 1}),
     ):
         assert keys.isdisjoint({one.key for one in other})
     assert found["decode/20"].measure()["rows"]["mqa"]["kv_bytes"] == 4 * kept("mqa", 20)
@@ -218,4 +227,4 @@ def test_an_unknown_kind() -> None:
     with pytest.raises(
         ArgumentError, match="kind is 'sleep'; it must be one of prefill, decode, training"
     ):
-        speed.measure({"mqa": Contestant("mqa", "mqa").config(SHAPE)}, "sleep", 4, TIMING)
+        speed.time_in_turns({"mqa": Candidate("mqa", "mqa").config(SHAPE)}, "sleep", 4, TIMING)

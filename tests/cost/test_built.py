@@ -106,7 +106,10 @@ def test_windows_of_every_family(name: str) -> None:
     layers = [m for m in network_of(name).modules() if isinstance(m, Attention)]
     model = read_sizes(TINY[name], name)
     told = [
-        m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, SoftmaxSpec)
+        m.visible_keys(12)
+        for layer in model.layers
+        for m in layer.mixers
+        if isinstance(m, SoftmaxSpec)
     ]
     positions = torch.arange(12)[None]
     seen = []
@@ -130,8 +133,8 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
         module, ours = block.attention.spec, layer.mixer
         assert type(module) is type(ours)
         assert module.weights.total == ours.weights.total
-        assert module.weights.mapped == ours.weights.mapped
-        assert module.cached(context).numbers == ours.cached(context).numbers
+        assert module.weights.multiplied_once == ours.weights.multiplied_once
+        assert module.cached(context).values == ours.cached(context).values
         assert module.bounded == ours.bounded
         assert module.step(context).value == ours.step(context).value
         assert module.prefill_flops(context) == ours.prefill_flops(context)
@@ -174,5 +177,5 @@ def test_another_model_has_another_count(name: str, changed: dict[str, Any]) -> 
 def test_a_token_meets_its_experts_only() -> None:
     model = read_sizes(TINY["gpt_oss"], "gpt_oss")
     rows = {part.name: part for part in model.parts}
-    assert rows["experts"].parameters == 4 * rows["experts"].active
-    assert model_of("mixtral-8x7b").active * 2 < model_of("mixtral-8x7b").parameters
+    assert rows["experts"].parameters == 4 * rows["experts"].active_parameters
+    assert model_of("mixtral-8x7b").active_parameters * 2 < model_of("mixtral-8x7b").parameters

@@ -11,7 +11,7 @@ import torch
 
 from regard.cost.infini import InfiniSpec
 from regard.cost.latent import LatentSpec
-from regard.cost.mechanisms import MECHANISMS, mechanism
+from regard.cost.mechanisms import MECHANISMS, mechanism_spec
 from regard.cost.selected import NSASpec
 from regard.cost.softmax import CrossSpec, SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec
@@ -50,7 +50,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_one_layer_as_the_catalogue_builds_and_describes_it(
     name: str, options: dict[str, Any], context: int
 ) -> None:
-    ours = mechanism(name, 32, 4, options)
+    ours = mechanism_spec(name, 32, 4, options)
     entry = VARIANTS[name]
     with torch.device("meta"):
         layer = entry.build(32, 4, **options)
@@ -58,13 +58,16 @@ def test_one_layer_as_the_catalogue_builds_and_describes_it(
     cached = ours.cached(context)
     assert ours.weights.total == sum(p.numel() for p in layer.parameters())
     if name != "mha":  # the catalogue's looks ahead, and so do its figures
-        assert (cached.per_token, cached.state) == (told.kv_per_token.value, told.state.value)
+        assert (cached.values_per_token, cached.state) == (
+            told.kv_per_token.value,
+            told.state.value,
+        )
         assert cached.tokens == told.kv_tokens.value
-    flops = 2 * ours.weights.mapped + ours.decode_flops(context)
+    flops = 2 * ours.weights.multiplied_once + ours.decode_flops(context)
     assert flops == told.flops_per_token.value - _again(ours, context)
-    assert (layer.spec.weights.total, layer.spec.weights.mapped) == (
+    assert (layer.spec.weights.total, layer.spec.weights.multiplied_once) == (
         ours.weights.total,
-        ours.weights.mapped,
+        ours.weights.multiplied_once,
     )
     if name not in ("mha", "nsa"):
         assert layer.spec.prefill_flops(context) == ours.prefill_flops(context)
@@ -92,8 +95,8 @@ SUMMED: list[Spec] = [
     SoftmaxSpec.of(32, SHAPE, window=7),
     InfiniSpec.of(32, SHAPE, 8),
     InfiniSpec.of(32, SHAPE, 8, delta=True),
-    mechanism("linear_attention", 32, 4, {}),
-    mechanism("gated_delta_net", 32, 4, {}),
+    mechanism_spec("linear_attention", 32, 4, {}),
+    mechanism_spec("gated_delta_net", 32, 4, {}),
 ]
 
 
@@ -130,12 +133,12 @@ def test_a_prompt_of_nsa(context: int) -> None:
 def test_pairs_of_an_encoder_and_across() -> None:
     both = SoftmaxSpec.of(32, HeadShape(4, 4, 8, 8), causal=False)
     assert both.prefill_flops(10) == 2 * 4 * 100 * 16
-    assert both.cached(10).numbers == 0
+    assert both.cached(10).values == 0
     across = CrossSpec.of(32, SHAPE)
-    assert across.cached(10).numbers == 10 * 2 * (8 + 6)
-    assert across.cached(10).given
+    assert across.cached(10).values == 10 * 2 * (8 + 6)
+    assert across.cached(10).from_source
     assert across.prefill_flops(10) == 2 * 10 * 32 * 2 * (8 + 6)
-    assert across.weights.mapped + 32 * 2 * (8 + 6) == SHAPE.maps(32).mapped
+    assert across.weights.multiplied_once + 32 * 2 * (8 + 6) == SHAPE.maps(32).multiplied_once
 
 
 def test_latents_absorb_few_queries_and_expand_many() -> None:
@@ -152,11 +155,15 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
         (
             "gqaa",
             {"groups": 2},
-            "attention 'gqaa' is not counted; did you mean 'gqa'\\? Known are mha",
+            "the cost of attention 'gqaa' cannot be counted; did you mean 'gqa'\\? It can for mha",
         ),
-        ("moba", {"groups": 2}, "regard describe NAME tells one layer of every mechanism"),
-        ("gqa", {}, "attention 'gqa' needs groups: give it"),
-        ("mla", {"kv_rank": 4}, "needs nope_dim, rope_dim, value_dim"),
+        (
+            "moba",
+            {"groups": 2},
+            "regard describe NAME prints the cost of one layer of any mechanism",
+        ),
+        ("gqa", {}, "attention 'gqa' needs the option groups; give it"),
+        ("mla", {"kv_rank": 4}, "needs the option nope_dim, rope_dim, value_dim"),
         (
             "linear_attention",
             {"window": 4},
@@ -165,22 +172,24 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
         (
             "gqa",
             {"groups": 3},
-            "4 query heads are not divisible by 3 key/value heads; allowed are 1, 2, 4",
+            "query heads, 4, is not divisible by .* key/value heads, 3; give one of 1, 2, 4",
         ),
         ("gqa", {"groups": 0}, "groups is 0; it must be an integer of at least 1"),
         (
             "mla",
             {**LATENT, "form": "naive"},
-            "form is 'naive'; counted are auto, expand and absorb",
+            "form is 'naive'; it must be auto, expand or absorb",
         ),
     ],
 )
 def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        mechanism(name, 32, 4, options)
+        mechanism_spec(name, 32, 4, options)
 
 
 def test_a_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(ArgumentError, match="dim 34 is not divisible by 4, 4 heads; give head_dim"):
-        mechanism("mha", 34, 4, {})
-    assert mechanism("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32
+    with pytest.raises(
+        ArgumentError, match="dim 34 is not divisible by 4, the width divisor of 4 heads"
+    ):
+        mechanism_spec("mha", 34, 4, {})
+    assert mechanism_spec("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32

@@ -15,7 +15,7 @@ from regard.cost.infini import (
     segment_cache,
     summary_tokens,
 )
-from regard.cost.latent import LatentSpec, latent_numbers, naive_numbers
+from regard.cost.latent import LatentSpec, latent_values, per_head_values
 from regard.cost.selected import NSASpec, nsa_tokens
 from regard.cost.sizes import Sizes
 from regard.cost.softmax import SoftmaxSpec, bigbird_dense, window_reach
@@ -123,7 +123,7 @@ def test_the_table_of_the_gpt_oss_card(
     assert round((parts["experts"] + parts["router"] + biases) / 1e9, 2) == experts
     assert round(parts["attention"] / 1e9, 2) == attention
     assert round((parts["embedding"] + parts["head"]) / 1e9, 2) == tables
-    assert round(model.active / 1e9, 2) == active
+    assert round(model.active_parameters / 1e9, 2) == active
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_table_of_the_gpt_oss_card(
     ],
 )
 def test_active_parameters(name: str, billions: int) -> None:
-    assert round(model_of(name).active / 1e9) == billions
+    assert round(model_of(name).active_parameters / 1e9) == billions
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def kept(groups: int, heads_by_layers: int) -> int:
     return (
         groups
         * heads_by_layers
-        * SoftmaxSpec.of(128, HeadShape(1, 1, 128, 128)).cached(1).per_token
+        * SoftmaxSpec.of(128, HeadShape(1, 1, 128, 128)).cached(1).values_per_token
     )
 
 
@@ -178,16 +178,16 @@ def test_deepseek_v2_tables() -> None:
     """
     v2 = model_of("deepseek-v2").layers[0].mixer
     assert isinstance(v2, LatentSpec)
-    assert latent_numbers(512, 64) * 60 == 60 * v2.cached(1).per_token == 34_560
+    assert latent_values(512, 64) * 60 == 60 * v2.cached(1).values_per_token == 34_560
     assert 2.25 * kept(1, 60) == 34_560
     assert kept(16, 27) == 110_592
-    assert latent_numbers(512, 64) * 27 == 15_552
+    assert latent_values(512, 64) * 27 == 15_552
     assert round(15_552 / 110_592, 2) == 0.14
     assert kept(1, 3360) == 860_160
     assert round(34_560 / 860_160, 2) == 0.04
     v3 = model_of("deepseek-v3")
-    assert sum(m.cached(1).per_token for m in v3.mixers) == 35_136
-    assert round(naive_numbers(128, 128, 64, 128) / latent_numbers(512, 64), 1) == 71.1
+    assert sum(m.cached(1).values_per_token for m in v3.mixers) == 35_136
+    assert round(per_head_values(128, 128, 64, 128) / latent_values(512, 64), 1) == 71.1
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_infini_table_2() -> None:
     assert (
         memory
         == 1_585_152
-        == 12 * InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), 2048).cached(4096).numbers
+        == 12 * InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), 2048).cached(4096).values
     )
     largest = memorizing_cache(8, 128, 128, 2048, 65_000, 12)
     assert largest == 183_451_648

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.configs.reader import parse, read_sizes
 from regard.cost.latent import LatentSpec
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.decoder import Decoder
@@ -52,7 +52,7 @@ def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
     """
     report = CostReport(read_sizes(TINY[name], name), Setting(tokens, rows, "fp32"))
     rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec) and m.window is not None]
-    room = sum(4 * max(0, (m.window or 0) - tokens) * m.cached(1).per_token for m in rings)
+    room = sum(4 * max(0, (m.window or 0) - tokens) * m.cached(1).values_per_token for m in rings)
     assert report.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
 
 
@@ -95,7 +95,7 @@ def counted(raw: dict[str, Any], tokens: int, then: int = 0) -> int:
     return int(counter.get_total_flops())
 
 
-def spared(model: Model, tokens: int) -> int:
+def spared(model: ModelSpec, tokens: int) -> int:
     """FLOPs of the pairs that causal masks and windows hide, from the definition."""
     hidden = 0
     for mixer in model.mixers:

@@ -15,19 +15,27 @@ import pytest
 
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost import CostReport, Setting, machine_of, model_of
-from regard.cost.feed_forward import Dense, Experts
-from regard.cost.kv_formats import Format, bits_per_number
-from regard.cost.roofline import MACHINES, Fit, Machine, as_json, bounds, fit
+from regard.cost.feed_forward import DenseSpec, MoESpec
+from regard.cost.kv_formats import KVFormat, bits_per_value
+from regard.cost.roofline import MACHINES, Machine, MemoryFit, as_json, memory_fit, roofline_bounds
 from regard.cost.sizes import Sizes
-from regard.cost.spec import Cached
-from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import CacheContents, HeadShape
+from regard.cost.sweep import (
+    compare_models,
+    contexts_within_positions,
+    model_figures,
+    parse_context_range,
+    parse_tokens,
+    sweep,
+)
 from regard.errors import ArgumentError, FileError
 from tests.cost.tiny import DEEPSEEK, LLAMA, TINY
 
 
 @pytest.mark.parametrize(("bits", "group", "each"), [(2, 32, 3), (2, 128, 2.25), (4, 64, 4.5)])
 def test_bits_of_kivi(bits: int, group: int, each: float) -> None:
-    assert bits_per_number(bits, group) == Fraction(each)
+    assert bits_per_value(bits, group) == Fraction(each)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
@@ -36,38 +44,41 @@ def test_bytes_of_codes(name: str, bits: int, count: int) -> None:
     """Keys and values of 2 heads of 48: groups of 24 channels, and of as many tokens, behind the
     last 128.
     """
-    memory = Cached(((2, 48), (2, 48)), count)
+    memory = CacheContents(((2, 48), (2, 48)), count)
     coded = max(0, count - 128) // 24 * 24
     codes = 2 * 2 * 48 * coded * bits / 8
     scales = 2 * (2 * 48 * coded / 24) * 2 * 2
     rest = 2 * 2 * 48 * (count - coded) * 2
-    assert Format(name).all(memory) == math.ceil(codes + scales + rest)
+    assert KVFormat(name).total_bytes(memory) == math.ceil(codes + scales + rest)
 
 
 def test_windows_and_states_stay_as_they_are() -> None:
-    held = Cached(((2, 48), (2, 48)), 1000, bounded=True)
-    assert Format("int4").all(held) == Format("bf16").all(held) == 1000 * 192 * 2
-    assert Format("fp8").all(held) == 1000 * 192
-    assert Format("int4").all(Cached(state=10)) == 40
+    held = CacheContents(((2, 48), (2, 48)), 1000, bounded=True)
+    assert (
+        KVFormat("int4").total_bytes(held) == KVFormat("bf16").total_bytes(held) == 1000 * 192 * 2
+    )
+    assert KVFormat("fp8").total_bytes(held) == 1000 * 192
+    assert KVFormat("int4").total_bytes(CacheContents(state=10)) == 40
 
 
 def test_wrong_settings() -> None:
     for given, message in (
         ({"context": 0}, "context is 0; it must be at least 1"),
         ({"batch": -1}, "batch is -1; it must be at least 1"),
-        ({"dtype": "fp4"}, "dtype is 'fp4'; known are fp32, bf16"),
-        ({"kv_dtype": "bf8"}, "'bf8' is no format of numbers; known are fp32, bf16"),
+        ({"dtype": "fp4"}, "the dtype is 'fp4'; it must be one of fp32, bf16"),
+        ({"kv_dtype": "bf8"}, "'bf8' is not a number format; it must be one of fp32, bf16"),
     ):
         with pytest.raises(ArgumentError, match=message):
             Setting(**given)
     with pytest.raises(
-        ArgumentError, match="context is 1,025, and gpt2 has learned positions for 1,024 tokens"
+        ArgumentError,
+        match="context is 1,025 tokens, but gpt2 has learned positions for 1,024 tokens only",
     ):
         CostReport(model_of("gpt2"), Setting(1025))
 
 
 def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
-    experts = Experts(Dense(8, 4), 4, 2)
+    experts = MoESpec(DenseSpec(8, 4), 4, 2)
     assert experts.active_weights(1)["experts"].matrices == 2 * 96
     assert experts.active_weights(2)["experts"].matrices == 3 * 96  # 4 (1 - 1/4)
     assert experts.active_weights(10**6)["experts"].matrices == 4 * 96
@@ -107,7 +118,7 @@ def test_an_encoder_decodes_nothing() -> None:
     )
     layer = 4 * 24 * 24 + 2 * 24 * 40
     assert report.prefill_flops == 2 * (2 * 10 * layer + 2 * 100 * 2 * 24) + 2 * 24 * 24
-    assert set(bounds(report, machine_of("l4"))) == {"prefill"}
+    assert set(roofline_bounds(report, machine_of("l4"))) == {"prefill"}
 
 
 def test_an_encoder_decoder_reads_one_text_and_writes_another() -> None:
@@ -149,7 +160,7 @@ def test_a_rate_falls_back_to_what_codes_are_computed_in() -> None:
 
 def test_bounds_by_hand() -> None:
     report, machine = CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm")
-    found = bounds(report, machine)
+    found = roofline_bounds(report, machine)
     assert found["decode"].seconds == report.decode_bytes / 3350e9
     assert found["prefill"].seconds == report.prefill_flops / 989.5e12
     assert as_json(report, machine)["fits"] is True
@@ -187,9 +198,11 @@ def test_memory_is_what_the_driver_reports() -> None:
         assert machine.memory != wrong
     llama = CostReport(model_of("llama-3-70b"), Setting(4096))
     assert llama.weight_bytes == 141_107_412_992
-    assert fit(llama, machine_of("h200-sxm")) == Fit(142_449_590_272, 150_754_820_096)
-    assert fit(llama, machine_of("h200-sxm")).fits
-    assert not fit(CostReport(model_of("llama-3-70b"), Setting(32768)), machine_of("h200-sxm")).fits
+    assert memory_fit(llama, machine_of("h200-sxm")) == MemoryFit(142_449_590_272, 150_754_820_096)
+    assert memory_fit(llama, machine_of("h200-sxm")).fits
+    assert not memory_fit(
+        CostReport(model_of("llama-3-70b"), Setting(32768)), machine_of("h200-sxm")
+    ).fits
     told = as_json(llama, machine_of("h100-sxm"))
     assert (told["fits"], told["memory_bytes"], told["needed_bytes"]) == (
         False,
@@ -208,23 +221,29 @@ def test_an_unknown_machine() -> None:
 
 
 def test_ranges() -> None:
-    assert doubling("context=1k..1M") == [1024 * 2**i for i in range(11)]
-    assert doubling("context=3..3") == [3]
-    assert fitting([512, 1024, 2048], model_of("gpt2"), model_of("llama-3-8b")) == [512, 1024]
+    assert parse_context_range("context=1k..1M") == [1024 * 2**i for i in range(11)]
+    assert parse_context_range("context=3..3") == [3]
+    assert contexts_within_positions(
+        [512, 1024, 2048], model_of("gpt2"), model_of("llama-3-8b")
+    ) == [512, 1024]
     for call, text, message in (
-        (doubling, "heads=1..4", "is no range; write such as context=1k..1M"),
-        (doubling, "context=1k", "is no range"),
-        (doubling, "context=4k..1k", "ends before it begins"),
-        (tokens, "1G", "'1G' is no number of tokens"),
-        (tokens, "0", "'0' is no number of tokens"),
-        (tokens, "9" * 18, "is no number of tokens"),
+        (
+            parse_context_range,
+            "heads=1..4",
+            "is not a range of contexts; write for example context=1k..1M",
+        ),
+        (parse_context_range, "context=1k", "is not a range of contexts"),
+        (parse_context_range, "context=4k..1k", "ends before it starts"),
+        (parse_tokens, "1G", "'1G' is not a number of tokens"),
+        (parse_tokens, "0", "'0' is not a number of tokens"),
+        (parse_tokens, "9" * 18, "is not a number of tokens"),
     ):
         with pytest.raises(ArgumentError, match=message):
             call(text)
     with pytest.raises(
-        ArgumentError, match="learned positions end at 1,024 tokens; begin the range below"
+        ArgumentError, match="learned positions for 1,024 tokens only; start the range at or below"
     ):
-        fitting([2048], model_of("gpt2"))
+        contexts_within_positions([2048], model_of("gpt2"))
 
 
 def test_a_sweep_and_two_models() -> None:
@@ -232,14 +251,14 @@ def test_a_sweep_and_two_models() -> None:
     rows = sweep(model, Setting(), [1000, 2000], machine)
     assert [row["kv_bytes"] for row in rows] == [1000 * 131_072, 2000 * 131_072]
     assert rows[0]["decode_seconds"] == rows[0]["decode_bytes"] / 300e9
-    both = versus(
+    both = compare_models(
         CostReport(model_of("llama-2-7b"), Setting()), CostReport(model, Setting()), machine
     )
     assert both["ratios"]["kv_bytes"] == 4
     assert both["ratio"] == "llama-2-7b / llama-3-8b"
     seconds = [one["roofline"]["decode"]["seconds"] for one in both["models"]]
     assert both["ratios"]["decode_seconds"] == seconds[0] / seconds[1]
-    huge = versus(
+    huge = compare_models(
         CostReport(model_of("deepseek-v3"), Setting()),
         CostReport(model, Setting()),
         machine_of("h100-sxm"),
@@ -250,8 +269,8 @@ def test_a_sweep_and_two_models() -> None:
         True,
         False,
     ]
-    assert both["models"][1] == figures(CostReport(model, Setting()), machine)
-    nothing = versus(
+    assert both["models"][1] == model_figures(CostReport(model, Setting()), machine)
+    nothing = compare_models(
         CostReport(model, Setting(9)), CostReport(read_sizes(TINY["bert"], "bert"), Setting(9))
     )
     assert nothing["ratios"]["kv_bytes"] is None
@@ -264,12 +283,12 @@ def test_a_sweep_and_two_models() -> None:
         ({"layers": 0}, "layers is 0; it must be at least 1"),
         (
             {"global_every": 6},
-            "--global-every says which layers have no window: give --window, too",
+            "--global-every needs a window: give --window too",
         ),
         ({"experts": 8}, "--experts and --active belong together"),
-        ({"experts": 8, "active": 9}, "--active is 9, and --experts 8"),
+        ({"experts": 8, "active": 9}, "--active is 9, but --experts is 8"),
         ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
-        ({"shared": 1}, "speak of experts: give --experts and --active, too"),
+        ({"shared": 1}, "--dense-layers need experts: give --experts and --active too"),
     ],
 )
 def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
@@ -280,7 +299,7 @@ def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str)
 def test_windows_of_a_mechanism_that_has_none() -> None:
     sizes = Sizes(2, 32, 4, attention="nsa", options={"groups": 2, "window": 6}, global_every=2)
     with pytest.raises(
-        ArgumentError, match="--global-every goes with mha, gqa, mqa; --attention is 'nsa'"
+        ArgumentError, match="--global-every needs one of mha, gqa, mqa; --attention is 'nsa'"
     ):
         sizes.model()
 
@@ -362,7 +381,7 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
             {**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2},
             "moe_layer_freq is 2; only 1 is supported for deepseek_v2; or give the sizes as flags",
         ),
-        ({**TINY["regard"], "attention": "moba"}, "attention 'moba' is not counted"),
+        ({**TINY["regard"], "attention": "moba"}, "the cost of attention 'moba' cannot be counted"),
         (
             {**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}},
             "mha with bias is not counted",
@@ -419,5 +438,18 @@ def test_names_that_are_imported_when_used() -> None:
 def test_the_old_name_of_a_cost_report() -> None:
     import regard.cost
 
-    with pytest.warns(DeprecationWarning, match="Bill is now regard.cost.CostReport"):
+    with pytest.warns(DeprecationWarning, match="Bill is now regard.cost.report.CostReport"):
         assert regard.cost.Bill is CostReport
+
+
+def test_the_old_name_of_a_quantity() -> None:
+    import regard.cost
+
+    with pytest.warns(DeprecationWarning, match="Figure is now regard.cost.spec.Quantity"):
+        assert regard.cost.Figure is regard.cost.Quantity
+
+
+def test_the_old_name_of_the_cached_values() -> None:
+    layer = SoftmaxSpec.of(32, HeadShape(4, 2, 8, 8)).describe(10)
+    with pytest.warns(DeprecationWarning, match="Description.kept is now Description.cached_val"):
+        assert layer.kept == layer.cached_values

@@ -316,19 +316,21 @@ def _settings(folder: Path) -> None:
 def _use_settings(folder: Path) -> None:
     from regard.cli import train
 
-    train.read(folder / "a.toml")
+    train.read_config(folder / "a.toml")
 
 
 def _kept(folder: Path) -> None:
-    from regard.compare.experiment import Experiment, Store
+    from regard.compare.experiment import Experiment, ExperimentStore
 
-    Store(folder).write(Experiment("sum", {"n": 4}, dict), {"sum": 6.5, "more": [1, 2]}, 0.1)
+    ExperimentStore(folder).write(
+        Experiment("sum", {"n": 4}, dict), {"sum": 6.5, "more": [1, 2]}, 0.1
+    )
 
 
 def _use_kept(folder: Path) -> None:
-    from regard.compare.experiment import Experiment, Store
+    from regard.compare.experiment import Experiment, ExperimentStore
 
-    found = Store(folder).read(Experiment("sum", {"n": 4}, dict))
+    found = ExperimentStore(folder).read(Experiment("sum", {"n": 4}, dict))
     assert found is None or isinstance(found, dict)
 
 

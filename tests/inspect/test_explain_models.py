@@ -18,7 +18,7 @@ import torch
 
 import regard
 from regard import Trace
-from regard.cli.explain import read
+from regard.cli.explain import read_text
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
 from regard.inspect.explain.captured_run import record_run
@@ -81,8 +81,8 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     ]
     source, target = read.sequences["source"], read.sequences["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
-        read.run()
-    for site in read.sites:
+        read_text.run()
+    for site in read_text.sites:
         found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
         expected = trace[f"{site.place}.pattern"][0, 1, 1]
         assert found.weights == pytest.approx(expected.tolist(), abs=1e-6), site.place
@@ -188,7 +188,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
     (tmp_path / "task.json").write_text(json.dumps(held))
     example = known.examples("validation", 1)[0].source
     text = known.reads.join(example) if text is None else text
-    found = explain(read(text, str(tmp_path)), query=0)
+    found = explain(read_text(text, str(tmp_path)), query=0)
     assert found.place == place
     assert found.model == tmp_path.name
     assert found.pieces[:2] == known.read(text)[:2]
@@ -198,7 +198,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
         assert found.pieces[-1] == "<eos>"
         assert found.query_piece == "<bos>"
         said = explain(
-            read(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
+            read_text(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
             query=-1,
         )
         assert said.query_piece == known.vocabulary.words[-1]

@@ -281,7 +281,7 @@ def test_describe_tells_what_a_cache_really_holds(name: str) -> None:
         with torch.no_grad():
             module(tokens(n, B=1, dtype=torch.float32), None, cache)
         told = module.describe(n)
-        assert cache.bytes == 4 * told.kept, f"{n}: {told}"
+        assert cache.bytes == 4 * told.cached_values, f"{n}: {told}"
         assert told.parameters.value == sum(p.numel() for p in module.parameters())
         assert told.flops_per_token.value > 0
 

@@ -329,7 +329,7 @@ def test_describe() -> None:
     told = module.describe(7)
     cache = module.new_cache()
     module(x[:1, :1], None, cache, memory=memory[:1])
-    assert told.kept * 8 == cache.bytes == 2 * 2 * 3 * 7 * 8
+    assert told.cached_values * 8 == cache.bytes == 2 * 2 * 3 * 7 * 8
     with FlopCounterMode(display=False) as counter:
         module(x[:1, :1], None, cache, backend="reference")
     assert told.flops_per_token.value == counter.get_total_flops() == 2 * 2 * M * M + 2 * H * 7 * 6
@@ -346,7 +346,7 @@ def test_describe() -> None:
     module = random(bahdanau(M, memory_dim=M3, hidden=10))
     told, cache = module.describe(7), module.new_cache()
     module(x[:1, :1], None, cache, memory=memory[:1])
-    assert told.kept * 8 == cache.bytes
+    assert told.cached_values * 8 == cache.bytes
     assert told.flops_per_token.value == 2 * M * 10 + 7 * (3 * 10 + 2 * M3)
     assert told.kv_tokens.formula == "S, of the memory"
     with pytest.raises(regard.ArgumentError, match="context is 0; it must be at least 1"):

@@ -159,7 +159,7 @@ def test_describe() -> None:
     layer = gated_delta_net(2048, 16).describe(context=100_000)
     assert layer.state.value == 262_144 == 16 * 128 * 128
     assert str(layer.state) == "262,144 = G D E = 16 x 128 x 128"
-    assert layer.kept == layer.state.value
+    assert layer.cached_values == layer.state.value
     maps = 5 * 2048 * 2048 + 2 * 2048 * 16  # q k v gate out; strength and decay
     assert layer.flops_per_token.value == 2 * maps + 16 * (7 * 128 * 128 + 2 * 128)
     assert layer.flops_per_token.formula == (

@@ -299,7 +299,7 @@ def test_what_it_costs() -> None:
         matrices = 64 * 64 * 2 + 64 * 16 * 2
         by_hand = 2 * matrices + 8 * seen * 2 * (8 + 8) + reads * 2 * 8 * 9 + 2 * (2 * 64 + 8)
         assert module.describe(100).flops_per_token.value == by_hand
-        assert module.describe(16_000_008).kept == module.describe(1608).kept
+        assert module.describe(16_000_008).cached_values == module.describe(1608).cached_values
     assert infini_flops(2, 1, 10, 4, 4, delta=True) - infini_flops(2, 1, 10, 4, 4) == 40
     x = torch.randn(1, 100, 64)
     module = infini(64, 8, segment=16, groups=2)

@@ -352,7 +352,7 @@ def test_the_figures_of_decoding_at_the_shape_of_v3() -> None:
 
 def test_the_figures_of_the_papers() -> None:
     """DeepSeek-V2, tables 1 and 9, and V3: numbers per token over all layers."""
-    latent = cost.latent_numbers(512, 64)
+    latent = cost.latent_values(512, 64)
     assert latent == 576
     assert latent * 60 == 34_560  # V2: "34.6K"
     assert 2 * 128 * 3360 == 860_160  # its large MHA model: n_h l = 3360, "860.2K"
@@ -363,7 +363,7 @@ def test_the_figures_of_the_papers() -> None:
     )  # the small ones: "110.6K", "15.6K"
     assert round(100 * 15_552 / 110_592) == 14
     assert 2 * latent * 61 == 70_272  # V3: bytes in bf16
-    assert cost.naive_numbers(128, 128, 64, 128) == 40_960
+    assert cost.per_head_values(128, 128, 64, 128) == 40_960
     assert round(40_960 / latent, 1) == 71.1
     assert latent == 9 * 128 // 2  # as much as 2.25 key/value heads of 128
     assert round(2 * 128 * 128 / latent) == 57
@@ -397,7 +397,7 @@ def test_describe_counts_what_a_step_does(form: str) -> None:
         layer(torch.randn(1, 1, M), None, cache, backend="reference")
     told = layer.describe(S)
     assert told.flops_per_token.value == counter.get_total_flops()
-    assert told.kept == S * sum(layer.project.shape.memory)
+    assert told.cached_values == S * sum(layer.project.shape.memory)
     again = "(recall)" in told.flops_per_token.formula
     assert again == (form == "expand")
     assert told.parameters.value == sum(p.numel() for p in layer.parameters())

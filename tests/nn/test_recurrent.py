@@ -251,7 +251,7 @@ def test_describe() -> None:
     layer = retention(2048, 8).describe(context=100_000)
     assert str(layer.state) == "1,048,576 = G D E = 8 x 256 x 512"
     assert (layer.kv_per_token.value, layer.kv_tokens.value) == (0, 0)
-    assert layer.kept == layer.state.value
+    assert layer.cached_values == layer.state.value
     maps = 2 * 2048 * 2048 + 3 * 2048 * 4096
     assert layer.flops_per_token.value == 2 * maps + 8 * (5 * 256 * 512)
     assert (

@@ -413,7 +413,7 @@ def test_descriptions() -> None:
     found = dsa(64, 8, groups=2, head_dim=16, topk=32, index_heads=4, index_dim=8, rotary_dim=4)
     told = found.describe(100)
     maps = 64 * (8 * 16 * 2 + 2 * 16 * 2 + 4 * 8 + 8 + 4)
-    assert (told.name, told.kv_per_token.value, told.kept) == ("Indexer", 2 * 32 + 8, 7200)
+    assert (told.name, told.kv_per_token.value, told.cached_values) == ("Indexer", 2 * 32 + 8, 7200)
     assert told.flops_per_token.value == 2 * maps + 2 * 8 * 32 * 32 + 2 * 4 * 100 * 9
     assert told.parameters.value == maps + 16
     told = moba(64, 8, groups=2, head_dim=16, block=10, topk=3).describe(95)

@@ -219,7 +219,7 @@ def test_what_it_costs() -> None:
     cache = module.new_cache()
     assert isinstance(cache, Streaming)
     module(torch.randn(1, 100, 64), cache=cache)
-    assert cache.bytes == 4 * told.kept
+    assert cache.bytes == 4 * told.cached_values
 
 
 def test_the_catalogue() -> None:

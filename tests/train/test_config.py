@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.cli.train import SECTIONS, read
+from regard.cli.train import SECTIONS, read_config
 from regard.errors import ArgumentError, FileError
 
 FULL = """
@@ -33,7 +33,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_file_becomes_texts_of_options(tmp_path: Path) -> None:
-    assert read(written(tmp_path, FULL)) == {
+    assert read_config(written(tmp_path, FULL)) == {
         "attention": "sliding_window",
         "kv_heads": "2",
         "dim": "64",
@@ -45,16 +45,16 @@ def test_a_file_becomes_texts_of_options(tmp_path: Path) -> None:
         "repeat": "0.25",
     }
     lists = "[model.options]\nbounds = [0, 5, 9]\nempty = 'skip'"
-    assert read(written(tmp_path, lists)) == {"option": ["bounds=[0, 5, 9]", "empty='skip'"]}
-    assert read(written(tmp_path, "")) == {}
+    assert read_config(written(tmp_path, lists)) == {"option": ["bounds=[0, 5, 9]", "empty='skip'"]}
+    assert read_config(written(tmp_path, "")) == {}
 
 
 def test_every_option_that_shapes_a_run_has_a_place() -> None:
     import inspect
 
-    from regard.cli.train import ONLY, train
+    from regard.cli.train import TASK_OPTIONS, train
 
-    elsewhere = {"ctx", "out", "resume", "json", "config", "set", "task", *ONLY}
+    elsewhere = {"ctx", "out", "resume", "json", "config", "set", "task", *TASK_OPTIONS}
     places = [name for names in SECTIONS.values() for name in names]
     assert sorted(places) == sorted(set(inspect.signature(train).parameters) - elsewhere)
 
@@ -66,13 +66,13 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
             "[modle]\ndim = 3",
             "unknown section [modle]; did you mean 'model'? There are [model], [train], [data]",
         ),
-        ("dim = 3", "dim stands in no section; put it under [model]"),
+        ("dim = 3", "dim is outside a section; put it under [model]"),
         ("model = 3", "unknown section [model]"),
-        ("[train]\ndim = 3", "dim stands in [train]; its place is [model]"),
+        ("[train]\ndim = 3", "dim is in [train]; put it in [model]"),
         ("[train]\nstpes = 3", "[train] has no stpes; did you mean 'steps'? It has steps, batch"),
         ("[model]\noption = 3", "[model] has no option; did you mean 'options'?"),
         ("[model]\noptions = 3", "[model] has no options"),
-        ("[model]\nkv-heads = 3\nkv_heads = 3", "[model] has kv_heads twice; keep one"),
+        ("[model]\nkv-heads = 3\nkv_heads = 3", "[model] has kv_heads twice; give it once"),
         (
             "[train]\nsteps = [3]",
             "[train] steps is [3]; it must be a string, a number, true or false",
@@ -89,14 +89,14 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        read(written(tmp_path, text))
+        read_config(written(tmp_path, text))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"none\.toml is missing"):
-        read(tmp_path / "none.toml")
+        read_config(tmp_path / "none.toml")
     with pytest.raises(FileError, match=r"run\.toml: is not TOML: "):
-        read(written(tmp_path, "[model\n"))
+        read_config(written(tmp_path, "[model\n"))
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(FileError, match="is not text: not UTF-8 at byte 0"):
-        read(tmp_path / "run.toml")
+        read_config(tmp_path / "run.toml")

@@ -104,16 +104,16 @@ def run(
     Raises:
         ArgumentError: as `experiments`.
 
-    >>> from regard.compare import Session, Store
+    >>> from regard.compare import ExperimentStore, Session
     >>> from regard.claims import find_claim
-    >>> [one.verdict for one in run(Session(Store(None)), [find_claim("minus-infinity")])]
+    >>> [one.verdict for one in run(Session(ExperimentStore(None)), [find_claim("minus-infinity")])]
     ['holds with limits']
     """
     found = []
     for claim in claims:
         (one,) = experiments([claim], budget, seed)
         numbers = session.run([one])[one.name]
-        found.append(Outcome(claim, numbers, budget, seed, reused=one.name in session.kept))
+        found.append(Outcome(claim, numbers, budget, seed, reused=one.name in session.reused_names))
     return found
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.bench.runner import threads
-from regard.compare.mechanisms import decoder as fresh
+from regard.compare.mechanisms import build_decoder as fresh
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.train.batches import Batches

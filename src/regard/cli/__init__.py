@@ -1,7 +1,8 @@
-"""The command `regard`: one module per subcommand, imported only when it is asked for.
+"""The command `regard`, with one module per subcommand that is imported only when the subcommand
+runs.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A closed pipe (`regard ... | head`) is
-not a failure.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. A closed pipe (`regard ... |
+head`) is not a failure.
 """
 
 from __future__ import annotations
@@ -11,29 +12,36 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "audit": "Find what is wrong with attention code that is not ours.",
-    "bench": "Time attention against what else is installed, outputs checked.",
-    "compare": "Measure mechanisms side by side: cost, and what each loses.",
-    "convert": "Write a checkpoint with other heads, latents, positions, dtype.",
-    "cost": "What a model costs: parameters, FLOPs, cache bytes, least time.",
-    "describe": "List the mechanisms, or tell what one of them keeps and computes.",
-    "explain": "Follow one token of a text through attention, number by number.",
-    "extend": "Read beyond the trained length, under each context extension.",
-    "generate": "Continue a prompt, streaming, and say what it cost.",
-    "layer": "Run one layer on random tokens, and print every tensor of it.",
-    "show": "Draw any mask: what each query may see, with the counts.",
+    "audit": "Test other people's attention code for faults.",
+    "bench": "Time regard against other installed implementations.",
+    "compare": "Compare attention mechanisms: cost, memory, speed, quality.",
+    "convert": "Convert a checkpoint: heads, latents, positions, dtype.",
+    "cost": "Compute parameters, FLOPs, cache bytes and least time of a model.",
+    "describe": "List the attention mechanisms, or describe one of them.",
+    "explain": "Explain one attention weight of a text, number by number.",
+    "extend": "Test context extensions beyond the trained length.",
+    "generate": "Continue a prompt with a model, and report speed and memory.",
+    "layer": "Run one attention layer on random tokens, and print its tensors.",
+    "show": "Draw any attention mask, with its counts.",
     "train": "Train a small model and its tokenizer on any text.",
 }
-"""Name -> one line of help. `regard.cli.<name>` has the function `<name>`, annotated for typer."""
+"""Name -> one line of help. The module `regard.cli.<name>` has the function `<name>`, annotated for
+typer.
+"""
 
 
 def _drop_output() -> None:
-    """What is still to be written goes nowhere: Python would write it at its end, and complain."""
+    """Discard output that is not written yet, which Python would otherwise write at its end and
+    report as an error.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments (default: the process's), and exit with its code.
+    """Run the command with these arguments (default: those of the process), and exit with its code.
+
+    Args:
+        arguments: the arguments of the command, without the program name.
 
     Raises:
         SystemExit: always, with the exit code.
@@ -48,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         code = run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         _drop_output()
     except OSError as error:  # a full disk
         _drop_output()

@@ -1,4 +1,4 @@
-"""`regard compare --claim`: the options of claims, and how they are run, told and written."""
+"""The option `regard compare --claim`: its options, and how claims are run, printed and written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.errors import ArgumentError
+from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.claims import Outcome
@@ -21,13 +22,16 @@ Names = Annotated[
         "--claim",
         metavar="ID|all",
         rich_help_panel=PANEL,
-        help="Run a claim of --list in place of a comparison; repeatable.",
+        help="Run a claim that --list shows, instead of a comparison. Repeatable.",
     ),
 ]
 Budget = Annotated[
     float,
     typer.Option(
-        help="How long each claim is trained and timed: 1 is about two minutes, 2 twice as long.",
+        help=(
+            "Relative time that each claim is trained and timed for: 1 is about two "
+            "minutes, 2 is twice as long."
+        ),
         rich_help_panel=PANEL,
     ),
 ]
@@ -38,65 +42,66 @@ Seed = Annotated[
     ),
 ]
 
-OWN = ("names", "quality", "lesson", "context", "steps", "lr")
-"""Options of a comparison that a claim has no use for."""
+COMPARISON_OPTIONS = ("names", "quality", "task", "context", "steps", "lr")
+"""Options of a comparison that do not apply to claims."""
 
 
 def listing() -> str:
-    """The claims, for --list."""
+    """Return the list of claims for --list."""
     from regard.claims import CLAIMS
-    from regard.claims.render import listing as told
+    from regard.claims.render import listing as claim_listing
 
-    return "claims\n" + told(list(CLAIMS.values()))
+    return "claims\n" + claim_listing(list(CLAIMS.values()))
 
 
 def check(options: dict[str, Any]) -> None:
-    """Refuse options of the other kind of run.
+    """Raise an error if options of a comparison and of claims are mixed.
 
     Raises:
-        ArgumentError: with the option and what to do.
+        ArgumentError: with the option, and how to correct the command.
     """
     if options["claim"]:
-        for name in OWN:
+        for name in COMPARISON_OPTIONS:
             if options[name]:
                 spelled = "MECHANISM" if name == "names" else f"--{name}"
                 raise ArgumentError(
-                    f"{spelled} is for a comparison, and --claim runs claims: leave one of the "
-                    "two out"
+                    f"{spelled} applies to a comparison, but --claim runs claims; leave one of "
+                    "them "
+                    "out"
                 )
     elif options["budget"] != 1.0 or options["seed"]:
         raise ArgumentError(
-            "--budget and --seed are for claims: give --claim too, or leave them out"
+            "--budget and --seed apply only to claims; give --claim too, or leave them out"
         )
 
 
 def run(options: dict[str, Any], command: str) -> None:
-    """Run the claims that are named, tell what came of them, and write what was asked for."""
+    """Run the named claims, print their outcomes, and write the files that the options name."""
     import torch
 
     from regard.bench.machine import machine
     from regard.claims import CLAIMS, find_claim
     from regard.claims import run as run_claims
-    from regard.compare.experiment import Session, Store
+    from regard.compare.experiment import ExperimentStore, Session
 
     names = CLAIMS if ALL in options["claim"] else dict.fromkeys(options["claim"])
     claims = [find_claim(name) for name in names]
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    about = machine(torch.device("cpu"))
-    session = Session(Store(options["out"], {"machine": about}))
-    found: list[Outcome] = []
-    code = 0
+    machine_facts = machine(torch.device("cpu"))
+    session = Session(ExperimentStore(options["out"], {"machine": machine_facts}))
+    outcomes: list[Outcome] = []
+    exit_code = 0
     try:
         for i, claim in enumerate(claims):
-            _say(f"claim {claim.id} ({i + 1}/{len(claims)})")
-            found += run_claims(session, [claim], options["budget"], options["seed"])
+            _report(f"claim {claim.id} ({i + 1}/{len(claims)})")
+            outcomes += run_claims(session, [claim], options["budget"], options["seed"])
             if not options["json"]:
-                _echo(found[-1])
+                _echo(outcomes[-1])
     except KeyboardInterrupt:
-        code = 130
-    _write(found, about, command, options, interrupted=bool(code))
-    raise typer.Exit(code)
+        exit_code = 130
+    _write(outcomes, machine_facts, command, options, interrupted=bool(exit_code))
+    raise typer.Exit(exit_code)
 
 
 def _echo(outcome: Outcome) -> None:
@@ -106,8 +111,8 @@ def _echo(outcome: Outcome) -> None:
 
 
 def _write(
-    found: list[Outcome],
-    about: dict[str, Any],
+    outcomes: list[Outcome],
+    machine_facts: dict[str, Any],
     command: str,
     options: dict[str, Any],
     *,
@@ -119,39 +124,40 @@ def _write(
 
     setting = {"budget": options["budget"], "seed": options["seed"]}
     if options["json"]:
-        told = {
+        result = {
             "command": command,
-            "machine": about,
+            "machine": machine_facts,
             **setting,
             "interrupted": interrupted,
-            "claims": [one.as_dict() for one in found],
+            "claims": [one.as_dict() for one in outcomes],
         }
-        typer.echo(json_format.dumps(told, indent=1, allow_nan=False))
+        typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     else:
         typer.echo(
-            f"{summary(found)}; {_where(about)}, budget {options['budget']:g}, seed "
+            f"{summary(outcomes)}; {_where(machine_facts)}, budget {options['budget']:g}, seed "
             f"{options['seed']}"
         )
     if options["csv"] is not None:
-        write(options["csv"], as_csv(found))
+        write(options["csv"], as_csv(outcomes))
     if options["html"] is not None:
-        facts = {"machine": _where(about), **{k: f"{v:g}" for k, v in setting.items()}}
+        facts = {"machine": _where(machine_facts), **{k: f"{v:g}" for k, v in setting.items()}}
         page = page_of(
             "Claims about attention",
-            summary(found),
+            summary(outcomes),
             facts,
             command,
-            [section(one) for one in found],
+            [section(one) for one in outcomes],
         )
         write(options["html"], page)
 
 
-def _where(about: dict[str, Any]) -> str:
+def _where(machine_facts: dict[str, Any]) -> str:
     return (
-        f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, regard "
-        f"{about['regard']}"
+        f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
+        f"{machine_facts['torch']}, regard "
+        f"{machine_facts['regard']}"
     )
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"... {line}", err=True)

@@ -1,11 +1,12 @@
-"""The typer application: a group that knows its commands by name and line, and loads the one that
-is invoked.
+"""The typer application: a group that lists the subcommands by name and line, and imports the one
+that is invoked.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -18,38 +19,44 @@ from regard.cli import COMMANDS
 from regard.errors import RegardError
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
-_ABOUT = "Attention, exact, fast and visible: build with it, run it, see every number."
+_ABOUT = "Build, run, inspect and compare attention mechanisms."
 _EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
-LONGEST = 3000
-"""Letters of an error message, at most; the middle of a longer one is left out."""
+MAX_MESSAGE = 3000
+"""The maximum number of characters of an error message; the middle of a longer one is left out."""
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class Commands(TyperGroup):
-    """The subcommands: listed from the table, imported on invocation."""
+    """The group of subcommands, which are listed from a table and imported when they are
+    invoked.
+    """
 
     def make_context(self, *args: Any, **more: Any) -> Any:
-        """The context of a command line, whose usage errors are shown safely."""
+        """Return the context of a command line; control characters in its usage errors are
+        escaped.
+        """
         with _shown():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the subcommand; its usage errors are shown safely."""
+        """Run the subcommand; control characters in its usage errors are escaped."""
         with _shown():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names whose module is there, in alphabetical order."""
+        """Return the names of the subcommands whose module exists, in alphabetical order."""
         return [name for name in sorted(COMMANDS) if importlib.util.find_spec(_module(name))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """A stand-in with the name and the line of help: enough for the list of commands."""
+        """Return a placeholder with the name and the line of help, which is enough for the list of
+        commands.
+        """
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name], callback=None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The real command, loaded; a mistyped name meets a suggestion."""
+        """Return the imported command; the error about an unknown name suggests a similar one."""
         for known in self.list_commands(ctx):
             self.commands.setdefault(known, TyperCommand(known))
         name, stand_in, rest = super().resolve_command(ctx, args)
@@ -57,31 +64,39 @@ class Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Import `regard.cli.<name>` and make its function a command."""
+    """Import `regard.cli.<name>` and return its function as a command."""
     module = importlib.import_module(_module(name))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name, context_settings=_SETTINGS, epilog=getattr(module, "EPILOG", None))(
-        getattr(module, name)
-    )
+    function, epilog = getattr(module, name), getattr(module, "EPILOG", None)
+    # typer keeps the line breaks of the source inside paragraphs, which look torn at 80 columns
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(name, help=text, context_settings=_SETTINGS, epilog=epilog)(function)
     return typer.main.get_command(app)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit code. An error of regard's is one message on stderr."""
+    """Run the command and return its exit code; a `RegardError` is printed as one message on
+    standard error.
+    """
     try:
         _command().main(args=list(arguments), prog_name="regard")
-    except SystemExit as end:
+    except SystemExit as exit_signal:
         if isinstance(
-            end.__context__, BrokenPipeError
+            exit_signal.__context__, BrokenPipeError
         ):  # typer exits with 1 when the reader leaves
             return 0
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return (
+            exit_signal.code
+            if isinstance(exit_signal.code, int)
+            else int(exit_signal.code is not None)
+        )
     except RegardError as error:
         _say(_fit(str(error)))
         return 1
     except BrokenPipeError:
         raise
-    except OSError as error:  # a disk that is full, most likely the one that the output goes to
+    except OSError as error:  # most likely the disk of the output is full
         _say(error_text(f"{error.filename or 'the output'}: {error.strerror or error}"))
         return 1
     return 0
@@ -89,7 +104,9 @@ def run(arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Usage errors repeat what was given: it is cut, and nothing in it moves the cursor."""
+    """Shorten the text of usage errors, which repeat the user's input, and escape its control
+    characters.
+    """
     try:
         yield
     except Exception as error:
@@ -100,14 +117,14 @@ def _shown() -> Iterator[None]:
 
 
 def _fit(message: str) -> str:
-    """A message of several lines for a terminal, its middle left out if it is endless."""
+    """Return a message of several lines for a terminal, without its middle if it is too long."""
     return _cut(escape_controls(_cut(message), keep=MULTILINE))
 
 
 def _cut(message: str) -> str:
-    if len(message) <= LONGEST:
+    if len(message) <= MAX_MESSAGE:
         return message
-    return f"{message[: LONGEST * 2 // 3]} ... {message[-(LONGEST // 3) :]}"
+    return f"{message[: MAX_MESSAGE * 2 // 3]} ... {message[-(MAX_MESSAGE // 3) :]}"
 
 
 def _say(error: str) -> None:
@@ -131,7 +148,7 @@ def _command() -> Any:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version, and stop.")
+        bool, typer.Option("--version", help="Print the version, and exit.")
     ] = False,
 ) -> None:
     if version:

@@ -1,5 +1,5 @@
-"""`regard bench`: regard against what else is installed, checked for equal outputs and timed in
-turns, in one process.
+"""The command `regard bench`, which times regard and other installed implementations in turns in
+one process, after checking that their outputs are equal.
 """
 
 from __future__ import annotations
@@ -26,46 +26,71 @@ if TYPE_CHECKING:
 EPILOG = "For example: regard bench decode causal-prefill --size small --json -"
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="CASE", help="Cases.", show_default="all of them")
+    list[str] | None,
+    typer.Argument(
+        metavar="CASE", help="Cases to measure, as --list shows them.", show_default="all cases"
+    ),
 ]
-Size = Annotated[str, typer.Option(help="small, default or paper.")]
+Size = Annotated[str, typer.Option(help="Problem size: small, default or paper.")]
 Length = Annotated[
     int | None,
     typer.Option(
-        help="Tokens, in place of the size's; whole programs have none.", min=1, show_default=False
+        help="Number of tokens, instead of that of the size. Whole programs have none.",
+        min=1,
+        show_default=False,
     ),
 ]
 Batch = Annotated[
-    int | None, typer.Option(help="Batch rows, in place of the size's.", min=1, show_default=False)
+    int | None,
+    typer.Option(
+        help="Number of batch rows, instead of that of the size.", min=1, show_default=False
+    ),
 ]
 Dtype = Annotated[
     list[str] | None,
-    typer.Option(help="float32, bfloat16 or float16; repeatable.", show_default="the case's"),
+    typer.Option(
+        help="Number format: float32, bfloat16 or float16. Repeatable.",
+        show_default="those of the case",
+    ),
 ]
-Rounds = Annotated[int, typer.Option(help="Rounds; each times every peer once.", min=1)]
+Rounds = Annotated[
+    int, typer.Option(help="Number of rounds; each times every implementation once.", min=1)
+]
 Seconds = Annotated[
-    float, typer.Option(help="Seconds of rounds for each case and dtype.", min=0.01)
+    float,
+    typer.Option(help="Time limit of the rounds of each case and dtype, in seconds.", min=0.01),
 ]
-Threads = Annotated[int | None, typer.Option(help="Threads.", min=1, show_default="torch's")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Number of CPU threads.", min=1, show_default="torch's number")
+]
+Device = Annotated[str, typer.Option(help="Device: cpu or cuda.")]
 Only = Annotated[
     list[str] | None,
     typer.Option(
-        "--peer", help="A peer beside ours; repeatable.", show_default="all that are there"
+        "--peer",
+        help="Other implementation to compare regard with. Repeatable.",
+        show_default="all that are installed",
     ),
 ]
 Memory = Annotated[
     bool,
     typer.Option(
-        "--memory", help="Measure the most memory of each peer too, in a process of its own."
+        "--memory",
+        help=("Also measure the peak memory of each implementation, in a separate process."),
     ),
 ]
-List = Annotated[bool, typer.Option("--list", help="List cases, sizes and peers, and stop.")]
+List = Annotated[
+    bool, typer.Option("--list", help="List the cases, sizes and implementations, and exit.")
+]
 Json = Annotated[
-    str | None, typer.Option(metavar="FILE|-", help="Write the figures as JSON; - is stdout.")
+    str | None,
+    typer.Option(
+        metavar="FILE|-", help="Write the figures as JSON to this file; - is standard output."
+    ),
 ]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw the ratios: .svg, .png or .pdf.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the time ratios to this .svg, .png or .pdf file."),
 ]
 
 
@@ -85,12 +110,14 @@ def bench(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Time attention against the implementations that are installed, each checked against fp64
-    before; and this package itself: its start, reading a checkpoint, a page, its kernels.
+    """Time attention against other installed implementations, after checking the output of each
+    against fp64. Also time the package itself: its start, reading a checkpoint, writing a page,
+    and its kernels.
 
-    Medians, quartiles and ratios round by round; shares of the memory bandwidth and of the matrix
-    products that the same run measures. A wrong answer, a failure or a case that does not fit makes
-    the exit code 1; a peer that is not installed is listed with the reason.
+    Prints medians, quartiles, ratios by round, and the shares of the memory bandwidth and of the
+    matrix-product rate that are measured in the same run. The exit code is 1 if an output is wrong,
+    an implementation fails, or a case does not fit in memory. An implementation that is not
+    installed is listed with the reason.
     """
     from regard.bench.runner import Budget
     from regard.bench.runner import threads as use
@@ -104,7 +131,7 @@ def bench(
     where, dtypes = _device(device), _dtypes(dtype)
     jobs = _jobs(cases, size, length, batch, dtypes)
     if memory and where.type != "cpu":
-        raise typer.BadParameter("memory is measured on a CPU only", param_hint="--memory")
+        raise typer.BadParameter("peak memory can only be measured on a CPU", param_hint="--memory")
     check_files(
         {"--json": None if json is None or json == "-" else Path(json)}, pictures={"--plot": plot}
     )
@@ -122,27 +149,33 @@ def _run(
     plot: Path | None,
     memory: dict[str, Any] | None,
 ) -> int:
-    """Measure, print, write; the exit code.
+    """Measure the cases, print and write the results, and return the exit code.
 
-    memory: the options that the sizes were made from, where memory is measured.
+    Args:
+        jobs: case, sizes and dtype of each measurement.
+        device: the device to measure on.
+        budget: the limits of rounds and time.
+        json: the name of the JSON file, or "-".
+        plot: the name of the chart.
+        memory: the options that the sizes were made from if memory is measured, or None.
     """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import machine
     from regard.bench.result import as_json
     from regard.bench.table import header, table
 
-    def echo(text: str) -> None:  # stdout is the JSON's alone where it goes there
+    def echo(text: str) -> None:  # with --json -, standard output has the JSON only
         typer.echo(text, err=json == "-")
 
-    about, interrupted, found = machine(device), False, []
+    machine_facts, interrupted, results = machine(device), False, []
     ceilings = None
     try:
-        _say("what the machine does at most")
+        _report("measuring the machine's peak bandwidth and rates")
         ceilings = Ceilings.measure(dict.fromkeys(dtype for *_, dtype in jobs), device)
-        echo(header(about, ceilings))
+        echo(header(machine_facts, ceilings))
         for case, sizes, dtype in jobs:
             peak = None if memory is None else _peak(case, dtype, memory)
-            found.append(
+            results.append(
                 measure(
                     case,
                     sizes,
@@ -150,37 +183,41 @@ def _run(
                     device,
                     budget=budget,
                     ceilings=ceilings,
-                    say=_say,
+                    say=_report,
                     peak=peak,
                 )
             )
-            echo("\n" + table(found[-1]))
-            if found[-1].interrupted:
+            echo("\n" + table(results[-1]))
+            if results[-1].interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         interrupted = True
         if ceilings is None:
             return 130
-    _write(as_json(about, ceilings, found, interrupted=interrupted), json)
-    if plot is not None and found:
-        _draw(found, plot, about, ceilings)
+    _write(as_json(machine_facts, ceilings, results, interrupted=interrupted), json)
+    if plot is not None and results:
+        _draw(results, plot, machine_facts, ceilings)
     if interrupted:
         return 130
-    return int(any(one.failed for one in found))
+    return int(any(result.failed for result in results))
 
 
-def _peak(case: Case, dtype: torch.dtype, chosen: dict[str, Any]) -> Callable[[str], int | None]:
-    """What measures the memory of a peer of a case, by its name."""
+def _peak(
+    case: Case, dtype: torch.dtype, size_options: dict[str, Any]
+) -> Callable[[str], int | None]:
+    """Return a function that measures the peak memory of an implementation of a case, given its
+    name.
+    """
     import torch
 
     from regard.bench.memory import in_child
 
-    settings = {**chosen, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
+    settings = {**size_options, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
     return lambda name: in_child(
         "regard.bench.memory:peer_peak",
         {**settings, "peer": name},
-        advice="leave --memory out to go without it",
+        advice="leave --memory out to skip this measurement",
     )
 
 
@@ -194,20 +231,25 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
         write(Path(json), text + "\n")
 
 
-def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
+def _draw(
+    results: list[Measured], path: Path, machine_facts: dict[str, Any], ceilings: Ceilings
+) -> None:
     from regard.bench.table import chart
     from regard.view import charts
 
-    where = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}"
-    charts.write(chart(found, f"{where}, reading {units.rate(ceilings.read)}"), path)
+    where = (
+        f"{machine_facts['processor']}, {units.plural(machine_facts['threads'], 'thread')}, torch "
+        f"{machine_facts['torch']}"
+    )
+    charts.write(chart(results, f"{where}, reading {units.rate(ceilings.read)}"), path)
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"... {line}", err=True)
 
 
 def _cases(names: list[str] | None, peers: list[str] | None) -> list[Case]:
-    """The cases, with the peers that were asked for, or all."""
+    """Return the cases with the requested implementations, or with all."""
     from dataclasses import replace
 
     from regard.bench import CASES
@@ -217,14 +259,16 @@ def _cases(names: list[str] | None, peers: list[str] | None) -> list[Case]:
     cases = [CASES[name] for name in dict.fromkeys(names or CASES)]
     if not peers:
         return cases
-    known = {one.name for case in cases for one in case.peers}
+    known = {peer.name for case in cases for peer in case.peers}
     for name in peers:
         _check(name, known, "peers of these cases", "--peer")
-    kept = []
+    cases_with_peers = []
     for case in cases:
         ours, *others = case.peers
-        kept.append(replace(case, peers=(ours, *(one for one in others if one.name in peers))))
-    return kept
+        cases_with_peers.append(
+            replace(case, peers=(ours, *(peer for peer in others if peer.name in peers)))
+        )
+    return cases_with_peers
 
 
 def _jobs(
@@ -258,14 +302,15 @@ def _device(name: str) -> torch.device:
 
     _check(name, ("cpu", "cuda"), "devices", "--device")
     if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device; use cpu", param_hint="--device")
+        raise typer.BadParameter("torch finds no CUDA device; use cpu", param_hint="--device")
     return torch.device(name)
 
 
-def _check(name: str, known: Any, what: str, hint: str) -> None:
-    """Refuse a name that is not known."""
+def _check(name: str, known: Any, kind: str, hint: str) -> None:
+    """Raise an error for a name that is not known, with a suggestion."""
     if name in known:
         return
     raise typer.BadParameter(
-        f"{name!r} is none of the {what} {', '.join(known)}{suggest(name, known)}", param_hint=hint
+        f"{name!r} is not one of the {kind} {', '.join(known)}{suggest(name, known)}",
+        param_hint=hint,
     )

@@ -1,5 +1,5 @@
-"""`regard compare`: attention mechanisms side by side on this machine, and with --quality how well
-each learns.
+"""The command `regard compare`, which compares the cost of attention mechanisms on this machine,
+and with --quality also how well each learns.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from regard.cli.options import check_files
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from regard.compare.comparison import Comparison, Plan
+    from regard.compare.comparison import Comparison, ComparisonPlan
 
-_SIZES, _TIME, _QUALITY, _OUT = "Sizes", "What is measured", "Quality", "Output"
+_SIZES, _TIME, _QUALITY, _OUT = "Sizes", "Measurements", "Quality (training)", "Output"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -29,77 +29,125 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MECHANISM",
-        help="Names of --list, or of the catalogue with options: gqa:groups=1, retention.",
-        show_default="the default set",
+        help=(
+            "Mechanisms: names that --list shows, or names of the catalogue (regard "
+            "describe) with options: gqa:groups=1, retention."
+        ),
+        show_default="those of --list",
     ),
 ]
 Dim = Annotated[int, _option(_SIZES, "Model width M.", min=2)]
-Layers = Annotated[int, _option(_SIZES, "Blocks.", min=1)]
-Heads = Annotated[int, _option(_SIZES, "Query heads H.", min=1)]
+Layers = Annotated[int, _option(_SIZES, "Number of layers.", min=1)]
+Heads = Annotated[int, _option(_SIZES, "Number of query heads H.", min=1)]
 Hidden = Annotated[
-    int | None, _option(_SIZES, "Feed-forward width.", min=1, show_default="8/3 of dim")
+    int | None,
+    _option(_SIZES, "Width of the feed-forward layers.", min=1, show_default="8/3 of dim"),
 ]
-Window = Annotated[int, _option(_SIZES, "Tokens of a window, of a segment, of a stream.", min=1)]
+Window = Annotated[
+    int,
+    _option(_SIZES, "Number of tokens of a window, of an Infini segment, or of a stream.", min=1),
+]
 Same = Annotated[
-    str, _option(_SIZES, "sizes; or parameters: the feed-forward width makes up for the rest.")
+    str,
+    _option(
+        _SIZES,
+        (
+            "What all models have in common: sizes, or parameters, where the "
+            "feed-forward width is chosen to match."
+        ),
+    ),
 ]
 Context = Annotated[
     list[int] | None,
     _option(
         _TIME,
-        "Tokens of prompts and in front of decoding; repeatable.",
+        ("Number of tokens of the prompt, and of the sequence in decoding. Repeatable."),
         min=1,
         show_default="512, 2048, 8192",
     ),
 ]
-Length = Annotated[int, _option(_TIME, "Tokens of a row in training.", min=2)]
-Batch = Annotated[int, _option(_TIME, "Rows of a training step.", min=1)]
-Rounds = Annotated[int, _option(_TIME, "Rounds; each times every mechanism once.", min=1)]
-Seconds = Annotated[float, _option(_TIME, "Of rounds, for each measurement.", min=0.01)]
+Length = Annotated[int, _option(_TIME, "Number of tokens of a row in training.", min=2)]
+Batch = Annotated[int, _option(_TIME, "Number of rows of a training step.", min=1)]
+Rounds = Annotated[int, _option(_TIME, "Number of rounds; each times every mechanism once.", min=1)]
+Seconds = Annotated[
+    float, _option(_TIME, "Time limit of the rounds of each measurement, in seconds.", min=0.01)
+]
 Memory = Annotated[
     bool,
-    _option(_TIME, "Peak memory, in a process for each mechanism.", "--memory/--no-memory"),
+    _option(
+        _TIME,
+        ("Whether to measure peak memory, in a separate process for each mechanism."),
+        "--memory/--no-memory",
+    ),
 ]
-Threads = Annotated[int | None, _option(_TIME, "Threads.", min=1, show_default="torch's")]
+Threads = Annotated[
+    int | None, _option(_TIME, "Number of CPU threads.", min=1, show_default="torch's number")
+]
 Quality = Annotated[
-    bool, _option(_QUALITY, "Train each too: the same tokens, text and recall.", "--quality")
+    bool,
+    _option(_QUALITY, "Also train each mechanism, on the same text and recall tasks.", "--quality"),
 ]
-Lessons = Annotated[
+Tasks = Annotated[
     list[str] | None,
     _option(
         _QUALITY,
-        "text, mqar or passkey; repeatable.",
-        "--lesson",
+        "Task to train on and test with: text, mqar or passkey. Repeatable.",
+        "--task",
         show_default="all three",
     ),
 ]
-Text = Annotated[str, _option(_QUALITY, "A UTF-8 file, a folder, or python-docs: read as bytes.")]
+OldTasks = Annotated[
+    list[str] | None, typer.Option("--lesson", help="Old name of --task.", hidden=True)
+]
+Text = Annotated[
+    str,
+    _option(_QUALITY, "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs."),
+]
 Minutes = Annotated[
-    float, _option(_QUALITY, "For everything: training is shortened to fit.", min=0.1)
+    float,
+    _option(
+        _QUALITY, "Time limit for the whole run in minutes; training is shortened to fit.", min=0.1
+    ),
 ]
 Steps = Annotated[
     int | None,
-    _option(_QUALITY, "Optimiser steps, whatever time they take.", min=1, show_default="as fit"),
+    _option(
+        _QUALITY,
+        "Number of optimiser steps, whatever time they take.",
+        min=1,
+        show_default="as many as fit",
+    ),
 ]
 Rates = Annotated[
     list[float] | None,
     _option(
         _QUALITY,
-        "Learning rate for all; repeatable: the best counts.",
+        "Learning rate for all mechanisms. Repeatable: the best one counts.",
         "--lr",
-        show_default="0.003; with a state 0.001, 0.003, 0.01",
+        show_default="0.003; for recurrent ones 0.001, 0.003, 0.01",
     ),
 ]
-Seeds = Annotated[int, _option(_QUALITY, "Seeds 0, 1, ...; each trains anew.", min=1)]
+Seeds = Annotated[
+    int, _option(_QUALITY, "Number of seeds 0, 1, ...; each trains a model of its own.", min=1)
+]
 Out = Annotated[
     Path | None,
-    _option(_OUT, "A folder that keeps each measurement; a run goes on with what is there."),
+    _option(
+        _OUT,
+        ("Folder in which measurements are saved; a later run with the same folder continues."),
+    ),
 ]
-Json = Annotated[bool, _option(_OUT, "Print everything as JSON.", "--json")]
-Csv = Annotated[Path | None, _option(_OUT, "Write a line for each mechanism.", metavar="FILE")]
-Html = Annotated[Path | None, _option(_OUT, "Write a page with the plots.", metavar="FILE")]
+Json = Annotated[bool, _option(_OUT, "Print the results as JSON.", "--json")]
+Csv = Annotated[
+    Path | None,
+    _option(_OUT, "Write a line of CSV for each mechanism to this file.", metavar="FILE"),
+]
+Html = Annotated[
+    Path | None, _option(_OUT, "Write an HTML page with plots to this file.", metavar="FILE")
+]
 List = Annotated[
-    bool, _option(_OUT, "List the default set and what is measured, and stop.", "--list")
+    bool,
+    _option(_OUT, "List the default mechanisms, the tasks and the claims, and exit.", "--list"),
 ]
 
 
@@ -125,7 +173,8 @@ def compare(
     memory: Memory = True,
     threads: Threads = None,
     quality: Quality = False,
-    lesson: Lessons = None,
+    task: Tasks = None,
+    lesson: OldTasks = None,
     text: Text = "python-docs",
     minutes: Minutes = 30.0,
     steps: Steps = None,
@@ -140,16 +189,18 @@ def compare(
     html: Html = None,
     list_: List = False,
 ) -> None:
-    """Measure attention mechanisms as decoders of one shape: cache, prompt,
-    token, training step, peak memory.
+    """Measure attention mechanisms as decoders of one shape: cache size, time of a prompt, a token
+    and a training step, and peak memory.
 
-    Each is built at the same sizes, or with the same number of parameters,
-    and timed in turns with the kernels that it really runs. With --quality
-    each is trained on the same tokens. Ctrl-C prints what is done; with --out
-    the same command goes on from there. With --claim, what is said of
-    attention is measured instead, each with a verdict.
+    All models have the same sizes, or the same number of parameters, and are timed in turns with
+    the kernels that they really run. With --quality each is also trained on the same tokens. Ctrl-C
+    prints the results so far; with --out the same command continues later. With --claim, published
+    claims about attention are tested instead, each with a verdict.
     """
     options = dict(locals())
+    if lesson:
+        typer.echo("--lesson is now --task; the old name goes with the next release", err=True)
+        options["task"] = [*(task or []), *lesson]
     if list_:
         typer.echo(f"{_listing()}\n{_claims.listing()}")
         return
@@ -166,108 +217,149 @@ def compare(
         raise typer.BadParameter(str(error)) from error
     if interrupted:
         if out is not None:
-            typer.echo("interrupted; the same command goes on with what is kept", err=True)
+            typer.echo(
+                "interrupted; the same command continues from the saved measurements", err=True
+            )
         raise typer.Exit(130)
 
 
-def _plan(o: dict[str, Any]) -> Plan:
-    """What is compared, from the command's options by name."""
+def _plan(options: dict[str, Any]) -> ComparisonPlan:
+    """Return what is compared, from the options of the command by name."""
     import torch
 
-    from regard.compare.comparison import Plan
-    from regard.compare.mechanisms import Shape, configs, contestants
-    from regard.compare.quality import RECALL, Training, lessons
+    from regard.compare.comparison import ComparisonPlan
+    from regard.compare.mechanisms import Shape, candidates, configs
+    from regard.compare.quality import RECALL_TASKS, TrainingSettings, eval_tasks
     from regard.compare.speed import Timing
 
-    _check_quality(o)
-    if o["threads"]:
-        torch.set_num_threads(o["threads"])
-    shape = Shape(o["dim"], o["layers"], o["heads"], o["hidden"], window=o["window"])
-    contexts = tuple(sorted(set(o["context"]))) if o["context"] else Timing().contexts
-    timing = Timing(contexts, o["length"], o["batch"], o["rounds"], o["seconds"])
-    training = Training(tuple(range(o["seeds"])), tuple(o["lr"]) if o["lr"] else None)
-    found = contestants(o["names"], shape)
-    taught = []
-    if o["quality"]:
-        wanted = o["lesson"] or ["text", *RECALL]
-        taught = lessons(wanted, source=o["text"], length=o["length"], batch=o["batch"])
-    return Plan(found, configs(found, shape, o["same"]), shape, o["same"], timing, taught, training)
+    _check_quality(options)
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
+    shape = Shape(
+        options["dim"],
+        options["layers"],
+        options["heads"],
+        options["hidden"],
+        window=options["window"],
+    )
+    contexts = tuple(sorted(set(options["context"]))) if options["context"] else Timing().contexts
+    timing = Timing(
+        contexts, options["length"], options["batch"], options["rounds"], options["seconds"]
+    )
+    training = TrainingSettings(
+        tuple(range(options["seeds"])), tuple(options["lr"]) if options["lr"] else None
+    )
+    chosen = candidates(options["names"], shape)
+    tasks = []
+    if options["quality"]:
+        wanted = options["task"] or ["text", *RECALL_TASKS]
+        tasks = eval_tasks(
+            wanted, source=options["text"], length=options["length"], batch=options["batch"]
+        )
+    return ComparisonPlan(
+        chosen,
+        configs(chosen, shape, options["same"]),
+        shape,
+        options["same"],
+        timing,
+        tasks,
+        training,
+    )
 
 
-def _check_quality(o: dict[str, Any]) -> None:
-    """What is for training is refused without it."""
-    given = {
-        "--lesson": o["lesson"],
-        "--steps": o["steps"],
-        "--lr": o["lr"],
-        "--seeds": o["seeds"] > 1,
-        "--text": o["text"] != "python-docs",
+def _check_quality(options: dict[str, Any]) -> None:
+    """Raise an error for options of training if --quality is not given."""
+    training_options = {
+        "--task": options["task"],
+        "--steps": options["steps"],
+        "--lr": options["lr"],
+        "--seeds": options["seeds"] > 1,
+        "--text": options["text"] != "python-docs",
     }
-    for name, value in given.items():
-        if value and not o["quality"]:
-            raise ArgumentError(f"{name} is for training: give --quality too, or leave it out")
+    for name, value in training_options.items():
+        if value and not options["quality"]:
+            raise ArgumentError(
+                f"{name} applies only to training; give --quality too, or leave it out"
+            )
 
 
-def _comparison(plan: Plan, o: dict[str, Any]) -> Comparison:
+def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
     import torch
 
     from regard.bench.machine import machine
     from regard.compare.comparison import Comparison
-    from regard.compare.experiment import Session, Store
+    from regard.compare.experiment import ExperimentStore, Session
 
-    about = machine(torch.device("cpu"))
-    session = Session(Store(o["out"], {"machine": about}), _say)
+    machine_facts = machine(torch.device("cpu"))
+    session = Session(ExperimentStore(options["out"], {"machine": machine_facts}), _report)
     return Comparison(
-        plan, session, about, minutes=o["minutes"], steps=o["steps"], with_memory=o["memory"]
+        plan,
+        session,
+        machine_facts,
+        minutes=options["minutes"],
+        steps=options["steps"],
+        with_memory=options["memory"],
     )
 
 
 def _run(comparison: Comparison) -> bool:
-    """Whether it was interrupted."""
-    from regard.compare.experiment import clock
+    """Run the comparison and return whether it was interrupted."""
+    from regard.compare.experiment import format_duration
 
     interrupted, session = False, comparison.session
     try:
         comparison.run()
     except KeyboardInterrupt:
         interrupted = True
-    _say(
-        f"{clock(session.elapsed)}: {session.measured} measured, {session.reused} as they were kept"
+    _report(
+        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} as "
+        "they were kept"
     )
     return interrupted
 
 
-def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupted: bool) -> None:
-    """Print and write what there is."""
+def _show(
+    comparison: Comparison, command: str, options: dict[str, Any], *, interrupted: bool
+) -> None:
+    """Print and write the results so far."""
     from regard.compare.comparison import as_csv, as_json
-    from regard.compare.output import page, table
+    from regard.compare.output import render_page, render_table
     from regard.view.html_page import write
 
-    plan, done = comparison.plan, comparison.session.done
-    told = as_json(
-        plan, done, comparison.machine, command, interrupted=interrupted, notes=comparison.notes
+    plan, measurements = comparison.plan, comparison.session.results
+    results = as_json(
+        plan,
+        measurements,
+        comparison.machine,
+        command,
+        interrupted=interrupted,
+        notes=comparison.notes,
     )
-    typer.echo(json_format.dumps(told, indent=1, allow_nan=False) if o["json"] else table(told))
-    if o["csv"] is not None:
-        write(o["csv"], as_csv(plan, done))
-    if o["html"] is not None:
-        write(o["html"], page(told))
+    typer.echo(
+        json_format.dumps(results, indent=1, allow_nan=False)
+        if options["json"]
+        else render_table(results)
+    )
+    if options["csv"] is not None:
+        write(options["csv"], as_csv(plan, measurements))
+    if options["html"] is not None:
+        write(options["html"], render_page(results))
 
 
 def _listing() -> str:
-    from regard.compare.mechanisms import Shape, contestants
-    from regard.compare.quality import RECALL
+    from regard.compare.mechanisms import Shape, candidates
+    from regard.compare.quality import RECALL_TASKS
     from regard.nn.variants import VARIANTS
     from regard.train.tasks import TASKS
 
     lines = ["mechanisms"]
-    for one in contestants(None, Shape()):
+    for one in candidates(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
         lines.append(f"  {one.name:<12} {VARIANTS[one.attention].summary}")
         lines.append(f"  {'':<12} {one.attention}({options})")
-    lines.append("lessons")
+    lines.append("tasks")
     lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL]
+    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL_TASKS]
     return "\n".join(lines)
 
 
@@ -277,10 +369,14 @@ def _command(arguments: list[str]) -> str:
     return shlex.join(["regard", *arguments])
 
 
-def _say(line: str) -> None:
-    """On a terminal, where a training run stands replaces itself; elsewhere it is left out."""
-    within = line.startswith(" ")
+def _report(line: str) -> None:
+    """Print a line of progress on standard error.
+
+    On a terminal, a line about a training run replaces the one before it; elsewhere such lines are
+    left out.
+    """
+    is_inside_run = line.startswith(" ")
     if sys.stderr.isatty():
-        typer.echo(f"\r\x1b[K... {line.strip()}", err=True, nl=not within)
-    elif not within:
+        typer.echo(f"\r\x1b[K... {line.strip()}", err=True, nl=not is_inside_run)
+    elif not is_inside_run:
         typer.echo(f"... {line}", err=True)

@@ -1,4 +1,6 @@
-"""`regard convert`: one checkpoint folder into another, and what that costs."""
+"""The command `regard convert`, which converts a checkpoint folder into another and reports what
+that loses.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from regard.cli.options import Ignore, Revision, tell_ignored
+from regard.cli.options import Ignore, Revision, report_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
 from regard.text_table import format_table
+from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.models.convert.attention_maps import ConversionStep
@@ -24,12 +27,14 @@ if TYPE_CHECKING:
 
 
 def show(report: ConversionReport) -> None:
-    """The report as lines."""
+    """Print the report of a conversion."""
     typer.echo("\n".join(lines(report)))
 
 
 def lines(report: ConversionReport) -> Iterator[str]:
-    """What was done, what it lost on a text and in each layer, and what healing brought."""
+    """Yield the lines of the report: the steps, the loss on a text and in each layer, and the
+    effect of finetuning.
+    """
     yield f"{report.source} -> {report.out}"
     for step in report.steps:
         yield f"  {step.what}"
@@ -52,29 +57,49 @@ def lines(report: ConversionReport) -> Iterator[str]:
         yield from _healing_converted(report.finetuning)
 
 
-def _measured(m: ModelComparison) -> Iterator[str]:
-    """KL and agreement first: they compare the two models, whatever the text is; a loss depends on
-    it.
+def _measured(measured: ModelComparison) -> Iterator[str]:
+    """Yield the lines about the measurements on a text.
+
+    KL divergence and agreement come first, because they compare the two models whatever the text
+    is; a loss depends on the text.
     """
-    what = m.text or "ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing"
+    text = (
+        measured.text
+        or "ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing"
+    )
     yield ""
-    yield f"on {m.tokens:,} predicted tokens in {m.rows} windows of {m.length}, {what}:"
-    spread = (
-        "; ± is the standard error over windows" if m.rows > 1 else "; one window has no spread"
+    yield (
+        f"on {measured.tokens:,} predicted tokens in {measured.rows} windows of "
+        f"{measured.length}, {text}:"
+    )
+    error_note = (
+        "; ± is the standard error over windows"
+        if measured.rows > 1
+        else "; one window has no spread"
     )
     yield (
-        f"  KL(before | after)      {m.divergence:.4g}{_pm(m.divergence_error)} nats per "
-        f"token{spread}"
+        f"  KL(before | after)      {measured.divergence:.4g}{_pm(measured.divergence_error)} "
+        "nats per "
+        f"token{error_note}"
     )
-    yield f"  likeliest token same    {m.agreement:.1%}{_pm(100 * m.agreement_error, ' %')}"
-    if not math.isnan(m.loss_before):
+    yield (
+        "  likeliest token same    "
+        f"{measured.agreement:.1%}{_pm(100 * measured.agreement_error, ' %')}"
+    )
+    if not math.isnan(measured.loss_before):
         yield (
-            f"  loss, nats per token    {m.loss_before:.4f} -> {m.loss_after:.4f}: "
-            f"{m.loss_change:+.4f}{_pm(m.loss_change_error)}"
+            f"  loss, nats per token    {measured.loss_before:.4f} -> {measured.loss_after:.4f}: "
+            f"{measured.loss_change:+.4f}{_pm(measured.loss_change_error)}"
         )
-        yield f"  perplexity              {m.perplexity_before:.3f} -> {m.perplexity_after:.3f}"
-    yield f"  logits differ by        {m.largest:.3g} at most, by {m.relative:.3g} of their norm"
-    if m.short:
+        yield (
+            f"  perplexity              {measured.perplexity_before:.3f} -> "
+            f"{measured.perplexity_after:.3f}"
+        )
+    yield (
+        f"  logits differ by        {measured.largest:.3g} at most, by {measured.relative:.3g} "
+        "of their norm"
+    )
+    if measured.short:
         yield (
             "  that is a short text, on which such figures can mislead: give a longer one "
             "(--text, --tokens)"
@@ -82,12 +107,12 @@ def _measured(m: ModelComparison) -> Iterator[str]:
 
 
 def _pm(error: float, unit: str = "") -> str:
-    """A standard error, or nothing."""
+    """Return a standard error as text, or nothing if there is none."""
     return "" if math.isnan(error) else f" ± {error:.2g}{unit}"
 
 
 def _errors(step: ConversionStep) -> Iterator[str]:
-    """Weight errors by layer, and against the rank."""
+    """Yield the weight errors by layer, and the error by rank."""
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
         yield (
@@ -103,111 +128,134 @@ def _errors(step: ConversionStep) -> Iterator[str]:
             yield f"  {rank:>6}  {lost:<9.2e} {'#' * round(40 * lost)}".rstrip()
 
 
-def _healing_converted(h: FinetuneResult) -> Iterator[str]:
+def _healing_converted(healing: FinetuneResult) -> Iterator[str]:
     yield ""
     yield (
-        f"healing: {h.steps} steps of {h.batch} x {h.length} tokens, AdamW on all weights, peak "
-        f"learning rate {h.lr:g}, "
-        f"seed {h.seed}"
+        f"finetuning: {plural(healing.steps, 'step')} of {healing.batch} x {healing.length} "
+        f"tokens, AdamW on all weights, peak learning rate {healing.lr:g}, seed {healing.seed}"
     )
-    yield f"  trained text, {h.tokens:,} tokens: loss {h.loss_before:.4f} -> {h.loss_after:.4f}"
-    if h.held_tokens:
+    yield (
+        f"  trained text, {plural(healing.tokens, 'token')}: loss {healing.loss_before:.4f} -> "
+        f"{healing.loss_after:.4f}"
+    )
+    if healing.held_tokens:
         yield (
-            f"  held back, {h.held_tokens:,} tokens: loss {h.held_before:.4f} -> {h.held_after:.4f}"
+            f"  held-out text, {plural(healing.held_tokens, 'token')}: loss "
+            f"{healing.held_before:.4f} -> "
+            f"{healing.held_after:.4f}"
         )
     else:
         yield (
-            "  nothing was held back (fewer than 10 windows): the loss is that of the text that "
-            "was learnt"
+            "  no text was held out (fewer than 10 windows): the loss is that of the text that "
+            "was trained on"
         )
 
 
 EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
-LONGEST = 1 << 30
-"""Bytes of a text to measure on, at most."""
-HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measuring", "Healing"
+MAX_TEXT_BYTES = 1 << 30
+"""The maximum size in bytes of a text to measure on."""
+HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measurement", "Finetuning"
 
 Source = Annotated[
     str,
-    typer.Argument(help='A Hugging Face folder, "tiny", or org/name on the hub.', metavar="FOLDER"),
+    typer.Argument(
+        help=('The checkpoint to convert: a Hugging Face folder, "tiny", or org/name on the hub.'),
+        metavar="FOLDER",
+    ),
 ]
 Out = Annotated[
-    Path, typer.Argument(help="The folder to write; it must be new, or empty.", metavar="OUT")
+    Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="OUT")
 ]
 To = Annotated[
     str | None,
     typer.Option(
-        help="mha, gqa (with --kv-heads), mqa, or mla (with --rank).",
+        help=(
+            "Attention of the new checkpoint: mha, gqa (with --kv-heads), mqa, or mla "
+            "(with --rank)."
+        ),
         rich_help_panel=HEADS,
-        show_default="as it is",
+        show_default="unchanged",
     ),
 ]
 KvHeads = Annotated[
     int | None,
     typer.Option(
-        help="Key/value heads: fewer are pooled, more are repeated.", min=1, rich_help_panel=HEADS
+        help="Number of key/value heads. Fewer heads are pooled, more are repeated.",
+        min=1,
+        rich_help_panel=HEADS,
     ),
 ]
 Groups = Annotated[
     str,
     typer.Option(
-        help="How heads are pooled: mean, or svd (queries and outputs take the differences).",
+        help=(
+            "How heads are pooled: mean, or svd, which moves the differences into the "
+            "query and output matrices."
+        ),
         rich_help_panel=HEADS,
     ),
 ]
 Rank = Annotated[
     int | None,
     typer.Option(
-        help="Size of the latent, kv_lora_rank.",
+        help="Size of the MLA latent, kv_lora_rank.",
         min=2,
         rich_help_panel=HEADS,
-        show_default="full: nothing is cut",
+        show_default="full rank, which is exact",
     ),
 ]
 RotaryLayout = Annotated[
     str | None,
     typer.Option(
-        help="half or interleaved: which dims make a rotary pair.", rich_help_panel=POSITIONS
+        help=("Which dims form a rotary pair in the new checkpoint: half or interleaved."),
+        rich_help_panel=POSITIONS,
     ),
 ]
 StoredLayout = Annotated[
     str | None,
     typer.Option(
-        help="The layout that the weights have, where config.json says the other.",
+        help=("The rotary layout of the stored weights, if config.json has the wrong one."),
         rich_help_panel=POSITIONS,
     ),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        help="Tokens to reach by scaled rotary positions.", min=1, rich_help_panel=POSITIONS
+        help="Context length to reach by scaling rotary positions, in tokens.",
+        min=1,
+        rich_help_panel=POSITIONS,
     ),
 ]
 Scaling = Annotated[
-    str, typer.Option(help="linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS)
+    str,
+    typer.Option(
+        help="Method of --context: linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS
+    ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Of the weights: float32, float16, bfloat16 or float64.", show_default="as it is"
+        help="Number format of the weights: float32, float16, bfloat16 or float64.",
+        show_default="unchanged",
     ),
 ]
 Text = Annotated[
     Path | None,
     typer.Option(
-        help="A text file to measure on.",
+        help="Text file on which both models are measured.",
         show_default="the topics of pydoc",
         rich_help_panel=MEASURING,
     ),
 ]
 Tokens = Annotated[
-    int, typer.Option(help="Measure on at most so many tokens.", min=2, rich_help_panel=MEASURING)
+    int,
+    typer.Option(help="Maximum number of tokens to measure on.", min=2, rich_help_panel=MEASURING),
 ]
 Length = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of a window.",
+        help="Number of tokens of a window.",
         min=2,
         show_default="the trained length, at most 512",
         rich_help_panel=MEASURING,
@@ -217,16 +265,19 @@ HealSteps = Annotated[
     int | None,
     typer.Option(
         "--heal",
-        help="Train so many steps on the text, all weights.",
+        help=("Finetune all weights on the text for this many steps after the conversion."),
         min=1,
         rich_help_panel=HEALING,
     ),
 ]
 Lr = Annotated[float, typer.Option(help="Peak learning rate of --heal.", rich_help_panel=HEALING)]
 Batch = Annotated[
-    int, typer.Option(help="Windows of a step of --heal.", min=1, rich_help_panel=HEALING)
+    int, typer.Option(help="Number of windows in a step of --heal.", min=1, rich_help_panel=HEALING)
 ]
-Seed = Annotated[int, typer.Option(help="Of the order of --heal.", rich_help_panel=HEALING)]
+Seed = Annotated[
+    int,
+    typer.Option(help="Random seed for the order of the data in --heal.", rich_help_panel=HEALING),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
@@ -253,21 +304,22 @@ def convert(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint with other heads, latents, positions or dtype, and say what it lost.
+    """Write a checkpoint with other heads, latents, positions or dtype, and report what the
+    conversion loses.
 
-    The input is never changed, and nothing is written over: OUT is whole, or not there.
+    The input is never changed, and no file is overwritten: OUT is either complete or not there.
     """
     from regard.models.convert import ConversionOptions
     from regard.models.convert import convert as run
 
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "pooling": groups,
         "rotary_layout": rotary_layout,
         "stored_layout": stored_layout,
         "scaling": scaling,
     }
     try:
-        wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **given)
+        wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)
         report = run(
             folder,
             out,
@@ -277,30 +329,30 @@ def convert(
             length=length,
             revision=revision,
             ignore=ignore or (),
-            finetune=_healing(heal, lr=lr, batch=batch, seed=seed),
-            report_progress=_tell,
+            heal=_healing(heal, lr=lr, batch=batch, seed=seed),
+            tell=_report,
         )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    tell_ignored(report.ignored)
+    report_ignored(report.ignored)
     if json:
         typer.echo(json_format.dumps(report.figures()))
     else:
         show(report)
 
 
-def _healing(steps: int | None, **how: Any) -> Finetune | None:
-    """What trains the converted model, or None."""
+def _healing(steps: int | None, **settings: Any) -> Finetune | None:
+    """Return the function that finetunes the converted model, or None."""
     if steps is None:
         return None
     from regard.train.finetune import heal
     from regard.train.progress import show
 
-    return cast("Finetune", partial(heal, steps=steps, progress=show(steps), **how))
+    return cast("Finetune", partial(heal, steps=steps, progress=show(steps), **settings))
 
 
-def _tell(line: str) -> None:
-    """Where the work stands, for somebody who waits."""
+def _report(line: str) -> None:
+    """Print the current work on standard error, on a terminal only."""
     if sys.stderr.isatty():
         typer.echo(f"{line} ...", err=True)
 
@@ -309,6 +361,6 @@ def _read(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return read_text(file, LONGEST)
+        return read_text(file, MAX_TEXT_BYTES)
     except FileError as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error

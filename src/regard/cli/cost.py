@@ -1,5 +1,5 @@
-"""`regard cost`: parameters, FLOPs, cache bytes and the least time of a model, from its sizes
-alone.
+"""The command `regard cost`, which computes parameters, FLOPs, cache bytes and least times of a
+model from its sizes alone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.configs.published import PUBLISHED_MODELS, model_of
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
+from regard.cost.sweep import (
+    compare_models,
+    contexts_within_positions,
+    model_figures,
+    parse_context_range,
+    parse_tokens,
+    sweep,
+)
 from regard.errors import ArgumentError
+from regard.units import plural
 from regard.view import cost_text as text
 
 if TYPE_CHECKING:
@@ -26,109 +34,146 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A known name, a config.json or its folder, or org/name on the hub.",
-        show_default="sizes as flags",
+        help=(
+            "A model: a name that --list shows, a config.json or its folder, or "
+            "org/name on the hub."
+        ),
+        show_default="sizes given as options",
     ),
 ]
 Revision = Annotated[
     str | None,
-    typer.Option(
-        help="Of MODEL on the hub: a branch, a tag or a commit.", show_default="its main branch"
-    ),
+    typer.Option(help="The branch, tag or commit of MODEL on the hub.", show_default="main branch"),
 ]
-Context = Annotated[str | None, typer.Option(help="Tokens: 4096, 8k, 1M.", show_default="4096")]
-Batch = Annotated[int, typer.Option(help="Texts at once.", min=1)]
+Context = Annotated[
+    str | None,
+    typer.Option(help="Number of tokens in the context: 4096, 8k, 1M.", show_default="4096"),
+]
+Batch = Annotated[int, typer.Option(help="Number of sequences at once.", min=1)]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Of weights: fp32, bf16, fp16, fp8, int8, int4, int2.",
-        show_default="the file's, or bf16",
+        help="Number format of weights: fp32, bf16, fp16, fp8, int8, int4 or int2.",
+        show_default="that of config.json, or bf16",
     ),
 ]
 KvDtype = Annotated[
     str | None,
     typer.Option(
-        help="Of the cache: the same names.", show_default="the weights', but at least 16 bits"
+        help="Number format of the KV cache, with the same names.",
+        show_default="that of weights, but at least 16 bits",
     ),
 ]
 MachineOption = Annotated[
-    str | None, typer.Option(help="A name of --list; or here: measured now.", show_default="none")
+    str | None,
+    typer.Option(
+        help=(
+            "Also bound the times on this machine: a name that --list shows, or here, "
+            "which measures this machine."
+        ),
+        show_default="none",
+    ),
 ]
 Bandwidth = Annotated[
-    float | None, typer.Option(help="Bytes per second, with --flops.", show_default=False)
+    float | None,
+    typer.Option(
+        help="Memory bandwidth of another machine in bytes per second, with --flops.",
+        show_default=False,
+    ),
 ]
 Flops = Annotated[
-    float | None, typer.Option(help="FLOPs per second, with --bandwidth.", show_default=False)
+    float | None,
+    typer.Option(help="FLOPs per second of another machine, with --bandwidth.", show_default=False),
 ]
 Versus = Annotated[
     str | None,
-    typer.Option("--vs", help="A second known name, config.json or folder.", show_default=False),
+    typer.Option(
+        "--vs",
+        help="A second model to compare with: a known name, config.json or folder.",
+        show_default=False,
+    ),
 ]
 Sweep = Annotated[
     str | None,
-    typer.Option(help="A range of contexts, doubled: context=1k..1M.", show_default=False),
+    typer.Option(
+        help=("Print a row for each context in a range, doubled from row to row: context=1k..1M."),
+        show_default=False,
+    ),
 ]
 Plot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Draw the sweep (else 1k..128k): .svg, .png or .pdf.",
+        help=("Draw the --sweep, or 1k..128k without one, to this .svg, .png or .pdf file."),
         show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-List = Annotated[bool, typer.Option("--list", help="List models and machines, and stop.")]
+List = Annotated[bool, typer.Option("--list", help="List the known models and machines, and exit.")]
 
-Layers = Annotated[int | None, typer.Option(help="How many layers.", show_default=False)]
+Layers = Annotated[int | None, typer.Option(help="Number of layers.", show_default=False)]
 Dim = Annotated[int | None, typer.Option(help="Model width M.", show_default=False)]
-Heads = Annotated[int | None, typer.Option(help="Query heads H.", show_default=False)]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads G.", show_default="H")]
-HeadDim = Annotated[int | None, typer.Option(help="D.", show_default="M / H")]
+Heads = Annotated[int | None, typer.Option(help="Number of query heads H.", show_default=False)]
+KvHeads = Annotated[int | None, typer.Option(help="Number of key/value heads G.", show_default="H")]
+HeadDim = Annotated[int | None, typer.Option(help="Width D of a head.", show_default="M / H")]
 Attention = Annotated[
     str | None,
-    typer.Option(help="A mechanism of regard describe.", show_default="mha or gqa, by G"),
+    typer.Option(
+        help="Mechanism, as named by regard describe.", show_default="mha or gqa, depending on G"
+    ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Another size of it, such as kv_rank=512; repeatable.", show_default=False
+        "--set",
+        help="Other option of the mechanism, such as kv_rank=512. Repeatable.",
+        show_default=False,
     ),
 ]
 Window = Annotated[
-    int | None, typer.Option(help="Keys that a query sees at most.", show_default="all")
+    int | None,
+    typer.Option(help="Maximum number of keys that a query attends to.", show_default="no limit"),
 ]
 GlobalEvery = Annotated[
-    int | None, typer.Option(help="With --window: every n-th layer has none.", show_default=False)
+    int | None,
+    typer.Option(help="With --window: every n-th layer has no window.", show_default=False),
 ]
 FF = Annotated[
-    int | None, typer.Option("--ff", help="F of feed-forward layers.", show_default="4 M")
+    int | None,
+    typer.Option("--ff", help="Hidden width F of the feed-forward layers.", show_default="4 M"),
 ]
 Gated = Annotated[
     bool | None,
-    typer.Option("--gated/--plain", help="Whether they have a gate.", show_default="gated"),
+    typer.Option(
+        "--gated/--plain", help="Whether the feed-forward layers have a gate.", show_default="gated"
+    ),
 ]
-Vocab = Annotated[int | None, typer.Option(help="V.", show_default="32000")]
+Vocab = Annotated[int | None, typer.Option(help="Vocabulary size V.", show_default="32000")]
 Tied = Annotated[
     bool | None,
     typer.Option(
-        "--tied/--untied", help="Whether the head is the embedding.", show_default="untied"
+        "--tied/--untied", help="Whether the output head is the embedding.", show_default="untied"
     ),
 ]
-Experts = Annotated[int | None, typer.Option(help="How many experts.", show_default=False)]
-Active = Annotated[int | None, typer.Option(help="How many a token uses.", show_default=False)]
+Experts = Annotated[int | None, typer.Option(help="Number of experts.", show_default=False)]
+Active = Annotated[
+    int | None, typer.Option(help="Number of experts that a token uses.", show_default=False)
+]
 ExpertFF = Annotated[
-    int | None, typer.Option("--expert-ff", help="F of an expert.", show_default="that of --ff")
+    int | None,
+    typer.Option("--expert-ff", help="Hidden width F of an expert.", show_default="--ff"),
 ]
 Shared = Annotated[
-    int | None, typer.Option(help="Experts that all tokens use.", show_default=False)
+    int | None,
+    typer.Option(help="Number of shared experts, which all tokens use.", show_default=False),
 ]
 DenseLayers = Annotated[
-    int | None, typer.Option(help="First layers without experts.", show_default=False)
+    int | None, typer.Option(help="Number of first layers without experts.", show_default=False)
 ]
 
 
 EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
-CONTEXT, RANGE = 4096, "context=1k..128k"
+DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
 """What is told of unless asked otherwise; and what is drawn."""
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -167,12 +212,13 @@ def cost(
     shared: Shared = None,
     dense_layers: DenseLayers = None,
 ) -> None:
-    """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a
-    machine.
+    """Print the parameters of a model by part, the FLOPs of a prompt and of a token, the bytes of
+    its cache, and the least time on a machine.
 
-    A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last
-    token. Times are lower bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever
-    takes longer. Memory is in GiB (2^30 bytes), bandwidth in GB/s (1e9 bytes a second).
+    A multiplication and an addition are two FLOPs. A prompt counts the logits of its last token
+    only. Times are lower bounds: the time of moving the bytes at full bandwidth or of computing the
+    FLOPs at full rate, whichever is longer. Memory is in GiB (2^30 bytes), bandwidth in GB/s (1e9
+    bytes per second).
     """
     if list_:
         typer.echo(text.listing(json=json))
@@ -193,32 +239,34 @@ def cost(
         "shared": shared,
         "dense_layers": dense_layers,
     }
-    own = {"groups": kv_heads, "head_dim": head_dim, "window": window}
+    mechanism_flags = {"groups": kv_heads, "head_dim": head_dim, "window": window}
     try:
-        models = [_model(source, revision, sizes, _joined(own, option or []))]
+        models = [_model(source, revision, sizes, _joined(mechanism_flags, option or []))]
         models += [] if vs is None else [_named(vs, None)]
         base = Setting(1, batch, dtype or "bf16", kv_dtype)
-        where = _machine(machine, bandwidth, flops)
+        on_machine = _machine(machine, bandwidth, flops)
         settings = [replace(base, dtype=dtype or model.dtype) for model in models]
         if sweep is not None or plot is not None:
             if context is not None:
                 raise ArgumentError(
-                    "--context is one length, and --sweep and --plot take a range: leave one out"
+                    "--context is one length, but --sweep and --plot take a range; leave one of "
+                    "them out"
                 )
-            _range(models, settings, where, sweep or RANGE, plot, json=json)
+            _range(models, settings, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
             return
-        at = _context(context, models)
+        context_length = _context(context, models)
         reports = [
-            CostReport(m, replace(s, context=at)) for m, s in zip(models, settings, strict=True)
+            CostReport(model, replace(a_setting, context=context_length))
+            for model, a_setting in zip(models, settings, strict=True)
         ]
-        _show(reports, where, json=json)
+        _show(reports, on_machine, json=json)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def _named(source: str, revision: str | None) -> Model:
-    """The model of a known name, a path, or a repository of the hub, of which config.json alone is
-    downloaded.
+def _named(source: str, revision: str | None) -> ModelSpec:
+    """Return the model of a known name, of a path, or of a repository on the hub, from which only
+    config.json is downloaded.
     """
     if "/" in source and source.lower() not in PUBLISHED_MODELS:
         # the package of models imports torch, which no other source of sizes waits for
@@ -229,33 +277,40 @@ def _named(source: str, revision: str | None) -> Model:
             folder = hub.download(repository, revision, weights=False)
             return replace(model_of(str(folder)), name=repository)
     if revision is not None:
-        raise ArgumentError(f"--revision is for a repository of the hub, and {source!r} is none")
+        raise ArgumentError(
+            f"--revision applies only to a repository on the hub, and {source!r} is not one"
+        )
     return model_of(source)
 
 
 def _model(
-    source: str | None, revision: str | None, sizes: dict[str, Any], own: dict[str, Any]
-) -> Model:
-    """The model that is named, or that the sizes make."""
-    given = {name: value for name, value in sizes.items() if value is not None}
+    source: str | None,
+    revision: str | None,
+    sizes: dict[str, Any],
+    mechanism_options: dict[str, Any],
+) -> ModelSpec:
+    """Return the model that is named, or that the given sizes describe."""
+    given_sizes = {name: value for name, value in sizes.items() if value is not None}
     if source is not None:
-        if extra := [*given, *own]:
-            names = ", ".join(_spelled(name) for name in extra)
+        if extra_names := [*given_sizes, *mechanism_options]:
+            names = ", ".join(_spelled(name) for name in extra_names)
             raise ArgumentError(
                 f"{source} says all sizes, and {names} too; leave them out, or leave out the name "
                 "and give all sizes"
             )
         return _named(source, revision)
     if revision is not None:
-        raise ArgumentError("--revision is for a repository of the hub, and no model is named")
-    if missing := [name for name in ("layers", "dim", "heads") if name not in given]:
+        raise ArgumentError(
+            "--revision applies only to a repository on the hub, but no model is named"
+        )
+    if missing := [name for name in ("layers", "dim", "heads") if name not in given_sizes]:
         names = ", ".join(map(_spelled, missing))
         raise ArgumentError(
             f"give a model, or its sizes: {names} missing. regard cost --list names what is known"
         )
     from regard.cost.sizes import Sizes
 
-    return Sizes(**given, options=own).model()
+    return Sizes(**given_sizes, options=mechanism_options).model()
 
 
 def _spelled(name: str) -> str:
@@ -263,32 +318,32 @@ def _spelled(name: str) -> str:
     return known.get(name, f"--{name.replace('_', '-')}")
 
 
-def _joined(own: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """Sizes of the mechanism: flags of their own, and those of --set."""
-    found = {name: value for name, value in own.items() if value is not None}
+def _joined(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """Return the options of the mechanism: flags of their own, and those of --set."""
+    options = {name: value for name, value in mechanism_flags.items() if value is not None}
     for setting in settings:
         name, sign, value = setting.partition("=")
         if not sign or not (value.isdecimal() or name == "form"):
             raise ArgumentError(
                 f"--set {setting!r}: give name=value, a whole number, such as kv_rank=512"
             )
-        if name in found:
-            raise ArgumentError(f"{name} is given twice; keep one")
-        found[name] = value if name == "form" else int(value)
-    return found
+        if name in options:
+            raise ArgumentError(f"{name} is given twice; give it once")
+        options[name] = value if name == "form" else int(value)
+    return options
 
 
-def _context(text: str | None, models: list[Model]) -> int:
-    """What is asked for; else 4096, or less where learned positions end before."""
+def _context(text: str | None, models: list[ModelSpec]) -> int:
+    """Return the given context, or else 4096, or less if a model has fewer learned positions."""
     if text is not None:
-        return tokens(text)
-    return min([CONTEXT, *(m.longest for m in models if m.longest is not None)])
+        return parse_tokens(text)
+    return min([DEFAULT_CONTEXT, *(m.max_context for m in models if m.max_context is not None)])
 
 
 def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> Machine | None:
-    """The machine that is named, described, or measured."""
+    """Return the machine that is named, given by its rates, or measured."""
     if (bandwidth is None) != (flops is None):
-        raise ArgumentError("--bandwidth and --flops belong together: give both, or a --machine")
+        raise ArgumentError("--bandwidth and --flops need each other; give both, or a --machine")
     if bandwidth is not None and flops is not None:
         if name is not None:
             raise ArgumentError(
@@ -308,7 +363,9 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
 
 
 def _here() -> Machine:
-    """This machine: reading, and products of matrices, measured as `regard bench` does it."""
+    """Return this machine: its memory bandwidth and matrix-product rates, measured as `regard
+    bench` measures them.
+    """
     import torch
 
     from regard.bench.machine import Ceilings, free
@@ -316,25 +373,26 @@ def _here() -> Machine:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    typer.echo("... what this machine does at most", err=True)
-    top, found = Ceilings.measure(names, device), about(device)
-    threads = f"{found['threads']} threads" if device.type == "cpu" else "GPU"
-    said = (
-        f"measured now, the best of several: {found.get('gpu', found['processor'])}, "
-        f"{threads}, torch {found['torch']}"
+    typer.echo("... measuring the bandwidth and the rates of this machine", err=True)
+    ceilings, machine_facts = Ceilings.measure(names, device), about(device)
+    threads = plural(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
+    source = (
+        "measured now, the best of several: "
+        f"{machine_facts.get('gpu', machine_facts['processor'])}, "
+        f"{threads}, torch {machine_facts['torch']}"
     )
-    rates = {names[d]: rate for d, rate in top.gemm.items()}
-    return Machine("here", top.read, rates, free(device), said, "what is free now")
+    rates = {names[d]: rate for d, rate in ceilings.gemm.items()}
+    return Machine("here", ceilings.read, rates, free(device), source, "memory that is free now")
 
 
 def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
     if json:
-        found = (
-            figures(reports[0], machine)
+        result = (
+            model_figures(reports[0], machine)
             if len(reports) == 1
-            else versus(reports[0], reports[1], machine)
+            else compare_models(reports[0], reports[1], machine)
         )
-        typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
+        typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     elif len(reports) == 1:
         typer.echo(text.page(reports[0], machine))
     else:
@@ -342,7 +400,7 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
 
 
 def _range(
-    models: list[Model],
+    models: list[ModelSpec],
     settings: list[Setting],
     machine: Machine | None,
     span: str,
@@ -350,11 +408,14 @@ def _range(
     *,
     json: bool,
 ) -> None:
-    """A row for each context, and a chart of them."""
-    asked = doubling(span)
-    contexts = fitting(asked, *models)
-    if len(contexts) < len(asked):
-        typer.echo(f"learned positions end: contexts above {contexts[-1]:,} are left out", err=True)
+    """Print a row for each context, and draw a chart of them."""
+    requested = parse_context_range(span)
+    contexts = contexts_within_positions(requested, *models)
+    if len(contexts) < len(requested):
+        typer.echo(
+            f"contexts above {contexts[-1]:,} are left out, because learned positions end there",
+            err=True,
+        )
     if plot is not None:
         from regard.cli.options import check_files
 
@@ -371,4 +432,6 @@ def _range(
     if json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(text.sweep_table(name, found) for name, found in rows.items()))
+        typer.echo(
+            "\n\n".join(text.sweep_table(name, model_rows) for name, model_rows in rows.items())
+        )

@@ -1,4 +1,6 @@
-"""`regard describe`: the catalogue of mechanisms, and what one layer of each keeps and computes."""
+"""The command `regard describe`, which lists the mechanisms, or describes what one layer of a
+mechanism caches and computes.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ Name = Annotated[
     typer.Argument(help="A mechanism of the catalogue.", show_default="list all of them"),
 ]
 Dim = Annotated[int, typer.Option(help="Model width M.", min=1)]
-Heads = Annotated[int, typer.Option(help="Query heads H.", min=1)]
-Context = Annotated[int, typer.Option(help="Tokens up to the one that is decoded.", min=1)]
+Heads = Annotated[int, typer.Option(help="Number of query heads H.", min=1)]
+Context = Annotated[
+    int, typer.Option(help="Number of tokens up to and including the decoded one.", min=1)
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="An option of the mechanism, such as --set window=512; repeatable."),
+    typer.Option("--set", help="Option of the mechanism, such as window=512. Repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 
@@ -41,39 +45,41 @@ def describe(
     option: Set = None,
     json: Json = False,
 ) -> None:
-    """List the mechanisms, or describe one: equation, source, options, cached values, FLOPs.
+    """List the mechanisms, or describe one: equation, source, options, cached values and FLOPs.
 
-    The figures are of one layer at the given sizes; options that are not set are those of a small
-    example.
+    The figures are those of one layer at the given sizes; options that are not set have the values
+    of a small example.
     """
     from regard.nn.variants import VARIANTS
     from regard.nn.variants.registry import find_variant, parse_options
 
     if name is None:
-        found = {
-            entry.name: {"family": entry.family, "about": entry.summary}
+        mechanisms = {
+            entry.name: {"family": entry.family, "about": entry.sentence}
             for entry in VARIANTS.values()
         }
-        typer.echo(json_format.dumps(found) if json else _list(found))
+        typer.echo(json_format.dumps(mechanisms) if json else _list(mechanisms))
         return
     try:
         entry = find_variant(name)
-        options = {**entry.example_options, **parse_options(option or [], entry)}
-        told = _describe(entry, dim, heads, options, context)
+        options = {**entry.sizes, **parse_options(option or [], entry)}
+        description = _describe(entry, dim, heads, options, context)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     if json:
-        typer.echo(json_format.dumps(_figures(entry, dim, heads, options, told)))
+        typer.echo(json_format.dumps(_figures(entry, dim, heads, options, description)))
     else:
-        typer.echo(_page(entry, dim, heads, options, told))
+        typer.echo(_page(entry, dim, heads, options, description))
 
 
-def _list(found: dict[str, dict[str, str]]) -> str:
-    """One line each, by family; on a terminal, lines are broken to its width."""
+def _list(mechanisms: dict[str, dict[str, str]]) -> str:
+    """Return one line for each mechanism, by family; on a terminal, lines are wrapped at its
+    width.
+    """
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     families: dict[str, list[str]] = {}
-    name_width = max(map(len, found)) + 4
-    for name, about in found.items():
+    name_width = max(map(len, mechanisms)) + 4
+    for name, about in mechanisms.items():
         line = fill(
             about["about"],
             max(40, columns),
@@ -88,25 +94,35 @@ def _list(found: dict[str, dict[str, str]]) -> str:
 def _describe(
     entry: Variant, dim: int, heads: int, options: dict[str, Any], context: int
 ) -> Description | None:
-    """The description of a layer without memory for its weights: only sizes are asked for."""
+    """Return the description of a layer, which is built without memory for its weights because only
+    sizes are needed.
+    """
     import torch
 
     with torch.device("meta"):
         module = entry.build(dim, heads, **options)
-    told = getattr(module, "describe", None)
-    return told(context) if told is not None else None
+    describe_layer = getattr(module, "describe", None)
+    return describe_layer(context) if describe_layer is not None else None
 
 
 def _figures(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], told: Description | None
+    entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
 ) -> dict[str, Any]:
-    figures = {} if told is None else {**asdict(told), "kept": told.kept}
+    figures = (
+        {}
+        if description is None
+        else {
+            **asdict(description),
+            "cached_values": description.cached_values,
+            "kept": description.cached_values,  # the old name, for one release
+        }
+    )
     figures |= {"name": entry.name, "family": entry.family, "equation": entry.equation}
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}
 
 
 def _page(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], told: Description | None
+    entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
 ) -> str:
     sizes = ", ".join(
         f"{key}={value}" for key, value in {"dim": dim, "heads": heads, **options}.items()
@@ -118,21 +134,21 @@ def _page(
         "",
         f"Source: {entry.source}",
     ]
-    if told is None:
+    if description is None:
         return "\n".join(
             [
                 *lines,
                 "",
-                f"It takes a second sequence, so that a layer has no cache figures ({sizes}).",
+                f"It attends to a second sequence, so a layer has no cache figures ({sizes}).",
             ]
         )
-    kept = f"{'values cached in all':<26}{told.kept:,}"
-    head, *rows = str(told).splitlines()
+    cached_line = f"{'values cached in total':<26}{description.cached_values:,}"
+    head, *rows = str(description).splitlines()
     return "\n".join(
         [
             *lines,
             "",
             f"One layer, {sizes}, {head.partition(', ')[2]}:",
-            *(f"  {row}" for row in [*rows, kept]),
+            *(f"  {row}" for row in [*rows, cached_line]),
         ]
     )

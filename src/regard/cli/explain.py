@@ -1,5 +1,5 @@
-"""`regard explain`: one query and one key of a text, step by step, in the numbers that the kernel
-computed.
+"""The command `regard explain`, which follows one query and one key of a text step by step, in the
+numbers that the kernel computed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from regard.cli.options import (
     AllowMissing,
     Dtype,
     Finite,
-    How,
     Ignore,
+    LoadOptions,
     Revision,
     Source,
     check_files,
@@ -37,44 +37,49 @@ EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
     "creature"
 )
-WHERE, OUT, MECHANISM = "Where to look", "What to write", "A mechanism with random weights"
-LONGEST = 1 << 14
-"""Tokens of a text that is explained, at most: they take half a minute on a small model."""
+WHERE, OUT, MECHANISM = "What to explain", "Output", "A mechanism with random weights"
+MAX_TOKENS = 1 << 14
+"""The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
-Text = Annotated[str, typer.Argument(help="The text, at least one token.")]
+Text = Annotated[str, typer.Argument(help="The text, with at least one token.")]
 Layer = Annotated[
     int | None,
     typer.Option(
-        help="The layer, from 0; negative counts from the end.",
-        show_default="chosen",
+        help="Layer, from 0; negative numbers count from the end.",
+        show_default="chosen by its weights",
         rich_help_panel=WHERE,
     ),
 ]
 Head = Annotated[
     int | None,
     typer.Option(
-        help="The query head, from 0; negative counts from the end.",
-        show_default="chosen",
+        help="Query head, from 0; negative numbers count from the end.",
+        show_default="chosen by its weights",
         rich_help_panel=WHERE,
     ),
 ]
 Query = Annotated[
     str,
     typer.Option(
-        help="The query token: its index (-1 is the last), or a word of the text: its last token.",
+        help=(
+            "Query token: its index (-1 is the last token), or a word of the text, "
+            "which means its last token."
+        ),
         rich_help_panel=WHERE,
     ),
 ]
 Key = Annotated[
     str | None,
     typer.Option(
-        help="The key, likewise.", show_default="the strongest other one", rich_help_panel=WHERE
+        help="Key token, given like --query.",
+        show_default="the key with the largest weight, not the query",
+        rich_help_panel=WHERE,
     ),
 ]
 Place = Annotated[
     str | None,
     typer.Option(
-        help="The attention by its place, such as decoder.layers.0.cross, instead of --layer.",
+        help=("Attention module, by its path such as decoder.layers.0.cross, instead of --layer."),
         show_default="by --layer",
         rich_help_panel=WHERE,
     ),
@@ -82,24 +87,27 @@ Place = Annotated[
 Call = Annotated[
     str | None,
     typer.Option(
-        help="Of several calls at a place (branches, passes), which: a name or a number.",
-        show_default="the sharpest",
+        help=("Which call, if a module makes several (branches, passes): a name or a number."),
+        show_default="the one with the largest weight",
         rich_help_panel=WHERE,
     ),
 ]
 Target = Annotated[
     str | None,
     typer.Option(
-        help="Of an encoder-decoder: what it is to have said.",
-        show_default="its answer",
+        help="Target text of an encoder-decoder.",
+        show_default="the text that it generates",
         rich_help_panel=WHERE,
     ),
 ]
 Attention = Annotated[
     str | None,
     typer.Option(
-        help="Look at this mechanism of the catalogue (regard describe) instead of a model.",
-        show_default="a model",
+        help=(
+            "Explain this mechanism of the catalogue (regard describe) with random "
+            "weights, instead of a model."
+        ),
+        show_default="none",
         rich_help_panel=MECHANISM,
     ),
 ]
@@ -107,38 +115,42 @@ Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Its options as name=value. Repeatable.",
-        show_default="a small example's",
+        help="Option of the mechanism, as name=value. Repeatable.",
+        show_default="those of a small example",
         rich_help_panel=MECHANISM,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of the random weights.", rich_help_panel=MECHANISM)]
+Seed = Annotated[int, typer.Option(help="Random seed for the weights.", rich_help_panel=MECHANISM)]
 Html = Annotated[
     Path | None,
     typer.Option(
-        help="Write one self-contained page to this file instead.",
-        show_default="no page",
+        help=("Write one self-contained HTML page to this file, instead of printing text."),
+        show_default="none",
         rich_help_panel=OUT,
     ),
 ]
 Figure = Annotated[
     Path | None,
     typer.Option(
-        help="Draw the head's pattern and the row to this .svg, .png or .pdf.",
-        show_default="no figure",
+        help=(
+            "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file."
+        ),
+        show_default="none",
         rich_help_panel=OUT,
     ),
 ]
 Lang = Annotated[
     str | None,
     typer.Option(
-        help="The language of the page: en or zh.", show_default="the locale's", rich_help_panel=OUT
+        help="Language of the page: en or zh.",
+        show_default="that of the locale",
+        rich_help_panel=OUT,
     ),
 ]
 Beside = Annotated[
     str | None,
     typer.Option(
-        help="Another text, to compare with on the page (--html).",
+        help="Another text to compare with on the page (--html).",
         show_default="none",
         rich_help_panel=OUT,
     ),
@@ -146,26 +158,29 @@ Beside = Annotated[
 BesideModel = Annotated[
     str | None,
     typer.Option(
-        help="Another model, to compare with on the page: a name or a folder.",
-        show_default="the same",
+        help="Another model to compare with on the page (--html): a name or a folder.",
+        show_default="the same model",
         rich_help_panel=OUT,
     ),
 ]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print every number as JSON.", rich_help_panel=OUT)
+    bool, typer.Option("--json", help="Print all numbers as JSON.", rich_help_panel=OUT)
 ]
 List = Annotated[
     bool,
     typer.Option(
         "--list",
-        help="List what every head looks at from the query, and stop.",
+        help=("List the key with the largest weight in every head for this query, and exit."),
         rich_help_panel=OUT,
     ),
 ]
 Color = Annotated[
     bool | None,
     typer.Option(
-        "--color/--no-color", help="Colours.", show_default="on a terminal", rich_help_panel=OUT
+        "--color/--no-color",
+        help="Print in colour.",
+        show_default="on a terminal",
+        rich_help_panel=OUT,
     ),
 ]
 
@@ -198,36 +213,40 @@ def explain(
     finite: Finite = False,
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores,
-    softmax, values, output.
+    softmax, values and output.
 
-    A layer or head that is not given is chosen: the head that looks hardest at the key, or at one
-    other token than the first.
+    A layer or head that is not given is chosen: the head with the largest weight on the key, or on
+    one token other than the first.
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     _check_lang(lang)
     if html is None and (beside or beside_model):
-        raise typer.BadParameter("compares on the page; add --html FILE", param_hint="--beside")
-    how = How(dtype, allow_missing, ignore, finite, revision)
-    check(attention, model, {"--set": settings, "--seed": seed}, how)
+        raise typer.BadParameter(
+            "compares two runs on the page; add --html FILE", param_hint="--beside"
+        )
+    load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
     try:
         if attention is not None:
-            found = mechanism(attention, text, settings, seed, target)
+            reading = mechanism(attention, text, settings, seed, target)
         else:
-            found = read(text, model, how, target=target)
-        look = Look(found, query, key, layer, head, place)
+            reading = read_text(text, model, load_options, target=target)
+        target_head = ExplainTarget(reading, query, key, layer, head, place)
         if list_heads:
-            print_heads(look, json, _console(color))
+            print_heads(target_head, json, _console(color))
             return
-        told = look.explained(call)
-        other = None
+        explanation = target_head.explained(call)
+        other_reading = None
         if beside or beside_model:
             # options that speak of one folder are that folder's; another model has its own dtype
             # only
-            beside_how = How(dtype) if beside_model else how
-            other = read(beside or text, beside_model or model, beside_how, target=target)
+            beside_how = LoadOptions(dtype) if beside_model else load_options
+            other_reading = read_text(
+                beside or text, beside_model or model, beside_how, target=target
+            )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _give(told, (found, other), html, figure, lang, json, color)
+    _write_output(explanation, (reading, other_reading), html, figure, lang, json, color)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -240,8 +259,8 @@ def _check_lang(lang: str | None) -> None:
             raise typer.BadParameter(str(error), param_hint="--lang") from error
 
 
-def _give(
-    found: Explanation,
+def _write_output(
+    explanation: Explanation,
     reads: tuple[PreparedRun, PreparedRun | None],
     html: Path | None,
     figure: Path | None,
@@ -249,15 +268,15 @@ def _give(
     json: bool,
     color: bool | None,
 ) -> None:
-    """Write the page and the figure where they were asked for; print JSON, or the terminal page."""
-    data = found.as_dict()
+    """Write the page and the figure if they were requested; print JSON or the text."""
+    data = explanation.as_dict()
     if html is not None:
         from regard.view.html_page import write
 
-        size = write(html, page(found, reads[0], data, lang, reads[1]))
+        size = write(html, page(explanation, reads[0], data, lang, reads[1]))
         typer.echo(
-            f"{escape_controls(str(html))}: {units.size(size)}, layer {found.layer}, head "
-            f"{found.head}",
+            f"{escape_controls(str(html))}: {units.size(size)}, layer {explanation.layer}, head "
+            f"{explanation.head}",
             err=json,
         )
     if figure is not None:
@@ -273,7 +292,7 @@ def _give(
 
 
 def _console(color: bool | None) -> Console:
-    """A console of 80 columns; colours as asked, else on a terminal that wants them."""
+    """Return a console of 80 columns, with colours as requested or as the terminal supports."""
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):
@@ -285,11 +304,11 @@ def _console(color: bool | None) -> Console:
     return Console(width=80, force_terminal=False, no_color=True, color_system=None)
 
 
-def read(
-    text: str, source: str, how: How | None = None, *, target: str | None = None
+def read_text(
+    text: str, source: str, load_options: LoadOptions | None = None, *, target: str | None = None
 ) -> PreparedRun:
-    """A reading of the text by the model of a folder or a name, or by the model of a trained
-    task.
+    """Run the model of a folder, of a name, or of a trained task on the text, and return the
+    recorded run.
     """
     from dataclasses import replace
 
@@ -297,15 +316,19 @@ def read(
 
     if (Path(source) / "task.json").exists():
         return _task(text, source, target)
-    found = prepare_run(load(source, How() if how is None else how), text, target)
-    _check_length(found)
-    return replace(found, name=Path(source).name or source)
+    reading_of_text = prepare_run(
+        load(source, LoadOptions() if load_options is None else load_options), text, target
+    )
+    _check_length(reading_of_text)
+    return replace(reading_of_text, name=Path(source).name or source)
 
 
 def mechanism(
     name: str, text: str, settings: Sequence[str] | None, seed: int, target: str | None
 ) -> PreparedRun:
-    """A reading of the text by a mechanism of the catalogue, with random weights."""
+    """Run a mechanism of the catalogue with random weights on the text, and return the recorded
+    run.
+    """
     from regard.inspect.explain.random_model import random_model
     from regard.nn.variants.registry import find_variant, parse_options
 
@@ -315,47 +338,51 @@ def mechanism(
     return found
 
 
-def _check_length(found: PreparedRun) -> None:
-    """Refuse a text whose every pair of tokens nobody would wait for, before the network runs.
+def _check_length(reading: PreparedRun) -> None:
+    """Raise an error for a text that is too long, before the network runs.
 
     Raises:
-        ArgumentError: it has more than `LONGEST` tokens.
+        ArgumentError: it has more than `MAX_TOKENS` tokens.
     """
-    longest = max(len(side.ids) for side in found.sequences.values())
-    if longest > LONGEST:
+    longest = max(len(side.ids) for side in reading.sides.values())
+    if longest > MAX_TOKENS:
         raise ArgumentError(
-            f"the text has {longest:,} tokens, and every pair of them is looked at; at most "
-            f"{LONGEST:,} are explained: give a part of it"
+            f"the text has {units.plural(longest, 'token')}, and every pair of them is computed; "
+            "the limit is "
+            f"{units.plural(MAX_TOKENS, 'token')}; give a part of it"
         )
 
 
-def check(attention: str | None, source: str, only: dict[str, Any], how: How) -> None:
-    """Refuse options that belong to a mechanism where there is a model, and the other way round.
+def check_options(
+    attention: str | None, source: str, mechanism_options: dict[str, Any], load_options: LoadOptions
+) -> None:
+    """Raise an error for options of a mechanism where there is a model, and the other way round.
 
-    >>> check("mqa", "tiny", {"--set": None}, How())
+    >>> check_options("mqa", "tiny", {"--set": None}, LoadOptions())
     """
     if attention is None:
-        for flag, value in only.items():
+        for flag, value in mechanism_options.items():
             if value:
                 raise typer.BadParameter(
-                    "is for a mechanism with random weights; name one: --attention gqa",
+                    "applies only to a mechanism with random weights; name one, such as "
+                    "--attention gqa",
                     param_hint=flag,
                 )
     elif source != "tiny":
         raise typer.BadParameter(
-            "makes a network of its own; leave --model out, or --attention",
+            "builds a network of its own; leave out --model or --attention",
             param_hint="--attention",
         )
-    elif given := how.given():
+    elif load_flags := load_options.flags_given():
         raise typer.BadParameter(
-            "is for a model that is loaded, and --attention makes a network of its own; leave one "
-            "of the two out",
-            param_hint=given[0],
+            "applies to a model that is loaded, but --attention builds a network of its own; leave "
+            "one of them out",
+            param_hint=load_flags[0],
         )
 
 
 def _task(text: str, folder: str, target: str | None) -> PreparedRun:
-    """What a model of a task says to a text, and where it looks meanwhile."""
+    """Run a model of a task on a text and return the recorded run."""
     import torch
 
     from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
@@ -364,10 +391,10 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
     from regard.train.tasks.run import load as load_task
 
     network, task = load_task(folder)
-    known = (*SPECIAL, *task.vocabulary.words)
+    vocabulary_words = (*SPECIAL, *task.vocabulary.words)
 
-    def named(ids: Sequence[int]) -> tuple[str, ...]:
-        return tuple(known[i] for i in ids)
+    def as_words(ids: Sequence[int]) -> tuple[str, ...]:
+        return tuple(vocabulary_words[i] for i in ids)
 
     name, words = Path(folder).name, task.vocabulary.encode(task.read(text))
     if task.kind == "rows":
@@ -375,21 +402,27 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
             raise typer.BadParameter(
                 "the task continues one row; leave it out", param_hint="--target"
             )
-        return prepare_run(PretokenizedInput(network, (words, named(words)), None, name, named))
+        return prepare_run(
+            PretokenizedInput(network, (words, as_words(words)), None, name, as_words)
+        )
     assert isinstance(network, Reader), "tasks of pairs are given to nothing else"
     source = [*words, EOS]
     if target is None:
-        said = say(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
+        answer = say(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
     else:
-        said = task.vocabulary.encode(target.split() if task.writes else tuple(target))
-    spoken = [BOS, *said]
+        answer = task.vocabulary.encode(target.split() if task.writes else tuple(target))
+    target_ids = [BOS, *answer]
     return prepare_run(
-        PretokenizedInput(network, (source, named(source)), (spoken, named(spoken)), name, named)
+        PretokenizedInput(
+            network, (source, as_words(source)), (target_ids, as_words(target_ids)), name, as_words
+        )
     )
 
 
-class Look:
-    """Where to look: what was asked for, and what the rule chooses where nothing was."""
+class ExplainTarget:
+    """The attention head, query and key to explain: those that were given, and a choice by rule for
+    the others.
+    """
 
     def __init__(
         self,
@@ -405,9 +438,11 @@ class Look:
 
         self.read, self.place, self.key = read, place, None
         if place is not None and layer is not None:
-            raise typer.BadParameter("names the layer too; leave --layer out", param_hint="--place")
-        site = read.site(place=place) if place else read.main_sites[0]
-        self.i = find_token(read.sequences[site.query_sequence], _index_or_word(query))
+            raise typer.BadParameter(
+                "already names the layer; leave --layer out", param_hint="--place"
+            )
+        site = read.site(place=place) if place else read.main[0]
+        self.i = find_token(read.sides[site.rows], _index_or_word(query))
         if key is not None:
             self.key = find_token(read.sequences[site.key_sequence], _index_or_word(key), "key")
         if layer is not None:
@@ -420,13 +455,13 @@ class Look:
             )
 
     def explained(self, call: str | None) -> Explanation:
-        """The explanation, with the rule that chose."""
+        """Return the explanation, with the rule by which the head was chosen."""
         from dataclasses import replace
 
         from regard.inspect import explain as explain_reading
 
         layer = None if self.place else self.choice.layer
-        found = explain_reading(
+        explanation = explain_reading(
             self.read,
             layer=layer,
             place=self.place,
@@ -435,18 +470,18 @@ class Look:
             key=self.key,
             call=call,
         )
-        return replace(found, where=replace(found.where, chosen_by=self.choice.rule))
+        return replace(explanation, where=replace(explanation.where, chosen_by=self.choice.rule))
 
 
 def page(
-    found: Explanation,
+    explanation: Explanation,
     read: PreparedRun,
     data: dict[str, Any],
     lang: str | None,
     beside: PreparedRun | None,
 ) -> str:
-    """The page over a recording of the whole run, open at what is explained; and another run to
-    compare it with.
+    """Return the page with a recording of the whole run, opened at the explained query, and
+    optionally another run to compare with.
     """
     from types import SimpleNamespace
 
@@ -456,50 +491,59 @@ def page(
     from regard.view.report.lang import language_of_locale
 
     recording = record_run(read)
-    names = [n for n in recording.places if n == found.place or n.startswith(f"{found.place}.")]
+    names = [
+        n
+        for n in recording.places
+        if n == explanation.place or n.startswith(f"{explanation.place}.")
+    ]
     if not names:
         raise typer.BadParameter(
-            f"the page is over recorded softmax attention, and {found.mechanism} ran none; print "
+            f"the page is over recorded softmax attention, and {explanation.mechanism} ran none; "
+            "print "
             "to the terminal, or give --json",
             param_hint="--html",
         )
-    plain = len(found.calls) == 1  # then keys of the call are columns of the place
-    made = report(
+    has_one_call = len(explanation.calls) == 1  # then keys of the call are columns of the place
+    report_data = report(
         recording,
         b=None if beside is None else record_run(beside),
         model=SimpleNamespace(decoder=read.network),
-        choice=(names[min(found.call, len(names) - 1)], found.head),
-        query=found.query,
-        key=found.key if plain else None,
+        choice=(names[min(explanation.call, len(names) - 1)], explanation.head),
+        query=explanation.query,
+        key=explanation.key if has_one_call else None,
         title=read.text[:80],
         explanation=data,
     )
     # what was asked for; the atlas is a click away
-    made["meta"]["start"]["view"] = "cell" if beside is None else "compare"
-    return page_of(made, lang or language_of_locale())
+    report_data["meta"]["start"]["view"] = "cell" if beside is None else "compare"
+    return page_of(report_data, lang or language_of_locale())
 
 
-def print_heads(look: Look, json: bool, console: Console) -> None:
-    """What every head looks at from the query."""
+def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
+    """Print the key with the largest weight in every head for the query."""
     from regard.inspect.explain.head_choice import strongest_keys_of_run
     from regard.view.explanation_text import show_heads
 
-    read = look.read
-    site = read.site(place=look.place) if look.place else read.main_sites[0]
-    weights, keys = (found.tolist() for found in strongest_keys_of_run(read, look.i, look.place))
-    pieces, named = (
-        read.sequences[site.key_sequence].pieces,
-        read.sequences[site.query_sequence].pieces[look.i],
+    reading = target.read
+    site = reading.site(place=target.place) if target.place else reading.main[0]
+    weights, keys = (
+        values.tolist() for values in strongest_keys_of_run(reading, target.i, target.place)
+    )
+    tokens, query_token = (
+        reading.sides[site.columns].pieces,
+        reading.sides[site.rows].pieces[target.i],
     )
     rows: list[dict[str, Any]] = [
-        {"layer": n, "head": h, "key": key, "piece": pieces[key], "weight": weight}
+        {"layer": n, "head": h, "key": key, "piece": tokens[key], "weight": weight}
         for n, layer in enumerate(zip(weights, keys, strict=True))
         for h, (weight, key) in enumerate(zip(*layer, strict=True))
     ]
     if json:
-        typer.echo(json_format.dumps({"query": look.i, "piece": named, "heads": rows}))
+        typer.echo(json_format.dumps({"query": target.i, "piece": query_token, "heads": rows}))
     else:
-        show_heads(f"{look.i} {named}", rows, (look.choice.layer, look.choice.head), console)
+        show_heads(
+            f"{target.i} {query_token}", rows, (target.choice.layer, target.choice.head), console
+        )
 
 
 def _index_or_word(query: str) -> int | str:

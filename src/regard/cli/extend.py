@@ -1,5 +1,5 @@
-"""`regard extend`: a checkpoint under each context extension: perplexity by length, a passage found
-again, spectra, caches.
+"""The command `regard extend`, which tests a checkpoint under each context extension: perplexity by
+length, passage retrieval, rotary frequencies and caches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from regard.cli.options import Dtype, Ignore, Revision, check_files
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
-    from regard.compare.extension import Extended
+    from regard.compare.extension import ExtensionResults
     from regard.models import Model
 
 EPILOG = (
@@ -26,35 +26,54 @@ EPILOG = (
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help='"tiny", a Hugging Face folder, or org/name on the hub.'),
+    typer.Argument(
+        metavar="MODEL", help='The model: "tiny", a Hugging Face folder, or org/name on the hub.'
+    ),
 ]
 Length = Annotated[
     int | None,
-    typer.Option(help="Tokens to reach.", min=2, show_default="four times the trained length"),
+    typer.Option(
+        help="Context length to reach, in tokens.",
+        min=2,
+        show_default="four times the trained length",
+    ),
 ]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
-        help="linear, ntk, dynamic, yarn or llama3; repeatable.",
-        show_default="all, and none",
+        help=(
+            "Extension method: linear, ntk, dynamic, yarn or llama3. Repeatable. The "
+            "model without extension is always included."
+        ),
+        show_default="all",
     ),
 ]
 Text = Annotated[
-    str, typer.Option(help="A UTF-8 file, a folder, or python-docs (its held-out part).")
+    str,
+    typer.Option(
+        help=("Text to test on: a UTF-8 file, a folder, or python-docs (its held-out part).")
+    ),
 ]
-Windows = Annotated[int, typer.Option(help="Windows of text, for each length.", min=1)]
-Trials = Annotated[int, typer.Option(help="Passages, for each length and depth.", min=1)]
+Windows = Annotated[int, typer.Option(help="Number of windows of text for each length.", min=1)]
+Trials = Annotated[int, typer.Option(help="Number of passages for each length and depth.", min=1)]
 Steps = Annotated[
-    int, typer.Option(help="Tokens decoded with a cache across the trained length.", min=1)
+    int,
+    typer.Option(help="Number of tokens decoded with a cache across the trained length.", min=1),
 ]
-Seed = Annotated[int, typer.Option(help="Of passages and where they stand.", min=0)]
-Threads = Annotated[int | None, typer.Option(help="Threads.", min=1, show_default="torch's")]
-Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the plots.")]
+Seed = Annotated[int, typer.Option(help="Random seed for passages and texts.", min=0)]
+Threads = Annotated[
+    int | None, typer.Option(help="Number of CPU threads.", min=1, show_default="torch's number")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots to this file.")
+]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw perplexity against length: .svg, .png or .pdf."),
+    typer.Option(
+        metavar="FILE", help="Draw perplexity against length to this .svg, .png or .pdf file."
+    ),
 ]
 
 
@@ -75,42 +94,53 @@ def extend(
     html: Html = None,
     plot: Plot = None,
 ) -> None:
-    """Read far beyond the trained length under each extension of rotary positions; no weight
-    changes.
+    """Test a model far beyond its trained length under each extension of rotary positions; no
+    weight is changed.
 
-    Perplexity of the same tokens behind ever more context; a passage that stands at a depth and is
-    asked for by its beginning; how fast each pair of dims turns; and whether decoding with a cache
-    equals passes over everything.
+    Measures the perplexity of the same tokens after more and more context; whether a passage is
+    retrieved from each depth of a text; how fast each rotary pair turns; and whether decoding with
+    a cache equals a pass over the whole sequence.
     """
     options = dict(locals())
     try:
         check_files({"--html": html}, pictures={"--plot": plot})
-        found = _run(options)
+        results = _run(options)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _write(found, options)
+    _write(results, options)
 
 
-def _run(o: dict[str, Any]) -> Extended:
-    """Load, read, measure."""
+def _run(options: dict[str, Any]) -> ExtensionResults:
+    """Load the model, read the text, and measure."""
     import torch
 
-    from regard.cli.options import How, load
-    from regard.compare.extension import Asked, extend_all
+    from regard.cli.options import LoadOptions, load
+    from regard.compare.extension import ExtensionOptions, extend_all
     from regard.models import Model
 
-    if o["threads"]:
-        torch.set_num_threads(o["threads"])
-    model = load(o["source"], How(o["dtype"], ignore=o["ignore"], revision=o["revision"]), Model)
-    ids, told = _ids(model, o["text"])
-    asked = Asked(
-        o["length"], tuple(o["method"] or ()), o["windows"], o["trials"], o["steps"], o["seed"]
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
+    model = load(
+        options["source"],
+        LoadOptions(options["dtype"], ignore=options["ignore"], revision=options["revision"]),
+        Model,
     )
-    return extend_all(model, ids, asked, {"model": o["source"], "text": told}, _say)
+    ids, text_name = _ids(model, options["text"])
+    extension_options = ExtensionOptions(
+        options["length"],
+        tuple(options["method"] or ()),
+        options["windows"],
+        options["trials"],
+        options["steps"],
+        options["seed"],
+    )
+    return extend_all(
+        model, ids, extension_options, {"model": options["source"], "text": text_name}, _report
+    )
 
 
 def _ids(model: Model, source: str) -> tuple[Any, str]:
-    """The ids of a text, and what it is called."""
+    """Return the token ids of a text, and the name of the text."""
     from regard.train.corpus import DEFAULT, read, split
 
     documents = read(source)
@@ -119,29 +149,29 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
         documents, name = split(documents)[1], f"{source}, the part that tiny was not trained on"
     if not model.has_tokenizer:
         raise FileError(
-            f"the model has no tokenizer, and --text {source} must be read: add tokenizer.json to "
-            "its folder"
+            f"the model has no tokenizer, which --text {source} needs; add tokenizer.json to its "
+            "folder"
         )
     return model.encode("\n\n".join(document.text for document in documents))[0], name
 
 
-def _write(found: Extended, o: dict[str, Any]) -> None:
-    """Print, and write what was asked for."""
-    from regard.compare.extension import page, pictures, table
+def _write(results: ExtensionResults, options: dict[str, Any]) -> None:
+    """Print the results, and write the requested files."""
+    from regard.compare.extension import plots, render_page, render_table
     from regard.view import charts
     from regard.view.html_page import write
 
     command = shlex.join(["regard", *sys.argv[1:]])
     typer.echo(
-        json_format.dumps(found.as_dict(command), indent=1, allow_nan=False)
-        if o["json"]
-        else table(found)
+        json_format.dumps(results.as_dict(command), indent=1, allow_nan=False)
+        if options["json"]
+        else render_table(results)
     )
-    if o["html"] is not None:
-        write(o["html"], page(found, command))
-    if o["plot"] is not None:
-        charts.write(pictures(found)[0], o["plot"])
+    if options["html"] is not None:
+        write(options["html"], render_page(results, command))
+    if options["plot"] is not None:
+        charts.write(plots(results)[0], options["plot"])
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     typer.echo(f"... {line}", err=True)

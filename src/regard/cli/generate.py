@@ -1,4 +1,4 @@
-"""`regard generate`: continue one prompt, or several at once."""
+"""The command `regard generate`, which continues one prompt, or several at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
+from regard.cli.options import (
+    AllowMissing,
+    Dtype,
+    Finite,
+    Ignore,
+    LoadOptions,
+    Revision,
+    Source,
+    load,
+)
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
+from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
     from regard.models import BatchGeneration, Model, Seq2Seq, TextEncoder
 
 
-def answer(
+def generate_seq2seq(
     model: TextEncoder | Seq2Seq,
     texts: list[str],
     max_tokens: int,
@@ -28,32 +38,37 @@ def answer(
     length_penalty: float,
     json: bool,
 ) -> None:
-    """What an encoder-decoder makes of the texts: by beam search, or token by token where there is
+    """Print the output texts of an encoder-decoder, by beam search, or token by token if there is
     one beam.
     """
     from regard.models import Seq2Seq
 
     if not isinstance(model, Seq2Seq):
         raise ArgumentError(
-            "the model is an encoder, which continues nothing; use regard.load(...).embed"
+            "the model is an encoder, which generates no text; use regard.load(...).embed"
         )
     start = time.perf_counter()
-    said = model.generate(texts, max_tokens=max_tokens, beams=beams, length_penalty=length_penalty)
+    answers = model.generate(
+        texts, max_tokens=max_tokens, beams=beams, length_penalty=length_penalty
+    )
     seconds = round(time.perf_counter() - start, 4)
     if json:
-        rows = [{"prompt": a, "text": b} for a, b in zip(texts, said, strict=True)]
+        rows = [
+            {"prompt": prompt, "text": answer}
+            for prompt, answer in zip(texts, answers, strict=True)
+        ]
         typer.echo(json_format.dumps({"rows": rows, "seconds": seconds, "beams": beams}))
         return
-    typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in said))
+    typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in answers))
     sys.stdout.flush()
-    typer.echo(f"{len(said)} texts in {seconds} s", err=True)
+    typer.echo(f"{plural(len(answers), 'text')} in {seconds} s", err=True)
 
 
-def tell(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
-    """Run to the end, printing words as they come, or each text when it and all before it are
-    finished.
+def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
+    """Run the batch to the end, and print words as they come, or each text when it and all before
+    it are finished.
 
-    What a terminal would obey is shown by its number; --json has every text as it is.
+    Control characters are printed as their codes; --json prints every text unchanged.
     """
     if at_once:
         typer.echo(escape_controls(batch.rows[0].prompt, keep=MULTILINE), nl=False)
@@ -71,8 +86,8 @@ def tell(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
 
 
 def _finished(batch: BatchGeneration, shown: int) -> int:
-    """Print the texts from `shown` on that are finished, up to the first that is not; how many are
-    printed now.
+    """Print the texts from index `shown` on that are finished, up to the first that is not; return
+    how many are printed now.
     """
     for row in batch.rows[shown:]:
         if row.finished is None:
@@ -85,7 +100,7 @@ def _finished(batch: BatchGeneration, shown: int) -> int:
 
 
 def figures(batch: BatchGeneration) -> dict[str, Any]:
-    """One text and its figures, or several under "rows"."""
+    """Return one text and its figures, or several under "rows"."""
     rows = [
         {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}
         for row in batch.rows
@@ -105,130 +120,151 @@ def figures(batch: BatchGeneration) -> dict[str, Any]:
     }
 
 
-def search(
+def beam_search(
     model: Model, texts: list[str], options: Any, beams: int, length_penalty: float
 ) -> dict[str, Any]:
-    """The best text of a beam search and its figures; all of them under "beams"."""
+    """Return the best text of a beam search with its figures, and all texts under "beams"."""
     from regard.models.generation import beam_search_text as run
 
     if len(texts) > 1:
         raise ArgumentError(f"beams takes one prompt, and there are {len(texts)}")
-    done = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
-    best = done.completions[0]
+    result = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
+    best = result.found[0]
     return {
         "prompt": texts[0],
         "text": best.text,
         "ids": list(best.ids),
         "finished": "end" if best.ended else "length",
         "score": best.score,
-        "beams": [found._asdict() for found in done.completions],
+        "beams": [candidate._asdict() for candidate in result.found],
         "tokens": len(best.ids),
-        "prompt_tokens": done.prompt_tokens,
-        "steps": done.steps,
-        "seconds": round(done.seconds, 4),
-        "prefill_seconds": round(done.prefill_seconds, 4),
-        "decode_seconds": round(done.seconds - done.prefill_seconds, 4),
+        "prompt_tokens": result.prompt_tokens,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 4),
+        "prefill_seconds": round(result.prefill_seconds, 4),
+        "decode_seconds": round(result.seconds - result.prefill_seconds, 4),
         "prefill_tokens_per_second": _speed(
-            done.prompt_tokens / done.prefill_seconds if done.prompt_tokens else 0
+            result.prompt_tokens / result.prefill_seconds if result.prompt_tokens else 0
         ),
-        "decode_tokens_per_second": _speed(done.steps / (done.seconds - done.prefill_seconds)),
-        "tokens_per_second": round(len(best.ids) / done.seconds, 2),
-        "cache_bytes": done.cache_bytes,
-        "cache": options.cache_config.cache,
+        "decode_tokens_per_second": _speed(
+            result.steps / (result.seconds - result.prefill_seconds)
+        ),
+        "tokens_per_second": round(len(best.ids) / result.seconds, 2),
+        "cache_bytes": result.cache_bytes,
+        "cache": options.room.cache,
     }
 
 
 def _speed(x: float) -> float | None:
-    """Tokens per second; None where nothing was read, or decoded."""
+    """Return tokens per second, or None if no token was processed."""
     return round(x, 2) if x else None
 
 
-def sum_up(told: dict[str, Any]) -> None:
-    """The figures in a line: reading a prompt and writing a token are two speeds."""
-    score = f"score {told['score']:.3f}, " if "score" in told else ""
-    read, wrote = told["prefill_tokens_per_second"], told["decode_tokens_per_second"]
-    prompt = f"prompt of {told['prompt_tokens']}" + (f" at {read:,.1f} tokens/s" if read else "")
+def print_summary(result: dict[str, Any]) -> None:
+    """Print the figures on one line; reading the prompt and generating tokens have speeds of their
+    own.
+    """
+    score = f"score {result['score']:.3f}, " if "score" in result else ""
+    prefill_speed, decode_speed = (
+        result["prefill_tokens_per_second"],
+        result["decode_tokens_per_second"],
+    )
+    prompt = f"prompt of {result['prompt_tokens']}" + (
+        f" at {prefill_speed:,.1f} tokens/s" if prefill_speed else ""
+    )
     decoding = (
-        f"decoding at {wrote:,.1f} tokens/s" if wrote else "no token was decoded behind the first"
+        f"decoding at {decode_speed:,.1f} tokens/s"
+        if decode_speed
+        else "no token was decoded after the first"
     )
     typer.echo(
-        f"{told['tokens']} tokens, {score}{prompt}, {decoding}, {told['cache']} cache "
-        f"{told['cache_bytes']:,} bytes",
+        f"{plural(result['tokens'], 'token')}, {score}{prompt}, {decoding}, {result['cache']} "
+        "cache "
+        f"{result['cache_bytes']:,} bytes",
         err=True,
     )
 
 
 EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1'
 
-LONGEST = 64 << 20
-"""Bytes of a prompt, at most."""
-CHOICE, SEARCH, CONTEXT = "How a token is chosen", "Beam search", "What the model keeps"
+MAX_PROMPT_BYTES = 64 << 20
+"""The maximum size in bytes of a prompt."""
+CHOICE, SEARCH, CONTEXT = "Sampling", "Beam search", "Context and cache"
 
 Prompts = Annotated[
     list[str] | None,
-    typer.Argument(help="Texts to continue, as one batch; not empty.", metavar="PROMPT"),
+    typer.Argument(help="Texts to continue, as one batch; none may be empty.", metavar="PROMPT"),
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option(help="A text file to continue, whole; - is standard input.")
+    Path | None, typer.Option(help="Text file to continue; - is standard input.")
 ]
-MaxTokens = Annotated[int, typer.Option(help="Stop after as many new tokens.", min=0)]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.", min=0)]
 Stop = Annotated[
     list[str] | None,
     typer.Option(
-        help="End the text in front of this string; may be repeated. A line break is $'\\n' in "
-        "most shells."
+        help=(
+            "Stop the text before this string. Repeatable. A line break is $'\\n' in most shells."
+        )
     ),
 ]
 Temperature = Annotated[
     float,
     typer.Option(
-        help="0 takes the likeliest token; larger is more random.", min=0, rich_help_panel=CHOICE
+        help="0 takes the most likely token; larger values are more random.",
+        min=0,
+        rich_help_panel=CHOICE,
     ),
 ]
 TopK = Annotated[
     int | None,
     typer.Option(
-        help="Sample from the k likeliest tokens only.",
+        help="Sample only from the k most likely tokens.",
         min=1,
-        show_default="all",
+        show_default="all tokens",
         rich_help_panel=CHOICE,
     ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        help="Sample from the likeliest tokens whose sum first reaches p.",
+        help="Sample only from the most likely tokens whose probabilities sum to p.",
         min=0,
         max=1,
-        show_default="all",
+        show_default="all tokens",
         rich_help_panel=CHOICE,
     ),
 ]
 MinP = Annotated[
     float | None,
     typer.Option(
-        help="Sample from tokens of at least p times the probability of the likeliest.",
+        help=(
+            "Sample only from tokens with at least p times the probability of the most likely one."
+        ),
         min=0,
         max=1,
-        show_default="all",
+        show_default="all tokens",
         rich_help_panel=CHOICE,
     ),
 ]
 Penalty = Annotated[
     float,
     typer.Option(
-        help="Above 1 discourages tokens that stand in the text already.",
+        help="Values above 1 make tokens that are already in the text less likely.",
         min=0,
         rich_help_panel=CHOICE,
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(help="Of the first prompt; the next have the next.", rich_help_panel=CHOICE)
+    int,
+    typer.Option(
+        help="Random seed of the first prompt; each further prompt has the next seed.",
+        rich_help_panel=CHOICE,
+    ),
 ]
 Beams = Annotated[
     int | None,
     typer.Option(
-        help="Search for the likeliest whole text, with so many beams.",
+        help=("Use beam search with this many beams, which looks for the most likely whole text."),
         min=1,
         show_default="off",
         rich_help_panel=SEARCH,
@@ -237,34 +273,39 @@ Beams = Annotated[
 LengthPenalty = Annotated[
     float,
     typer.Option(
-        help="Above 0 favours long texts: sum of log p / n^penalty.", rich_help_panel=SEARCH
+        help="Values above 0 favour long texts: the score is sum of log p / n^penalty.",
+        rich_help_panel=SEARCH,
     ),
 ]
 Chunk = Annotated[
     int,
     typer.Option(
-        help="Read the prompt in pieces of so many tokens.", min=1, rich_help_panel=CONTEXT
+        help="Maximum number of prompt tokens that are processed at once.",
+        min=1,
+        rich_help_panel=CONTEXT,
     ),
 ]
 MaxContext = Annotated[
     int | None,
     typer.Option(
-        help="The most tokens, prompt included.",
+        help="Maximum number of tokens, prompt included.",
         min=1,
-        show_default="no bound",
+        show_default="no limit",
         rich_help_panel=CONTEXT,
     ),
 ]
 CacheKind = Annotated[
     str | None,
     typer.Option(
-        help="growing, fixed, paged, quantised (refuse more than --max-context), ring or "
-        "streaming (forget).",
+        help=(
+            "Kind of KV cache: growing, fixed, paged or quantised, which refuse more "
+            "tokens than --max-context; ring or streaming, which drop old tokens."
+        ),
         show_default="growing",
         rich_help_panel=CONTEXT,
     ),
 ]
-Stream = Annotated[bool, typer.Option(help="Print each word as soon as it is known.")]
+Stream = Annotated[bool, typer.Option(help="Print each word as soon as it is generated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the texts and the figures as JSON.")]
 
 
@@ -293,8 +334,8 @@ def generate(
     stream: Stream = True,
     json: Json = False,
 ) -> None:
-    """Continue a prompt, or answer it (encoder-decoders). Text goes to stdout; speed and cache size
-    go to stderr.
+    """Continue a prompt, or answer it with an encoder-decoder. The text goes to standard output;
+    speed and cache size go to standard error.
     """
     from regard.models import Model
     from regard.models.generation import (
@@ -315,40 +356,40 @@ def generate(
             SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             CacheConfig(cache or "growing", max_context),
         )
-        loaded = load(model, How(dtype, allow_missing, ignore, finite, revision))
+        loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
         if not isinstance(loaded, Model):
-            answer(loaded, texts, max_tokens, beams or 1, length_penalty, json)
+            generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
             return
         if beams is None:
             batch = BatchGeneration(loaded, texts, options)
         else:
-            told = search(loaded, texts, options, beams, length_penalty)
+            result = beam_search(loaded, texts, options, beams, length_penalty)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint=_option(str(error))) from error
     if beams is None:
-        tell(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
-        told = figures(batch)
+        print_batch(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
+        result = figures(batch)
     elif not json:
-        typer.echo(escape_controls(texts[0] + told["text"], keep=MULTILINE))
+        typer.echo(escape_controls(texts[0] + result["text"], keep=MULTILINE))
     if json:
-        typer.echo(json_format.dumps(told))
+        typer.echo(json_format.dumps(result))
         return
     sys.stdout.flush()  # before what follows on standard error
-    sum_up(told)
+    print_summary(result)
 
 
 def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts, from the command line or from a file."""
+    """Return the prompts from the command line or from a file."""
     if bool(prompts) == (file is not None):
-        raise typer.BadParameter("give a prompt, or --prompt-file", param_hint="PROMPT")
+        raise typer.BadParameter("give either a prompt or --prompt-file", param_hint="PROMPT")
     if file is None:
         return prompts or []
     try:
         if str(file) != "-":
-            return [read_text(file, LONGEST)]
-        raw = sys.stdin.buffer.read(LONGEST + 1)
-        if len(raw) > LONGEST:
-            raise FileError(f"standard input has more than {LONGEST} bytes")
+            return [read_text(file, MAX_PROMPT_BYTES)]
+        raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        if len(raw) > MAX_PROMPT_BYTES:
+            raise FileError(f"standard input has more than {MAX_PROMPT_BYTES} bytes")
         return [raw.decode("utf-8")]
     except FileError as error:
         raise typer.BadParameter(str(error), param_hint="--prompt-file") from error
@@ -359,10 +400,10 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _option(message: str) -> str | None:
-    """The option that an error speaks of first."""
+    """Return the flag of the option that an error message names first."""
     names = (
         "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
         "chunk|max_context|cache"
     )
-    found = re.search(rf"\b({names})\b", message)
-    return None if found is None else f"--{found[1].replace('_', '-')}"
+    match = re.search(rf"\b({names})\b", message)
+    return None if match is None else f"--{match[1].replace('_', '-')}"

@@ -1,4 +1,6 @@
-"""`regard layer`: one layer of attention on random tokens, every tensor of it printed."""
+"""The command `regard layer`, which runs one attention layer on random tokens and prints every
+tensor of it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import typer
 from regard import units
 from regard.cli.options import check_files
 from regard.errors import ArgumentError
+from regard.units import plural
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -23,29 +26,32 @@ EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 Names = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Mechanisms of the catalogue; of several, the stages stand side by side.",
+        help=("Mechanisms of the catalogue (regard describe); several are printed side by side."),
         show_default="mha",
     ),
 ]
 Dim = Annotated[int, typer.Option(help="Model width M.", min=1)]
-Heads = Annotated[int, typer.Option(help="Query heads H.", min=1)]
-Batch = Annotated[int, typer.Option(help="Sequences B.", min=1, max=64)]
-Tokens = Annotated[int, typer.Option(help="Tokens T of each.", min=1, max=1024)]
-MaskOf = Annotated[str, typer.Option("--mask", help="A mask, as regard show takes it.")]
-Seed = Annotated[int, typer.Option(help="Of the tokens and the weights.", min=0)]
+Heads = Annotated[int, typer.Option(help="Number of query heads H.", min=1)]
+Batch = Annotated[int, typer.Option(help="Number of sequences B.", min=1, max=64)]
+Tokens = Annotated[int, typer.Option(help="Number of tokens T of each sequence.", min=1, max=1024)]
+MaskOf = Annotated[str, typer.Option("--mask", help="Mask expression, as in regard show.")]
+Seed = Annotated[int, typer.Option(help="Random seed for the tokens and the weights.", min=0)]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="An option of the mechanism as name=value; repeatable."),
+    typer.Option("--set", help="Option of the mechanism, as name=value. Repeatable."),
 ]
-Html = Annotated[Path | None, typer.Option(help="Write a page, too.", show_default="no page")]
+Html = Annotated[
+    Path | None, typer.Option(help="Also write an HTML page to this file.", show_default="none")
+]
 Figure = Annotated[
     Path | None,
     typer.Option(
-        help="Draw the weights of a head to this .svg, .png or .pdf.", show_default="no figure"
+        help="Draw the attention weights of one head to this .svg, .png or .pdf file.",
+        show_default="none",
     ),
 ]
-Head = Annotated[int, typer.Option(help="The head that --figure draws.", min=0)]
-Json = Annotated[bool, typer.Option("--json", help="Print every number as JSON.")]
+Head = Annotated[int, typer.Option(help="Head that --figure draws.", min=0)]
+Json = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")]
 
 
 def layer(
@@ -57,34 +63,34 @@ def layer(
     mask: MaskOf = "causal",
     seed: Seed = 0,
     option: Set = None,
-    html: Html = None,
+    html_page: Html = None,
     figure: Figure = None,
     head: Head = 0,
     json: Json = False,
 ) -> None:
-    """Run one layer of attention on random tokens, and print all that it computes.
+    """Run one layer of attention on random tokens, and print everything that it computes.
 
-    Shapes, mask, raw scores, masked scores and weights of every head, the output, and for each
-    stage its mean, deviation and time. The sizes are those of the notes' run, 2 x 4 x 512 with 8
-    heads. It runs in evaluation mode: nothing is dropped.
+    Prints shapes, mask, raw scores, masked scores and weights of every head, the output, and the
+    mean, standard deviation and time of each stage. The default sizes are 2 x 4 x 512 with 8 heads.
+    The layer runs in evaluation mode, without dropout.
     """
-    check_files({"--html": html}, pictures={"--figure": figure})
+    check_files({"--html": html_page}, pictures={"--figure": figure})
     try:
-        found = _found(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
+        layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
         if figure is not None:
-            _draw(found[0], head, figure)
+            _draw(layers[0], head, figure)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    told = [one.as_dict() for one in found]
+    results = [one.as_dict() for one in layers]
     if json:
-        typer.echo(json_format.dumps(told, allow_nan=False))
+        typer.echo(json_format.dumps(results, allow_nan=False))
     else:
-        _print(told)
-    if html is not None:
-        _write(told, html)
+        _print(results)
+    if html_page is not None:
+        _write(results, html_page)
 
 
-def _found(
+def _run_layers(
     names: list[str],
     dim: int,
     heads: int,
@@ -100,7 +106,7 @@ def _found(
 
     if settings and len(names) > 1:
         raise ArgumentError(
-            f"--set is for one mechanism, and {len(names)} are named; leave it out, or name one"
+            f"--set applies to one mechanism, but {len(names)} are named; leave it out, or name one"
         )
     options = None
     if settings:
@@ -120,31 +126,36 @@ def _found(
     )
 
 
-def _print(told: list[dict[str, object]]) -> None:
+def _print(results: list[dict[str, object]]) -> None:
     from regard.view.layer_text import table, text
 
-    if len(told) == 1:
-        typer.echo(text(told[0]) + "\n")
-    typer.echo(table(told))
-    typer.echo("In evaluation mode; a time is the fastest of five runs of that stage alone.")
+    if len(results) == 1:
+        typer.echo(text(results[0]) + "\n")
+    typer.echo(table(results))
+    typer.echo(
+        "The layer is in evaluation mode. A time is the fastest of five runs of that stage alone."
+    )
 
 
-def _draw(found: LayerStages, head: int, path: Path) -> None:
+def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:
     from regard.view import charts
 
-    weights = found.stage("weights").values
+    weights = layer_stages.stage("weights").values
     if head >= weights.shape[1]:
-        raise ArgumentError(f"head is {head}; {found.name} has {weights.shape[1]} heads, from 0")
-    title = f"{found.name}, weights of head {head}, {found.mask}"
+        raise ArgumentError(
+            f"head is {head}; {layer_stages.name} has {plural(weights.shape[1], 'head')}, counted "
+            "from 0"
+        )
+    title = f"{layer_stages.name}, weights of head {head}, {layer_stages.mask}"
     charts.write(charts.HeadWeights(weights[0, head].tolist(), title), path)
 
 
-def _write(told: list[dict[str, object]], path: Path) -> None:
+def _write(results: list[dict[str, object]], path: Path) -> None:
     from regard.view import html_page
     from regard.view.layer_text import sections
 
     command = shlex.join(["regard", *sys.argv[1:]])
-    named = ", ".join(str(one["name"]) for one in told)
+    names = ", ".join(str(one["name"]) for one in results)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
-    page = html_page.page("One layer of attention", named, facts, command, sections(told))
+    page = html_page.page("One layer of attention", names, facts, command, sections(results))
     typer.echo(f"{escape_controls(str(path))}: {units.size(html_page.write(path, page))}", err=True)

@@ -1,5 +1,5 @@
-"""What several commands share: the options of the model that they load, its loading, and the files
-that they are to write.
+"""Options that several commands share: those of the model, its loading, and checks of the files to
+write.
 """
 
 from __future__ import annotations
@@ -13,34 +13,40 @@ import typer
 
 from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
     from regard.models import Model, Seq2Seq, TextEncoder
 
-Held = TypeVar("Held")
+LoadedModel = TypeVar("LoadedModel")
 PANEL = "The model"
 
 Source = Annotated[
     str,
     typer.Option(
-        help='"tiny", which comes with the package, a Hugging Face folder, or org/name on the hub.',
+        help=(
+            'The model: "tiny", which comes with the package, a Hugging Face folder, '
+            "or org/name on the hub."
+        ),
         rich_help_panel=PANEL,
     ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Compute in float32, float16, bfloat16 or float64.",
-        show_default="the checkpoint's",
+        help="Number format to compute in: float32, float16, bfloat16 or float64.",
+        show_default="the checkpoint's dtype",
         rich_help_panel=PANEL,
     ),
 ]
 AllowMissing = Annotated[
     list[str] | None,
     typer.Option(
-        help="Names (*, ?) of weights that the folder may lack: they are then random, not "
-        "trained. Repeatable.",
+        help=(
+            "Names of weights that the folder may lack (* and ? match); they are then "
+            "random, not trained. Repeatable."
+        ),
         rich_help_panel=PANEL,
     ),
 ]
@@ -55,30 +61,32 @@ Finite = Annotated[
 Ignore = Annotated[
     list[str] | None,
     typer.Option(
-        help="Unknown keys of config.json, and stored tensors (*, ?), that change nothing and are "
-        "passed over. Repeatable.",
+        help=(
+            "Unknown keys of config.json and names of stored tensors (* and ? match) "
+            "to ignore, because they change nothing. Repeatable."
+        ),
         rich_help_panel=PANEL,
     ),
 ]
 Revision = Annotated[
     str | None,
     typer.Option(
-        help="Of a repository of the hub: a branch, a tag or a commit.",
-        show_default="its main branch",
+        help="The branch, tag or commit of a repository on the hub.",
+        show_default="main branch",
         rich_help_panel=PANEL,
     ),
 ]
 
 
 @dataclass(frozen=True)
-class How:
-    """How a command loads a model: its options, as `regard.load` takes them.
+class LoadOptions:
+    """The options with which a command loads a model, as `regard.load` takes them.
 
     Attributes:
         dtype: the name of a floating-point dtype, or None.
-        allow_missing, ignore: patterns, or None.
+        allow_missing, ignore: patterns of names, or None.
         finite: whether NaN and infinity are refused.
-        revision: of a repository of the hub.
+        revision: the revision of a repository on the hub.
     """
 
     dtype: str | None = None
@@ -87,74 +95,79 @@ class How:
     finite: bool = False
     revision: str | None = None
 
-    def given(self) -> list[str]:
-        """The options that were given, which say nothing where no model is loaded.
+    def flags_given(self) -> list[str]:
+        """Return the flags of the options that were given, for errors of commands that load no
+        model.
 
-        >>> How(finite=True, ignore=["a"]).given()
+        >>> LoadOptions(finite=True, ignore=["a"]).flags_given()
         ['--ignore', '--finite']
         """
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name)]
 
 
 @overload
-def load(source: str, how: How, kind: type[Held]) -> Held: ...
+def load(source: str, options: LoadOptions, kind: type[LoadedModel]) -> LoadedModel: ...
 @overload
-def load(source: str, how: How) -> Model | TextEncoder | Seq2Seq: ...
-def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
-    """The model that the options name; weights that are not trained, and what was passed over, are
-    told on standard error.
+def load(source: str, options: LoadOptions) -> Model | TextEncoder | Seq2Seq: ...
+def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> Any:
+    """Return the model that the options name.
+
+    Weights that are not trained, and keys and tensors that were ignored, are reported on standard
+    error.
     """
     import torch
 
     import regard
 
-    names = ("float32", "float16", "bfloat16", "float64")
-    if how.dtype is not None and how.dtype not in names:
-        raise typer.BadParameter(f"{how.dtype!r} is not {', '.join(names)}", param_hint="--dtype")
-    chosen = None if how.dtype is None else getattr(torch, how.dtype)
-    given: dict[str, Any] = {} if kind is None else {"kind": kind}
+    dtype_names = ("float32", "float16", "bfloat16", "float64")
+    if options.dtype is not None and options.dtype not in dtype_names:
+        raise typer.BadParameter(
+            f"{options.dtype!r} is not one of {', '.join(dtype_names)}", param_hint="--dtype"
+        )
+    torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    kind_argument: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
         source,
-        dtype=chosen,
-        revision=how.revision,
-        allow_missing=how.allow_missing or (),
-        ignore=how.ignore or (),
-        finite=how.finite,
-        **given,
+        dtype=torch_dtype,
+        revision=options.revision,
+        allow_missing=options.allow_missing or (),
+        ignore=options.ignore or (),
+        finite=options.finite,
+        **kind_argument,
     )
-    if model.newly_initialized:
-        some = ", ".join(model.newly_initialized[:3]) + (
-            ", ..." if len(model.newly_initialized) > 3 else ""
-        )
+    if model.fresh:
+        examples = ", ".join(model.fresh[:3]) + (", ..." if len(model.fresh) > 3 else "")
         typer.echo(
-            f"{len(model.newly_initialized)} weights are random, not trained: {some}", err=True
+            f"not trained, initialised at random: {plural(len(model.fresh), 'weight')} "
+            f"({examples})",
+            err=True,
         )
-    tell_ignored(model.ignored)
+    report_ignored(model.ignored)
     return model
 
 
-def tell_ignored(names: Sequence[str]) -> None:
-    """Say on standard error what of a model's folder was passed over."""
+def report_ignored(names: Sequence[str]) -> None:
+    """Print on standard error which keys and tensors of a model's folder were ignored."""
     if names:
-        some = ", ".join(short_repr(name) for name in names[:10]) + (
+        examples = ", ".join(short_repr(name) for name in names[:10]) + (
             ", ..." if len(names) > 10 else ""
         )
-        typer.echo(f"passed over in the model's folder: {some}", err=True)
+        typer.echo(f"ignored in the model's folder: {examples}", err=True)
 
 
 def check_files(
     files: Mapping[str, Path | None], *, pictures: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Refuse files that cannot be written, before anything is computed.
+    """Raise an error for files that cannot be written, before anything is computed.
 
     Args:
-        files: flag -> the file that it names; None: the flag was not given.
-        pictures: the same of charts, whose ending must be one of a picture.
+        files: flag -> the file that it names; None if the flag was not given.
+        pictures: the same for charts, whose name must end as that of a picture.
 
     Raises:
-        typer.BadParameter: the name is no file's or no picture's, or its folder is missing: wrong
-            usage, exit code 2.
-        FileError: the disk or the permissions refuse: a failure, exit code 1.
+        typer.BadParameter: the name is not that of a file or picture, or its folder is missing:
+            wrong usage, exit code 2.
+        FileError: the disk or the permissions do not allow it: a failure, exit code 1.
 
     >>> check_files({"--html": Path("no such folder/page.html")})
     Traceback (most recent call last):

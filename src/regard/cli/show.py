@@ -1,4 +1,4 @@
-"""`regard show`: any mask, drawn, with its counts."""
+"""The command `regard show`, which draws any mask with its counts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from regard.errors import ArgumentError, RegardError
 from regard.span import Span
+from regard.units import plural
 from regard.untrusted_text import error_text, parse_integer
 
 if TYPE_CHECKING:
@@ -20,46 +21,49 @@ if TYPE_CHECKING:
     from regard.masks import Mask
 
 EPILOG = 'For example: regard show "causal & window(4) | sinks(1)" --queries 12'
-LONGEST = 1 << 16
-MOST_PAIRS = 1 << 27
-"""Pairs that may be evaluated where a mask has no intervals to count by."""
-DRAWN = 4  # batch rows and heads, at most
+MAX_TOKENS = 1 << 16
+MAX_PAIRS = 1 << 27
+"""The maximum number of pairs that are evaluated for a mask without key intervals."""
+MAX_DRAWN = 4  # batch rows and heads, at most
 
 Expression = Annotated[
     str,
     typer.Argument(
-        help="A mask: full causal window(W) chunk(n) prefix(n) document((0, 3, 7)) sinks(n) "
-        "global((0, 1)) dilated(n, step) "
-        "strided(n) bigbird(block, blocks) ..., joined by & | ~ and parentheses."
+        help=(
+            "A mask: full, causal, window(W), chunk(n), prefix(n), document((0, 3, "
+            "7)), sinks(n), global((0, 1)), dilated(n, step), strided(n), "
+            "bigbird(block, blocks) and others, joined by &, |, ~ and parentheses."
+        )
     ),
 ]
-Queries = Annotated[int, typer.Option(help="How many queries.", min=1, max=LONGEST)]
+Queries = Annotated[int, typer.Option(help="Number of queries.", min=1, max=MAX_TOKENS)]
 Keys = Annotated[
     int | None,
     typer.Option(
-        help="How many keys, at positions from 0.",
+        help="Number of keys, at positions from 0.",
         min=1,
-        max=LONGEST,
+        max=MAX_TOKENS,
         show_default="up to the last query",
     ),
 ]
 Start = Annotated[
     int | None,
     typer.Option(
-        help="The position of the first query.",
-        show_default="so that the last query is the last key",
+        help="Position of the first query.",
+        show_default="the last query is at the last key",
     ),
 ]
 Tiles = Annotated[
     str | None,
     typer.Option(
-        help="Draw the tiles of this size too: 16, or 16x32 for queries x keys.",
-        show_default="counted, not drawn",
+        help="Also draw the tiles of this size: 16, or 16x32 for queries x keys.",
+        show_default="tiles are only counted",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 Color = Annotated[
-    bool | None, typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal")
+    bool | None,
+    typer.Option("--color/--no-color", help="Print in colour.", show_default="on a terminal"),
 ]
 
 
@@ -72,10 +76,10 @@ def show(
     json: Json = False,
     color: Color = None,
 ) -> None:
-    """Draw any mask: which key each query may see, with the pairs, the key intervals and the tiles
-    that a kernel skips.
+    """Draw any mask: which keys each query may attend to, the number of pairs, the key intervals,
+    and the tiles that a kernel skips.
 
-    Queries are the last positions unless --start says otherwise, so --queries 1 --keys 16 is a
+    Queries are at the last positions unless --start is given, so --queries 1 --keys 16 is a
     decoding step.
     """
     from regard import masks
@@ -85,23 +89,23 @@ def show(
         q, k = _positions(queries, keys, start)
         size = _tile_size(tiles, queries, k.length)
         _check_cost(mask, q, k)
-        found = figures(mask, q, k, size)
+        numbers = figures(mask, q, k, size)
     except RegardError as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     if json:
-        typer.echo(json_format.dumps(found))
+        typer.echo(json_format.dumps(numbers))
         return
     console = _console(color)
     ascii_only = not (console.encoding or "").lower().startswith("utf")
-    for line in _lines(mask, q, k, found, draw_tiles=tiles is not None, ascii_only=ascii_only):
+    for line in _lines(mask, q, k, numbers, draw_tiles=tiles is not None, ascii_only=ascii_only):
         console.print(line, soft_wrap=True, highlight=False)
 
 
 def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:
-    """The numbers of a mask: pairs, keys per query, intervals and tiles; lists per batch row and
-    head.
+    """Return the numbers of a mask: pairs, keys per query, intervals and tiles, in lists by batch
+    row and head.
     """
     import torch
 
@@ -146,24 +150,24 @@ def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, An
 
 
 def _lines(
-    mask: Mask, q: Span, k: Span, found: dict[str, Any], *, draw_tiles: bool, ascii_only: bool
+    mask: Mask, q: Span, k: Span, numbers: dict[str, Any], *, draw_tiles: bool, ascii_only: bool
 ) -> Iterator[Text]:
-    """The page."""
+    """Yield the lines of the drawing and of the counts."""
     import numpy as np
     from rich.text import Text
 
     from regard.view import mask_grid
 
-    yield Text(found["mask"], "bold")
+    yield Text(numbers["mask"], "bold")
     yield Text()
     cell = mask_grid.pool(q.length, k.length)
-    B, H = found["batch_rows"], found["heads"]
+    B, H = numbers["batch_rows"], numbers["heads"]
     states = mask.tiles(q, k, cell).expand(B, H, -1, -1).numpy()
-    counts = np.array(found["keys_per_query"]["counts"])
-    size = tuple(found["tiles"]["size"])
+    counts = np.array(numbers["keys_per_query"]["counts"])
+    size = tuple(numbers["tiles"]["size"])
     tiles = mask.tiles(q, k, size).expand(B, H, -1, -1).numpy() if draw_tiles else None
     places = [(b, h) for b in range(B) for h in range(H)]
-    for b, h in places[:DRAWN]:
+    for b, h in places[:MAX_DRAWN]:
         if len(places) > 1:
             yield Text(
                 f"  batch row {b}, head {h}"
@@ -180,27 +184,35 @@ def _lines(
         if tiles is not None:
             yield from mask_grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only)
             yield Text()
-    if len(places) > DRAWN:
-        yield Text(f"  ... and {len(places) - DRAWN} more batch rows and heads, counted below")
+    if len(places) > MAX_DRAWN:
+        yield Text(f"  ... and {len(places) - MAX_DRAWN} more batch rows and heads, counted below")
         yield Text()
-    for name, text in _summary(found):
+    for name, text in _summary(numbers):
         yield Text.assemble((f"  {name:<10}", "dim"), text)
 
 
-def _summary(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The counts, in words."""
-    q, k, seen, tiles = (found[name] for name in ("queries", "keys", "keys_per_query", "tiles"))
+def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the counts as pairs of a title and a sentence."""
+    q, k, keys_per_query, tiles = (
+        numbers[name] for name in ("queries", "keys", "keys_per_query", "tiles")
+    )
     T, S = q[1] - q[0], k[1] - k[0]
-    every = found["batch_rows"] * found["heads"] * T * S
+    all_pairs = numbers["batch_rows"] * numbers["heads"] * T * S
     yield "positions", f"queries {q[0]} to {q[1] - 1}, keys {k[0]} to {k[1] - 1}"
-    yield "pairs", f"{found['pairs']:,} of {every:,} ({found['share']:.1%})"
-    yield "keys", f"{seen['min']} to {seen['max']} a query, {seen['mean']:.4g} on average"
-    n = found["most_intervals"]
+    yield "pairs", f"{numbers['pairs']:,} of {all_pairs:,} ({numbers['share']:.1%})"
+    yield (
+        "keys",
+        (
+            f"{keys_per_query['min']} to {keys_per_query['max']} per query, "
+            f"{keys_per_query['mean']:.4g} on average"
+        ),
+    )
+    most_intervals = numbers["most_intervals"]
     yield (
         "intervals",
-        "none: the rule has gaps or is unknown; kernels look at tiles"
-        if n is None
-        else f"at most {n} a query: kernels know them without looking",
+        "none: visible keys have gaps or are unknown; kernels use tiles"
+        if most_intervals is None
+        else f"at most {most_intervals} per query, so kernels need not evaluate the mask",
     )
     total = sum(tiles[name] for name in ("empty", "partial", "full"))
     yield (
@@ -221,7 +233,7 @@ def _positions(queries: int, keys: int | None, start: int | None) -> tuple[Span,
 
 
 def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
-    """The size that was asked for, or about four tiles a side, at most 128."""
+    """Return the requested tile size, or about four tiles per side of at most 128."""
     if text is None:
         side = min(128, 1 << max(0, (max(T, S) // 4).bit_length() - 1))
         return side, side
@@ -236,16 +248,17 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
 
 
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
-    if q.length * k.length > MOST_PAIRS and mask.intervals(q[:1]) is None:
+    if q.length * k.length > MAX_PAIRS and mask.intervals(q[:1]) is None:
         raise ArgumentError(
-            f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated "
+            f"{plural(q.length, 'query')} x {plural(k.length, 'key')}; a mask without intervals "
+            "is evaluated "
             "pair by pair, at most "
-            f"{MOST_PAIRS:,}: give fewer --queries or --keys"
+            f"{MAX_PAIRS:,}: give fewer --queries or --keys"
         )
 
 
 def _console(color: bool | None) -> Console:
-    """A console of 80 columns; colours as asked, else on a terminal that wants them."""
+    """Return a console of 80 columns, with colours as requested or as the terminal supports."""
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):

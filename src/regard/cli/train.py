@@ -1,4 +1,6 @@
-"""`regard train`: a language model from text, with its tokenizer, log and checkpoints."""
+"""The command `regard train`, which trains a language model on text, with its tokenizer, log and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,50 +19,50 @@ from regard.files.regular_files import read_text
 from regard.untrusted_text import error_text, short_repr
 
 
-def options_of_file(context: typer.Context, options: Iterable[str]) -> set[str]:
-    """The options that stand in the command, and are not their defaults."""
+def options_on_command_line(context: typer.Context, options: Iterable[str]) -> set[str]:
+    """Return the names of the options that were given on the command line, not by default."""
     sources = {name: context.get_parameter_source(name) for name in options}
     return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
 
 
-def merged(
-    context: typer.Context, options: dict[str, Any], mine: set[str], path: Path
+def merge_config(
+    context: typer.Context, options: dict[str, Any], given_names: set[str], path: Path
 ) -> dict[str, Any]:
-    """The command's options, with the file's in place of defaults; `mine` stand in the command and
-    win.
+    """Return the options with the values of a config file in place of defaults; those in `mine`
+    were given on the command line and take precedence.
 
     --set and [model.options] are joined name by name.
     """
     try:
-        found = read(path)
+        file_options = read_config(path)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="--config") from error
-    if "attention" in mine and found.get("attention") != options["attention"]:
-        found["option"] = []  # they are options of another mechanism
-    settings, flags = found.pop("option", []), options["set"] or []
+    if "attention" in given_names and file_options.get("attention") != options["attention"]:
+        file_options["option"] = []  # the options in the file belong to another mechanism
+    settings, flags = file_options.pop("option", []), options["set"] or []
     named = {setting.partition("=")[0] for setting in flags}
-    joined = [*(s for s in settings if s.partition("=")[0] not in named), *flags]
+    all_settings = [*(s for s in settings if s.partition("=")[0] not in named), *flags]
     parameters: dict[str | None, Any] = {
         parameter.name: parameter for parameter in context.command.params
     }
     values = {}
-    for name, value in found.items():
+    for name, value in file_options.items():
         try:
             values[name] = parameters[name].process_value(context, value)
         except typer.BadParameter as error:
             raise typer.BadParameter(
                 f"{path}: {name} is {value!r}: {error.message}", param_hint="--config"
             ) from error
-    kept = {name: options[name] for name in mine if name != "set"}
-    return {**options, **values, **kept, "set": joined or None}
+    command_options = {name: options[name] for name in given_names if name != "set"}
+    return {**options, **values, **command_options, "set": all_settings or None}
 
 
 TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "passkey")
-"""The names of `regard.train.tasks.TASKS`, for a help text that imports no torch. The tests compare
-the two.
+"""The names in `regard.train.tasks.TASKS`, repeated here for a help text that imports no torch; a
+test compares the two.
 """
 
-SHARED = (
+SHARED_OPTIONS = (
     "out",
     "steps",
     "batch",
@@ -86,16 +88,14 @@ SHARED = (
     "window",
     "set",
 )
-"""Options of texts and of tasks."""
+"""Options of training on text and on tasks."""
 
-ONLY = ("model", "dropout", "smoothing", "beams", "examples", "beside")
-"""Options of tasks alone."""
+TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
+"""Options of training on tasks only."""
 
 
 def listing(value: str | None) -> str | None:
-    """`--task list`: every task with its sentence and the models that can do it; then the command
-    ends.
-    """
+    """Print every task with its sentence and its models for `--task list`, and end the command."""
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
@@ -107,34 +107,34 @@ def listing(value: str | None) -> str | None:
     raise typer.Exit
 
 
-def check(options: dict[str, Any], given: set[str]) -> None:
-    """Refuse options that belong to the other kind of training; `given` are those that stand in the
-    command.
+def check(options: dict[str, Any], given_names: set[str]) -> None:
+    """Raise an error for options that belong to the other kind of training; `given` names those on
+    the command line.
     """
     if options["task"] is None:
-        for name in ONLY:
-            if name in given:
+        for name in TASK_OPTIONS:
+            if name in given_names:
                 raise typer.BadParameter(
-                    "belongs to made tasks; give --task NAME too (--task list shows them), or "
+                    "applies only to tasks; give --task NAME too (--task list shows the names), or "
                     "leave it out",
                     param_hint=flag(name),
                 )
         return
-    if "model" not in given:
+    if "model" not in given_names:
         raise typer.BadParameter(
             "a task needs a model: lstm, lstm+bahdanau, transformer, ... (--task list shows them)",
             param_hint="--model",
         )
-    for name in sorted(given - {*SHARED, *ONLY, "task"}):
+    for name in sorted(given_names - {*SHARED_OPTIONS, *TASK_OPTIONS, "task"}):
         raise typer.BadParameter(
-            "belongs to training on text, and --task makes its own data; leave one of the two out",
+            "applies to training on text, but --task generates its own data; leave one of them out",
             param_hint=flag(name),
         )
 
 
-def train_task(options: dict[str, Any], given: set[str]) -> None:
-    """Train a model on a task, with the options that stand in the command and the recipe's for the
-    others.
+def train_task(options: dict[str, Any], given_names: set[str]) -> None:
+    """Train a model on a task with the options on the command line, and with the task's own values
+    for the others.
     """
     import torch
 
@@ -142,9 +142,11 @@ def train_task(options: dict[str, Any], given: set[str]) -> None:
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    taken = {name: options[name] for name in given if name not in ("json", "resume", "threads")}
+    run_options = {
+        name: options[name] for name in given_names if name not in ("json", "resume", "threads")
+    }
     try:
-        run = TaskRun(taken)
+        run = TaskRun(run_options)
         figures, stopped_by = run.run()
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -153,7 +155,7 @@ def train_task(options: dict[str, Any], given: set[str]) -> None:
     else:
         _show(run, figures)
     if stopped_by:
-        typer.echo("interrupted and saved; go on with the same command and --resume", err=True)
+        typer.echo("interrupted and saved; continue with the same command and --resume", err=True)
         raise typer.Exit(128 + stopped_by)
 
 
@@ -170,7 +172,7 @@ def _show(run: Any, figures: dict[str, Any]) -> None:
 
 
 def flag(name: str) -> str:
-    """An option as it is written in the command."""
+    """Return an option as it is written on the command line."""
     return "SOURCE" if name == "source" else "--" + name.replace("_", "-")
 
 
@@ -186,31 +188,37 @@ def _count(panel: str, text: str, default: str | None = None) -> Any:
 
 
 Source = Annotated[
-    str, typer.Argument(help="A UTF-8 file, a folder of text files, or python-docs.")
+    str,
+    typer.Argument(help="Text to train on: a UTF-8 file, a folder of text files, or python-docs."),
 ]
-Out = Annotated[Path, _option(_RUN, "The folder to write; everything is written under it.")]
+Out = Annotated[Path, _option(_RUN, "Folder for all files that are written.")]
 Config = Annotated[
     Path | None,
     _option(
         _RUN,
-        "A TOML file of options, in sections model, train and data; the command wins.",
+        (
+            "TOML file of options, in the sections model, train and data; options on "
+            "the command line take precedence."
+        ),
         exists=True,
         dir_okay=False,
     ),
 ]
 Dim = Annotated[int, _count(_MODEL, "Model width M.")]
-Layers = Annotated[int, _count(_MODEL, "Blocks.")]
-Heads = Annotated[int, _count(_MODEL, "Query heads H.")]
+Layers = Annotated[int, _count(_MODEL, "Number of layers.")]
+Heads = Annotated[int, _count(_MODEL, "Number of query heads H.")]
 KvHeads = Annotated[
-    int | None, _count(_MODEL, "Key/value heads G; must divide the query heads.", "2, if needed")
+    int | None, _count(_MODEL, "Number of key/value heads G; must divide H.", "2, if needed")
 ]
-Hidden = Annotated[int | None, _count(_MODEL, "Feed-forward width.", "8/3 of dim")]
-Vocab = Annotated[int, _option(_MODEL, "Tokens in the vocabulary.", min=257)]
-Tie = Annotated[bool, _option(_MODEL, "One matrix for embedding and head.")]
+Hidden = Annotated[int | None, _count(_MODEL, "Width of the feed-forward layers.", "8/3 of dim")]
+Vocab = Annotated[int, _option(_MODEL, "Number of tokens in the vocabulary.", min=257)]
+Tie = Annotated[bool, _option(_MODEL, "Use one matrix for embedding and output head.")]
 Attention = Annotated[
     str | None,
     _option(
-        _MODEL, "A mechanism of the catalogue (regard describe).", show_default="a Llama: gqa, rope"
+        _MODEL,
+        "Mechanism of the catalogue (regard describe).",
+        show_default="a Llama: gqa with rope",
     ),
 ]
 Position = Annotated[
@@ -218,56 +226,72 @@ Position = Annotated[
     _option(
         _MODEL,
         "With --attention: rope, alibi, learned, sinusoidal, none or catalogue.",
-        show_default="catalogue: its own",
+        show_default="catalogue, the mechanism's own",
     ),
 ]
 Window = Annotated[
-    int | None, _count(_MODEL, "With --attention: tokens that one sees, its own included.", "all")
+    int | None,
+    _count(
+        _MODEL,
+        ("With --attention: number of keys that a query attends to, its own included."),
+        "no limit",
+    ),
 ]
 Set = Annotated[
     list[str] | None,
-    _option(_MODEL, "An option of the mechanism, such as --set base=50000; repeatable."),
+    _option(_MODEL, "Option of the mechanism, such as base=50000. Repeatable."),
 ]
-Steps = Annotated[int, _count(_STEPS, "Optimiser steps.")]
+Steps = Annotated[int, _count(_STEPS, "Number of optimiser steps.")]
 Batch = Annotated[int, _count(_STEPS, "Rows per batch.")]
 Lr = Annotated[float, _option(_STEPS, "Peak learning rate.")]
-Warmup = Annotated[int, _option(_STEPS, "Steps of linear warm-up.", min=0)]
+Warmup = Annotated[int, _option(_STEPS, "Number of steps of linear warm-up.", min=0)]
 Accumulate = Annotated[int, _count(_STEPS, "Batches per optimiser step.")]
-Clip = Annotated[float, _option(_STEPS, "The most that a gradient's 2-norm may be.")]
-WeightDecay = Annotated[float, _option(_STEPS, "On matrices; norms and biases have none.")]
+Clip = Annotated[float, _option(_STEPS, "Maximum 2-norm of the gradient.")]
+WeightDecay = Annotated[
+    float, _option(_STEPS, "Weight decay of matrices; norms and biases have none.")
+]
 Bf16 = Annotated[bool, _option(_STEPS, "Compute in bfloat16 where that is safe (autocast).")]
-Seed = Annotated[int, _option(_STEPS, "Seed of the weights and of the data order.")]
-Context = Annotated[int, _count(_DATA, "Tokens that a row predicts.")]
+Seed = Annotated[int, _option(_STEPS, "Random seed for the weights and the order of the data.")]
+Context = Annotated[int, _count(_DATA, "Number of tokens that a row predicts.")]
 Repeat = Annotated[
     float,
     _option(
-        _DATA, "Share of rows that say a segment twice: makes induction heads form.", min=0, max=1
+        _DATA,
+        ("Share of rows that contain a segment twice, which makes induction heads form."),
+        min=0,
+        max=1,
     ),
 ]
 RepeatFirst = Annotated[
     int,
     _option(
-        _DATA, "Steps at the start on rows that repeat only: induction heads form early.", min=0
+        _DATA,
+        ("Number of first steps with only such rows, which makes induction heads form early."),
+        min=0,
     ),
 ]
 SaveEvery = Annotated[int, _count(_RUN, "Steps between checkpoints.")]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Go on from the last checkpoint in --out.", rich_help_panel=_RUN),
+    typer.Option(
+        "--resume", help="Continue from the last checkpoint in --out.", rich_help_panel=_RUN
+    ),
 ]
-Threads = Annotated[int | None, _count(_RUN, "CPU threads.", "all cores")]
-Device = Annotated[str, _option(_RUN, "cpu, cuda, ...")]
-Dtype = Annotated[str, _option(_RUN, "Type of the final weights: float32, float16 or bfloat16.")]
+Threads = Annotated[int | None, _count(_RUN, "Number of CPU threads.", "all cores")]
+Device = Annotated[str, _option(_RUN, "Device: cpu, cuda, ...")]
+Dtype = Annotated[
+    str, _option(_RUN, "Number format of the final weights: float32, float16 or bfloat16.")
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print the final figures as JSON.", rich_help_panel=_RUN),
 ]
 
-_TASKS = "Tasks with made data, in place of text"
+_TASKS = "Tasks with generated data, instead of text"
 Task = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(TASKS)}; or list, which says what they are.",
+        help=f"Task: {', '.join(TASKS)}; or list, which describes them.",
         callback=listing,
         is_eager=True,
         rich_help_panel=_TASKS,
@@ -277,19 +301,21 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="lstm, lstm+bahdanau, lstm+luong (or gru, rnn) or transformer; decoder or lstm where "
-        "a row is continued.",
+        help=(
+            "Model of the task: lstm, lstm+bahdanau, lstm+luong (or gru, rnn) or "
+            "transformer; decoder or lstm if a row is continued."
+        ),
         rich_help_panel=_TASKS,
     ),
 ]
-Dropout = Annotated[float, _option(_TASKS, "Of the transformer.", min=0, max=0.99)]
+Dropout = Annotated[float, _option(_TASKS, "Dropout of the transformer.", min=0, max=0.99)]
 Smoothing = Annotated[float, _option(_TASKS, "Label smoothing.", min=0, max=0.99)]
-Beams = Annotated[int, _count(_TASKS, "Beams of the search; 1 is greedy.")]
-Examples = Annotated[int, _count(_TASKS, "Questions per split at the end.")]
+Beams = Annotated[int, _count(_TASKS, "Number of beams in generation; 1 is greedy.")]
+Examples = Annotated[int, _count(_TASKS, "Number of test examples per split at the end.")]
 Beside = Annotated[
     list[Path] | None,
     typer.Option(
-        help="The folder of another run, to be drawn in the same chart; may be repeated.",
+        help="Folder of another run to draw in the same chart. Repeatable.",
         rich_help_panel=_TASKS,
     ),
 ]
@@ -339,15 +365,14 @@ def train(
 ) -> None:
     """Train a decoder on text and write a checkpoint folder that `regard` can load.
 
-    Writes tokenizer.json, config.json, model.safetensors, train.csv,
-    command.txt and checkpoints/ under --out. The model is a Llama; with
-    --attention, a decoder that has this mechanism in every layer. A run that
-    was killed goes on with the same command and --resume: on a CPU, to the
-    same bits.
+    Writes tokenizer.json, config.json, model.safetensors, train.csv, command.txt and checkpoints/
+    under --out. The model is a Llama, or with --attention a decoder with this mechanism in every
+    layer. An interrupted run continues with the same command and --resume; on a CPU the result is
+    the same to the bit.
 
-    With --task the data is made on the spot, and sizes and steps that are
-    not given are the task's own: accuracy by length (accuracy.csv,
-    accuracy.svg), alignment.svg and report.html are written too.
+    With --task the data is generated, and sizes and steps that are not given are the task's own.
+    This also writes the accuracy by length (accuracy.csv, accuracy.svg), alignment.svg and
+    report.html.
 
     Example: regard train --out my-model --steps 200 --dim 64 --layers 2 --heads 4 --context 64
 
@@ -356,16 +381,16 @@ def train(
     Example: regard train --out numbers --task translate --model lstm+bahdanau
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    given = options_of_file(ctx, options)
-    check(options, given)
+    given_names = options_on_command_line(ctx, options)
+    check(options, given_names)
     if config is not None:
-        options = merged(ctx, options, given, config)
+        options = merge_config(ctx, options, given_names, config)
     _check(options)
     if task is not None:
-        train_task(options, given)
+        train_task(options, given_names)
         return
-    elsewhere = ("task", "config", *ONLY)
-    options = {name: value for name, value in options.items() if name not in elsewhere}
+    other_options = ("task", "config", *TASK_OPTIONS)
+    options = {name: value for name, value in options.items() if name not in other_options}
     import torch
 
     from regard.train.run import Run
@@ -381,35 +406,36 @@ def train(
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))
     if stopped_by:
-        typer.echo("interrupted and saved; go on with the same command and --resume", err=True)
+        typer.echo("interrupted and saved; continue with the same command and --resume", err=True)
         raise typer.Exit(128 + stopped_by)
 
 
 def _check(options: dict[str, Any]) -> None:
-    """What can be refused before any work."""
+    """Raise an error for options that can be refused before any work."""
     out, dtype = options["out"], options["dtype"]
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file; give a folder", param_hint="--out")
     if out.is_dir() and any(out.iterdir()) and not options["resume"]:
         raise typer.BadParameter(
-            f"{out} is not empty; choose another folder, or go on with the run in it: --resume",
+            f"{out} is not empty; choose another folder, or continue the run in it with --resume",
             param_hint="--out",
         )
     if dtype not in ("float32", "float16", "bfloat16"):
         raise typer.BadParameter(
-            f"{dtype!r} is not float32, float16 or bfloat16", param_hint="--dtype"
+            f"{dtype!r} is not one of float32, float16 and bfloat16", param_hint="--dtype"
         )
     if options["task"] is not None or options["attention"] is not None:
-        return  # their sizes are their own matter
+        return  # tasks and mechanisms check their own sizes
     if options["dim"] % options["heads"] or options["dim"] // options["heads"] % 2:
         raise typer.BadParameter(
-            f"dim {options['dim']} / heads {options['heads']} must be even: it is a head's width",
+            f"dim {options['dim']} / heads {options['heads']} is the width of a head and must be "
+            "an even number",
             param_hint="--dim",
         )
 
 
-LONGEST = 1 << 20
-"""Bytes of such a file, at most."""
+MAX_CONFIG_BYTES = 1 << 20
+"""The maximum size in bytes of a config file."""
 SECTIONS = {
     "model": (
         "dim",
@@ -440,50 +466,50 @@ SECTIONS = {
     ),
     "data": ("source", "context", "repeat", "repeat_first"),
 }
-"""Section -> the options of the command that stand there; [model.options] has those of the
-mechanism, as --set.
+"""Section of the config file -> the options of the command that it may contain; [model.options] has
+those of the mechanism, like --set.
 """
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Option -> its text, as it would stand behind the flag; "option" -> the name=value of
-    [model.options].
+def read_config(path: Path) -> dict[str, Any]:
+    """Return option -> its text, as it would follow the flag; "option" has the name=value settings
+    of [model.options].
 
     Raises:
-        FileError: the file cannot be read, or is no TOML.
-        ArgumentError: a section or a key is unknown or stands in the wrong place, or a value is not
-            a plain one.
+        FileError: the file cannot be read, or is not TOML.
+        ArgumentError: a section or a key is unknown or in the wrong place, or a value is not a
+            plain one.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "small.toml"
     >>> model = "[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4\\n"
     >>> _ = file.write_text(model + "[train]\\nbf16 = true")
-    >>> read(file)
+    >>> read_config(file)
     {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """
     try:
-        content = tomllib.loads(read_text(path, LONGEST))
+        content = tomllib.loads(read_text(path, MAX_CONFIG_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise FileError(f"{path}: is not TOML: {error_text(error)}") from error
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for section, keys in content.items():
         if section not in SECTIONS or not isinstance(keys, dict):
             raise ArgumentError(f"{path}: {error_text(_stray(section))}")
         for key, value in keys.items():
             name = key.replace("-", "_")
             if (section, name) == ("model", "options") and isinstance(value, dict):
-                found["option"] = _settings(path, value)
+                options["option"] = _settings(path, value)
             elif name not in SECTIONS[section]:
                 raise ArgumentError(f"{path}: {error_text(_unknown(section, key, name))}")
-            elif name in found:
-                raise ArgumentError(f"{path}: [{section}] has {name} twice; keep one")
+            elif name in options:
+                raise ArgumentError(f"{path}: [{section}] has {name} twice; give it once")
             else:
-                found[name] = _text(f"{path}: [{section}] {error_text(key)}", value)
-    return found
+                options[name] = _text(f"{path}: [{section}] {error_text(key)}", value)
+    return options
 
 
 def _settings(path: Path, options: Mapping[str, Any]) -> list[str]:
-    """name=value for each option of a mechanism; lists are allowed."""
+    """Return name=value for each option of a mechanism; lists are allowed."""
     for name, value in options.items():
         for part in value if isinstance(value, list) else [value]:
             _text(f"{path}: [model.options] {error_text(name)}", part)
@@ -499,10 +525,12 @@ def _text(where: str, value: Any) -> str:
 
 
 def _stray(section: str) -> str:
-    """What is said of a name at the top that is no section."""
-    home = next((s for s, keys in SECTIONS.items() if section.replace("-", "_") in keys), None)
-    if home:
-        return f"{section} stands in no section; put it under [{home}]"
+    """Return the error message about a top-level name that is not a section."""
+    right_section = next(
+        (s for s, keys in SECTIONS.items() if section.replace("-", "_") in keys), None
+    )
+    if right_section:
+        return f"{section} is outside a section; put it under [{right_section}]"
     return (
         f"unknown section [{section}]{suggest(section, SECTIONS, otherwise='.')} There are "
         f"[{'], ['.join(SECTIONS)}]"
@@ -510,8 +538,8 @@ def _stray(section: str) -> str:
 
 
 def _unknown(section: str, key: str, name: str) -> str:
-    home = next((s for s, keys in SECTIONS.items() if name in keys), None)
-    if home:
-        return f"{key} stands in [{section}]; its place is [{home}]"
+    right_section = next((s for s, keys in SECTIONS.items() if name in keys), None)
+    if right_section:
+        return f"{key} is in [{section}]; put it in [{right_section}]"
     keys = (*SECTIONS[section], *(("options",) if section == "model" else ()))
     return f"[{section}] has no {key}{suggest(name, keys, otherwise='.')} It has {', '.join(keys)}"

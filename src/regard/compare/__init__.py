@@ -1,30 +1,42 @@
-"""Mechanisms side by side on this machine, under one budget: what each costs, and with training
-what each loses.
+"""Compare attention mechanisms on this machine under one budget: the cost of each, and with
+training also its quality.
 
-An `Experiment` is data and a function that gives numbers; a `Session` runs them, keeps each result
-as a small JSON file, and goes on where an earlier run has stopped.
+An `Experiment` is data and a function that measures numbers. A `Session` runs experiments, saves
+each result as a small JSON file, and continues where an earlier run stopped.
 """
 
-from regard.compare.comparison import front
-from regard.compare.experiment import Experiment, Session, Store
+from regard.compare.comparison import pareto
+from regard.compare.experiment import Experiment, ExperimentStore, Session
 from regard.compare.mechanisms import (
-    NAMES,
-    Contestant,
+    DEFAULT_NAMES,
+    Candidate,
     Shape,
+    candidates,
     configs,
-    contestants,
     same_parameters,
 )
+from regard.deprecation import renamed
 
 __all__ = [
-    "NAMES",
-    "Contestant",
+    "DEFAULT_NAMES",
+    "Candidate",
     "Experiment",
+    "ExperimentStore",
     "Session",
     "Shape",
-    "Store",
+    "candidates",
     "configs",
-    "contestants",
-    "front",
+    "pareto",
     "same_parameters",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "NAMES": "DEFAULT_NAMES",
+        "Contestant": "Candidate",
+        "Store": "ExperimentStore",
+        "contestants": "candidates",
+        "front": "pareto",
+    },
+)

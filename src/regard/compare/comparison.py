@@ -1,4 +1,4 @@
-"""A comparison from beginning to end, and its results: speed, memory, quality, the Pareto front."""
+"""A whole comparison and its results: speed, memory, quality and the Pareto front."""
 
 from __future__ import annotations
 
@@ -10,69 +10,83 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from regard.compare import memory, quality, speed
-from regard.compare.experiment import Experiment, Numbers, Session, clock
-from regard.compare.mechanisms import Contestant, Shape, parameters
-from regard.compare.memory import HOW
-from regard.compare.quality import Lesson, Pupil, Training, job_name
+from regard.compare.experiment import Experiment, Numbers, Session, format_duration
+from regard.compare.mechanisms import Candidate, Shape, count_parameters
+from regard.compare.memory import METHOD
+from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
 from regard.compare.speed import Timing
 from regard.models.families.regard import Config
 
-MARGIN = 0.9
-"""The share of the remaining time that training may take; validation and judging need the rest."""
+TRAINING_SHARE = 0.9
+"""The share of the remaining time that training may take; validation and testing need the rest."""
 
 
-def judged(
-    lesson: Lesson, name: str, pupil: Pupil, seeds: Sequence[int], done: Mapping[str, Numbers]
+def summarize_quality(
+    task: EvalTask,
+    name: str,
+    train_config: TrainConfig,
+    seeds: Sequence[int],
+    done: Mapping[str, Numbers],
 ) -> Numbers | None:
-    """What came of a mechanism in a lesson: its best rate by the mean validation loss, and there
-    the measure over seeds.
+    """Return the result of a mechanism in a task: the learning rate with the lowest mean validation
+    loss, and the test metric over seeds at that rate.
 
     Returns:
-        `rate`, `validation` (rate -> mean loss; None where a seed diverged), `mean`, `low`, `high`,
-        `seeds`, `steps`, `tokens`; None while a run is missing; `diverged` where no rate was
-        survived.
+        `rate`, `validation` (rate -> mean loss; None if a seed diverged), `mean`, `low`, `high`,
+        `seeds`, `steps` and `tokens`; None while a run is missing; `diverged` if every rate
+        diverged.
     """
     runs = {
-        rate: [done.get(job_name(lesson.name, name, rate, seed)) for seed in seeds]
-        for rate in pupil.rates
+        rate: [done.get(run_name(task.name, name, rate, seed)) for seed in seeds]
+        for rate in train_config.learning_rates
     }
-    if any(one is None for found in runs.values() for one in found):
+    if any(one is None for runs_of_rate in runs.values() for one in runs_of_rate):
         return None
-    whole = {rate: [one for one in found if one is not None] for rate, found in runs.items()}
+    complete_runs = {
+        rate: [one for one in runs_of_rate if one is not None]
+        for rate, runs_of_rate in runs.items()
+    }
     losses = {
         rate: None
-        if any("diverged" in one for one in found)
-        else statistics.fmean(one["validation"] for one in found)
-        for rate, found in whole.items()
+        if any("diverged" in one for one in runs_of_rate)
+        else statistics.fmean(one["validation"] for one in runs_of_rate)
+        for rate, runs_of_rate in complete_runs.items()
     }
-    told = {
+    summary = {
         "validation": {f"{rate:g}": loss for rate, loss in losses.items()},
         "seeds": list(seeds),
     }
-    alive = {rate: loss for rate, loss in losses.items() if loss is not None}
-    if not alive:
-        return {**told, "diverged": True}
-    best = min(alive, key=lambda rate: alive[rate])
-    values = [one[lesson.measure] for one in whole[best]]
+    finite_losses = {rate: loss for rate, loss in losses.items() if loss is not None}
+    if not finite_losses:
+        return {**summary, "diverged": True}
+    best = min(finite_losses, key=lambda rate: finite_losses[rate])
+    values = [one[task.metric] for one in complete_runs[best]]
     return {
-        **told,
+        **summary,
         "rate": best,
         "mean": statistics.fmean(values),
         "low": min(values),
         "high": max(values),
-        "steps": whole[best][0]["steps"],
-        "tokens": whole[best][0]["tokens"],
+        "steps": complete_runs[best][0]["steps"],
+        "tokens": complete_runs[best][0]["tokens"],
     }
 
 
-def front(points: Sequence[tuple[float, ...]]) -> list[int]:
-    """The indices of points that no other dominates; less is better in every number.
+def pareto(points: Sequence[tuple[float, ...]]) -> list[int]:
+    """Return the indices of the points that no other point dominates; smaller is better in every
+    coordinate.
 
     a dominates b  <=>  a_i <= b_i for all i, and a_i < b_i for one
 
-    Equal points stand on the front together.
+    Equal points do not dominate each other.
 
-    >>> front([(1.0, 5.0), (2.0, 2.0), (3.0, 3.0), (9.0, 1.0)])
+    Args:
+        points: points with the same number of coordinates.
+
+    Returns:
+        The indices of the Pareto front, in increasing order.
+
+    >>> pareto([(1.0, 5.0), (2.0, 2.0), (3.0, 3.0), (9.0, 1.0)])
     [0, 1, 3]
 
     Source: Pareto 1906, Manuale di economia politica, chapter III.
@@ -85,94 +99,102 @@ def front(points: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 SCHEMA = 1
-"""Version of the JSON; it rises when a name in it changes its meaning or goes away."""
+"""Version of the JSON; it is increased when a name in it changes its meaning or is removed."""
 
 COSTS = ("kv_bytes", "decode_seconds")
-"""What quality is drawn against."""
+"""The costs against which quality is plotted."""
 
-FEWEST = 4
-"""Rounds below which no two times are told apart: of two rounds each, one in three is all below the
-other by chance.
+MIN_ROUNDS = 4
+"""With fewer rounds than this, two times are never called different: with two rounds each, the
+chance that all times of one lie below all times of the other is one in three.
 """
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that is compared.
+class ComparisonPlan:
+    """Everything that is compared.
 
     Attributes:
-        contestants: the mechanisms, the first of which is the measure of the others.
-        configs: their models by name.
-        shape, same: the sizes, and what all have in common.
-        timing: how long is measured.
-        lessons, training: what is learned and how; without lessons nothing is trained.
+        candidates: the mechanisms; the others are compared with the first.
+        configs: name -> config of the model.
+        shape: the sizes of the models.
+        matched_by: what all models have in common, "sizes" or "parameters".
+        timing: how long times are measured.
+        tasks: the evaluation tasks; if there is none, nothing is trained.
+        training: how models are trained.
     """
 
-    contestants: Sequence[Contestant]
+    candidates: Sequence[Candidate]
     configs: Mapping[str, Config]
     shape: Shape
-    same: str
+    matched_by: str
     timing: Timing
-    lessons: Sequence[Lesson] = ()
-    training: Training = field(default_factory=Training)
+    tasks: Sequence[EvalTask] = ()
+    training: TrainingSettings = field(default_factory=TrainingSettings)
 
     @property
-    def pupils(self) -> dict[str, Pupil]:
-        """The mechanisms as they are trained."""
+    def train_configs(self) -> dict[str, TrainConfig]:
+        """Each mechanism's config and learning rates, by name."""
         return {
-            one.name: Pupil(self.configs[one.name], self.training.rates_of(recurrent=one.recurrent))
-            for one in self.contestants
+            one.name: TrainConfig(
+                self.configs[one.name], self.training.learning_rates_for(recurrent=one.recurrent)
+            )
+            for one in self.candidates
         }
 
 
-def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
-    """One entry for each mechanism, with what is known so far: None, or nothing, stands for what
-    was not measured.
+def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[Numbers]:
+    """Return one entry for each mechanism with the results so far; values that are not measured are
+    None or missing.
 
     Args:
         plan: what is compared.
-        done: numbers of experiments by name (`Session.done`).
+        done: results of experiments by name (`Session.results`).
     """
-    found, pupils = [], plan.pupils
-    for one in plan.contestants:
-        config = plan.configs[one.name]
+    entries, train_configs = [], plan.train_configs
+    for candidate in plan.candidates:
+        config = plan.configs[candidate.name]
         entry: Numbers = {
-            "name": one.name,
-            "attention": one.attention,
-            "options": dict(one.options),
-            "parameters": parameters(config),
+            "name": candidate.name,
+            "attention": candidate.attention,
+            "options": dict(candidate.options),
+            "parameters": count_parameters(config),
             "hidden": config.intermediate_size,
         }
         for kind in ("prefill", "decode"):
             entry[kind] = {
-                str(c): beside(done[f"{kind}/{c}"]["rows"], one.name)
+                str(c): with_overlap(done[f"{kind}/{c}"]["rows"], candidate.name)
                 for c in plan.timing.contexts
                 if f"{kind}/{c}" in done
             }
         trained = done.get(f"training/{plan.timing.length}", {}).get("rows", {})
-        entry["training"] = beside(trained, one.name) if one.name in trained else None
-        entry["memory"] = done.get(f"memory/{one.name}")
+        entry["training"] = (
+            with_overlap(trained, candidate.name) if candidate.name in trained else None
+        )
+        entry["memory"] = done.get(f"memory/{candidate.name}")
         entry["quality"] = {}
-        for lesson in plan.lessons:
-            told = judged(lesson, one.name, pupils[one.name], plan.training.seeds, done)
-            if told is not None:
-                entry["quality"][lesson.name] = told
-        found.append(entry)
-    return found
+        for task in plan.tasks:
+            quality = summarize_quality(
+                task, candidate.name, train_configs[candidate.name], plan.training.seeds, done
+            )
+            if quality is not None:
+                entry["quality"][task.name] = quality
+        entries.append(entry)
+    return entries
 
 
-def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
-    """A row of times, and whether it overlaps that of the first mechanism: `overlaps_first`, None
-    of that one itself.
+def with_overlap(rows: Mapping[str, Numbers], name: str) -> Numbers:
+    """Return a row of times with `overlaps_first`, which is whether it overlaps the row of the
+    first mechanism; None for the first mechanism itself.
 
-    Two times overlap where the ranges between their quartiles do, or where either has fewer than
-    `FEWEST` rounds.
+    Two times overlap if the ranges between their quartiles do, or if either has fewer than
+    `MIN_ROUNDS` rounds.
 
     >>> first = {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}
     >>> rows = {"a": first, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
-    >>> beside(rows, "b")["overlaps_first"]
+    >>> with_overlap(rows, "b")["overlaps_first"]
     True
-    >>> beside({**rows, "a": {**first, "quartiles": [1, 2]}}, "b")["overlaps_first"]
+    >>> with_overlap({**rows, "a": {**first, "quartiles": [1, 2]}}, "b")["overlaps_first"]
     False
     """
     row, first = rows[name], next(iter(rows))
@@ -181,41 +203,41 @@ def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
     one, other = rows[first], row
     if name == first or "seconds" not in one:
         return {**row, "overlaps_first": None}
-    few = min(x.get("rounds", 0) for x in (one, other)) < FEWEST
+    rounds = min(x.get("rounds", 0) for x in (one, other)) < MIN_ROUNDS
     (a, b), (c, d) = (x.get("quartiles", (x["seconds"],) * 2) for x in (one, other))
-    return {**row, "overlaps_first": bool(few or (a <= d and c <= b))}
+    return {**row, "overlaps_first": bool(rounds or (a <= d and c <= b))}
 
 
 def cost_of(entry: Mapping[str, Any], cost: str, context: int) -> float | None:
-    """A cost of `COSTS` of an entry at a context, or None where it was not measured.
+    """Return a cost in `COSTS` of an entry at a context, or None if it was not measured.
 
     >>> cost_of({"decode": {"512": {"kv_bytes": 64, "seconds": 0.5}}}, "kv_bytes", 512)
     64
     """
     row = entry["decode"].get(str(context), {})
-    found: float | None = row.get("kv_bytes" if cost == "kv_bytes" else "seconds")
-    return found
+    value: float | None = row.get("kv_bytes" if cost == "kv_bytes" else "seconds")
+    return value
 
 
-def on_front(
-    entries: Sequence[Mapping[str, Any]], lesson: Lesson, cost: str, context: int
+def pareto_names(
+    entries: Sequence[Mapping[str, Any]], task: EvalTask, cost: str, context: int
 ) -> list[str]:
-    """The names of mechanisms that no other beats in both cost and quality; those without both
-    numbers take no part.
+    """Return the names of the mechanisms on the Pareto front of cost and quality; those without
+    both numbers are left out.
     """
-    sign = 1.0 if lesson.better == "lower" else -1.0
+    sign = 1.0 if task.better == "lower" else -1.0
     points: dict[str, tuple[float, float]] = {}
     for entry in entries:
         x = cost_of(entry, cost, context)
-        y = entry["quality"].get(lesson.name, {}).get("mean")
+        y = entry["quality"].get(task.name, {}).get("mean")
         if x is not None and y is not None:
             points[entry["name"]] = (x, sign * y)
     names = list(points)
-    return [names[i] for i in front(list(points.values()))]
+    return [names[i] for i in pareto(list(points.values()))]
 
 
 def as_json(
-    plan: Plan,
+    plan: ComparisonPlan,
     done: Mapping[str, Numbers],
     machine: Mapping[str, Any],
     command: str,
@@ -223,40 +245,43 @@ def as_json(
     interrupted: bool = False,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The whole comparison; every number is finite or null, times are seconds, sizes are bytes."""
-    entries, at = gather(plan, done), max(plan.timing.contexts)
+    """Return the whole comparison as plain values; every number is finite or null, times are in
+    seconds, sizes in bytes.
+    """
+    entries, longest_context = collect_entries(plan, done), max(plan.timing.contexts)
     return {
         "schema": SCHEMA,
         "command": command,
         "machine": dict(machine),
         "interrupted": interrupted,
-        "same": plan.same,
+        "same": plan.matched_by,
         "shape": {**asdict(plan.shape), "hidden": plan.shape.width},
         "timing": asdict(plan.timing),
-        "memory": HOW,
+        "memory": METHOD,
         "training": {
             **asdict(plan.training),
-            "lessons": {one.name: one.settings for one in plan.lessons},
+            "tasks": {task.name: task.settings for task in plan.tasks},
+            # the old name of "tasks", for one release
+            "lessons": {task.name: task.settings for task in plan.tasks},
         },
         "notes": list(notes),
         "mechanisms": entries,
         "fronts": {
-            f"{lesson.name} against {cost}": on_front(entries, lesson, cost, at)
-            for lesson in plan.lessons
+            f"{task.name} against {cost}": pareto_names(entries, task, cost, longest_context)
+            for task in plan.tasks
             for cost in COSTS
         },
     }
 
 
-def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
-    """A line for each mechanism; what was not measured is empty.
+def as_csv(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> str:
+    """Return a line of CSV for each mechanism; values that were not measured are empty.
 
     Columns: name, attention, parameters, hidden; kv_bytes, prefill_seconds and decode_seconds at
-        each context; training_seconds; of each time its quartiles, _q1 and _q3, behind it;
-        prefill_peak_bytes, training_peak_bytes; of each lesson its measure, low, high, rate, and
-        steps.
+    each context; training_seconds; after each time its quartiles, _q1 and _q3; prefill_peak_bytes,
+    training_peak_bytes; for each task its metric, low, high, rate and steps.
     """
-    entries = [_flat(entry, plan) for entry in gather(plan, done)]
+    entries = [_flat(entry, plan) for entry in collect_entries(plan, done)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
     writer.writeheader()
@@ -265,13 +290,13 @@ def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
 
 
 def _times(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A median and its quartiles."""
+    """Return the columns of a median and its quartiles."""
     low, high = row.get("quartiles", (None, None))
     return {name: row.get("seconds"), f"{name}_q1": low, f"{name}_q3": high}
 
 
-def _flat(entry: Numbers, plan: Plan) -> dict[str, Any]:
-    """An entry as a line of a table."""
+def _flat(entry: Numbers, plan: ComparisonPlan) -> dict[str, Any]:
+    """Return an entry as the columns of a line."""
     line = {name: entry[name] for name in ("name", "attention", "parameters", "hidden")}
     for context in plan.timing.contexts:
         decode = entry["decode"].get(str(context), {})
@@ -281,42 +306,43 @@ def _flat(entry: Numbers, plan: Plan) -> dict[str, Any]:
     line |= _times("training_seconds", entry["training"] or {})
     for work in ("prefill", "training"):
         line[f"{work}_peak_bytes"] = (entry["memory"] or {}).get(work)
-    for lesson in plan.lessons:
-        told = entry["quality"].get(lesson.name, {})
-        line[f"{lesson.name}_{lesson.measure}"] = told.get("mean")
+    for task in plan.tasks:
+        quality = entry["quality"].get(task.name, {})
+        line[f"{task.name}_{task.metric}"] = quality.get("mean")
         for name in ("low", "high", "rate", "steps"):
-            line[f"{lesson.name}_{name}"] = told.get(name)
+            line[f"{task.name}_{name}"] = quality.get(name)
     return line
 
 
 class Comparison:
-    """One comparison; `notes` has what a reader must know, as far as it has come.
+    """Runs one comparison; `notes` has remarks for the reader of the results so far.
 
     Args:
         plan: what is compared.
-        session: where measurements are kept.
-        machine: `regard.bench.machine.machine`.
-        minutes: for everything; training is shortened to fit, for all alike, and a note says so.
-        steps: of the optimiser in every lesson, whatever time they take; None is each lesson's own,
-            if there is time.
+        session: where measurements are stored.
+        machine: the facts that `regard.bench.machine.machine` returns.
+        minutes: the time for everything; training is shortened equally for all mechanisms to fit,
+            and a note says so.
+        steps: optimiser steps of every task, whatever time they take; None is each task's own
+            number, as far as the time allows.
         with_memory: whether peak memory is measured.
 
-    >>> from regard.compare.experiment import Store
-    >>> from regard.compare.mechanisms import Shape, contestants
+    >>> from regard.compare.experiment import ExperimentStore
+    >>> from regard.compare.mechanisms import Shape, candidates
     >>> from regard.compare.mechanisms import configs
     >>> shape = Shape(dim=16, layers=1, heads=2, window=8)
-    >>> found = contestants(["mqa"], shape)
+    >>> found = candidates(["mqa"], shape)
     >>> timing = speed.Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)
-    >>> plan = Plan(found, configs(found, shape), shape, "sizes", timing)
-    >>> session = Session(Store(None))
+    >>> plan = ComparisonPlan(found, configs(found, shape), shape, "sizes", timing)
+    >>> session = Session(ExperimentStore(None))
     >>> Comparison(plan, session, {}, with_memory=False).run()
-    >>> sorted(session.done)
+    >>> sorted(session.results)
     ['decode/4', 'prefill/4', 'training/4']
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ComparisonPlan,
         session: Session,
         machine: Mapping[str, Any],
         *,
@@ -329,62 +355,65 @@ class Comparison:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Measure what the session does not have yet; an interrupt leaves what is done in the
-        session.
+        """Measure everything that the session does not have yet; after an interrupt the session has
+        what is finished.
         """
         plan, session = self.plan, self.session
-        session.run(speed.experiments(plan.configs, plan.timing, self.machine))
+        session.run(speed.timing_experiments(plan.configs, plan.timing, self.machine))
         if self.with_memory:
-            session.run(memory.experiments(plan.configs, plan.timing, self.machine))
-        if not plan.lessons:
+            session.run(memory.memory_experiments(plan.configs, plan.timing, self.machine))
+        if not plan.tasks:
             return
-        pilots = session.run(quality.pilot(plan.pupils, plan.lessons))
-        seconds = {name.partition("/")[2]: found["seconds"] for name, found in pilots.items()}
+        pilots = session.run(quality.pilot_experiments(plan.train_configs, plan.tasks))
+        seconds = {name.partition("/")[2]: numbers["seconds"] for name, numbers in pilots.items()}
         steps = self._steps(seconds)
         session.run(
-            quality.experiments(
-                plan.pupils, plan.lessons, plan.training, steps, seconds, session.tell
+            quality.training_experiments(
+                plan.train_configs, plan.tasks, plan.training, steps, seconds, session.report
             )
         )
 
     def _steps(self, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-        """Steps of each lesson, with a note about what that means."""
+        """Return the steps of each task, and add a note about them."""
         plan, session = self.plan, self.session
-        wanted = {one.name: self.steps or one.steps for one in plan.lessons}
+        wanted = {one.name: self.steps or one.steps for one in plan.tasks}
         runs = {
-            name: len(pupil.rates) * len(plan.training.seeds) for name, pupil in plan.pupils.items()
+            name: len(train_config.learning_rates) * len(plan.training.seeds)
+            for name, train_config in plan.train_configs.items()
         }
-        room = float("inf")
+        seconds_left = float("inf")
         if self.steps is None:
-            room = MARGIN * (60 * self.minutes - session.elapsed)
+            seconds_left = TRAINING_SHARE * (60 * self.minutes - session.elapsed)
         settings = {
             "models": {name: asdict(config) for name, config in plan.configs.items()},
             "wanted": wanted,
             "runs": runs,
             "minutes": None if self.steps else self.minutes,
-            "lessons": {one.name: one.settings for one in plan.lessons},
+            "lessons": {one.name: one.settings for one in plan.tasks},
         }
 
         def choose() -> Numbers:
-            steps, whole = quality.steps_that_fit(wanted, seconds, runs, room)
-            return {"steps": steps, "whole": whole}
+            steps, total_seconds = quality.steps_that_fit(wanted, seconds, runs, seconds_left)
+            return {"steps": steps, "whole": total_seconds}
 
-        # kept, so that a run that goes on trains as many steps as the one that stopped
-        found = session.run([Experiment("steps", settings, choose)])["steps"]
-        steps: dict[str, int] = found["steps"]
-        told = ", ".join(f"{name} {n}" for name, n in steps.items())
+        # saved, so that a run that continues trains as many steps as the one that stopped
+        choice = session.run([Experiment("steps", settings, choose)])["steps"]
+        steps: dict[str, int] = choice["steps"]
+        listed = ", ".join(f"{name} {n}" for name, n in steps.items())
         if steps == wanted:
-            self.note(f"steps: {told}; training was expected to take {clock(found['whole'])}")
+            self.note(
+                f"steps: {listed}; the estimated training time is "
+                f"{format_duration(choice['whole'])}"
+            )
         else:
             self.note(
-                f"steps: {told}; all of {', '.join(f'{name} {n}' for name, n in wanted.items())} "
-                "would take about "
-                f"{clock(found['whole'])}, and --minutes is {self.minutes:g}: every mechanism is "
-                "trained so much less"
+                f"steps: {listed}; all of {', '.join(f'{name} {n}' for name, n in wanted.items())} "
+                f"would take about {format_duration(choice['whole'])}, but --minutes is "
+                f"{self.minutes:g}, so every mechanism is trained for fewer steps"
             )
         return steps
 
     def note(self, text: str) -> None:
-        """Add a note, and tell it."""
+        """Add a note, and report it as progress."""
         self.notes.append(text)
-        self.session.tell(text)
+        self.session.report(text)

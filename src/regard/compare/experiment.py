@@ -1,5 +1,5 @@
-"""An experiment as data and a function, the folder that keeps what it found, and the session that
-runs many.
+"""Experiments as data with a function, the folder that stores their results, and the session that
+runs them.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.strict_json import read_json
 
-LONGEST = 64 << 20
-"""Bytes of a kept measurement, at most."""
+MAX_FILE_BYTES = 64 << 20
+"""The maximum size in bytes of a saved measurement."""
 SCHEMA = 1
-"""Version of the files of measurements; it rises when a name in them changes its meaning."""
+"""Version of the files of measurements; it is increased when a name in them changes its meaning."""
 
 Numbers: TypeAlias = dict[str, Any]
-"""What was found, as plain values: what JSON can hold, finite numbers only."""
+"""The result of an experiment as plain values that JSON can store; numbers are finite."""
 
-Tell: TypeAlias = Callable[[str], None]
-"""Told what is being done, for a person who waits."""
+ReportProgress: TypeAlias = Callable[[str], None]
+"""A function that is called with a line of text about the current work, for a user who waits."""
 
 
-def silent(_: str) -> None:
-    """Tell nobody.
+def ignore_progress(_: str) -> None:
+    """Ignore a line about the progress of the work.
 
-    >>> silent("decode/512")
+    >>> ignore_progress("decode/512")
     """
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A measurement that can be run, kept, and found again.
+    """A measurement that can be run, saved, and found again.
 
-    Attributes:
-        name: what it is called in a run, such as "decode/8192" or "text/gqa/lr 0.003/seed 0".
-        settings: plain values, all that the numbers depend on: a kept result counts when they are
-            the same.
-        measure: gives the numbers.
-        seconds: how long it may take, as far as is known: only the relations between experiments
-            matter.
+    Args:
+        name: its name in a run, such as "decode/8192" or "text/gqa/lr 0.003/seed 0".
+        settings: plain values that determine the numbers; a saved result is used only if they are
+            equal.
+        measure: a function that returns the numbers.
+        seconds: an estimate of how long it takes; only the ratios between experiments matter.
 
     >>> one = Experiment("sum", {"n": 4}, lambda: {"sum": sum(range(4))})
     >>> one.measure(), one.key == Experiment("sum", {"n": 4}, dict).key
@@ -60,159 +60,216 @@ class Experiment:
 
     @property
     def key(self) -> str:
-        """A file name: the name in safe letters, and a hash of name and settings."""
+        """The name of its file: the experiment's name in safe letters, and a hash of name and
+        settings.
+        """
         text = json.dumps([SCHEMA, self.name, self.settings], sort_keys=True, allow_nan=False)
         safe = re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")[:80]
         return f"{safe}.{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-class Store:
-    """Finished measurements: each a JSON file of its own, written whole or not at all; without a
-    folder, in memory only.
+class ExperimentStore:
+    """Finished measurements, each in a JSON file of its own; without a folder, they are in memory
+    only.
+
+    A file is written completely or not at all.
 
     Args:
-        folder: where the files are; it is made when the first one is written.
-        about: what is written beside each measurement, such as the machine.
+        folder: the folder of the files; it is created when the first file is written.
+        metadata: plain values that are written beside each measurement, such as the machine.
 
     Raises:
         FileError: the folder is a file, or cannot be written.
 
-    >>> store, one = Store(None), Experiment("sum", {"n": 4}, lambda: {"sum": 6})
+    >>> store, one = ExperimentStore(None), Experiment("sum", {"n": 4}, lambda: {"sum": 6})
     >>> store.read(one)
     >>> store.write(one, one.measure(), 0.1)
     >>> store.read(one)
     {'sum': 6}
     """
 
-    def __init__(self, folder: Path | None, about: Mapping[str, Any] | None = None) -> None:
+    @renamed_parameters(about="metadata")
+    def __init__(self, folder: Path | None, metadata: Mapping[str, Any] | None = None) -> None:
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise FileError(f"{folder} is a file; give a folder for the measurements")
-        self.folder, self.about = folder, dict(about or {})
-        self._held: dict[str, Numbers] = {}
+            raise FileError(f"{folder} is a file; give a folder in which measurements are saved")
+        self.folder, self.metadata = folder, dict(metadata or {})
+        self._by_key: dict[str, Numbers] = {}
+
+    about = renamed_attribute("metadata")
 
     def read(self, experiment: Experiment) -> Numbers | None:
-        """The numbers of an experiment with these settings, or None: what is damaged counts as not
-        there.
+        """Return the numbers of an experiment with these settings, or None if there are none.
+
+        A damaged file counts as missing.
+
+        Args:
+            experiment: the experiment whose name and settings are looked up.
+
+        Returns:
+            The numbers that were saved, or None.
         """
         key = experiment.key
-        if key in self._held or self.folder is None:
-            return self._held.get(key)
+        if key in self._by_key or self.folder is None:
+            return self._by_key.get(key)
         try:
-            kept = read_json(self.folder / f"{key}.json", limit=LONGEST)
-            same = kept["name"] == experiment.name and kept["settings"] == _plain(
+            saved = read_json(self.folder / f"{key}.json", limit=MAX_FILE_BYTES)
+            is_same = saved["name"] == experiment.name and saved["settings"] == _plain(
                 experiment.settings
             )
-            numbers = kept["numbers"]
+            numbers = saved["numbers"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        if not same or not isinstance(numbers, dict):
+        if not is_same or not isinstance(numbers, dict):
             return None
-        self._held[key] = numbers
+        self._by_key[key] = numbers
         return numbers
 
     def write(self, experiment: Experiment, numbers: Numbers, seconds: float) -> None:
-        """Keep the numbers of an experiment.
+        """Save the numbers of an experiment.
+
+        Args:
+            experiment: the experiment that was run.
+            numbers: its result.
+            seconds: how long it took.
 
         Raises:
-            ArgumentError: a number is NaN or infinite, or is no plain value.
-            FileError: the disk refuses.
+            ArgumentError: a number is NaN or infinite, or a value is not a plain value.
+            FileError: the file cannot be written.
         """
         try:
             numbers = _plain(numbers)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
-                f"{experiment.name} gave numbers that JSON cannot hold: {error}; give finite "
+                f"{experiment.name} returned values that JSON cannot store: {error}; return finite "
                 "plain values"
             ) from error
-        self._held[experiment.key] = numbers
+        self._by_key[experiment.key] = numbers
         if self.folder is None:
             return
-        told = {
+        contents = {
             "schema": SCHEMA,
             "name": experiment.name,
             "settings": experiment.settings,
             "numbers": numbers,
             "seconds": round(seconds, 3),
-            **self.about,
+            **self.metadata,
         }
         path = self.folder / f"{experiment.key}.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with write_atomically(path) as whole:
-                whole.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", "utf-8")
+            with write_atomically(path) as temporary:
+                temporary.write_text(
+                    json.dumps(contents, indent=1, allow_nan=False) + "\n", "utf-8"
+                )
         except OSError as error:
             raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 class Session:
-    """Runs experiments one after another, and knows what came of all that are done.
+    """Runs experiments one after another, and holds the results of all that are finished.
+
+    After an interrupt, `results` has everything that was finished, and `reused_names` has the names
+    of the experiments that an earlier session had measured.
 
     Args:
-        store: what is there is not measured again.
-        tell: told what begins, and how long the rest of its batch may take.
-        clock: seconds, for tests.
+        store: measurements that are in it are not made again.
+        report: is called with the name of each experiment that starts, and an estimate of the
+            remaining time.
+        clock: a function that returns the time in seconds; tests replace it.
 
-    An interrupt leaves through `run`; `done` then holds whatever was finished, and `kept` the names
-    of those that an earlier session had measured.
-
-    >>> session = Session(Store(None))
+    >>> session = Session(ExperimentStore(None))
     >>> session.run([Experiment("sum", {"n": 4}, lambda: {"sum": 6})])
     {'sum': {'sum': 6}}
     >>> session.measured, session.reused
     (1, 0)
     """
 
+    @renamed_parameters(tell="report")
     def __init__(
-        self, store: Store, tell: Tell = silent, clock: Callable[[], float] = time.perf_counter
+        self,
+        store: ExperimentStore,
+        report: ReportProgress = ignore_progress,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.store, self.tell, self._clock = store, tell, clock
+        self.store, self.report, self._clock = store, report, clock
         self._start = clock()
-        self.done: dict[str, Numbers] = {}
-        self.kept: set[str] = set()
+        self.results: dict[str, Numbers] = {}
+        self.reused_names: set[str] = set()
         self.measured, self.reused = 0, 0
+
+    tell = renamed_attribute("report")
+    done = renamed_attribute("results")
+    kept = renamed_attribute("reused_names")
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the session began."""
+        """Seconds since the session was created."""
         return self._clock() - self._start
 
     def run(self, experiments: Sequence[Experiment]) -> dict[str, Numbers]:
-        """The numbers of each, by name: kept ones at once, the others measured in their order.
+        """Return the numbers of each experiment by name; saved ones are read, the others are
+        measured in their order.
+
+        Args:
+            experiments: experiments with different names.
+
+        Returns:
+            The name of each experiment to its numbers.
 
         Raises:
-            ArgumentError: two experiments have one name.
+            ArgumentError: two experiments have the same name.
         """
-        names = [one.name for one in experiments]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        names = [experiment.name for experiment in experiments]
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ArgumentError(
-                f"two experiments are named {', '.join(twice)}; names tell them apart"
+                f"two experiments are named {', '.join(duplicates)}; give each experiment a name "
+                "of its own"
             )
-        kept = {one.name: self.store.read(one) for one in experiments}
-        self.kept |= {n for n, found in kept.items() if found is not None and n not in self.done}
-        self.done.update({name: found for name, found in kept.items() if found is not None})
-        self.reused += sum(found is not None for found in kept.values())
-        todo = [one for one in experiments if kept[one.name] is None]
-        expected, taken = 0.0, 0.0
-        for i, one in enumerate(todo):
-            rest = sum(other.seconds for other in todo[i:])
-            left = "" if not expected else f", about {clock(taken / expected * rest)} left"
-            self.tell(
-                f"{one.name} ({len(experiments) - len(todo) + i + 1}/{len(experiments)}{left})"
+        saved = {experiment.name: self.store.read(experiment) for experiment in experiments}
+        self.reused_names |= {
+            n
+            for n, numbers_or_none in saved.items()
+            if numbers_or_none is not None and n not in self.results
+        }
+        self.results.update(
+            {
+                name: numbers_or_none
+                for name, numbers_or_none in saved.items()
+                if numbers_or_none is not None
+            }
+        )
+        self.reused += sum(numbers_or_none is not None for numbers_or_none in saved.values())
+        missing = [experiment for experiment in experiments if saved[experiment.name] is None]
+        finished_estimate, measured_seconds = 0.0, 0.0
+        for i, experiment in enumerate(missing):
+            remaining = sum(other.seconds for other in missing[i:])
+            estimate = (
+                ""
+                if not finished_estimate
+                else ", about "
+                f"{format_duration(measured_seconds / finished_estimate * remaining)} left"
+            )
+            self.report(
+                f"{experiment.name} "
+                f"({len(experiments) - len(missing) + i + 1}/{len(experiments)}{estimate})"
             )
             start = self._clock()
-            numbers = one.measure()
+            numbers = experiment.measure()
             seconds = self._clock() - start
-            self.done[one.name] = numbers
-            self.store.write(one, numbers, seconds)
+            self.results[experiment.name] = numbers
+            self.store.write(experiment, numbers, seconds)
             self.measured += 1
-            expected, taken = expected + one.seconds, taken + seconds
-        return {name: self.done[name] for name in names}
+            finished_estimate, measured_seconds = (
+                finished_estimate + experiment.seconds,
+                measured_seconds + seconds,
+            )
+        return {name: self.results[name] for name in names}
 
 
-def clock(seconds: float) -> str:
-    """Minutes and seconds, or hours too.
+def format_duration(seconds: float) -> str:
+    """Return a duration as minutes and seconds, or as hours, minutes and seconds.
 
-    >>> clock(75), clock(3725)
+    >>> format_duration(75), format_duration(3725)
     ('1:15', '1:02:05')
     """
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -221,5 +278,5 @@ def clock(seconds: float) -> str:
 
 
 def _plain(values: Any) -> Any:
-    """Return the values as they come back from a JSON file."""
+    """Return the values as they are after writing them to JSON and reading them again."""
     return json.loads(json.dumps(values, allow_nan=False))

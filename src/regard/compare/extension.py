@@ -1,5 +1,5 @@
-"""Context extensions of one checkpoint: perplexity by length, passkeys, spectra and cache
-consistency.
+"""Compare the context extensions of one checkpoint: perplexity by length, passage retrieval, rotary
+frequencies, and consistency of cached decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.bench.machine import machine
-from regard.compare.experiment import Numbers, Tell, silent
+from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
 from regard.compare.reach import losses, needles, perplexity
 from regard.errors import ArgumentError
 from regard.models.convert.attention_maps import Checkpoint
@@ -27,25 +27,26 @@ from regard.nn.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
 from regard.nn.projections import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
 from regard.text_table import format_table as aligned
+from regard.units import plural
 from regard.view import html_page
 from regard.view.charts import Line, Picture
 
 UNSCALED = "unscaled"
 METHODS = (UNSCALED, *get_args(Extension))
-"""No extension, and the ways of `regard convert --context`."""
+"""No extension, and the extensions that `regard convert --scaling` has."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How an extended model is asked.
+class LengthTest:
+    """The lengths and the sizes of the tests that an extended model is given.
 
     Attributes:
-        lengths: tokens that it reads.
-        counted, windows: as `regard.compare.reach.losses`.
-        depths, trials, key, mark: as `regard.compare.reach.needles`.
-        seed: of the needles.
+        lengths: context lengths in tokens.
+        counted, windows: as in `regard.compare.reach.losses`.
+        depths, trials, key, mark: as in `regard.compare.reach.needles`.
+        seed: random seed for the passages.
 
-    >>> Reading((128, 256)).depths
+    >>> LengthTest((128, 256)).depths
     (0.0, 0.25, 0.5, 0.75, 1.0)
     """
 
@@ -60,10 +61,10 @@ class Reading:
 
 
 def rotary_of(network: nn.Module) -> Rotary:
-    """The first rotary of a network.
+    """Return the first rotary embedding of a network.
 
     Raises:
-        ArgumentError: it has none.
+        ArgumentError: the network has none.
 
     >>> import regard
     >>> rotary_of(regard.load("tiny").decoder).dim
@@ -73,45 +74,47 @@ def rotary_of(network: nn.Module) -> Rotary:
         if isinstance(module, Rotary):
             return module
     raise ArgumentError(
-        "the model has no rotary positions; a context extension has nothing to scale"
+        "the model has no rotary positions, which a context extension scales; give another model"
     )
 
 
-def extended(model: Model, method: str, target: int) -> Decoder:
-    """The decoder of a model under a method; it shares the weights.
+def extended_decoder(model: Model, method: str, target: int) -> Decoder:
+    """Return the decoder of a model with its context extended by a method; it shares the weights.
 
     Args:
-        model: with rotary positions, not scaled yet.
-        method: of `METHODS`.
-        target: tokens to reach, more than the trained length.
+        model: a model with rotary positions that are not scaled yet.
+        method: a name in `METHODS`.
+        target: the context length to reach, more than the trained length.
+
+    Returns:
+        The decoder with scaled rotary positions.
 
     Raises:
-        ArgumentError: the method is unknown, or as
-            `regard.models.convert.context_length.extend_context`.
+        ArgumentError: the method is unknown, or `regard.models.convert.context.to_context` raises.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
-    >>> rotary_of(extended(tiny, "linear", 1024)).scaling
+    >>> rotary_of(extended_decoder(tiny, "linear", 1024)).scaling
     Linear(factor=4.0)
     """
     if method not in METHODS:
-        raise ArgumentError(f"the method is {method!r}; it is one of {', '.join(METHODS)}")
+        raise ArgumentError(f"the method is {method!r}; it must be one of {', '.join(METHODS)}")
     if method == UNSCALED:
         return model.decoder
-    found, _ = extend_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
-    return found.network
+    converted, _ = extend_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
+    return converted.network
 
 
 def spectrum(network: nn.Module, length: int) -> Numbers:
-    """How fast each pair turns in a sequence of a length, and how much of a match is left at a
-    distance.
+    """Return how fast each rotary pair turns in a sequence of a length, and how the rotary
+    similarity decays with distance.
 
     theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
     factor f
 
     Args:
-        network: with a rotary.
-        length: of the sequence, for the methods that follow it; distances go up to it.
+        network: a network with a rotary embedding.
+        length: the length of the sequence, which some methods depend on; distances go up to it.
 
     >>> import regard
     >>> found = spectrum(regard.load("tiny").decoder, 256)
@@ -137,51 +140,57 @@ def spectrum(network: nn.Module, length: int) -> Numbers:
     }
 
 
-def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = silent) -> Numbers:
-    """Loss and perplexity at every length, and the needle at every length and depth.
+def evaluate_lengths(
+    network: nn.Module,
+    ids: Int[Tensor, " N"],
+    test: LengthTest,
+    report: ReportProgress = ignore_progress,
+) -> Numbers:
+    """Return the loss and the perplexity at every length, and the passage retrieval at every length
+    and depth.
 
     Args:
         network: ids [B,T] -> logits [B,T,V].
-        ids: a text.
-        how: what is asked.
-        tell: told of each length.
+        ids: the token ids of a text.
+        how: the lengths and sizes of the tests.
+        report: is called with each length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> found = read(flat, torch.arange(200) % 4, Reading((96,), trials=1))
+    >>> found = evaluate_lengths(flat, torch.arange(200) % 4, LengthTest((96,), trials=1))
     >>> round(found["by_length"][0]["perplexity"], 4), len(found["by_length"][0]["needle"])
     (4.0, 5)
     """
-    rows = []
-    for length in how.lengths:
-        tell(f"{length} tokens")
-        nats = float(losses(network, ids, [length], counted=how.counted, windows=how.windows)[0])
-        found = needles(
+    result_rows = []
+    for length in test.lengths:
+        report(plural(length, "token"))
+        nats = float(losses(network, ids, [length], counted=test.counted, windows=test.windows)[0])
+        needle_results = needles(
             network,
             ids,
             length,
-            how.depths,
-            trials=how.trials,
-            key=how.key,
-            mark=how.mark,
-            seed=how.seed,
+            test.depths,
+            trials=test.trials,
+            key=test.key,
+            mark=test.mark,
+            seed=test.seed,
         )
-        rows.append(
+        result_rows.append(
             {
                 "length": length,
                 "nats": nats,
                 "perplexity": min(perplexity(nats), 1e9),
-                "needle": [one._asdict() for one in found],
+                "needle": [one._asdict() for one in needle_results],
             }
         )
-    return {"by_length": rows}
+    return {"by_length": result_rows}
 
 
-def about(model: Model) -> dict[str, Any]:
-    """What an extension starts from: the trained length, the head, the base, and how many dims have
-    turned fully.
+def rotary_metadata(model: Model) -> dict[str, Any]:
+    """Return the properties that an extension starts from: the trained length, the rotary width,
+    the base, and how many dims turn at least once within the trained length.
 
     >>> import regard
-    >>> about(regard.load("tiny"))["critical_dimension"]
+    >>> rotary_metadata(regard.load("tiny"))["critical_dimension"]
     14
     """
     rotary, trained = rotary_of(model.decoder), int(model.config.max_position_embeddings)
@@ -194,69 +203,73 @@ def about(model: Model) -> dict[str, Any]:
     }
 
 
-def lengths_for(trained: int, target: int) -> tuple[int, ...]:
-    """Half the trained length, itself, and its doubles up to the target, which is the last.
+def default_lengths(trained: int, target: int) -> tuple[int, ...]:
+    """Return half the trained length, the trained length, its doubles below the target, and the
+    target.
 
-    >>> lengths_for(256, 1024), lengths_for(256, 600)
+    >>> default_lengths(256, 1024), default_lengths(256, 600)
     ((128, 256, 512, 1024), (128, 256, 512, 600))
     """
-    found: Sequence[int] = [trained // 2, trained]
-    while found[-1] * 2 < target:
-        found = [*found, found[-1] * 2]
-    return (*found, target)
+    lengths: Sequence[int] = [trained // 2, trained]
+    while lengths[-1] * 2 < target:
+        lengths = [*lengths, lengths[-1] * 2]
+    return (*lengths, target)
 
 
-Keeping: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
-POLICIES: tuple[Keeping, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
-"""What to do with cached keys that were rotated for a shorter length: keep them as they are, or one
-of the ways of `regard.nn.dynamic_rotary`.
+CachePolicy: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
+POLICIES: tuple[CachePolicy, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
+"""What is done with cached keys that were rotated for a shorter length: they are used as they are
+("stale"), or one of the policies of `regard.nn.dynamic_rotary` applies.
 """
 
 
-def under(network: Decoder, policy: Keeping, target: int) -> Decoder:
-    """A decoder whose frequencies follow the length, under a policy; it shares all weights but
-    those of queries and keys.
+def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Decoder:
+    """Return a decoder whose rotary frequencies depend on the length, with a cache policy; it
+    shares all weights except those of queries and keys.
 
     Args:
-        network: as a family makes it, under "recompute".
-        policy: above.
-        target: the length whose frequencies "frozen" has for every position.
+        network: a decoder as its family builds it, with the policy "recompute".
+        policy: a name in `POLICIES`.
+        target: the length whose frequencies "frozen" uses for every position.
 
     Raises:
-        ArgumentError: a layer's frequencies do not follow the length.
+        ArgumentError: the frequencies of a layer do not depend on the length.
     """
-    made = copy.copy(network)
-    made._modules = dict(network._modules)
-    made.layers = copy.deepcopy(network.layers, {id(p): p for p in network.layers.parameters()})
-    for layer in made.layers:
+    decoder = copy.copy(network)
+    decoder._modules = dict(network._modules)
+    decoder.layers = copy.deepcopy(network.layers, {id(p): p for p in network.layers.parameters()})
+    for layer in decoder.layers:
         attention = layer.attention
         project = attention.project if isinstance(attention, Attention) else None
         if not isinstance(project, RecomputedQKV):
             raise ArgumentError(
-                "the frequencies of this model do not follow the length, and any cache suits it; "
-                "policies are for the method dynamic"
+                "the frequencies of this model do not depend on the length, so that it needs no "
+                "cache "
+                "policy; policies are for the method dynamic"
             )
         cast("Attention", attention).project = _project(project, policy, target)
-    return made.eval()
+    return decoder.eval()
 
 
-def _project(project: RecomputedQKV, policy: Keeping, target: int) -> SeparateQKV:
+def _project(project: RecomputedQKV, policy: CachePolicy, target: int) -> SeparateQKV:
     if policy == "recompute":
         return project
     if policy in ("pre_rope", "re_rotate"):
         kind = PreRopeQKV if policy == "pre_rope" else ReRotatedQKV
         return kind(project.q, project.k, project.v, project.key_transform)
-    for heads in (project.q, project.k):
-        heads.steps.append(
+    for column_heads in (project.q, project.k):
+        column_heads.steps.append(
             _rotary(project.key_transform.rotary, target if policy == "frozen" else None)
         )
-    found = SeparateQKV(project.q, project.k, project.v)
-    found.cache_unsafe_reason = None  # to show what is refused otherwise
-    return found
+    projection = SeparateQKV(project.q, project.k, project.v)
+    projection.cache_unsafe_reason = None  # to show what is refused otherwise
+    return projection
 
 
 def _rotary(old: Rotary, length: int | None) -> Rotary:
-    """The same, frozen at a length, or following each call."""
+    """Return the same rotary embedding with the frequencies of a fixed length, or of the length of
+    each call.
+    """
     return Rotary(
         old.dim,
         old.base,
@@ -269,45 +282,48 @@ def _rotary(old: Rotary, length: int | None) -> Rotary:
 
 
 @torch.inference_mode()
-def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
-    """How far cached decoding is from passes over everything, from token `start` on.
+def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
+    """Compare cached decoding with a pass over the whole sequence, for each token from `start` on.
 
     Args:
-        network: a decoder; one that follows the length under "recompute" is run through
-            `regard.nn.PrefixRecomputer`.
-        ids: N tokens, of which `start` are read at once and the others one by one.
+        network: a decoder; one whose frequencies depend on the length, with the policy "recompute",
+            is run through `regard.nn.Prefix`.
+        ids: N token ids, of which `start` are read at once and the others one by one.
         start: at least 1 and less than N.
 
     Returns:
-        steps: how many; difference: the largest of a logit, in deviations of the logits; agreement:
-            the share of steps in which both think the same token likeliest; reruns: how often the
-            prefix was read again.
+        steps: the number of steps; difference: the largest difference of a logit, in standard
+            deviations of the logits; agreement: the share of steps in which both have the same most
+            likely token; reruns: how often the prefix was computed again.
 
     Raises:
         ArgumentError: start is out of range.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
-    >>> consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
+    >>> cache_consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
     1.0
     """
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
-            f"start is {start}; it must be 1 to {ids.shape[1] - 1}, of {ids.shape[1]} tokens"
+            f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
+            f"{plural(ids.shape[1], 'token')}"
         )
     step, prefix = _stepper(network)
     step(ids[:, :start])
-    apart, same = 0.0, 0
-    for n in range(start, ids.shape[1]):
-        cached = step(ids[:, n : n + 1])[0, -1]
-        whole = network(ids[:, : n + 1])[0, -1]
-        apart = max(apart, float((cached - whole).abs().max() / whole.std()))
-        same += int(cached.argmax() == whole.argmax())
+    largest_difference, agreements = 0.0, 0
+    for position in range(start, ids.shape[1]):
+        cached = step(ids[:, position : position + 1])[0, -1]
+        uncached = network(ids[:, : position + 1])[0, -1]
+        largest_difference = max(
+            largest_difference, float((cached - uncached).abs().max() / uncached.std())
+        )
+        agreements += int(cached.argmax() == uncached.argmax())
     count = ids.shape[1] - start
     return {
         "steps": count,
-        "difference": apart,
-        "agreement": same / count,
+        "difference": largest_difference,
+        "agreement": agreements / count,
         "reruns": prefix.reruns if prefix else 0,
     }
 
@@ -320,32 +336,36 @@ def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], PrefixRecompute
     return lambda ids: network(ids, None, caches), None
 
 
-def policies(
+def consistency_by_policy(
     network: Decoder, ids: Int[Tensor, "1 N"], start: int, target: int
 ) -> dict[str, Numbers]:
-    """`consistency` under every policy where the frequencies follow the length; else of the model
-    as it is.
+    """Return `cache_consistency` for every policy if the frequencies depend on the length;
+    otherwise only for the model as it is.
 
     Args:
         network: a decoder with rotary positions.
-        ids, start: as `consistency`.
-        target: as `under`.
+        ids, start: as for `cache_consistency`.
+        target: as for `with_cache_policy`.
     """
     rotary = rotary_of(network)
-    if not rotary.follows_length:
-        return {"as it is": consistency(network, ids, start)}
-    return {policy: consistency(under(network, policy, target), ids, start) for policy in POLICIES}
+    if not rotary.follows:
+        return {"as it is": cache_consistency(network, ids, start)}
+    return {
+        policy: cache_consistency(with_cache_policy(network, policy, target), ids, start)
+        for policy in POLICIES
+    }
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command asks for.
+class ExtensionOptions:
+    """The options of `regard extend`.
 
     Attributes:
-        length: tokens to reach; None is four times the trained length.
-        methods: extensions; none are all. The model as it is always stands beside them.
-        windows, trials, seed: as `Reading`.
-        steps: tokens that are decoded one by one across the trained length.
+        length: the context length to reach; None is four times the trained length.
+        methods: the extensions to compare; an empty tuple means all. The model without extension is
+            always included.
+        windows, trials, seed: as in `LengthTest`.
+        steps: how many tokens are decoded one by one across the trained length.
     """
 
     length: int | None = None
@@ -357,12 +377,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Extended:
-    """What was found.
+class ExtensionResults:
+    """The results of all extensions.
 
     Attributes:
-        start: model, text, trained length, head, base, critical dimension, machine, and how it was
-            asked.
+        start: model, text, trained length, head, base, critical dimension, machine, and the sizes
+            of the tests.
         methods: name -> by_length, theta, rotary_factor, decay, cache.
     """
 
@@ -370,73 +390,83 @@ class Extended:
     methods: Mapping[str, Numbers]
 
     def as_dict(self, command: str) -> dict[str, Any]:
-        """Return plain values, with the command that makes them again."""
+        """Return the results as plain values, with the command that reproduces them."""
         return {"command": command, **self.start, "methods": dict(self.methods)}
 
 
 def extend_all(
     model: Model,
     ids: Int[Tensor, " N"],
-    asked: Asked,
+    options: ExtensionOptions,
     names: Mapping[str, str],
-    tell: Tell = silent,
-) -> Extended:
-    """Every method, read at every length.
+    report: ReportProgress = ignore_progress,
+) -> ExtensionResults:
+    """Test every method at every length.
 
     Args:
-        model: with rotary positions that are not scaled yet.
-        ids: a text, longer than the length to reach.
-        asked: above.
-        names: what model and text are called.
-        tell: told what is being done.
+        model: a model with rotary positions that are not scaled yet.
+        ids: the token ids of a text, longer than the length to reach.
+        asked: the options.
+        names: the names of the model and of the text.
+        report: is called with a line about the current work.
+
+    Returns:
+        The results of each method.
 
     Raises:
         ArgumentError: a method is unknown, the text is too short, or the model cannot be extended.
     """
-    facts = about(model)
-    trained = facts["trained"]
-    target = asked.length or 4 * trained
-    methods = (UNSCALED, *(m for m in dict.fromkeys(asked.methods or METHODS) if m != UNSCALED))
+    metadata = rotary_metadata(model)
+    trained = metadata["trained"]
+    target = options.length or 4 * trained
+    methods = (UNSCALED, *(m for m in dict.fromkeys(options.methods or METHODS) if m != UNSCALED))
     networks = {
-        method: extended(model, method, target) for method in methods
-    }  # refuses before anything is measured
-    start = max(1, trained - asked.steps // 2)
-    need = max(target, start + asked.steps) + 1
-    if len(ids) < need:
+        method: extended_decoder(model, method, target) for method in methods
+    }  # raises before anything is measured
+    start = max(1, trained - options.steps // 2)
+    needed_tokens = max(target, start + options.steps) + 1
+    if len(ids) < needed_tokens:
         raise ArgumentError(
-            f"the text has {len(ids)} tokens, and {need} are needed for a length of {target}: "
+            f"the text has {plural(len(ids), 'token')}, but {needed_tokens} are needed for a "
+            f"length of {target}: "
             "give a longer text, or a smaller length"
         )
-    how = _reading(lengths_for(trained, target), asked)
-    found: dict[str, Numbers] = {}
+    test = _length_test(default_lengths(trained, target), options)
+    results: dict[str, Numbers] = {}
     for method, network in networks.items():
-        tell(f"{method}: {', '.join(map(str, how.lengths))} tokens, and a cache")
-        cache = policies(network, ids[None, : start + asked.steps], start, target)
-        found[method] = {**read(network, ids, how), **spectrum(network, target), "cache": cache}
-    told = {
+        report(f"{method}: {', '.join(map(str, test.lengths))} tokens, and a cache")
+        cache = consistency_by_policy(network, ids[None, : start + options.steps], start, target)
+        results[method] = {
+            **evaluate_lengths(network, ids, test),
+            **spectrum(network, target),
+            "cache": cache,
+        }
+    start_facts = {
         **names,
-        **facts,
+        **metadata,
         "target": target,
-        "lengths": list(how.lengths),
-        "depths": list(how.depths),
-        "windows": how.windows,
-        "counted": how.counted,
-        "trials": how.trials,
-        "key": how.key,
-        "mark": how.mark,
-        "seed": how.seed,
-        "steps": asked.steps,
+        "lengths": list(test.lengths),
+        "depths": list(test.depths),
+        "windows": test.windows,
+        "counted": test.counted,
+        "trials": test.trials,
+        "key": test.key,
+        "mark": test.mark,
+        "seed": test.seed,
+        "steps": options.steps,
         "machine": machine(torch.device("cpu")),
     }
-    return Extended(told, found)
+    return ExtensionResults(start_facts, results)
 
 
-def _reading(lengths: tuple[int, ...], asked: Asked) -> Reading:
-    """How models are asked: less of each where the shortest length has no room for it."""
+def _length_test(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTest:
+    """Return the sizes of the tests, which are smaller if the shortest length is too short for the
+    usual ones.
+    """
     shortest = lengths[0]
     passage = max(2, min(20, (shortest + 1) // 3))
     key = max(1, passage * 2 // 5)
-    return Reading(
+    return LengthTest(
         lengths,
         counted=max(1, min(64, shortest // 2)),
         windows=asked.windows,
@@ -447,86 +477,101 @@ def _reading(lengths: tuple[int, ...], asked: Asked) -> Reading:
     )
 
 
-def rows(found: Extended) -> list[list[str]]:
-    """A row for each method: perplexity at each length, the passage, and the cache."""
-    table = []
-    for name, numbers in found.methods.items():
-        by = numbers["by_length"]
-        saved = [sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by]
+def result_rows(results: ExtensionResults) -> list[list[str]]:
+    """Return a row for each method: perplexity at each length, passage retrieval, and cache
+    consistency.
+    """
+    render_table = []
+    for name, numbers in results.methods.items():
+        by_length = numbers["by_length"]
+        saved_nats = [
+            sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by_length
+        ]
         cache = numbers["cache"]
-        kept = cache.get("recompute") or next(iter(cache.values()))  # as a loaded model does it
-        table.append(
+        loaded_cache = cache.get("recompute") or next(
+            iter(cache.values())
+        )  # as a loaded model does it
+        render_table.append(
             [
                 name,
-                *(f"{one['perplexity']:.4g}" for one in by),
-                *(f"{s:+.2f}" for s in saved),
-                f"{kept['difference']:.1g}",
+                *(f"{one['perplexity']:.4g}" for one in by_length),
+                *(f"{s:+.2f}" for s in saved_nats),
+                f"{loaded_cache['difference']:.1g}",
             ]
         )
-    return table
+    return render_table
 
 
-def heads(found: Extended) -> list[str]:
-    """The heads of `rows`."""
-    lengths = found.start["lengths"]
+def column_heads(results: ExtensionResults) -> list[str]:
+    """Return the column heads of `result_rows`."""
+    lengths = results.start["lengths"]
     return ["", *(f"ppl {n}" for n in lengths), *(f"saved {n}" for n in lengths), "cache"]
 
 
-def table(found: Extended) -> str:
-    """What came of each method, for a terminal."""
-    s = found.start
-    m = s["machine"]
+def render_table(results: ExtensionResults) -> str:
+    """Return the results as text for a terminal."""
+    start = results.start
+    machine_facts = start["machine"]
     lines = [
         (
-            f"{s['model']}: trained on {s['trained']} tokens, base {s['base']:g}, "
-            f"{s['critical_dimension']} of {s['rotary_dim']} rotary dims have turned fully"
+            f"{start['model']}: trained on {plural(start['trained'], 'token')}, base "
+            f"{start['base']:g}, "
+            f"{start['critical_dimension']} of {start['rotary_dim']} rotary dims turn at least once"
         ),
         (
-            f"extended to {s['target']}; {s['windows']} windows of {s['text']}, the last "
-            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, "
-            f"seed {s['seed']}"
+            f"extended to {start['target']}; {plural(start['windows'], 'window')} of "
+            f"{start['text']}, loss on the last {plural(start['counted'], 'token')}; "
+            f"{plural(start['trials'], 'passage')} for each depth, seed {start['seed']}"
         ),
-        f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
+        (
+            f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
+            f"{machine_facts['torch']}, regard {machine_facts['regard']}"
+        ),
         "",
     ]
-    lines.append(aligned([heads(found), *rows(found)]))
+    lines.append(aligned([column_heads(results), *result_rows(results)]))
     lines += [
         "",
         (
-            "ppl: perplexity of the same tokens; saved: nats per token less when a passage stood "
-            "before, mean over depths;"
+            "ppl: perplexity of the same tokens; saved: by how many nats per token an earlier copy "
+            "of a passage lowers the loss, mean over depths;"
         ),
         (
-            "cache, as the model is loaded: the largest difference of a logit from a pass over "
-            "everything, in deviations"
+            "cache, with the policy of a loaded model: the largest difference of a logit from a "
+            "pass "
+            "over the whole sequence, in standard deviations"
         ),
     ]
-    for name, numbers in found.methods.items():
+    for name, numbers in results.methods.items():
         if len(numbers["cache"]) > 1:
             lines += [
                 "",
                 (
-                    f"{name} follows the length: cached decoding of {s['steps']} tokens across "
-                    f"{s['trained']}"
+                    f"the frequencies of {name} depend on the length: cached decoding of "
+                    f"{plural(start['steps'], 'token')} across "
+                    f"{start['trained']}"
                 ),
             ]
-            shown = [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
-            lines.append(aligned(shown))
+            policy_rows = [
+                ["policy", "difference", "same token", "read again"],
+                *cache_rows(numbers),
+            ]
+            lines.append(aligned(policy_rows))
     return "\n".join(lines)
 
 
 def cache_rows(numbers: Mapping[str, Any]) -> list[list[str]]:
-    """A row for each policy of a method."""
+    """Return a row for each cache policy of a method."""
     return [
         [policy, f"{one['difference']:.1g}", f"{one['agreement']:.0%}", str(one["reruns"])]
         for policy, one in numbers["cache"].items()
     ]
 
 
-def pictures(found: Extended) -> list[Picture]:
-    """Perplexity, passages, spectrum and decay."""
-    s, trained = found.start, float(found.start["trained"])
-    named = found.methods.items()
+def plots(results: ExtensionResults) -> list[Picture]:
+    """Return the plots of perplexity, passage retrieval, rotary frequencies and decay."""
+    start, trained = results.start, float(results.start["trained"])
+    named = results.methods.items()
 
     def per_length(value: Any) -> tuple[Line, ...]:
         return tuple(
@@ -555,7 +600,7 @@ def pictures(found: Extended) -> list[Picture]:
     ]
     return [
         Picture(
-            f"{s['model']}: perplexity of the same tokens behind more context",
+            f"{start['model']}: perplexity of the same tokens after more context",
             "tokens read",
             "perplexity",
             per_length(lambda one: one["perplexity"]),
@@ -563,23 +608,28 @@ def pictures(found: Extended) -> list[Picture]:
             trained,
         ),
         Picture(
-            "A passage found again: nats per token saved, mean over depths",
+            "Passage retrieval: nats per token saved, mean over depths",
             "tokens read",
             "nats",
             per_length(lambda one: sum(n["saved"] for n in one["needle"]) / len(one["needle"])),
             "x",
             trained,
         ),
-        Picture(f"... by depth, at {s['target']} tokens", "depth", "nats", tuple(longest)),
         Picture(
-            f"How often each pair turns in {s['trained']} tokens",
+            f"Passage retrieval by depth, at {plural(start['target'], 'token')}",
+            "depth",
+            "nats",
+            tuple(longest),
+        ),
+        Picture(
+            f"How often each pair turns in {plural(start['trained'], 'token')}",
             "pair of dims",
             "turns",
             turns,
             "y",
         ),
         Picture(
-            "What is left of a match at a distance: f^2 (2 / d) sum cos(m theta)",
+            "Rotary similarity by distance: f^2 (2 / d) sum cos(m theta)",
             "distance",
             "share",
             decay,
@@ -589,32 +639,38 @@ def pictures(found: Extended) -> list[Picture]:
     ]
 
 
-def page(found: Extended, command: str) -> str:
-    """The page: HTML that needs nothing else."""
-    s, m = found.start, found.start["machine"]
-    drawn = pictures(found)
+def render_page(results: ExtensionResults, command: str) -> str:
+    """Return the results as an HTML page that needs no other file."""
+    start, machine_facts = results.start, results.start["machine"]
+    all_plots = plots(results)
     facts = {
-        "model": str(s["model"]),
-        "trained": f"{s['trained']} tokens",
-        "extended to": str(s["target"]),
-        "turned fully": f"{s['critical_dimension']} of {s['rotary_dim']} dims",
-        "windows": str(s["windows"]),
-        "passages": str(s["trials"]),
-        "seed": str(s["seed"]),
-        "machine": f"{m['processor']}, {m['threads']} threads, torch {m['torch']}",
+        "model": str(start["model"]),
+        "trained": plural(start["trained"], "token"),
+        "extended to": str(start["target"]),
+        "dims that turn at least once": f"{start['critical_dimension']} of {start['rotary_dim']} "
+        "dims",
+        "windows": str(start["windows"]),
+        "passages": str(start["trials"]),
+        "seed": str(start["seed"]),
+        "machine": f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, "
+        "torch "
+        f"{machine_facts['torch']}",
     }
     sections = [
         html_page.Section(
             "Every method",
-            heads=heads(found),
-            rows=rows(found),
-            pictures=drawn[:1],
-            texts={"text": str(s["text"])},
+            heads=column_heads(results),
+            rows=result_rows(results),
+            pictures=all_plots[:1],
+            texts={"text": str(start["text"])},
         ),
         html_page.Section(
-            "A passage found again",
-            pictures=drawn[1:3],
-            heads=["", *(f"{n}, depth {d:g}" for n in s["lengths"][-1:] for d in s["depths"])],
+            "Passage retrieval",
+            pictures=all_plots[1:3],
+            heads=[
+                "",
+                *(f"{n}, depth {d:g}" for n in start["lengths"][-1:] for d in start["depths"]),
+            ],
             rows=[
                 [
                     name,
@@ -623,12 +679,12 @@ def page(found: Extended, command: str) -> str:
                         for n in numbers["by_length"][-1]["needle"]
                     ),
                 ]
-                for name, numbers in found.methods.items()
+                for name, numbers in results.methods.items()
             ],
         ),
-        html_page.Section("The rotations", pictures=drawn[3:]),
+        html_page.Section("Rotary frequencies", pictures=all_plots[3:]),
     ]
-    for name, numbers in found.methods.items():
+    for name, numbers in results.methods.items():
         if len(numbers["cache"]) > 1:
             sections.append(
                 html_page.Section(
@@ -639,7 +695,7 @@ def page(found: Extended, command: str) -> str:
             )
     return html_page.page(
         "Context extensions",
-        "One checkpoint, its rotary positions scaled in every way, no weight changed.",
+        "One checkpoint with its rotary positions scaled by each method; no weight is changed.",
         facts,
         command,
         sections,

@@ -1,4 +1,4 @@
-"""The mechanisms that are compared, as decoders of equal width or equal parameter count."""
+"""The mechanisms that are compared, as decoders of equal sizes or of equal parameter count."""
 
 from __future__ import annotations
 
@@ -16,25 +16,31 @@ from regard.models.families.regard import Config, build
 from regard.nn.variants.registry import parse_options
 
 SINKS = 4
-"""First tokens that "sinks" never forgets (arXiv 2309.17453, section 3.2)."""
+"""How many first tokens the mechanism "sinks" always keeps (arXiv 2309.17453, section 3.2)."""
 
-RECURRENT = ("linear", "memory")
-"""Families of the catalogue whose memory is a state: several learning rates are tried for each."""
+RECURRENT_FAMILIES = ("linear", "memory")
+"""Families of the catalogue whose memory is a recurrent state; their models are trained with
+several learning rates each.
+"""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that all mechanisms share.
+    """The sizes that all compared models share.
 
-    Attributes:
-        dim, layers, heads: M, blocks, and query heads H.
-        hidden: the width of the feed-forward layers; None is 8/3 of dim, up to a multiple of 32.
-        vocabulary: ids; 256 is enough for bytes and for the words of the recall tasks.
-        window: the tokens that a window, a segment or a stream of recent tokens has.
+    Args:
+        dim: M, the width of the model.
+        layers: the number of blocks.
+        heads: H, the number of query heads.
+        hidden: the width of the feed-forward layers; None is 8/3 of dim, rounded up to a multiple
+            of 32.
+        vocabulary: the number of token ids; 256 is enough for bytes and for the words of the recall
+            tasks.
+        window: the number of tokens of a window, of a segment, or of the recent tokens of a stream.
 
     Raises:
-        ArgumentError: dim / heads is no even number: it is the width of a head, and rotary turns
-            pairs; window is too small.
+        ArgumentError: dim / heads, the width of a head, is not an even number, which rotary
+            positions need; or the window is too small.
 
     >>> Shape(dim=64, heads=4).head_dim
     16
@@ -50,18 +56,18 @@ class Shape:
     def __post_init__(self) -> None:
         if self.heads < 1 or self.dim % (2 * self.heads):
             raise ArgumentError(
-                f"dim {self.dim} / heads {self.heads} must be even: it is a head's width; change "
-                "one of them"
+                f"dim {self.dim} / heads {self.heads} is the width of a head and must be an even "
+                "number; change one of them"
             )
         if self.window < 2 * SINKS:
             raise ArgumentError(
-                f"window is {self.window}; it must be at least {2 * SINKS}: {SINKS} are sinks in "
-                "one of the mechanisms"
+                f"window is {self.window}; it must be at least {2 * SINKS}, because the mechanism "
+                f"sinks keeps the first {SINKS} tokens in it"
             )
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """D, the width of a head."""
         return self.dim // self.heads
 
     @property
@@ -71,15 +77,15 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A mechanism of the catalogue with its options, under the name that tables show.
 
-    Attributes:
-        name: what it is called here.
-        attention: the name in the catalogue.
-        options: its own, as plain values.
+    Args:
+        name: its name in the comparison.
+        attention: its name in the catalogue.
+        options: its options, as plain values.
 
-    >>> Contestant("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
+    >>> Candidate("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
     {'groups': 4}
     """
 
@@ -89,11 +95,17 @@ class Contestant:
 
     @property
     def recurrent(self) -> bool:
-        """Whether its memory is a state of fixed size."""
-        return find_decoder_variant(self.attention).family in RECURRENT
+        """Whether its memory is a recurrent state of fixed size."""
+        return find_decoder_variant(self.attention).family in RECURRENT_FAMILIES
 
     def config(self, shape: Shape) -> Config:
-        """A decoder with this mechanism in every layer.
+        """Return the config of a decoder with this mechanism in every layer.
+
+        Args:
+            shape: the sizes of the decoder.
+
+        Returns:
+            The config, from which `build_decoder` makes the model.
 
         Raises:
             ArgumentError: the mechanism does not take these options or sizes.
@@ -110,8 +122,8 @@ class Contestant:
 
 
 def _mla(shape: Shape) -> dict[str, Any]:
-    """Return the proportions of DeepSeek-V2: D for nope and value, D/2 for rotary. The latent has
-    2 D, since there are few heads here.
+    """Return MLA sizes in the proportions of DeepSeek-V2: D for nope and value, D/2 for rotary. The
+    latent has 2 D, because these models have few heads.
     """
     D = shape.head_dim
     rope = max(2, D // 4 * 2)
@@ -119,8 +131,8 @@ def _mla(shape: Shape) -> dict[str, Any]:
 
 
 def _nsa(shape: Shape) -> dict[str, Any]:
-    """Small blocks, so that a token reads S/d compressed tokens, a window's worth of selected ones,
-    and half a window.
+    """Return NSA options with small blocks: a token reads S/d compressed tokens, as many selected
+    tokens as a window has, and half a window.
     """
     stride = max(2, shape.window // 8)
     return {
@@ -134,7 +146,7 @@ def _nsa(shape: Shape) -> dict[str, Any]:
 
 
 def _groups(shape: Shape) -> int:
-    """Half as many key/value heads as query heads, or one."""
+    """Return half as many key/value heads as query heads, or one if that number is odd."""
     return shape.heads // 2 if shape.heads % 2 == 0 else 1
 
 
@@ -151,129 +163,139 @@ _DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, Any]]]] = {
     "nsa": lambda s: ("nsa", _nsa(s)),
 }
 
-NAMES = tuple(_DEFAULT)
-"""The mechanisms that are compared when none is named: each of all heads, rotary where it has
-positions.
+DEFAULT_NAMES = tuple(_DEFAULT)
+"""The mechanisms that are compared if none is named. Each uses all heads, and rotary positions if
+it has positions.
 """
 
 
-def contestants(names: Sequence[str] | None, shape: Shape) -> list[Contestant]:
-    """The mechanisms of these names.
+def candidates(names: Sequence[str] | None, shape: Shape) -> list[Candidate]:
+    """Return the mechanisms of these names.
 
     Args:
-        names: of `NAMES`; or of the catalogue, with options behind a colon: "gqa:groups=1",
-            "retention". None is `NAMES`.
-        shape: the sizes that their options follow.
+        names: names in `DEFAULT_NAMES`, or in the catalogue with options after a colon:
+            "gqa:groups=1", "retention". None is `DEFAULT_NAMES`.
+        shape: the sizes from which default options are computed.
+
+    Returns:
+        One candidate for each name, in the same order.
 
     Raises:
-        ArgumentError: a name is not known or comes twice, an option is not its own, or a size does
-            not fit.
+        ArgumentError: a name is not known or is given twice, an option does not belong to its
+            mechanism, or a size does not fit.
 
-    >>> [c.options for c in contestants(["mqa", "gqa:groups=4"], Shape(dim=64))]
+    >>> [c.options for c in candidates(["mqa", "gqa:groups=4"], Shape(dim=64))]
     [{}, {'groups': 4}]
     """
-    found = [_contestant(name, shape) for name in names or NAMES]
-    known = [one.name for one in found]
-    if twice := sorted({name for name in known if known.count(name) > 1}):
-        raise ArgumentError(f"{', '.join(twice)} stands there twice; name each mechanism once")
-    for one in found:
+    chosen = [_candidate(name, shape) for name in names or DEFAULT_NAMES]
+    chosen_names = [one.name for one in chosen]
+    if duplicates := sorted({name for name in chosen_names if chosen_names.count(name) > 1}):
+        raise ArgumentError(f"{', '.join(duplicates)} is given twice; name each mechanism once")
+    for one in chosen:
         one.config(shape)  # refuses what does not fit, before anything is measured
-    return found
+    return chosen
 
 
-def _contestant(name: str, shape: Shape) -> Contestant:
+def _candidate(name: str, shape: Shape) -> Candidate:
     if name in _DEFAULT:
         attention, options = _DEFAULT[name](shape)
-        return Contestant(name, attention, options)
+        return Candidate(name, attention, options)
     attention, _, settings = name.partition(":")
     if attention not in decoder_variants():
-        known = (*NAMES, *decoder_variants())
+        known = (*DEFAULT_NAMES, *decoder_variants())
         hint = suggest(attention, known, otherwise=".")
         raise ArgumentError(
-            f"{name!r} is no mechanism that a decoder can have{hint} The default set is "
-            f"{', '.join(NAMES)}; "
-            "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
+            f"{name!r} is not a mechanism that a decoder can have{hint} The default mechanisms are "
+            f"{', '.join(DEFAULT_NAMES)}; regard describe lists the catalogue; options follow a "
+            "colon, as in gqa:groups=1"
         )
     parts = [part for part in settings.split(",") if part]
-    return Contestant(name, attention, parse_options(parts, find_decoder_variant(attention)))
+    return Candidate(name, attention, parse_options(parts, find_decoder_variant(attention)))
 
 
-def parameters(config: Config) -> int:
-    """How many numbers a model trains, without building it.
+def count_parameters(config: Config) -> int:
+    """Return how many parameters a model trains, without building it.
 
-    >>> parameters(Contestant("mqa", "mqa").config(Shape(dim=32, layers=1)))
+    >>> count_parameters(Candidate("mqa", "mqa").config(Shape(dim=32, layers=1)))
     28256
     """
     with torch.device("meta"):
         return sum(p.numel() for p in build(config).parameters())
 
 
-def decoder(config: Config, seed: int = 0) -> Decoder:
-    """A fresh model; the global random state is set to the seed.
+def build_decoder(config: Config, seed: int = 0) -> Decoder:
+    """Return a newly initialised model; the global random state is set to the seed.
 
-    >>> len(decoder(Contestant("mqa", "mqa").config(Shape(dim=32, layers=3))).layers)
+    >>> len(build_decoder(Candidate("mqa", "mqa").config(Shape(dim=32, layers=3))).layers)
     3
     """
     torch.manual_seed(seed)
     return build(config)
 
 
-SAME = ("sizes", "parameters")
-"""What all have in common: width, depth and feed-forward width; or the number of parameters."""
+MATCHED_BY = ("sizes", "parameters")
+"""What all models have in common: their sizes (width, depth and feed-forward width), or their
+number of parameters.
+"""
 
 
 def same_parameters(config: Config, wanted: int) -> Config:
-    """The config with the feed-forward width at which the model has as many parameters as wanted,
-    or as near as may be.
+    """Return the config with the feed-forward width that gives the model `wanted` parameters, or as
+    near as possible.
 
     Args:
-        config: a model's.
-        wanted: how many parameters.
+        config: the config of a model.
+        wanted: the number of parameters.
+
+    Returns:
+        The same config with another `intermediate_size`.
 
     Raises:
-        ArgumentError: without any feed-forward layer it has too many already; or the nearest is
-            more than 1 % away.
+        ArgumentError: the model has too many parameters even without feed-forward layers, or the
+            nearest number is more than 1 % away.
 
     >>> shape = Shape(dim=64)
-    >>> wanted = parameters(Contestant("mha", "gqa", {"groups": 4}).config(shape))
-    >>> found = same_parameters(Contestant("mqa", "mqa").config(shape), wanted)
-    >>> found.intermediate_size > shape.width, abs(parameters(found) / wanted - 1) < 0.01
+    >>> wanted = count_parameters(Candidate("mha", "gqa", {"groups": 4}).config(shape))
+    >>> found = same_parameters(Candidate("mqa", "mqa").config(shape), wanted)
+    >>> found.intermediate_size > shape.width, abs(count_parameters(found) / wanted - 1) < 0.01
     (True, True)
     """
-    one, two = (parameters(replace(config, intermediate_size=n)) for n in (1, 2))
+    one, two = (count_parameters(replace(config, intermediate_size=n)) for n in (1, 2))
     hidden = 1 + round((wanted - one) / (two - one))
     if hidden >= 1:
-        found = replace(config, intermediate_size=hidden)
-        if abs(parameters(found) - wanted) <= 0.01 * wanted:
-            return found
+        resized = replace(config, intermediate_size=hidden)
+        if abs(count_parameters(resized) - wanted) <= 0.01 * wanted:
+            return resized
     raise ArgumentError(
-        f"{config.attention} has {one:,} parameters with a feed-forward width of 1, and each unit "
-        f"more has {two - one:,}: "
-        f"{wanted:,} cannot be met within 1 %; give wider or more layers, or compare at the same "
-        "sizes"
+        f"{config.attention} has {one:,} parameters with a feed-forward width of 1, and "
+        f"{two - one:,} more for each further unit, so that no width gives {wanted:,} within 1 %; "
+        "give wider or more layers, or compare models of the same sizes"
     )
 
 
-def configs(found: Sequence[Contestant], shape: Shape, same: str = "sizes") -> dict[str, Config]:
-    """The config of each mechanism by its name.
+def configs(found: Sequence[Candidate], shape: Shape, same: str = "sizes") -> dict[str, Config]:
+    """Return the config of each mechanism by its name.
 
     Args:
-        found: the mechanisms; with "parameters", the first is the measure of the others.
+        found: the mechanisms; with "parameters", the others get as many parameters as the first.
         shape: the sizes.
-        same: a word of `SAME`.
+        same: a word of `MATCHED_BY`: "sizes" or "parameters".
+
+    Returns:
+        The name of each mechanism to the config of its model.
 
     Raises:
-        ArgumentError: `same` is another word; or as `same_parameters`.
+        ArgumentError: `same` is another word, or `same_parameters` raises.
 
-    >>> from regard.compare.mechanisms import contestants
-    >>> found = configs(contestants(["mha", "mqa"], Shape(dim=64)), Shape(dim=64))
+    >>> from regard.compare.mechanisms import candidates
+    >>> found = configs(candidates(["mha", "mqa"], Shape(dim=64)), Shape(dim=64))
     >>> [c.intermediate_size for c in found.values()]
     [192, 192]
     """
-    if same not in SAME:
-        raise ArgumentError(f"same is {same!r}; it must be {' or '.join(SAME)}")
-    made = {one.name: one.config(shape) for one in found}
+    if same not in MATCHED_BY:
+        raise ArgumentError(f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}")
+    by_name = {one.name: one.config(shape) for one in found}
     if same == "sizes":
-        return made
-    wanted = parameters(next(iter(made.values())))
-    return {name: same_parameters(config, wanted) for name, config in made.items()}
+        return by_name
+    wanted = count_parameters(next(iter(by_name.values())))
+    return {name: same_parameters(config, wanted) for name, config in by_name.items()}

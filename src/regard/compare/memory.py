@@ -1,85 +1,94 @@
-"""The most memory that a mechanism takes while it works, measured in a process of its own."""
+"""Measure the peak memory of each mechanism in a separate process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from regard.bench.memory import in_child, peak
 from regard.compare.experiment import Experiment, Numbers
-from regard.compare.mechanisms import decoder
-from regard.compare.speed import MACHINE, Timing, prefill, training
+from regard.compare.mechanisms import build_decoder
+from regard.compare.speed import MACHINE_KEYS, Timing, prefill, training
 from regard.models.families.regard import Config
 
-HOW = (
+METHOD = (
     "the highest resident memory of a process of its own (VmHWM, set back before the work) less "
     "what it held then: "
     "weights are not counted; the work has run once before, so that kernels are compiled"
 )
-"""What is measured."""
+"""How peak memory is measured, as reports print it."""
 
 
-def experiments(
+def memory_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
 ) -> list[Experiment]:
-    """Peak memory of a prompt of the longest context, and of a training step, for each mechanism.
+    """Return an experiment for each mechanism: the peak memory of a prompt of the longest context,
+    and of a training step.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> [one.name for one in experiments(made, Timing(contexts=(4, 8)), {})]
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> [one.name for one in memory_experiments(made, Timing(contexts=(4, 8)), {})]
     ['memory/mqa']
     """
     sizes = {"context": max(timing.contexts), "length": timing.length, "batch": timing.batch}
-    on = {name: machine.get(name) for name in MACHINE}
-    found = []
+    machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    experiments = []
     for name, config in configs.items():
-        settings = {"model": asdict(config), "machine": on, **sizes}
+        settings = {"model": asdict(config), "machine": machine_facts, **sizes}
         settings["threads"] = torch.get_num_threads()
-        found.append(
-            Experiment(f"memory/{name}", settings, lambda given=settings: measure(given), 10.0)  # type: ignore[misc]
+        experiments.append(
+            Experiment(
+                f"memory/{name}",
+                settings,
+                partial(measure_peaks, settings),
+                10.0,
+            )
         )
-    return found
+    return experiments
 
 
-def measure(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
+def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
     """Run `peaks` in a new process.
 
     Args:
-        settings: model (a config's fields), threads, context, length and batch.
+        settings: model (the fields of a config), threads, context, length and batch.
         command: another program that reads and writes the same JSON, for tests.
 
     Returns:
-        `prefill` and `training`: bytes; None where the system does not tell.
+        `prefill` and `training`: bytes, or None if the system does not report them.
 
     Raises:
-        RegardError: the process fails; says how it ended.
+        RegardError: the process fails; the message says how it ended.
     """
-    found: Numbers = in_child(
+    numbers: Numbers = in_child(
         "regard.compare.memory:peaks",
         settings,
         advice="--no-memory goes without it",
         command=command,
     )
-    return found
+    return numbers
 
 
 def peaks(settings: Numbers) -> Numbers:
-    """Peak bytes of a prompt and of a training step; each has run once before."""
+    """Return the peak bytes of a prompt and of a training step; each runs once before it is
+    measured.
+    """
     torch.set_num_threads(settings["threads"])
     config = Config(**settings["model"])
-    model = decoder(config)
+    model = build_decoder(config)
 
     def step() -> None:
         training(model, config, settings["length"], settings["batch"])()
 
     step()
     model.zero_grad(set_to_none=True)
-    steps = peak(step)
+    step_peak = peak(step)
     model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
     prompt = prefill(model, config, settings["context"])
     prompt()
-    return {"prefill": peak(prompt), "training": steps}
+    return {"prefill": peak(prompt), "training": step_peak}

@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal, and as a page."""
+"""Print a comparison as text for a terminal, or write it as an HTML page."""
 
 from __future__ import annotations
 
@@ -6,51 +6,64 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from regard import units
-from regard.compare.comparison import COSTS, FEWEST, cost_of, front
+from regard.compare.comparison import COSTS, MIN_ROUNDS, cost_of, pareto
 from regard.text_table import format_table as table_of
 from regard.view import html_page
 from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
 
-def table(told: Mapping[str, Any]) -> str:
-    """The comparison as `regard.compare.comparison.as_json` tells it: what it ran on, costs,
-    quality, fronts, and notes.
+def render_table(comparison: Mapping[str, Any]) -> str:
+    """Return the text of a comparison: machine, costs, quality, Pareto fronts and notes.
+
+    Args:
+        told: the comparison as `regard.compare.comparison.as_json` returns it.
     """
-    parts = [header(told), *(_aligned(rows(told)) for rows in (memory_rows, time_rows))]
-    if legend := overlapping(told):
+    parts = [header(comparison), *(_aligned(rows(comparison)) for rows in (memory_rows, time_rows))]
+    if legend := overlap_legend(comparison):
         parts[-1] += f"\n{legend}"
-    if lines := [f"not run: {line}" for line in refusals(told)]:
+    if lines := [f"not run: {line}" for line in failures(comparison)]:
         parts.append("\n".join(lines))
-    if told["training"]["lessons"]:
-        parts.append(f"quality: {quality_sentence(told)}\n{_aligned(quality_rows(told))}")
-        parts += ["\n".join(_fronts(told))] if any(told["fronts"].values()) else []
-    parts += ["\n".join(f"note: {note}" for note in told["notes"])] if told["notes"] else []
-    if told["interrupted"]:
-        parts.append("interrupted: what is missing was not measured")
+    if comparison["training"]["tasks"]:
+        parts.append(
+            f"quality: {quality_sentence(comparison)}\n{_aligned(quality_rows(comparison))}"
+        )
+        parts += ["\n".join(_fronts(comparison))] if any(comparison["fronts"].values()) else []
+    parts += (
+        ["\n".join(f"note: {note}" for note in comparison["notes"])] if comparison["notes"] else []
+    )
+    if comparison["interrupted"]:
+        parts.append("interrupted: missing values were not measured")
     return "\n\n".join(parts)
 
 
-def header(told: Mapping[str, Any]) -> str:
-    """The machine, the sizes that all share, and how it was measured."""
-    m, s, t = told["machine"], told["shape"], told["timing"]
-    shared = (
-        f"feed-forward {s['hidden']} everywhere"
-        if told["same"] == "sizes"
-        else f"as many parameters as {told['mechanisms'][0]['name']} by the feed-forward width"
+def header(comparison: Mapping[str, Any]) -> str:
+    """Return lines with the machine, the common sizes, and how times were measured."""
+    machine, shape, timing = comparison["machine"], comparison["shape"], comparison["timing"]
+    common = (
+        f"feed-forward width {shape['hidden']} in all"
+        if comparison["same"] == "sizes"
+        else f"feed-forward width chosen for as many parameters as "
+        f"{comparison['mechanisms'][0]['name']}"
     )
+    cores, threads = units.plural(machine["cores"], "core"), machine["threads"]
+    layers, heads = units.plural(shape["layers"], "layer"), units.plural(shape["heads"], "head")
     return (
-        f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, "
-        f"regard {m['regard']}\n"
-        f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {shared}, vocabulary "
-        f"{s['vocabulary']}, "
-        f"window {s['window']}, fp32\n"
-        f"medians and quartiles of {rounds(told)} rounds in turns, batch 1; training steps of "
-        f"{t['batch']} x {t['length']} tokens"
+        f"{machine['processor']}, {cores}, {units.plural(threads, 'thread')}, "
+        f"torch {machine['torch']}, regard {machine['regard']}\n"
+        f"{layers}, dim {shape['dim']}, {heads}, {common}, vocabulary {shape['vocabulary']}, "
+        f"window {shape['window']}, fp32\n"
+        f"medians and quartiles of {_round_count(comparison)}, mechanisms in turns, batch 1; "
+        f"training steps of {timing['batch']} x {timing['length']} tokens"
     )
 
 
-def rounds(told: Mapping[str, Any]) -> str:
-    """How many rounds the medians are of: a number, or the fewest and the most.
+def _round_count(comparison: Mapping[str, Any]) -> str:
+    """Return the number of rounds with its noun."""
+    return "1 round" if rounds(comparison) == "1" else f"{rounds(comparison)} rounds"
+
+
+def rounds(comparison: Mapping[str, Any]) -> str:
+    """Return the number of rounds of the medians, or the fewest and the most.
 
     >>> row = {"prefill": {}, "decode": {"8": {"rounds": 3}, "64": {"rounds": 2}}, "training": None}
     >>> rounds({"mechanisms": [row]})
@@ -58,8 +71,8 @@ def rounds(told: Mapping[str, Any]) -> str:
     """
     counts = {
         row["rounds"]
-        for e in told["mechanisms"]
-        for row in (*e["prefill"].values(), *e["decode"].values(), e["training"] or {})
+        for entry in comparison["mechanisms"]
+        for row in (*entry["prefill"].values(), *entry["decode"].values(), entry["training"] or {})
         if "rounds" in row
     }
     if not counts:
@@ -68,294 +81,316 @@ def rounds(told: Mapping[str, Any]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def memory_rows(told: Mapping[str, Any]) -> list[list[str]]:
-    """What each keeps and takes, the heads first."""
-    contexts = _contexts(told)
+def memory_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of cache sizes and peak memory, with the column heads first."""
+    contexts = _contexts(comparison)
     heads = ["", "parameters", *(f"cache @{c}" for c in contexts), f"peak @{contexts[-1]}"]
     rows = [[*heads, "peak of a step"]]
-    for e in told["mechanisms"]:
-        memory = e["memory"] or {}
-        kept = [units.size(e["decode"].get(c, {}).get("kv_bytes")) for c in contexts]
+    for entry in comparison["mechanisms"]:
+        memory = entry["memory"] or {}
+        caches = [units.size(entry["decode"].get(c, {}).get("kv_bytes")) for c in contexts]
         peaks = [units.size(memory.get(work)) for work in ("prefill", "training")]
-        rows.append([e["name"], f"{e['parameters']:,}", *kept, *peaks])
+        rows.append([entry["name"], f"{entry['parameters']:,}", *caches, *peaks])
     return rows
 
 
-def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
-    """How long each takes, the heads first: medians, and below them the range between the
-    quartiles.
+def time_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of times, with the column heads first: medians, and below them
+    the range between the quartiles.
 
-    A median has a ~ in front where its range overlaps that of the first mechanism: see
-    `overlapping`.
+    A median has a ~ in front if its range overlaps that of the first mechanism: see
+    `overlap_legend`.
     """
-    contexts = _contexts(told)
+    contexts = _contexts(comparison)
     works = (("prompt", "prefill"), ("token", "decode"))
     rows = [["", *(f"{word} @{c}" for word, _ in works for c in contexts), "step", "kernels"]]
-    for e in told["mechanisms"]:
-        found = [e[kind].get(c, {}) for _, kind in works for c in contexts]
-        found.append(e["training"] or {})
-        marks = ["~" * bool(row.get("overlaps_first")) for row in found]
-        taken = [
-            mark + units.seconds(row.get("seconds")) for mark, row in zip(marks, found, strict=True)
+    for entry in comparison["mechanisms"]:
+        timings = [entry[kind].get(c, {}) for _, kind in works for c in contexts]
+        timings.append(entry["training"] or {})
+        marks = ["~" * bool(row.get("overlaps_first")) for row in timings]
+        medians = [
+            mark + units.seconds(row.get("seconds"))
+            for mark, row in zip(marks, timings, strict=True)
         ]
-        rows.append([e["name"], *taken, kernels(e)])
-        if any("quartiles" in row for row in found):
+        rows.append([entry["name"], *medians, kernels(entry)])
+        if any("quartiles" in row for row in timings):
             rows.append(
                 [
                     "",
-                    *(units.span(*row["quartiles"]) if "quartiles" in row else "" for row in found),
+                    *(
+                        units.span(*row["quartiles"]) if "quartiles" in row else ""
+                        for row in timings
+                    ),
                     "",
                 ]
             )
     return rows
 
 
-def overlapping(told: Mapping[str, Any]) -> str:
-    """What a ~ in front of a time means, if there is one."""
+def overlap_legend(comparison: Mapping[str, Any]) -> str:
+    """Return the meaning of a ~ in front of a time, if any time has one."""
     marked = any(
         row.get("overlaps_first")
-        for e in told["mechanisms"]
-        for row in (*e["prefill"].values(), *e["decode"].values(), e["training"] or {})
+        for entry in comparison["mechanisms"]
+        for row in (*entry["prefill"].values(), *entry["decode"].values(), entry["training"] or {})
     )
-    first = told["mechanisms"][0]["name"]
+    first = comparison["mechanisms"][0]["name"]
     return (
-        f"~ its quartiles overlap those of {first}, or there were fewer than {FEWEST} rounds: the "
-        "two are not told apart"
+        f"~ the quartiles overlap those of {first}, or there were fewer than {MIN_ROUNDS} rounds: "
+        "the two may be equally fast"
         if marked
         else ""
     )
 
 
-def _contexts(told: Mapping[str, Any]) -> list[str]:
-    return [str(c) for c in sorted(told["timing"]["contexts"])]
+def _contexts(comparison: Mapping[str, Any]) -> list[str]:
+    return [str(c) for c in sorted(comparison["timing"]["contexts"])]
 
 
-def refusals(told: Mapping[str, Any]) -> Iterator[str]:
-    """What could not be run, and why."""
-    for e in told["mechanisms"]:
+def failures(comparison: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each measurement that could not be run, with the reason."""
+    for entry in comparison["mechanisms"]:
         works = [
-            (f"{kind} @{c}", row) for kind in ("prefill", "decode") for c, row in e[kind].items()
+            (f"{kind} @{c}", row)
+            for kind in ("prefill", "decode")
+            for c, row in entry[kind].items()
         ]
-        works += [("training", e["training"])] if e["training"] else []
-        for where, row in works:
+        works += [("training", entry["training"])] if entry["training"] else []
+        for work_name, row in works:
             if "why" in row:
-                yield f"{e['name']}, {where}: {row['why']}"
+                yield f"{entry['name']}, {work_name}: {row['why']}"
 
 
-def quality_rows(told: Mapping[str, Any]) -> list[list[str]]:
-    """Quality, the heads first."""
-    lessons = list(told["training"]["lessons"])
-    span = ["low .. high"] if len(told["training"]["seeds"]) > 1 else []
-    rows = [["", *(x for one in lessons for x in (one, *span, "lr", "steps"))]]
-    for e in told["mechanisms"]:
-        row = [e["name"]]
-        for one in lessons:
-            q = e["quality"].get(one, {})
-            if "mean" not in q:
+def quality_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of quality, with the column heads first."""
+    tasks = list(comparison["training"]["tasks"])
+    span = ["low .. high"] if len(comparison["training"]["seeds"]) > 1 else []
+    rows = [["", *(x for task in tasks for x in (task, *span, "lr", "steps"))]]
+    for entry in comparison["mechanisms"]:
+        row = [entry["name"]]
+        for task in tasks:
+            quality = entry["quality"].get(task, {})
+            if "mean" not in quality:
                 row += [
-                    "diverged" if q.get("diverged") else units.ABSENT,
+                    "diverged" if quality.get("diverged") else units.ABSENT,
                     *(units.ABSENT for _ in (*span, "lr", "steps")),
                 ]
                 continue
-            low, high = measure(one, q["low"]), measure(one, q["high"])
+            low, high = format_score(task, quality["low"]), format_score(task, quality["high"])
             row += [
-                measure(one, q["mean"]),
+                format_score(task, quality["mean"]),
                 *(f"{low} .. {high}" for _ in span),
-                f"{q['rate']:g}",
-                str(q["steps"]),
+                f"{quality['rate']:g}",
+                str(quality["steps"]),
             ]
         rows.append(row)
     return rows
 
 
-def quality_sentence(told: Mapping[str, Any]) -> str:
-    """What the numbers of quality are."""
-    seeds = ", ".join(map(str, told["training"]["seeds"]))
+def quality_sentence(comparison: Mapping[str, Any]) -> str:
+    """Return a sentence about how quality is measured."""
+    seeds = ", ".join(map(str, comparison["training"]["seeds"]))
     return (
-        f"text in bits per byte (less is better), recall in right answers; seeds {seeds}; "
-        f"learning rates chosen by validation loss ({tried(told)}), judged on other data"
+        "text in bits per byte (lower is better), recall as the share of right answers; seeds "
+        f"{seeds}; "
+        f"learning rates chosen by validation loss ({tried_rates(comparison)}), tested on other "
+        "data"
     )
 
 
-def tried(told: Mapping[str, Any]) -> str:
-    """The learning rates that were tried, and with which mechanisms.
+def tried_rates(comparison: Mapping[str, Any]) -> str:
+    """Return the learning rates that were tried, and with which mechanisms.
 
     >>> one = {"name": "mha", "quality": {"text": {"validation": {"0.001": 2.0, "0.003": 1.0}}}}
-    >>> tried({"mechanisms": [one, {**one, "name": "mqa"}]})
+    >>> tried_rates({"mechanisms": [one, {**one, "name": "mqa"}]})
     '0.001, 0.003 for mha mqa'
     """
     groups: dict[str, dict[str, None]] = {}
-    for e in told["mechanisms"]:
-        for q in e["quality"].values():
-            groups.setdefault(", ".join(q["validation"]), {})[e["name"]] = None
+    for entry in comparison["mechanisms"]:
+        for quality in entry["quality"].values():
+            groups.setdefault(", ".join(quality["validation"]), {})[entry["name"]] = None
     return "; ".join(f"{rates} for {' '.join(names)}" for rates, names in groups.items()) or "none"
 
 
-def _fronts(told: Mapping[str, Any]) -> Iterator[str]:
-    at = max(told["timing"]["contexts"])
-    yield f"beaten by no other (Pareto), costs at {at:,} tokens"
-    for name, found in told["fronts"].items():
-        if found:
+def _fronts(comparison: Mapping[str, Any]) -> Iterator[str]:
+    longest_context = max(comparison["timing"]["contexts"])
+    yield f"Pareto front, costs at {units.plural(longest_context, 'token')}"
+    for name, names in comparison["fronts"].items():
+        if names:
             words = name.replace("kv_bytes", "cache bytes").replace(
                 "decode_seconds", "time of a token"
             )
-            yield f"  {words}: {', '.join(found)}"
+            yield f"  {words}: {', '.join(names)}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Names and kernels stand on the left, numbers on the right."""
+    """Return a text table with names and kernels aligned left, and numbers aligned right."""
     left = {0, *(i for i, head in enumerate(rows[0]) if head == "kernels")}
     return table_of(rows, left=left)
 
 
 def kernels(entry: Mapping[str, Any]) -> str:
-    """The kernels of softmax that ran, in prompts and in decoding; "state" where there was none.
+    """Return the softmax kernels that ran in prompts and in decoding, or "state" for a mechanism
+    without softmax.
 
     >>> kernels({"prefill": {"8": {"kernels": ["cpu", "gemm"]}}, "decode": {"8": {"kernels": []}}})
     'cpu gemm / state'
     """
-    told = []
+    names_by_kind = []
     for kind in ("prefill", "decode"):
         rows = entry[kind].values()
         names = dict.fromkeys(name for row in rows for name in row.get("kernels", ()))
-        told.append(" ".join(names) or ("state" if rows else units.ABSENT))
-    return " / ".join(told)
+        names_by_kind.append(" ".join(names) or ("state" if rows else units.ABSENT))
+    return " / ".join(names_by_kind)
 
 
-def measure(lesson: str, x: float) -> str:
-    """Bits of text, per cent of recall.
+def format_score(task: str, x: float) -> str:
+    """Return a score as text: bits per byte for text, per cent for recall.
 
-    >>> measure("text", 2.3456), measure("mqar", 0.5)
+    >>> format_score("text", 2.3456), format_score("mqar", 0.5)
     ('2.346', '50.0 %')
     """
-    return f"{x:.3f}" if lesson == "text" else f"{100 * x:.1f} %"
+    return f"{x:.3f}" if task == "text" else f"{100 * x:.1f} %"
 
 
 TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded token", "seconds")}
-"""Cost -> its axis."""
+"""Cost -> the title of its axis and its unit."""
 
 
-def page(told: Mapping[str, Any]) -> str:
-    """The page of a comparison as `regard.compare.comparison.as_json` tells it: HTML that needs
-    nothing else.
+def render_page(comparison: Mapping[str, Any]) -> str:
+    """Return the HTML page of a comparison, which needs no other file.
+
+    Args:
+        told: the comparison as `regard.compare.comparison.as_json` returns it.
     """
-    m = told["machine"]
+    machine = comparison["machine"]
     facts = {
-        "processor": m["processor"],
-        "threads": str(m["threads"]),
-        "torch": m["torch"],
-        "regard": m["regard"],
-        "same": told["same"],
-        "seeds": ", ".join(map(str, told["training"]["seeds"])),
-        "rounds": rounds(told),
+        "processor": machine["processor"],
+        "threads": str(machine["threads"]),
+        "torch": machine["torch"],
+        "regard": machine["regard"],
+        "same": comparison["same"],
+        "seeds": ", ".join(map(str, comparison["training"]["seeds"])),
+        "rounds": rounds(comparison),
     }
-    about = header(told).partition("\n")[2].replace("\n", "; ")
-    times = about + (f"; {legend}" if (legend := overlapping(told)) else "")
-    front = (
-        "Full marks are beaten by no other mechanism in both (Pareto); the dashed line joins them."
+    conditions = header(comparison).partition("\n")[2].replace("\n", "; ")
+    times = conditions + (f"; {legend}" if (legend := overlap_legend(comparison)) else "")
+    pareto = (
+        "Filled marks are on the Pareto front, which the dashed line joins: no other mechanism is "
+        "better in both coordinates."
     )
     sections = [
-        _drawn("Quality against cost", f"{front} Bars through marks span the seeds.", charts(told)),
-        _drawn("Costs against one another", front, costs(told)),
+        _drawn(
+            "Quality against cost",
+            f"{pareto} Bars show the range over seeds.",
+            quality_charts(comparison),
+        ),
+        _drawn("Costs against one another", pareto, cost_charts(comparison)),
         html_page.Section(
             "Costs over the context",
             caption="Both axes are logarithmic; marks are medians.",
-            figures=[html_page.CaptionedChart(one) for one in curves(told)],
+            figures=[html_page.CaptionedChart(one) for one in context_plots(comparison)],
         ),
-        _tabled("Memory", about, memory_rows(told)),
-        _tabled("Time", times, time_rows(told)),
+        _tabled("Memory", conditions, memory_rows(comparison)),
+        _tabled("Time", times, time_rows(comparison)),
     ]
-    if told["training"]["lessons"]:
-        sections.append(_tabled("Quality", quality_sentence(told), quality_rows(told)))
+    if comparison["training"]["tasks"]:
+        sections.append(_tabled("Quality", quality_sentence(comparison), quality_rows(comparison)))
     return html_page.page(
         "Attention mechanisms, side by side",
-        f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in "
-        "turns.",
+        f"{units.plural(len(comparison['mechanisms']), 'mechanism')} as decoders of the same "
+        "shape, measured "
+        "in turns on one machine.",
         facts,
-        told["command"],
+        comparison["command"],
         [one for one in sections if one.rows or one.figures],
-        notes(told),
+        notes(comparison),
     )
 
 
-def charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
-    """Each lesson against each cost at the longest context, and the cache also at the length of
-    training.
-    """
-    at = max(told["timing"]["contexts"])
-    for name in told["training"]["lessons"]:
+def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
+    """Yield a scatter chart of each task against each cost at the longest context."""
+    longest_context = max(comparison["timing"]["contexts"])
+    for name in comparison["training"]["tasks"]:
         text = name == "text"
         y = Axis(
-            "bits per byte, less is better" if text else "right answers",
+            "bits per byte, lower is better" if text else "right answers",
             "bits" if text else "share",
         )
         for cost in COSTS:
             title, unit = TITLES[cost]
-            best = told["fronts"][f"{name} against {cost}"]
+            on_front = comparison["fronts"][f"{name} against {cost}"]
             marks = []
-            for entry in told["mechanisms"]:
-                x, quality = cost_of(entry, cost, at), entry["quality"].get(name, {})
+            for entry in comparison["mechanisms"]:
+                x, quality = cost_of(entry, cost, longest_context), entry["quality"].get(name, {})
                 if x is not None and "mean" in quality:
                     span = (quality["low"], quality["high"])
                     marks.append(
-                        ScatterPoint(entry["name"], x, quality["mean"], span, entry["name"] in best)
+                        ScatterPoint(
+                            entry["name"], x, quality["mean"], span, entry["name"] in on_front
+                        )
                     )
             steps = {
-                e["quality"][name].get("steps") for e in told["mechanisms"] if name in e["quality"]
+                other["quality"][name].get("steps")
+                for other in comparison["mechanisms"]
+                if name in other["quality"]
             }
             yield Scatter(
                 marks,
-                Axis(f"{title} at {at:,} tokens", unit),
+                Axis(f"{title} at {units.plural(longest_context, 'token')}", unit),
                 y,
                 f"{name} against {title}",
                 f"{' or '.join(str(n) for n in steps)} steps, seeds "
-                f"{', '.join(map(str, told['training']['seeds']))}; "
-                f"quality on rows as long as in training, cost at {at:,} tokens.",
+                f"{', '.join(map(str, comparison['training']['seeds']))}; "
+                "quality on rows as long as in training, cost at "
+                f"{units.plural(longest_context, 'token')}.",
             )
 
 
-def costs(told: Mapping[str, Any]) -> list[Scatter]:
-    """A decoded token's time against the cache and against a prompt's time, at the longest context;
-    without any training.
+def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
+    """Return scatter charts of a decoded token's time against the cache and against a prompt's
+    time, at the longest context.
     """
-    at = max(told["timing"]["contexts"])
-    token = Axis(f"time of a decoded token at {at:,} tokens", "seconds")
-    found = []
+    longest_context = max(comparison["timing"]["contexts"])
+    token = Axis(f"time of a decoded token at {units.plural(longest_context, 'token')}", "seconds")
+    charts = []
     for title, axis, kind, name in (
         (
             "a token against the cache",
-            Axis(f"cache at {at:,} tokens", "bytes"),
+            Axis(f"cache at {units.plural(longest_context, 'token')}", "bytes"),
             "decode",
             "kv_bytes",
         ),
         (
             "a token against a prompt",
-            Axis(f"time of a prompt of {at:,} tokens", "seconds"),
+            Axis(f"time of a prompt of {units.plural(longest_context, 'token')}", "seconds"),
             "prefill",
             "seconds",
         ),
     ):
         points = []
-        for e in told["mechanisms"]:
-            x, row = e[kind].get(str(at), {}).get(name), e["decode"].get(str(at), {})
+        for entry in comparison["mechanisms"]:
+            x, row = (
+                entry[kind].get(str(longest_context), {}).get(name),
+                entry["decode"].get(str(longest_context), {}),
+            )
             if x and row.get("seconds"):
                 y = row["seconds"]
-                points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
-        best = front([(x, y) for _, x, y, _ in points])
-        marks = [ScatterPoint(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
+                points.append((entry["name"], x, y, tuple(row.get("quartiles", (y, y)))))
+        on_front = pareto([(x, y) for _, x, y, _ in points])
+        marks = [ScatterPoint(n, x, y, s, i in on_front) for i, (n, x, y, s) in enumerate(points)]
         caption = (
-            f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the "
-            "token's time."
+            f"Medians of {rounds(comparison)} rounds; bars show the quartiles of the token's time."
         )
-        found.append(Scatter(marks, axis, token, title, caption))
-    return found
+        charts.append(Scatter(marks, axis, token, title, caption))
+    return charts
 
 
-def curves(told: Mapping[str, Any]) -> list[Picture]:
-    """Times and caches over the contexts, a line for each mechanism; none where there is one
-    context only.
+def context_plots(comparison: Mapping[str, Any]) -> list[Picture]:
+    """Return plots of times and cache sizes over the contexts, with a line for each mechanism; none
+    if there is only one context.
     """
-    contexts = sorted(told["timing"]["contexts"])
+    contexts = sorted(comparison["timing"]["contexts"])
     if len(contexts) < 2:
         return []
     wanted = (
@@ -363,34 +398,35 @@ def curves(told: Mapping[str, Any]) -> list[Picture]:
         ("Time of a decoded token", "seconds", "decode", "seconds"),
         ("Cache", "bytes", "decode", "kv_bytes"),
     )
-    found = []
+    plots = []
     for title, unit, kind, name in wanted:
         lines = []
-        for e in told["mechanisms"]:
-            rows = [(c, e[kind].get(str(c), {}).get(name)) for c in contexts]
-            lines.append(Line(e["name"], tuple((float(c), float(y)) for c, y in rows if y)))
-        found.append(Picture(title, "tokens of context", unit, tuple(lines), "xy"))
-    return [picture for picture in found if picture.drawable]
+        for entry in comparison["mechanisms"]:
+            rows = [(c, entry[kind].get(str(c), {}).get(name)) for c in contexts]
+            lines.append(Line(entry["name"], tuple((float(c), float(y)) for c, y in rows if y)))
+        plots.append(Picture(title, "tokens of context", unit, tuple(lines), "xy"))
+    return [picture for picture in plots if picture.drawable]
 
 
-def notes(told: Mapping[str, Any]) -> list[str]:
-    """The comparison's own, what memory is, and what this scale cannot show."""
-    found = list(told["notes"])
-    if any(entry["memory"] for entry in told["mechanisms"]):
-        found.append(f"peak memory: {told['memory']}")
-    if told["training"]["lessons"]:
-        found.append(
-            "small models, few steps, short texts: differences of the size of the seeds' span say "
-            "nothing, and an order at "
-            "this scale is no order at another"
+def notes(comparison: Mapping[str, Any]) -> list[str]:
+    """Return the notes of the comparison, the definition of peak memory, and the limits of small
+    models.
+    """
+    lines = list(comparison["notes"])
+    if any(entry["memory"] for entry in comparison["mechanisms"]):
+        lines.append(f"peak memory: {comparison['memory']}")
+    if comparison["training"]["tasks"]:
+        lines.append(
+            "the models are small, the training is short and so are the texts: differences within "
+            "the range over seeds mean nothing, and the ranking may be another at a larger scale"
         )
-    if told["interrupted"]:
-        found.append("interrupted: what is missing was not measured")
-    return found
+    if comparison["interrupted"]:
+        lines.append("interrupted: missing values were not measured")
+    return lines
 
 
 def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html_page.Section:
-    """A section of scatters; those without a mark are left out."""
+    """Return a section of scatter charts, without those that have no marks."""
     figures = [html_page.CaptionedChart(one, one.caption) for one in scatters if one.marks]
     return html_page.Section(title, caption=caption, figures=figures)
 

@@ -1,8 +1,10 @@
-"""How well each mechanism learns: lessons of text and recall, and training that is fair to all.
+"""How well each mechanism learns: evaluation tasks of text and recall, and training under equal
+conditions.
 
-A lesson is a task with data to train on, data to choose a learning rate by, and data to be judged
-on: text as bytes, or recall. All mechanisms see the same tokens in the same order. Where one
-learning rate for all would not be fair, each is trained at several, and the validation data choose.
+An evaluation task has data to train on, validation data by which a learning rate is chosen, and
+test data. The tasks are text, read as bytes, and recall. All mechanisms see the same tokens in the
+same order. Mechanisms that are sensitive to the learning rate are trained with several, and the
+validation data choose among them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.compare.experiment import Experiment, Numbers, Tell, silent
-from regard.compare.mechanisms import decoder
+from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignore_progress
+from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
 from regard.train.batches import Batches, Feed, Rows, validation_rows
@@ -32,33 +34,37 @@ from regard.train.progress import Row
 from regard.train.settings import Settings
 from regard.train.tasks import TASKS
 from regard.train.tasks.base import IGNORED, Made, Task, pad
+from regard.units import plural
 
-END = 0
-"""The byte that stands behind each document."""
+END_OF_DOCUMENT = 0
+"""The byte after each document."""
 
-RECALL = {"mqar": 8, "passkey": 4}
-"""Tasks with a share of right answers, and the part of a row of text that their longest rows have:
-so short that a small model learns them in some hundred steps."""
+RECALL_TASKS = {"mqar": 8, "passkey": 4}
+"""Tasks that measure the share of right answers. The value is the number by which the length of a
+row of text is divided to get the longest rows of the task, which are so short that a small model
+learns them in a few hundred steps.
+"""
 
-SELECT, JUDGE = 64, 128
+VALIDATION_ROWS, TEST_ROWS = 64, 128
 """Rows of text by which a learning rate is chosen, and by which a model is judged; of examples of
 tasks, four times as many.
 """
 
 
-class Lesson(ABC):
-    """Something to be learned.
+class EvalTask(ABC):
+    """Something that models are trained on and tested with.
 
     Attributes:
-        name: what it is called.
-        settings: plain values that say which data there is.
-        measure: the name of the number in `judge` that plots show.
-        better: "lower" or "higher".
-        steps: of the optimiser, unless somebody says otherwise or there is no time.
+        name: its name.
+        settings: plain values that identify its data.
+        metric: the name of the number in `score` that plots show.
+        better: "lower" or "higher", whichever is better.
+        steps: the number of optimiser steps, unless the caller gives another or the time is too
+            short.
     """
 
     name: str
-    measure: str
+    metric: str
     better: str
     steps: int
     loss: Loss
@@ -66,39 +72,42 @@ class Lesson(ABC):
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Which data there is: plain values."""
+        """Plain values that identify the data."""
 
     @abstractmethod
-    def feed(self, seed: int) -> Feed:
-        """Batches in an order of their own for each seed."""
+    def batches(self, seed: int) -> Feed:
+        """Return the training batches, in an order of its own for each seed."""
 
     @property
     @abstractmethod
-    def selection(self) -> Rows:
-        """What is not trained on, and a learning rate is chosen by."""
+    def validation(self) -> Rows:
+        """The rows by which a learning rate is chosen; they are not trained on."""
 
     @abstractmethod
-    def judge(self, model: nn.Module) -> Numbers:
-        """How good a model is on what neither trained it nor chose its learning rate."""
+    def score(self, model: nn.Module) -> Numbers:
+        """Return the results of a model on test data, which neither trained it nor chose its
+        learning rate.
+        """
 
 
 @dataclass(frozen=True)
-class Text(Lesson):
-    """The next byte of a text.
+class TextTask(EvalTask):
+    """Prediction of the next byte of a text.
 
     Args:
-        documents: from `regard.train.corpus`.
-        context: bytes that a row predicts.
-        batch: rows.
-        source: what the documents are called.
-        select, judged: rows by which a learning rate is chosen, and the model is judged.
+        documents: documents as `regard.train.corpus` reads them.
+        context: how many bytes a row predicts.
+        batch: rows per batch.
+        source: the name of the documents.
+        validation_rows: rows by which a learning rate is chosen.
+        test_rows: rows by which the model is tested.
 
     Raises:
         ArgumentError: there is too little text.
 
     >>> documents = [Document("a", "abc " * 400), Document("b", "dcba " * 400)]
-    >>> lesson = Text(documents, context=8, batch=2)
-    >>> round(lesson.judge(nn.Embedding.from_pretrained(torch.zeros(256, 256)))["bits_per_byte"], 4)
+    >>> task = TextTask(documents, context=8, batch=2)
+    >>> round(task.score(nn.Embedding.from_pretrained(torch.zeros(256, 256)))["bits_per_byte"], 4)
     8.0
     """
 
@@ -107,74 +116,77 @@ class Text(Lesson):
     batch: int
     source: str = DEFAULT
     steps: int = 300
-    select: int = SELECT
-    judged: int = JUDGE
+    validation_rows: int = VALIDATION_ROWS
+    test_rows: int = TEST_ROWS
     name = "text"
-    measure = "bits_per_byte"
+    metric = "bits_per_byte"
     better = "lower"
     loss = staticmethod(next_token_loss)
 
     @cached_property
     def _streams(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bytes to train on, to choose by, and to judge by."""
-        train, held = split(self.documents)
-        other = _bytes(held)
-        if len(other) < 3 * (self.context + 1):
+        """The bytes for training, for validation and for testing."""
+        train, held_out = split(self.documents)
+        held_out_bytes = _bytes(held_out)
+        if len(held_out_bytes) < 3 * (self.context + 1):
             raise ArgumentError(
-                f"text {self.source} leaves {len(other):,} bytes for validation; rows of "
-                f"{self.context} need "
-                f"{3 * (self.context + 1):,}: give more text, or a shorter --length"
+                f"text {self.source} leaves {len(held_out_bytes):,} bytes for validation, but "
+                "rows of "
+                f"{self.context} bytes need {3 * (self.context + 1):,}; give more text, or a "
+                "shorter --length"
             )
-        third = len(other) // 3
-        return _bytes(train), other[:third], other[third:]
+        third = len(held_out_bytes) // 3
+        return _bytes(train), held_out_bytes[:third], held_out_bytes[third:]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The text by its hash."""
+        """The sizes of the task, and the text by its hash."""
         return {
             "source": self.source,
             "bytes": len(self._streams[0]),
             "sha256": self._digest,
             "context": self.context,
             "batch": self.batch,
-            "rows": [self.select, self.judged],
+            "rows": [self.validation_rows, self.test_rows],
         }
 
     @cached_property
     def _digest(self) -> str:
         return hashlib.sha256(b"".join(s.numpy().tobytes() for s in self._streams)).hexdigest()
 
-    def feed(self, seed: int) -> Feed:
-        """Random rows."""
+    def batches(self, seed: int) -> Feed:
+        """Return random rows of the training text."""
         return Batches(self._streams[0], batch=self.batch, context=self.context, seed=seed)
 
     @property
-    def selection(self) -> Rows:
-        """Rows spread over the first third of what is held back."""
-        return validation_rows(self._streams[1], self.context, self.select)
+    def validation(self) -> Rows:
+        """Rows spread over the first third of the held-out text."""
+        return validation_rows(self._streams[1], self.context, self.validation_rows)
 
-    def judge(self, model: nn.Module) -> Numbers:
-        """Bits for each byte of rows spread over the rest: the loss by log 2."""
-        rows = validation_rows(self._streams[2], self.context, self.judged)
+    def score(self, model: nn.Module) -> Numbers:
+        """Return the bits per byte on rows spread over the last third of the held-out text: the
+        loss divided by log 2.
+        """
+        rows = validation_rows(self._streams[2], self.context, self.test_rows)
         return {"bits_per_byte": evaluate(model, rows) / math.log(2), "rows": len(rows)}
 
 
 @dataclass(frozen=True)
-class Recall(Lesson):
-    """A task of rows: finding again what was said before.
+class RecallTask(EvalTask):
+    """A task whose rows ask for something that they contain earlier.
 
     Args:
-        task: "mqar" or "passkey", or another task of rows.
+        name: "mqar" or "passkey", or another task whose rows are continued.
         length: tokens of the longest row in training.
-        batch: rows.
-        steps: of the optimiser.
-        select, judged: a quarter of the examples by which a learning rate is chosen, and the model
-            is judged.
+        batch: rows per batch.
+        steps: optimiser steps.
+        validation_rows: a quarter of the number of examples by which a learning rate is chosen.
+        test_rows: a quarter of the number of examples by which the model is tested.
 
     Raises:
-        ArgumentError: the task's rows cannot be so short.
+        ArgumentError: the rows of the task cannot be so short.
 
-    >>> Recall("mqar", 32, 4).task.lengths
+    >>> RecallTask("mqar", 32, 4).task.lengths
     (7, 32, 64)
     """
 
@@ -182,9 +194,9 @@ class Recall(Lesson):
     length: int
     batch: int
     steps: int = 400
-    select: int = SELECT
-    judged: int = JUDGE
-    measure = "accuracy"
+    validation_rows: int = VALIDATION_ROWS
+    test_rows: int = TEST_ROWS
+    metric = "accuracy"
     better = "higher"
     loss = AnswerLoss()
 
@@ -192,125 +204,137 @@ class Recall(Lesson):
         shortest = TASKS[self.name].lengths[0]
         if self.length < shortest:
             raise ArgumentError(
-                f"rows of {self.name} have {self.length} tokens at most, and at least {shortest}: "
-                "give a --length of "
-                f"{shortest * RECALL[self.name]} or more, or leave out --lesson {self.name}"
+                f"rows of {self.name} need at least {plural(shortest, 'token')}, but the longest "
+                "row "
+                f"has {self.length}; give a --length of {shortest * RECALL_TASKS[self.name]} or "
+                "more, "
+                f"or leave out --task {self.name}"
             )
 
     @property
     def task(self) -> Task:
-        """The task at these lengths."""
+        """The task with rows of these lengths."""
         known = TASKS[self.name]
         return replace(known, lengths=(known.lengths[0], self.length, 2 * self.length))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The task and its lengths."""
+        """The name of the task and its sizes."""
         return {
             "task": self.name,
             "lengths": list(self.task.lengths),
             "batch": self.batch,
-            "rows": [self.select, self.judged],
+            "rows": [self.validation_rows, self.test_rows],
         }
 
-    def feed(self, seed: int) -> Feed:
-        """Examples of the training split."""
+    def batches(self, seed: int) -> Feed:
+        """Return batches of examples of the training split."""
         return Made(self.task, batch=self.batch, seed=seed)
 
     @property
-    def selection(self) -> Rows:
-        """Examples of the validation split."""
-        return pad(self.task, self.task.examples("validation", 4 * self.select, "select"))
+    def validation(self) -> Rows:
+        """Examples of the validation split, by which a learning rate is chosen."""
+        return pad(self.task, self.task.examples("validation", 4 * self.validation_rows, "select"))
 
-    def judge(self, model: nn.Module) -> Numbers:
-        """The share of right answers on other examples of the validation split, each answer given
-        the right ones before.
+    def score(self, model: nn.Module) -> Numbers:
+        """Return the share of right answers on other examples of the validation split, where each
+        answer follows the right earlier ones.
         """
-        rows = pad(self.task, self.task.examples("validation", 4 * self.judged, "judge"))
-        answers = right = whole = 0
+        rows = pad(self.task, self.task.examples("validation", 4 * self.test_rows, "judge"))
+        answers = right = fully_right = 0
         with torch.no_grad():
-            for part in rows.split(4 * self.batch):
-                asked = part.target != IGNORED
-                wrong = (model(part.source).argmax(-1) != part.target) & asked
-                answers, right = answers + int(asked.sum()), right + int((asked & ~wrong).sum())
-                whole += int((~wrong.any(1)).sum())
+            for batch in rows.split(4 * self.batch):
+                is_answer = batch.target != IGNORED
+                wrong = (model(batch.source).argmax(-1) != batch.target) & is_answer
+                answers, right = (
+                    answers + int(is_answer.sum()),
+                    right + int((is_answer & ~wrong).sum()),
+                )
+                fully_right += int((~wrong.any(1)).sum())
         return {
             "accuracy": right / answers,
-            "whole": whole / len(rows),
+            "whole": fully_right / len(rows),
             "answers": answers,
             "examples": len(rows),
         }
 
 
-def lessons(
+def eval_tasks(
     names: Sequence[str], *, source: str = DEFAULT, length: int = 256, batch: int = 8
-) -> list[Lesson]:
-    """The lessons of these names.
+) -> list[EvalTask]:
+    """Return the evaluation tasks of these names.
 
     Args:
-        names: "text", or tasks of `RECALL`.
-        source: of the text: "python-docs", a file or a folder.
-        length: bytes that a row of text predicts; rows of tasks have up to so many tokens by the
-            number in `RECALL`.
-        batch: rows of text; of tasks as many more as they are shorter.
+        names: "text", or tasks in `RECALL_TASKS`.
+        source: the text: "python-docs", a file or a folder.
+        length: how many bytes a row of text predicts; rows of recall tasks have at most this many
+            tokens divided by the number in `RECALL_TASKS`.
+        batch: rows of text per batch; batches of recall tasks have as many more rows as these are
+            shorter.
 
     Raises:
-        ArgumentError, FileError: a name is not known, or comes twice; there is no such text, or too
-            little.
+        ArgumentError: a name is not known or is given twice, or there is too little text.
+        FileError: there is no such text.
 
-    >>> [(one.length, one.batch) for one in lessons(["mqar", "passkey"], length=256, batch=8)]
+    >>> [(one.length, one.batch) for one in eval_tasks(["mqar", "passkey"], length=256, batch=8)]
     [(32, 64), (64, 32)]
     """
-    known = ("text", *RECALL)
+    known = ("text", *RECALL_TASKS)
     if unknown := [name for name in names if name not in known]:
-        raise ArgumentError(f"there is no lesson {unknown[0]!r}; there are {', '.join(known)}")
+        raise ArgumentError(
+            f"there is no evaluation task {unknown[0]!r}; the tasks are {', '.join(known)}"
+        )
     if len(set(names)) < len(names):
-        raise ArgumentError(f"lessons are {', '.join(names)}; name each once")
-    found: list[Lesson] = []
+        raise ArgumentError(f"the tasks are {', '.join(names)}; name each task once")
+    tasks: list[EvalTask] = []
     for name in names:
         if name == "text":
-            found.append(Text(read(source), length, batch, source))
+            tasks.append(TextTask(read(source), length, batch, source))
         else:
-            found.append(Recall(name, length // RECALL[name], batch * RECALL[name]))
-    return found
+            tasks.append(RecallTask(name, length // RECALL_TASKS[name], batch * RECALL_TASKS[name]))
+    return tasks
 
 
 def _bytes(documents: Sequence[Document]) -> Tensor:
-    text = b"".join(one.text.encode("utf-8") + bytes([END]) for one in documents)
+    text = b"".join(one.text.encode("utf-8") + bytes([END_OF_DOCUMENT]) for one in documents)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-RATES = (3e-3,)
-"""Learning rates of mechanisms with a cache of tokens."""
+LEARNING_RATES = (3e-3,)
+"""Learning rates of mechanisms with a KV cache."""
 
-RATES_OF_STATES = (1e-3, 3e-3, 1e-2)
-"""Learning rates for mechanisms with a state. They depend on the rate much more than the others, so
-each is trained at all three and counts at its best, which favours them.
+RECURRENT_LEARNING_RATES = (1e-3, 3e-3, 1e-2)
+"""Learning rates of mechanisms with a recurrent state. They are more sensitive to the rate than the
+others, so each is trained with all three and its best result counts, which is in their favour.
 """
 
-PILOT = 5
-"""Steps whose median time tells how long training will take; one more comes first, and is not
-timed.
+PILOT_STEPS = 5
+"""How many training steps are timed to estimate the time of training; one more step comes first and
+is not timed.
 """
 
-LEAST = 20
-"""Fewer steps say nothing: rather the time is exceeded."""
+MIN_STEPS = 20
+"""The least number of steps; with fewer, results mean nothing, so the time limit is exceeded
+instead.
+"""
 
 
 @dataclass(frozen=True)
-class Training:
-    """How all are trained.
+class TrainingSettings:
+    """How all models are trained.
 
-    Attributes:
-        seeds: of weights and data order; each trains anew.
-        rates: learning rates for all; None is `RATES`, and `RATES_OF_STATES` where the memory is a
-            state.
-        weight_decay, clip: of AdamW, and the most that a gradient's norm may be.
+    Args:
+        seeds: random seeds of the weights and of the data order; each seed trains a model of its
+            own.
+        rates: learning rates for all models; None is `LEARNING_RATES`, and
+            `RECURRENT_LEARNING_RATES` for mechanisms with a recurrent state.
+        weight_decay: the weight decay of AdamW.
+        clip: the maximum norm of the gradient.
 
     Raises:
-        ArgumentError: there is no seed or rate, or one comes twice.
+        ArgumentError: there is no seed or rate, or one is given twice.
 
-    >>> Training().rates_of(recurrent=True)
+    >>> TrainingSettings().learning_rates_for(recurrent=True)
     (0.001, 0.003, 0.01)
     """
 
@@ -323,46 +347,54 @@ class Training:
         for name in ("seeds", "rates"):
             values = getattr(self, name)
             if values is not None and (not values or len(set(values)) < len(values)):
-                raise ArgumentError(f"{name} are {values}; give at least one, each once")
+                raise ArgumentError(f"{name} are {values}; give at least one, and each only once")
 
-    def rates_of(self, *, recurrent: bool) -> tuple[float, ...]:
-        """The learning rates that a mechanism is trained with."""
-        return self.rates or (RATES_OF_STATES if recurrent else RATES)
+    def learning_rates_for(self, *, recurrent: bool) -> tuple[float, ...]:
+        """Return the learning rates that a mechanism is trained with."""
+        return self.rates or (RECURRENT_LEARNING_RATES if recurrent else LEARNING_RATES)
 
 
 @dataclass(frozen=True)
-class Pupil:
-    """A mechanism as it is trained: its config, and the rates that it is tried with."""
+class TrainConfig:
+    """The config of a model that is trained, and the learning rates that are tried."""
 
     config: Config
-    rates: tuple[float, ...]
+    learning_rates: tuple[float, ...]
 
 
-def pilot(pupils: Mapping[str, Pupil], lessons: Sequence[Lesson]) -> list[Experiment]:
-    """Seconds of a training step of each mechanism in each lesson: `seconds` by mechanism."""
-    found = []
-    for lesson in lessons:
-        models = {name: asdict(one.config) for name, one in pupils.items()}
-        settings = {"models": models, "lesson": lesson.settings, "steps": PILOT}
+def pilot_experiments(
+    train_configs: Mapping[str, TrainConfig], tasks: Sequence[EvalTask]
+) -> list[Experiment]:
+    """Return an experiment for each task that measures the seconds of a training step: `seconds` by
+    mechanism.
+    """
+    experiments = []
+    for task in tasks:
+        models = {name: asdict(one.config) for name, one in train_configs.items()}
+        settings = {"models": models, "lesson": task.settings, "steps": PILOT_STEPS}
 
-        def measure(lesson: Lesson = lesson) -> Numbers:
+        def measure(task: EvalTask = task) -> Numbers:
             return {
-                "seconds": {name: _per_step(one.config, lesson) for name, one in pupils.items()}
+                "seconds": {
+                    name: _per_step(one.config, task) for name, one in train_configs.items()
+                }
             }
 
-        found.append(Experiment(f"pilot/{lesson.name}", settings, measure))
-    return found
+        experiments.append(Experiment(f"pilot/{task.name}", settings, measure))
+    return experiments
 
 
-def _per_step(config: Config, lesson: Lesson) -> float:
-    """The median of some steps: a stall of the machine must not shorten all training."""
-    model, feed, taken = decoder(config), lesson.feed(0), []
-    for _ in range(1 + PILOT):
-        rows = next(feed)
+def _per_step(config: Config, task: EvalTask) -> float:
+    """Return the median seconds of a few steps; the median is not affected if the machine stalls
+    once.
+    """
+    model, batches, seconds = build_decoder(config), task.batches(0), []
+    for _ in range(1 + PILOT_STEPS):
+        rows = next(batches)
         start = time.perf_counter()
-        torch.autograd.backward(lesson.loss(model, rows))
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+        torch.autograd.backward(task.loss(model, rows))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 def steps_that_fit(
@@ -371,88 +403,91 @@ def steps_that_fit(
     runs: Mapping[str, int],
     room: float,
 ) -> tuple[dict[str, int], float]:
-    """Steps of each lesson so that all training ends in time: the same share of what is wanted in
-    each.
+    """Return the steps of each task with which all training ends in time; all tasks get the same
+    share of the steps that are wanted.
 
-    f = min(1, room / sum_{lesson, mechanism} steps seconds runs),  steps' = max(20, floor(f steps))
+    f = min(1, room / sum_{task, mechanism} steps seconds runs),  steps' = max(20, floor(f steps))
 
     Args:
-        wanted: lesson -> steps.
-        seconds: lesson -> mechanism -> seconds of a step.
-        runs: mechanism -> how often it is trained in each lesson: rates times seeds.
-        room: seconds that are left.
+        wanted: task -> steps.
+        seconds: task -> mechanism -> seconds of a step.
+        runs: mechanism -> how often it is trained in each task: rates times seeds.
+        room: the seconds that are left.
 
     Returns:
-        steps by lesson, and the seconds that all wanted steps would take.
+        The steps of each task, and the seconds that all wanted steps would take.
 
     >>> seconds, runs = {"text": {"mha": 0.1, "linear": 0.1}}, {"mha": 1, "linear": 3}
     >>> steps_that_fit({"text": 600}, seconds, runs, 120.0)
     ({'text': 300}, 240.0)
     """
-    whole = sum(
-        steps * seconds[lesson][name] * runs[name]
-        for lesson, steps in wanted.items()
-        for name in seconds[lesson]
+    total_seconds = sum(
+        steps * seconds[task][name] * runs[name]
+        for task, steps in wanted.items()
+        for name in seconds[task]
     )
-    share = min(1.0, max(0.0, room) / whole) if whole else 1.0
+    share = min(1.0, max(0.0, room) / total_seconds) if total_seconds else 1.0
     return {
-        lesson: steps if share == 1.0 else max(min(LEAST, steps), int(share * steps))
-        for lesson, steps in wanted.items()
-    }, whole
+        task: steps if share == 1.0 else max(min(MIN_STEPS, steps), int(share * steps))
+        for task, steps in wanted.items()
+    }, total_seconds
 
 
-def experiments(
-    pupils: Mapping[str, Pupil],
-    lessons: Sequence[Lesson],
-    training: Training,
+def training_experiments(
+    train_configs: Mapping[str, TrainConfig],
+    tasks: Sequence[EvalTask],
+    training: TrainingSettings,
     steps: Mapping[str, int],
     seconds: Mapping[str, Mapping[str, float]],
-    tell: Tell = silent,
+    report: ReportProgress = ignore_progress,
 ) -> list[Experiment]:
-    """A training run for each lesson, mechanism, rate and seed; one lesson behind the other, so
-    that an interrupt leaves whole ones.
+    """Return a training run for each task, mechanism, rate and seed.
+
+    All runs of one task come before those of the next, so that an interrupt leaves complete tasks.
     """
-    found = []
-    for lesson in lessons:
-        for name, pupil in pupils.items():
-            for rate in pupil.rates:
+    experiments = []
+    for task in tasks:
+        for name, train_config in train_configs.items():
+            for rate in train_config.learning_rates:
                 for seed in training.seeds:
-                    job = _Job(pupil.config, lesson, training, steps[lesson.name], rate, seed, tell)
-                    guess = seconds[lesson.name][name] * steps[lesson.name]
-                    found.append(
+                    run = _TrainingRun(
+                        train_config.config, task, training, steps[task.name], rate, seed, report
+                    )
+                    estimate = seconds[task.name][name] * steps[task.name]
+                    experiments.append(
                         Experiment(
-                            job_name(lesson.name, name, rate, seed), job.settings, job.run, guess
+                            run_name(task.name, name, rate, seed), run.settings, run.run, estimate
                         )
                     )
-    return found
+    return experiments
 
 
-def job_name(lesson: str, name: str, rate: float, seed: int) -> str:
-    """What a training run is called.
+def run_name(task: str, name: str, rate: float, seed: int) -> str:
+    """Return the name of a training run.
 
-    >>> job_name("text", "mha", 0.003, 0)
+    >>> run_name("text", "mha", 0.003, 0)
     'text/mha/lr 0.003/seed 0'
     """
-    return f"{lesson}/{name}/lr {rate:g}/seed {seed}"
+    return f"{task}/{name}/lr {rate:g}/seed {seed}"
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One training run."""
+class _TrainingRun:
+    """One training run of one model with one learning rate and one seed."""
 
     config: Config
-    lesson: Lesson
-    training: Training
+    task: EvalTask
+    training: TrainingSettings
     steps: int
     rate: float
     seed: int
-    tell: Tell
+    report: ReportProgress
 
     @property
     def settings(self) -> dict[str, Any]:
         return {
             "model": asdict(self.config),
-            "lesson": self.lesson.settings,
+            "lesson": self.task.settings,
             "steps": self.steps,
             "rate": self.rate,
             "seed": self.seed,
@@ -461,8 +496,8 @@ class _Job:
         }
 
     def run(self) -> Numbers:
-        """Train, and judge; `diverged` where the loss became infinite."""
-        model, feed = decoder(self.config, self.seed), self.lesson.feed(self.seed)
+        """Train and test the model; the result has `diverged` if the loss became infinite."""
+        model, batches = build_decoder(self.config, self.seed), self.task.batches(self.seed)
         settings = Settings(
             steps=self.steps,
             lr=self.rate,
@@ -474,42 +509,46 @@ class _Job:
         start = time.perf_counter()
         try:
             result = fit(
-                model, feed, settings, loss=self.lesson.loss, progress=_Told(self.tell, self.steps)
+                model,
+                batches,
+                settings,
+                loss=self.task.loss,
+                progress=_ProgressLines(self.report, self.steps),
             )
         except NonFiniteLoss:
             return {"diverged": True, "seconds": time.perf_counter() - start}
         if result.stopped_by is not None:  # `fit` ends its step first, and gives no other sign
             raise KeyboardInterrupt
-        taken = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         model.eval()
         return {
             "loss": result.loss,
-            "validation": _loss(model, self.lesson),
-            **self.lesson.judge(model),
+            "validation": _validation_loss(model, self.task),
+            **self.task.score(model),
             "steps": self.steps,
-            "tokens": self.steps * feed.batch * feed.context,
-            "seconds": taken,
+            "tokens": self.steps * batches.batch * batches.context,
+            "seconds": seconds,
         }
 
 
 @dataclass
-class _Told:
-    """Tells where a run stands, every tenth of it."""
+class _ProgressLines:
+    """Reports the step and the loss after every tenth of a training run."""
 
-    tell: Tell
+    report: ReportProgress
     steps: int
 
     def step(self, row: Row) -> None:
-        """Nothing for a step."""
+        """Ignore a single step, as only rows are reported."""
 
     def row(self, row: Row) -> None:
-        """Step and loss."""
-        self.tell(f"  step {row.step}/{self.steps}, loss {row.loss:.3f}")
+        """Report the step and the loss of a row."""
+        self.report(f"  step {row.step}/{self.steps}, loss {row.loss:.3f}")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as no file is open."""
 
 
-def _loss(model: nn.Module, lesson: Lesson) -> float:
-    """On what learning rates are chosen by."""
-    return evaluate(model, lesson.selection, loss=lesson.loss)
+def _validation_loss(model: nn.Module, task: EvalTask) -> float:
+    """Return the loss on the validation data, by which learning rates are chosen."""
+    return evaluate(model, task.validation, loss=task.loss)

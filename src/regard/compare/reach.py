@@ -1,5 +1,5 @@
-"""How far a decoder reads: its loss on the same tokens behind ever more context, and whether it
-finds what stands at a depth.
+"""Long-context tests of a decoder: the loss on the same tokens after more and more context, and the
+retrieval of a passage from a given depth.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.units import plural
 
 
-class Needle(NamedTuple):
-    """What came of a passage at a depth.
+class NeedleResult(NamedTuple):
+    """How well a model retrieves a passage from one depth of a text.
 
     Attributes:
-        depth: 0 at the beginning of the text, 1 at its end.
-        right: the share of its tokens that are thought likeliest when they are asked for.
-        guessed: the same when the passage did not stand in the text.
-        saved: nats per token less than without it.
+        depth: 0 if the passage is at the beginning of the text, 1 if it is at the end.
+        right: the share of its tokens that are the model's first choice when they are asked for.
+        guessed: the same share if the passage is not in the text.
+        saved: by how many nats per token the passage in the text lowers the loss.
 
-    >>> Needle(0.5, 0.75, 0.25, 1.5).saved
+    >>> NeedleResult(0.5, 0.75, 0.25, 1.5).saved
     1.5
     """
 
@@ -44,23 +45,26 @@ def losses(
     counted: int = 32,
     windows: int = 8,
 ) -> Float[Tensor, " n"]:
-    """Mean nats of the same tokens behind contexts of each length.
+    """Return the mean loss in nats of the same tokens after contexts of each length.
 
     loss(L) = mean over ends e, i < counted of  -log p(x_{e-i} | x_{e-L} .. x_{e-i-1})
 
-    The targets are the last `counted` of windows that end at the same places, so that lengths
-    differ in nothing but what stands before. Sums are in fp64.
+    The targets are the last `counted` tokens of windows that end at the same positions, so that
+    lengths differ only in the tokens before them. Sums are in fp64.
 
     Args:
         model: ids [B,T] -> logits [B,T,V].
-        ids: a text.
-        lengths: how many tokens are read, each more than `counted`.
-        counted: tokens of a window that are predicted.
-        windows: how many ends, spread over the text.
+        ids: the token ids of a text.
+        lengths: how many tokens are read, each at least `counted`.
+        counted: how many tokens of a window are predicted.
+        windows: how many windows there are; their ends are spread over the text.
+
+    Returns:
+        The mean loss of each length, in nats per token.
 
     Raises:
-        ArgumentError: a length is not more than counted, or the text is shorter than the longest
-            and one more.
+        ArgumentError: a length is less than `counted`, or the text is not longer than the longest
+            length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> found = losses(flat, torch.zeros(99, dtype=torch.long), [40, 80])
@@ -69,23 +73,24 @@ def losses(
     """
     if min(lengths) < counted or counted < 1 or windows < 1:
         raise ArgumentError(
-            f"lengths are {list(lengths)}, and {counted} tokens of {windows} windows are counted; "
-            "each length must have them"
+            f"lengths are {list(lengths)}, counted is {counted} and windows is {windows}; each "
+            "length "
+            "must be at least counted, and both must be at least 1"
         )
     longest = max(lengths)
     if len(ids) <= longest:
         raise ArgumentError(
-            f"the text has {len(ids)} tokens, and {longest} of context need {longest + 1}; give a "
-            "longer text, or shorter lengths"
+            f"the text has {plural(len(ids), 'token')}, but a context of {longest} needs "
+            f"{longest + 1}; give a longer text, or shorter lengths"
         )
-    ends = sorted(set(torch.linspace(longest, len(ids) - 1, windows).long().tolist()))
-    found = torch.zeros(len(lengths), dtype=torch.float64)
+    window_ends = sorted(set(torch.linspace(longest, len(ids) - 1, windows).long().tolist()))
+    totals = torch.zeros(len(lengths), dtype=torch.float64)
     for i, length in enumerate(lengths):
-        for end in ends:
+        for end in window_ends:
             row = ids[end - length : end + 1][None]
             logits = model(row[:, :-1])[0, -counted:].double()
-            found[i] += F.cross_entropy(logits, row[0, -counted:])
-    return found / len(ends)
+            totals[i] += F.cross_entropy(logits, row[0, -counted:])
+    return totals / len(window_ends)
 
 
 @torch.inference_mode()
@@ -99,73 +104,92 @@ def needles(
     key: int = 8,
     mark: int = 12,
     seed: int = 0,
-) -> list[Needle]:
-    """Whether a model finds a passage again that stands at a depth: how often it is right, and how
-    many nats that saves.
+) -> list[NeedleResult]:
+    """Test whether a model retrieves a passage from each depth: how often it is right, and how much
+    that lowers the loss.
 
     text ... mark key ... text mark -> key, each token given those before it; and the same without
     the first mark and key
 
-    Mark and key are a passage from elsewhere in the text, so that a model that was never taught a
-    passkey can show what it finds. What it could guess without looking back is the share right
-    without it, and saves nothing.
+    The cue (mark) and the answer (key) are a passage from elsewhere in the text, so that a model
+    that was never trained on passkeys can be tested. The share that is right without the first
+    passage is the share that the model can guess.
 
     Args:
         model: ids [B,T] -> logits [B,T,V].
-        ids: a text, whose pieces surround the passage.
-        length: tokens that are read.
-        depths: where the passage stands, 0 at the beginning and 1 at the end of the text.
-        trials: for each depth.
-        key, mark: tokens of the passage that are asked for, and those before them.
-        seed: of pieces and passages.
+        ids: the token ids of a text, whose pieces surround the passage.
+        length: how many tokens are read.
+        depths: the positions of the passage, from 0 at the beginning to 1 at the end of the text.
+        trials: how many passages are tested for each depth.
+        key: how many tokens of the passage are asked for.
+        mark: how many tokens of the passage come before them, as the cue.
+        seed: random seed for the texts and passages.
+
+    Returns:
+        The result of each depth.
 
     Raises:
-        ArgumentError: the text or the length has no room for it, or a depth lies outside 0..1.
+        ArgumentError: the text or the length is too short for the passage, or a depth is outside
+            0..1.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> [one.saved for one in needles(flat, torch.arange(99) % 4, 60, [0.0, 1.0], trials=2)]
     [0.0, 0.0]
     """
-    n = key + mark
-    room = length - 2 * n + 1
-    if room < n or len(ids) < length or not all(0 <= depth <= 1 for depth in depths):
+    passage_length = key + mark
+    text_length = length - 2 * passage_length + 1
+    if (
+        text_length < passage_length
+        or len(ids) < length
+        or not all(0 <= depth <= 1 for depth in depths)
+    ):
         raise ArgumentError(
-            f"a passage of {n} tokens twice in {length} tokens, of a text of {len(ids)}, at "
-            f"depths {list(depths)}: "
-            f"the length must be at least {3 * n - 1} and at most the text's, depths in 0..1"
+            f"a passage of {plural(passage_length, 'token')} cannot be placed twice in {length} of "
+            f"{plural(len(ids), 'token')} at the depths {list(depths)}; the length must be at "
+            "least "
+            f"{3 * passage_length - 1} and at most that of the text, and depths must be in 0..1"
         )
-    make = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(ids) - room - n + 1, (trials,), generator=make)
-    pieces = [(ids[s : s + room], ids[s + room : s + room + n]) for s in starts.tolist()]
-    told = torch.randint(len(ids) - n + 1, (trials,), generator=make).tolist()
-    passages = [ids[a : a + n] for a in told]
-    bare = torch.stack(
-        [torch.cat((*piece, said)) for piece, said in zip(pieces, passages, strict=True)]
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(
+        len(ids) - text_length - passage_length + 1, (trials,), generator=generator
     )
-    without, guessed = _asked(model, bare, key)
-    found = []
+    pieces = [
+        (ids[s : s + text_length], ids[s + text_length : s + text_length + passage_length])
+        for s in starts.tolist()
+    ]
+    passage_starts = torch.randint(
+        len(ids) - passage_length + 1, (trials,), generator=generator
+    ).tolist()
+    passages = [ids[a : a + passage_length] for a in passage_starts]
+    without_passage = torch.stack(
+        [torch.cat((*piece, passage)) for piece, passage in zip(pieces, passages, strict=True)]
+    )
+    without, guessed = _loss_and_accuracy(model, without_passage, key)
+    results = []
     for depth in depths:
-        cut = round(depth * room)
-        whole = torch.stack(
+        split = round(depth * text_length)
+        with_passage = torch.stack(
             [
-                torch.cat((text[:cut], said, text[cut:], said))
-                for (text, _), said in zip(pieces, passages, strict=True)
+                torch.cat((text[:split], passage, text[split:], passage))
+                for (text, _), passage in zip(pieces, passages, strict=True)
             ]
         )
-        nats, right = _asked(model, whole, key)
-        found.append(Needle(depth, right, guessed, without - nats))
-    return found
+        nats, right = _loss_and_accuracy(model, with_passage, key)
+        results.append(NeedleResult(depth, right, guessed, without - nats))
+    return results
 
 
-def _asked(model: nn.Module, rows: Tensor, key: int) -> tuple[float, float]:
-    """Mean nats of the last tokens of rows, and the share of them that are thought likeliest."""
+def _loss_and_accuracy(model: nn.Module, rows: Tensor, key: int) -> tuple[float, float]:
+    """Return the mean loss in nats of the last `key` tokens of each row, and the share of them that
+    are the model's first choice.
+    """
     logits = model(rows[:, :-1])[:, -key:].double()
     right = (logits.argmax(-1) == rows[:, -key:]).double().mean()
     return float(F.cross_entropy(logits.flatten(0, 1), rows[:, -key:].flatten())), float(right)
 
 
 def perplexity(loss: float) -> float:
-    """exp of nats per token; infinite where no float holds it.
+    """Return exp of a loss in nats per token; infinity if no float can hold it.
 
     >>> perplexity(0.0), perplexity(1e4)
     (1.0, inf)

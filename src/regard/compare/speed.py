@@ -1,4 +1,6 @@
-"""The speed of each mechanism: prompts, decoding steps and training steps, timed in turns."""
+"""Measure the speed of each mechanism: prompts, decoding steps and training steps, timed in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from regard.bench.machine import free
 from regard.bench.timing import interleaved, median, quartiles, ratio
 from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
-from regard.compare.mechanisms import decoder
+from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
@@ -25,18 +27,18 @@ from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, optimiser
 
 Step = Callable[[], object]
-RATE = 1e-4
-"""Learning rate of timed steps: weights must move, not far."""
+LEARNING_RATE = 1e-4
+"""Learning rate of timed training steps, at which weights change a little."""
 
-ITEM = 4
-"""Bytes of a number: all is measured in fp32."""
+BYTES_PER_VALUE = 4
+"""Bytes of a value; everything is measured in fp32."""
 
 
-class Kernels(Trace):
-    """Notes which kernel computes each call of softmax attention.
+class KernelRecorder(Trace):
+    """A trace that records the names of the kernels that compute softmax attention.
 
     >>> from regard import attend
-    >>> with Kernels() as seen:
+    >>> with KernelRecorder() as seen:
     ...     _ = attend(*torch.zeros(3, 1, 1, 2, 4), backend="reference")
     >>> seen.names
     ['reference']
@@ -49,29 +51,34 @@ class Kernels(Trace):
         self.names: list[str] = []
 
     def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
-        """One call more."""
+        """Record the kernel of one call."""
         name = kernel.partition(",")[0]
         if name not in self.names:
             self.names.append(name)
 
 
-def ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
-    """Random tokens [B,T], the same for a length each time.
+def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
+    """Return random token ids [B,T], the same for each length every time.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> ids(Contestant("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> random_ids(Candidate("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
     torch.Size([2, 3])
     """
     generator = torch.Generator().manual_seed(length)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
-def read(model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None) -> list[Cache]:
-    """Caches that hold a prompt [B,T]; those that keep all are allocated once, for `room` tokens.
+def prefill_caches(
+    model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None
+) -> list[Cache]:
+    """Return caches that contain a prompt [B,T].
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> [type(c).__name__ for c in read(decoder(config), ids(config, 1, 3), 4)]
+    Caches that keep all tokens are allocated once, for `room` tokens.
+
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> caches = prefill_caches(build_decoder(config), random_ids(config, 1, 3), 4)
+    >>> [type(cache).__name__ for cache in caches]
     ['Fixed']
     """
     rows, length = prompt.shape
@@ -82,29 +89,34 @@ def read(model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None) ->
 
 
 def prefill(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Read a prompt of `context` tokens into new caches, and give the logits behind its last.
+    """Return a function that reads a prompt of `context` tokens into new caches and computes the
+    logits after its last token.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> len(prefill(decoder(config), config, 5)())
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> len(prefill(build_decoder(config), config, 5)())
     1
     """
-    prompt = ids(config, batch, context)
-    return lambda: read(model, prompt)
+    prompt = random_ids(config, batch, context)
+    return lambda: prefill_caches(model, prompt)
 
 
 def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Decode the token at position context - 1, behind caches that hold all before; then take it
-    back.
+    """Return a function that decodes the token at position context - 1 after caches with all
+    earlier tokens, and then removes it again.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = decode(decoder(config), config, 5)
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> step = decode(build_decoder(config), config, 5)
     >>> bool((step() == step()).all())
     True
     """
-    prompt = ids(config, batch, context)
-    caches = read(model, prompt[:, : context - 1], context) if context > 1 else model.new_caches()
+    prompt = random_ids(config, batch, context)
+    caches = (
+        prefill_caches(model, prompt[:, : context - 1], context)
+        if context > 1
+        else model.new_caches()
+    )
     last = prompt[:, context - 1 :]
 
     def step() -> Tensor:
@@ -119,16 +131,17 @@ def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step
 
 
 def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
-    """One optimiser step on rows of `length` predicted tokens: forward, backward, AdamW.
+    """Return a function that makes one optimiser step on rows of `length` predicted tokens:
+    forward, backward, AdamW.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = training(decoder(config), config, 5, 2)
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> step = training(build_decoder(config), config, 5, 2)
     >>> step() > step()
     True
     """
-    rows = ids(config, batch, length + 1)
-    update = optimiser(model, Settings(steps=1, lr=RATE))
+    rows = random_ids(config, batch, length + 1)
+    update = optimiser(model, Settings(steps=1, lr=LEARNING_RATE))
 
     def step() -> float:
         update.zero_grad(set_to_none=True)
@@ -140,62 +153,62 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
     return step
 
 
-def kernels(step: Step) -> list[str]:
-    """The kernels of softmax attention that a step runs; empty where it runs none, as a recurrence
-    does.
+def kernels_used(step: Step) -> list[str]:
+    """Return the kernels of softmax attention that a step runs; the list is empty if it runs none,
+    as for a recurrence.
 
-    >>> kernels(lambda: None)
+    >>> kernels_used(lambda: None)
     []
     """
-    with Kernels() as seen:
+    with KernelRecorder() as recorder:
         step()
-    return seen.names
+    return recorder.names
 
 
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:
-    """Bytes that the caches of all layers really hold behind so many tokens, each of the kind that
-    suits its layer.
+    """Return the bytes that the caches of all layers really take after `context` tokens, each of
+    the kind that suits its layer.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> cache_bytes(decoder(config), config, 10)  # one key and one value of 8 numbers, 4 bytes each
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> cache_bytes(build_decoder(config), config, 10)  # a key and a value of 8 x 4 bytes each
     640
     """
     caches = model.new_caches()
     with torch.inference_mode():
-        model(ids(config, batch, context), None, caches, last=1)
+        model(random_ids(config, batch, context), None, caches, last=1)
     return sum(cache.bytes for cache in caches)
 
 
 def described_bytes(model: Decoder, context: int, batch: int = 1) -> int:
-    """Bytes that caches hold in fp32 by the formulas of `regard describe`.
+    """Return the bytes that caches take in fp32 by the formulas of `regard describe`.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape, decoder
-    >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> described_bytes(decoder(config), 10)
+    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
+    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
+    >>> described_bytes(build_decoder(config), 10)
     640
     """
     layers = [layer.get_submodule("attention") for layer in model.layers]
-    return batch * sum(ITEM * layer.describe(context).kept for layer in layers)  # type: ignore[operator]
+    return batch * sum(BYTES_PER_VALUE * layer.describe(context).cached_values for layer in layers)  # type: ignore[operator]
 
 
 KINDS = ("prefill", "decode", "training")
-"""What is timed."""
+"""The kinds of work that are timed."""
 
-MACHINE = ("processor", "cores", "threads", "capability", "torch", "regard")
-"""What of a machine a time depends on: a kept one counts on the same only."""
+MACHINE_KEYS = ("processor", "cores", "threads", "capability", "torch", "regard")
+"""The facts of a machine that times depend on; a saved time is used only if they are equal."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long is measured, and on what.
+    """How long and at which sizes times are measured.
 
-    Attributes:
-        contexts: tokens of prompts, and of texts in which a token is decoded, its own included.
-        length, batch: tokens and rows of a training step.
-        rounds: each times every mechanism once.
-        seconds: of rounds per experiment; no new round begins behind them.
-        sample: seconds of one timing: short calls are repeated.
+    Args:
+        contexts: the lengths of prompts, and of sequences whose last token is decoded.
+        length, batch: tokens per row and rows of a training step.
+        rounds: the number of rounds; each times every mechanism once.
+        seconds: the limit of the rounds of one experiment; no new round starts after it.
+        sample: the least seconds of one timing; calls that are shorter are repeated.
 
     Raises:
         ArgumentError: there is no context, or a number is less than 1.
@@ -213,7 +226,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         if not self.contexts:
-            raise ArgumentError("contexts is empty; give at least one")
+            raise ArgumentError("contexts is empty; give at least one context")
         for name in ("length", "batch", "rounds"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -221,56 +234,67 @@ class Timing:
             raise ArgumentError(f"contexts are {self.contexts}; each must be 1 or more")
 
 
-def experiments(
+def timing_experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
 ) -> list[Experiment]:
-    """Prompts and decoding at every context, and training steps: all mechanisms in turns within
-    each, so that a drift of the machine hits all; so one more mechanism is a new measurement of
-    all.
+    """Return the experiments of prompts and decoding at every context, and of training steps.
+
+    Within each experiment all mechanisms are timed in turns, so that a drift of the machine affects
+    all of them. Therefore one more mechanism means that all are measured again.
 
     Args:
-        configs: name -> model.
+        configs: name -> config of the model.
         timing: how long, and at which sizes.
-        machine: `regard.bench.machine.machine`.
+        machine: the facts that `regard.bench.machine.machine` returns.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> [one.name for one in experiments(made, Timing(contexts=(4, 8)), {})]
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> [one.name for one in timing_experiments(made, Timing(contexts=(4, 8)), {})]
     ['prefill/4', 'decode/4', 'prefill/8', 'decode/8', 'training/256']
     """
-    on = {name: machine.get(name) for name in MACHINE}
-    shared = {"models": {name: asdict(config) for name, config in configs.items()}, "machine": on}
+    machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    shared = {
+        "models": {name: asdict(config) for name, config in configs.items()},
+        "machine": machine_facts,
+    }
     jobs = [(kind, context) for context in timing.contexts for kind in KINDS[:2]]
     jobs.append(("training", timing.length))
-    found = []
+    experiments = []
     for kind, length in jobs:
-        own = {"kind": kind, "length": length, "batch": timing.batch if kind == "training" else 1}
+        sizes = {"kind": kind, "length": length, "batch": timing.batch if kind == "training" else 1}
         limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
-        found.append(
+        experiments.append(
             Experiment(
                 f"{kind}/{length}",
-                {**shared, **own, **limits},
-                lambda kind=kind, length=length: measure(configs, kind, length, timing),  # type: ignore[misc]
+                {**shared, **sizes, **limits},
+                lambda kind=kind, length=length: time_in_turns(configs, kind, length, timing),  # type: ignore[misc]
                 timing.seconds,
             )
         )
-    return found
+    return experiments
 
 
-def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
+def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
     """Time one kind of work of all mechanisms in turns.
 
+    Args:
+        configs: name -> config of the model.
+        kind: a word of `KINDS`.
+        length: tokens of the context, or of a row in training.
+        timing: how long is measured.
+
     Returns:
-        {"rows": name -> row}; a row has `seconds` (median of a call), `quartiles`, `ratio` (the
-        median over rounds of its time by the first mechanism's), `rounds`, `kernels`; of decoding,
-        `kv_bytes` and `kv_bytes_formula` too; or, where it cannot be run, `why`.
+        {"rows": name -> row}. A row has `seconds` (the median of a call), `quartiles`, `ratio` (the
+        median over rounds of its time divided by that of the first mechanism), `rounds` and
+        `kernels`; for decoding also `kv_bytes` and `kv_bytes_formula`. If it cannot be run, a row
+        has only `why`.
 
     Raises:
-        ArgumentError: the kind is not of `KINDS`; or caches need more memory than is free.
+        ArgumentError: the kind is not in `KINDS`.
 
-    >>> from regard.compare.mechanisms import Contestant, Shape
-    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> measure(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> time_in_turns(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
     640
     """
     if kind not in KINDS:
@@ -279,43 +303,46 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
     steps: dict[str, Step] = {}
     for name, config in configs.items():
         try:
-            rows[name], steps[name] = _ready(config, kind, length, timing.batch)
+            rows[name], steps[name] = _prepare(config, kind, length, timing.batch)
         except RegardError as error:
             rows[name] = {"why": str(error)}
     times = interleaved(steps, rounds=timing.rounds, sample=timing.sample, limit=timing.seconds)
     first = next(iter(times), "")
-    for name, found in times.items():
+    for name, seconds in times.items():
         rows[name] |= {
-            "seconds": median(found),
-            "quartiles": list(quartiles(found)),
+            "seconds": median(seconds),
+            "quartiles": list(quartiles(seconds)),
             "ratio": ratio(times, name, first),
-            "rounds": len(found),
+            "rounds": len(seconds),
         }
     return {"rows": rows}
 
 
-def _ready(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
-    """What is known of the work before it is timed, and the work."""
-    model = decoder(config)
+def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
+    """Return the facts about the work that are known before it is timed, and the work."""
+    model = build_decoder(config)
     row: Numbers = {}
     if kind == "training":
         step = training(model, config, length, batch)
     else:
         model.eval().requires_grad_(False)
-        _check_room(described_bytes(model, length), length)
+        _check_memory(described_bytes(model, length), length)
         make: Callable[..., Step] = prefill if kind == "prefill" else decode
         step = make(model, config, length)
         if kind == "decode":
             row["kv_bytes"] = cache_bytes(model, config, length)
             row["kv_bytes_formula"] = described_bytes(model, length)
-    return {**row, "kernels": kernels(step)}, step
+    return {**row, "kernels": kernels_used(step)}, step
 
 
-def _check_room(needed: int, length: int) -> None:
-    """See that the caches of one mechanism fit twice: held, and being made."""
-    there = free(torch.device("cpu"))
-    if there and 2 * needed > there:
+def _check_memory(needed: int, length: int) -> None:
+    """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: once
+    stored, and once while they grow.
+    """
+    free_bytes = free(torch.device("cpu"))
+    if free_bytes and 2 * needed > free_bytes:
         raise ArgumentError(
-            f"caches of {length:,} tokens need {units.size(needed)} ({ITEM} bytes a number), "
-            f"{units.size(there)} are free: choose shorter contexts"
+            f"the caches of {units.plural(length, 'token')} need {units.size(needed)} at "
+            f"{BYTES_PER_VALUE} bytes a value, twice while they grow, but only "
+            f"{units.size(free_bytes)} of memory are free; choose shorter contexts"
         )

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.untrusted_text import short_repr
@@ -82,7 +82,7 @@ class ModelConfig(ABC):
         return dict(raw)
 
     @abstractmethod
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the model, from which parameters, cache and FLOPs are counted.
 
         Args:

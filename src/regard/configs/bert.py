@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from regard.argument_checks import resolve_head_dim
 from regard.configs.base import ModelConfig, check_activation, check_sizes
-from regard.cost.feed_forward import Dense
-from regard.cost.model import Layer, Model
+from regard.cost.feed_forward import DenseSpec
+from regard.cost.model import LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,29 @@ class BertConfig(ModelConfig):
         resolve_head_dim(self.hidden_size, self.num_attention_heads, None)
         check_activation(self.hidden_act)
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the encoder with its tables of positions and segments, and its
         pooler.
 
         A head for masked words is not counted.
         """
         M, H = self.hidden_size, self.num_attention_heads
-        D, norm = resolve_head_dim(M, H, None), Weights(norms=2 * M)
-        layer = Layer(
+        D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)
+        layer = LayerSpec(
             SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
-            Dense(M, self.intermediate_size, gated=False, bias=True),
+            DenseSpec(M, self.intermediate_size, gated=False, bias=True),
             norm + norm,
         )
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             (layer,) * self.num_hidden_layers,
             positions=(self.max_position_embeddings + self.type_vocab_size) * M,
-            rows=2,
+            position_rows=2,
             norms=norm,
             head=False,
-            top=Weights(M * M, M) if self.pooler else Weights(),
+            pooler=ParameterCounts(M * M, M) if self.pooler else ParameterCounts(),
             decodes=False,
-            longest=self.max_position_embeddings,
+            max_context=self.max_position_embeddings,
         )

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.llama import check_experts
 from regard.configs.rope import RopeSettings, normalize_rope
-from regard.cost.feed_forward import Dense, Experts, FeedForward
+from regard.cost.feed_forward import DenseSpec, FeedForwardSpec, MoESpec
 from regard.cost.latent import LatentSpec
-from regard.cost.model import Layer, Model
-from regard.cost.spec import Weights
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 
 
@@ -107,7 +107,7 @@ class DeepseekConfig(ModelConfig, ABC):
 
     router_biases: ClassVar[bool] = False
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder: the first layers are dense, the others have experts."""
         M, width = self.hidden_size, self.moe_intermediate_size
         mixer = LatentSpec.of(
@@ -120,25 +120,25 @@ class DeepseekConfig(ModelConfig, ABC):
             self.q_lora_rank,
             bias=self.attention_bias,
         )
-        dense: FeedForward = Dense(M, self.intermediate_size)
-        experts: FeedForward = Experts(
-            Dense(M, width),
+        dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size)
+        experts: FeedForwardSpec = MoESpec(
+            DenseSpec(M, width),
             self.n_routed_experts,
             self.num_experts_per_tok,
-            Dense(M, width * self.n_shared_experts),
+            DenseSpec(M, width * self.n_shared_experts),
             self.n_routed_experts if self.router_biases else 0,
         )
-        first, norms = self.first_k_dense_replace, Weights(norms=2 * M)
+        first, norms = self.first_k_dense_replace, ParameterCounts(norms=2 * M)
         layers = (
-            Layer(mixer, dense if layer < first else experts, norms)
+            LayerSpec(mixer, dense if layer < first else experts, norms)
             for layer in range(self.num_hidden_layers)
         )
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             tuple(layers),
-            norms=Weights(norms=M),
+            norms=ParameterCounts(norms=M),
             tied=self.tie_word_embeddings,
         )
 

@@ -19,10 +19,10 @@ from regard.configs.base import (
 )
 from regard.configs.reader import is_harmless
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
-from regard.cost.feed_forward import Dense
-from regard.cost.model import Layer, Model
+from regard.cost.feed_forward import DenseSpec
+from regard.cost.model import LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.untrusted_text import short_repr
 
@@ -33,18 +33,18 @@ def _check_eps(key: str, value: float) -> None:
 
 def _layer(
     dim: int, heads: int, hidden: int, *, bias: bool = True, attention_bias: bool = True
-) -> Layer:
+) -> LayerSpec:
     """A block of multi-head attention, a feed-forward layer and two LayerNorms; without `bias`
     neither the feed-forward layer nor the norms have one.
     """
     D, norm = resolve_head_dim(dim, heads, None), _norm(dim, bias=bias)
     shape = HeadShape(heads, heads, D, D)
     mixer = SoftmaxSpec.of(dim, shape, bias=attention_bias, output_bias=attention_bias)
-    return Layer(mixer, Dense(dim, hidden, gated=False, bias=bias), norm + norm)
+    return LayerSpec(mixer, DenseSpec(dim, hidden, gated=False, bias=bias), norm + norm)
 
 
-def _norm(dim: int, *, bias: bool = True) -> Weights:
-    return Weights(norms=2 * dim if bias else dim)
+def _norm(dim: int, *, bias: bool = True) -> ParameterCounts:
+    return ParameterCounts(norms=2 * dim if bias else dim)
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,17 @@ class GPT2Config(ModelConfig):
         """The hidden size of the feed-forward layers: 4 M, if the file does not say."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with its table of positions."""
         M = self.n_embd
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             (_layer(M, self.n_head, self.hidden),) * self.n_layer,
             positions=self.n_positions * M,
-            rows=1,
-            longest=self.n_positions,
+            position_rows=1,
+            max_context=self.n_positions,
             norms=_norm(M),
             tied=self.tie_word_embeddings,
         )
@@ -165,7 +165,7 @@ class GPTNeoXConfig(ModelConfig):
             partial=self.rotary_pct,
         )
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder."""
         M = self.hidden_size
         layer = _layer(
@@ -174,7 +174,7 @@ class GPTNeoXConfig(ModelConfig):
             self.intermediate_size,
             attention_bias=self.attention_bias,
         )
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
@@ -233,10 +233,10 @@ class BloomConfig(ModelConfig):
         }
         return rename_keys(raw, names)
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with the norm behind its embedding."""
         M = self.hidden_size
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
@@ -329,11 +329,11 @@ class MptConfig(ModelConfig):
             }
         return keys
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, which has no biases at all."""
         M = self.d_model
         layer = _layer(M, self.n_heads, 4 * M, bias=False, attention_bias=False)
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,

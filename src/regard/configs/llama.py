@@ -14,10 +14,10 @@ from regard.argument_checks import check_groups, check_number
 from regard.configs import layer_types
 from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
-from regard.cost.feed_forward import Dense, Experts, FeedForward
-from regard.cost.model import Layer, Model
+from regard.cost.feed_forward import DenseSpec, FeedForwardSpec, MoESpec
+from regard.cost.model import LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 
 
@@ -91,17 +91,19 @@ class GroupedQueryConfig(ModelConfig):
         """The number of keys that a query of each layer sees; None is all keys before it."""
         return (None,) * self.num_hidden_layers
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder."""
         M, feed_forward = self.hidden_size, self.feed_forward()
-        norms = Weights(norms=self.norms_per_block * M)
-        layers = (Layer(self.attention(window), feed_forward, norms) for window in self.windows())
-        return Model(
+        norms = ParameterCounts(norms=self.norms_per_block * M)
+        layers = (
+            LayerSpec(self.attention(window), feed_forward, norms) for window in self.windows()
+        )
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             tuple(layers),
-            norms=Weights(norms=M),
+            norms=ParameterCounts(norms=M),
             tied=self.tie_word_embeddings,
         )
 
@@ -118,9 +120,9 @@ class GroupedQueryConfig(ModelConfig):
             window=window,
         )
 
-    def feed_forward(self) -> FeedForward:
+    def feed_forward(self) -> FeedForwardSpec:
         """Return the sizes of a feed-forward layer."""
-        return Dense(self.hidden_size, self.intermediate_size)
+        return DenseSpec(self.hidden_size, self.intermediate_size)
 
     @property
     def biases(self) -> tuple[bool, bool]:
@@ -147,9 +149,9 @@ class LlamaConfig(GroupedQueryConfig):
         "rope_interleaved": (False,),
     }
 
-    def feed_forward(self) -> FeedForward:
+    def feed_forward(self) -> FeedForwardSpec:
         """Return the sizes of a feed-forward layer."""
-        return Dense(self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
+        return DenseSpec(self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
 
     @property
     def biases(self) -> tuple[bool, bool]:
@@ -185,10 +187,10 @@ class MixtralConfig(MistralConfig):
         super().__post_init__()
         check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
 
-    def feed_forward(self) -> FeedForward:
+    def feed_forward(self) -> FeedForwardSpec:
         """Return the sizes of a mixture of experts."""
-        expert = Dense(self.hidden_size, self.intermediate_size)
-        return Experts(expert, self.num_local_experts, self.num_experts_per_tok)
+        expert = DenseSpec(self.hidden_size, self.intermediate_size)
+        return MoESpec(expert, self.num_local_experts, self.num_experts_per_tok)
 
 
 @dataclass(frozen=True)
@@ -273,10 +275,10 @@ class Qwen3MoeConfig(Qwen3Config):
         super().__post_init__()
         check_experts("num_experts", self.num_experts, self.num_experts_per_tok)
 
-    def feed_forward(self) -> FeedForward:
+    def feed_forward(self) -> FeedForwardSpec:
         """Return the sizes of a mixture of experts."""
-        expert = Dense(self.hidden_size, self.moe_intermediate_size)
-        return Experts(expert, self.num_experts, self.num_experts_per_tok)
+        expert = DenseSpec(self.hidden_size, self.moe_intermediate_size)
+        return MoESpec(expert, self.num_experts, self.num_experts_per_tok)
 
 
 @dataclass(frozen=True)
@@ -430,11 +432,11 @@ class GptOssConfig(GroupedQueryConfig):
             window=window,
         )
 
-    def feed_forward(self) -> FeedForward:
+    def feed_forward(self) -> FeedForwardSpec:
         """Return the sizes of a mixture of experts whose router has biases."""
-        expert = Dense(self.hidden_size, self.intermediate_size, bias=True)
+        expert = DenseSpec(self.hidden_size, self.intermediate_size, bias=True)
         count = self.num_local_experts
-        return Experts(expert, count, self.num_experts_per_tok, router_bias=count)
+        return MoESpec(expert, count, self.num_experts_per_tok, router_bias=count)
 
 
 def check_experts(key: str, experts: int, per_token: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.configs.reader import read_sizes, read_sizes_file
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
@@ -334,7 +334,7 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = GPT | LLAMA | QWEN | GEMMA | DEEPS
 """Name -> config and source."""
 
 
-def model_of(source: str) -> Model:
+def model_of(source: str) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:

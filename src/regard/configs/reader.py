@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from regard.configs import CONFIGS, config_class
 from regard.configs.base import ModelConfig, Raw, UnknownKey
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.strict_json import read_json
@@ -340,7 +340,7 @@ def parse_ignoring(
     )
 
 
-def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
+def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     """Return the sizes of the model of a parsed config.json.
 
     Args:
@@ -389,7 +389,7 @@ def _without_rope(raw: Raw) -> dict[str, Any]:
     return keys | {"text_config": _without_rope(text)} if isinstance(text, Mapping) else keys
 
 
-def read_sizes_file(path: Path) -> Model:
+def read_sizes_file(path: Path) -> ModelSpec:
     """Return the sizes of the model of a config.json, or of the folder that contains it.
 
     Raises:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from regard.configs.base import ModelConfig, check_sizes
-from regard.cost.feed_forward import Dense
-from regard.cost.mechanisms import mechanism
-from regard.cost.model import Layer, Model
-from regard.cost.spec import Weights
+from regard.cost.feed_forward import DenseSpec
+from regard.cost.mechanisms import mechanism_spec
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 
 DECODER_OPTIONS = ("is_causal", "bidirectional")
@@ -52,7 +52,7 @@ class RegardConfig(ModelConfig):
     def __post_init__(self) -> None:
         check_sizes(self)
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder.
 
         Raises:
@@ -64,21 +64,21 @@ class RegardConfig(ModelConfig):
             options["window"] = self.window
         if self.attention == "mha" and options.pop("bias", False):
             raise ArgumentError("mha with bias is not counted; gpt2 has the same shape")
-        layer = Layer(
-            mechanism(self.attention, M, H, options),
-            Dense(M, self.intermediate_size),
-            Weights(norms=2 * M),
+        layer = LayerSpec(
+            mechanism_spec(self.attention, M, H, options),
+            DenseSpec(M, self.intermediate_size),
+            ParameterCounts(norms=2 * M),
         )
         rows = self.max_position_embeddings if self.position == "learned" else 0
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             (layer,) * self.num_hidden_layers,
             positions=rows * M,
-            rows=int(rows > 0),
-            longest=rows or None,
-            norms=Weights(norms=M),
+            position_rows=int(rows > 0),
+            max_context=rows or None,
+            norms=ParameterCounts(norms=M),
             tied=self.tie_word_embeddings,
             dtype="fp32",
         )

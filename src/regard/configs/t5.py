@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
-from regard.cost.feed_forward import Dense
-from regard.cost.model import Layer, Model
+from regard.cost.feed_forward import DenseSpec
+from regard.cost.model import LayerSpec, ModelSpec
 from regard.cost.softmax import CrossSpec, SoftmaxSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 
 
@@ -74,23 +74,23 @@ class T5Config(ModelConfig):
         """The number of layers of the decoder; num_layers if the file does not give it."""
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
-    def sizes(self, name: str) -> Model:
+    def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of both stacks, each with one table of relative position biases."""
         M, H, D = self.d_model, self.num_heads, self.d_kv
-        feed = Dense(M, self.d_ff, gated=self.activation[0])
+        feed = DenseSpec(M, self.d_ff, gated=self.activation[0])
         buckets = self.relative_attention_num_buckets * H
-        norm, shape = Weights(norms=M), HeadShape(H, H, D, D)
-        encoder_layer = Layer(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
-        decoder_layer = Layer(
+        norm, shape = ParameterCounts(norms=M), HeadShape(H, H, D, D)
+        encoder_layer = LayerSpec(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
+        decoder_layer = LayerSpec(
             SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape)
         )
-        return Model(
+        return ModelSpec(
             name,
             self.vocab_size,
             M,
             (decoder_layer,) * self.decoder_layers,
             (encoder_layer,) * self.num_layers,
-            norms=norm + norm + Weights(biases=2 * buckets),
+            norms=norm + norm + ParameterCounts(biases=2 * buckets),
             tied=self.tie_word_embeddings,
             notes=(
                 "the encoder reads the prompt; the decoder's text is counted with the same length",

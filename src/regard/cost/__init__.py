@@ -1,20 +1,20 @@
-"""The cost of attention, from sizes alone and without torch: parameters, cached values, FLOPs,
+"""Compute the cost of attention from sizes alone, without torch: parameters, cached values, FLOPs,
 bytes and times.
 
-Each mechanism has one `Spec`, which `regard.nn` modules, `regard describe` and `regard cost` use.
-The formulas of softmax attention and of Infini-attention are imported at once, since kernels use
-them; the rest is imported when it is first used.
+Each mechanism has one `Spec`, which the modules of `regard.nn`, `regard describe` and `regard cost`
+share. The formulas of softmax attention and of Infini-attention are imported at once, because
+kernels use them; the other names are imported when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from regard.cost.infini import infini_flops, infini_state
 from regard.cost.softmax import attention_flops
-from regard.cost.spec import Description, Figure, Spec
+from regard.cost.spec import Description, Quantity, Spec
+from regard.deprecation import renamed
 
 if TYPE_CHECKING:
     from regard.configs.published import model_of
@@ -27,12 +27,10 @@ _HOMES = {
     "machine_of": "regard.cost.roofline",
     "model_of": "regard.configs.published",
 }
-_RENAMED = {"Bill": "CostReport"}
-
 __all__ = [
     "CostReport",
     "Description",
-    "Figure",
+    "Quantity",
     "Setting",
     "Spec",
     "attention_flops",
@@ -43,20 +41,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     """Import a name when it is first used.
 
     Raises:
-        AttributeError: there is no such name.
+        AttributeError: the module has no such name.
     """
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(
-            f"regard.cost.{name} is now regard.cost.{new}; the old name goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        name = new
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+__getattr__ = renamed(
+    __name__,
+    {"Bill": "regard.cost.report.CostReport", "Figure": "regard.cost.spec.Quantity"},
+    otherwise=_load,
+)

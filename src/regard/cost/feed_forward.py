@@ -1,4 +1,6 @@
-"""Feed-forward layers: dense, gated or not, and mixtures of experts."""
+"""Count the parameters of feed-forward layers: dense layers, gated or not, and mixtures of
+experts.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +8,39 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from regard.cost.spec import Weights
+from regard.cost.spec import ParameterCounts
 
 
-class FeedForward(Protocol):
-    """The parameters of a feed-forward layer, all and active ones."""
+class FeedForwardSpec(Protocol):
+    """The protocol of a feed-forward layer: how many parameters it has, and how many of them are
+    active.
+    """
 
     @property
-    def weights(self) -> dict[str, Weights]:
-        """Its parameters, by part."""
+    def weights(self) -> dict[str, ParameterCounts]:
+        """All parameters of the layer, by part."""
         ...
 
-    def active_weights(self, tokens: int) -> dict[str, Weights]:
-        """The parameters that so many tokens use together, by part.
+    def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
+        """Return the parameters that `tokens` tokens use together, by part.
 
-        For experts it is the mean over routers that choose evenly, rounded up.
+        For experts this is the expected number under routers that choose uniformly, rounded up.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Dense:
-    """A dense layer: a matrix up (M F), a matrix down (F M), and a gate (M F) if it is gated.
+class DenseSpec:
+    """A dense layer: an up projection (M F), a down projection (F M), and a gate projection (M F)
+    if it is gated.
 
-    >>> Dense(4096, 14336).weights["feed-forward"].matrices
+    Attributes:
+        dim: M, the width of the model.
+        hidden: F, the width of the hidden layer.
+        gated: whether there is a gate projection, as in SwiGLU.
+        bias: whether every projection has a bias.
+
+    >>> DenseSpec(4096, 14336).weights["feed-forward"].matrices
     176160768
     """
 
@@ -39,34 +50,35 @@ class Dense:
     bias: bool = False
 
     @property
-    def all(self) -> Weights:
-        """All parameters."""
+    def total(self) -> ParameterCounts:
+        """All parameters of the layer as one record."""
         ups = 2 if self.gated else 1
         biases = ups * self.hidden + self.dim if self.bias else 0
-        return Weights((ups + 1) * self.dim * self.hidden, biases)
+        return ParameterCounts((ups + 1) * self.dim * self.hidden, biases)
 
     @property
-    def weights(self) -> dict[str, Weights]:
-        """The parameters, as one part."""
-        return {"feed-forward": self.all}
+    def weights(self) -> dict[str, ParameterCounts]:
+        """All parameters, under the one part "feed-forward"."""
+        return {"feed-forward": self.total}
 
-    def active_weights(self, tokens: int) -> dict[str, Weights]:
-        """All parameters: a dense layer uses them for every token."""
+    def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
+        """Return all parameters, because a dense layer uses them for every token."""
         return self.weights
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts: a router chooses `active` of them for each token.
+class MoESpec:
+    """A mixture of experts (MoE): a router chooses `active` of the experts for each token.
 
     Attributes:
         expert: the sizes of each expert.
-        count, active: how many experts there are, and how many a token uses.
+        count: how many experts there are.
+        active: how many experts each token uses.
         shared: an expert that all tokens use; None if there is none.
-        router_bias: how many parameters the router has beside its matrix.
+        router_bias: how many parameters the router has besides its matrix.
 
-    >>> one = Dense(7168, 2048)  # DeepSeek-V3
-    >>> experts = Experts(one, 256, 8, shared=one, router_bias=256)
+    >>> one = DenseSpec(7168, 2048)  # DeepSeek-V3
+    >>> experts = MoESpec(one, 256, 8, shared=one, router_bias=256)
     >>> few, many = (experts.active_weights(tokens)["experts"].matrices for tokens in (1, 32))
     >>> experts.weights["experts"].matrices // few
     32
@@ -76,32 +88,36 @@ class Experts:
     Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1.
     """
 
-    expert: Dense
+    expert: DenseSpec
     count: int
     active: int
-    shared: Dense | None = None
+    shared: DenseSpec | None = None
     router_bias: int = 0
 
     @property
-    def weights(self) -> dict[str, Weights]:
-        """Experts, router, and the shared one."""
+    def weights(self) -> dict[str, ParameterCounts]:
+        """The parameters of the experts, the router, and the shared expert."""
         return self._parts(self.count)
 
-    def active_weights(self, tokens: int) -> dict[str, Weights]:
-        """E (1 - (1 - k / E)^n) experts, where n tokens choose independently and evenly."""
+    def active_weights(self, tokens: int) -> dict[str, ParameterCounts]:
+        """Return the parameters that `tokens` tokens are expected to use together.
+
+        If n tokens choose k of E experts independently and uniformly, they use E (1 - (1 - k /
+        E)^n) experts on average.
+        """
         # exact for the few of a batch, a float for the many of a prompt, where nothing is left
         missed = 1 - Fraction(self.active, self.count)
         left = missed**tokens if tokens <= 64 else Fraction(float(missed) ** tokens)
         return self._parts(self.count * (1 - left))
 
-    def _parts(self, experts: Fraction | int) -> dict[str, Weights]:
-        one = self.expert.all
-        used = Weights(_up(experts * one.matrices), _up(experts * one.biases))
+    def _parts(self, experts: Fraction | int) -> dict[str, ParameterCounts]:
+        one = self.expert.total
+        used = ParameterCounts(_up(experts * one.matrices), _up(experts * one.biases))
         parts = {
             "experts": used,
-            "router": Weights(self.expert.dim * self.count, self.router_bias),
+            "router": ParameterCounts(self.expert.dim * self.count, self.router_bias),
         }
-        return parts if self.shared is None else {**parts, "shared expert": self.shared.all}
+        return parts if self.shared is None else {**parts, "shared expert": self.shared.total}
 
 
 def _up(x: Fraction | int) -> int:

@@ -1,7 +1,7 @@
-"""Infini-attention: what its compressive memory holds and computes, and what the mechanisms hold
-that it is compared with.
+"""Count what Infini-attention stores and computes, and what the mechanisms that its paper compares
+it with store.
 
-The functions take sizes and return exact integers; `InfiniSpec` adds them up for one layer.
+The functions take sizes and return exact integers; `InfiniSpec` combines them for one layer.
 """
 
 from __future__ import annotations
@@ -9,12 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regard.cost.softmax import attention_flops, causal_pairs
-from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.deprecation import renamed_parameters
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
-    """Numbers of the compressive memory, M and z, whatever the length: D (E + 1) per key/value head
-    and layer.
+    """Return the number of values in the compressive memory, M and z, which does not depend on the
+    length: D (E + 1) per key/value head and layer.
+
+    Args:
+        groups: G, the number of key/value heads.
+        D: the width of a key head.
+        E: the width of a value head.
+        layers: the number of layers.
+
+    Returns:
+        The number of values of all layers.
 
     >>> infini_state(groups=8, D=128, E=128, layers=12)  # the paper's model: "1.6M (114x)"
     1585152
@@ -24,26 +34,40 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
     return layers * groups * D * (E + 1)
 
 
-def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: bool = False) -> int:
-    """FLOPs of one token behind its projections: local softmax over `seen` keys, one read per head,
-    one write per group.
+@renamed_parameters(seen="local_keys")
+def infini_flops(
+    heads: int, groups: int, local_keys: int, D: int, E: int, *, delta: bool = False
+) -> int:
+    """Return the FLOPs of one token after its projections: local softmax attention over
+    `local_keys` keys, one memory read per query head, and one memory write per key/value head.
 
-    A read is sigma(q) M and sigma(q) z, 2 D (E + 1); a write is sigma(k)^T v and the sum of
-    sigma(k), 2 D E + D; under the delta rule every key reads as well.
+    A read is sigma(q) M and sigma(q) z, 2 D (E + 1). A write is sigma(k)^T v and the sum of
+    sigma(k), 2 D E + D. Under the delta rule every key reads the memory too.
 
-    >>> infini_flops(heads=2, groups=1, seen=10, D=4, E=4)
+    Args:
+        heads: H, the number of query heads.
+        groups: G, the number of key/value heads.
+        local_keys: the number of keys of the local segment that the token attends to.
+        D: the width of a key head.
+        E: the width of a value head.
+        delta: whether the memory is updated by the delta rule.
+
+    Returns:
+        The number of FLOPs of one layer.
+
+    >>> infini_flops(heads=2, groups=1, local_keys=10, D=4, E=4)
     436
 
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 9.
     """
     read, write = 2 * D * (E + 1), 2 * D * E + D
     reads = heads + (groups if delta else 0)
-    return attention_flops(heads * seen, D, E) + reads * read + groups * write
+    return attention_flops(heads * local_keys, D, E) + reads * read + groups * write
 
 
 def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> int:
-    """Numbers of keys and values of so many earlier tokens, as Transformer-XL keeps them: (D + E) G
-    N l.
+    """Return the number of cached key and value elements of `tokens` earlier tokens, as
+    Transformer-XL caches them: (D + E) G N l.
 
     >>> segment_cache(8, 128, 128, 2048, 12)  # "50M (3.7x)"
     50331648
@@ -54,8 +78,8 @@ def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> 
 
 
 def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, layers: int = 1) -> int:
-    """The same, and one layer's keys and values of a large memory, as the Memorizing Transformer
-    keeps them.
+    """Return `segment_cache` plus the keys and values of a large memory in one layer, as the
+    Memorizing Transformer caches them.
 
     >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # "183M": 65K means 65,000
     183451648
@@ -66,7 +90,8 @@ def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, laye
 
 
 def summary_tokens(dim: int, tokens: int, layers: int = 1) -> int:
-    """Numbers of memory tokens that are read and written in each layer, as RMT has them: 2 M p l.
+    """Return the number of values of the memory tokens that RMT reads and writes in each layer: 2 M
+    p l.
 
     >>> summary_tokens(1024, 100, 12)  # "2.5M (73x)"
     2457600
@@ -79,13 +104,14 @@ def summary_tokens(dim: int, tokens: int, layers: int = 1) -> int:
 
 @dataclass(frozen=True)
 class InfiniSpec(Spec):
-    """Softmax attention inside a segment, and a memory of G D (E + 1) values for all segments
-    before.
+    """Infini-attention: softmax attention inside a segment, and a memory of G D (E + 1) values for
+    all earlier segments.
 
     Attributes:
         shape: H, G, D and E.
         segment: N, the tokens of a segment; only the open segment is cached token by token.
-        delta: whether only what the memory does not answer yet is written.
+        delta: whether the memory is updated by the delta rule, which writes only what it does not
+            yet predict.
 
     >>> layer = InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), segment=2048)
     >>> 12 * layer.state.value  # the paper's model: "1.6M (114x)"
@@ -100,54 +126,65 @@ class InfiniSpec(Spec):
 
     @classmethod
     def of(cls, dim: int, shape: HeadShape, segment: int, *, delta: bool = False) -> InfiniSpec:
-        """The spec of the usual four matrices, and one gate per query head."""
-        weights = shape.maps(dim) + Weights(biases=shape.heads)
+        """Return the spec with the usual four projection matrices and one gate per query head."""
+        weights = shape.maps(dim) + ParameterCounts(biases=shape.heads)
         return cls(weights, shape.parts, shape, segment, delta)
 
     @property
     def name(self) -> str:
-        """The heads and the segment."""
+        """The mechanism with its heads and its segment length."""
         return f"Infini, {self.shape.label}, segment {self.segment:,}"
 
     @property
     def bounded(self) -> bool:
-        """A full segment moves into the memory."""
+        """True: a full segment is moved into the memory, so the cache does not grow without
+        bound.
+        """
         return True
 
     @property
-    def state(self) -> Figure:
-        """The memory."""
+    def state(self) -> Quantity:
+        """The number of values of the compressive memory."""
         G, D, E = self.shape.groups, self.shape.head_dim, self.shape.value_dim
-        return Figure(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
+        return Quantity(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
 
-    def tokens(self, context: int) -> Figure:
-        """The open segment, which is empty once it is full."""
+    def tokens(self, context: int) -> Quantity:
+        """Return how many tokens of the open segment are cached; none right after a segment is
+        full.
+        """
         N = self.segment
-        return Figure(context % N, f"S mod N = {context} mod {N}: the open segment")
+        return Quantity(context % N, f"S mod N = {context} mod {N}: the open segment")
 
-    def read(self, context: int) -> Cached:
-        """The segment up to the token, and the memory."""
-        return Cached(self.parts, self._seen(context), self.state.value, bounded=True)
+    def read(self, context: int) -> CacheContents:
+        """Return the part of the cache that the last token reads: the segment up to itself, and the
+        memory.
+        """
+        return CacheContents(self.parts, self._keys_read(context), self.state.value, bounded=True)
 
-    def step(self, context: int) -> Figure:
-        """Softmax inside the segment, a read, and a write."""
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of softmax attention inside the segment, memory reads and a memory
+        write.
+        """
         H, G, D, E = self._sizes
-        n, reads = self._seen(context), f"{H} + {G}" if self.delta else f"{H}"
-        return Figure(
+        n, reads = self._keys_read(context), f"{H} + {G}" if self.delta else f"{H}"
+        return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
             f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
             f"writes {G} x (2 D E + D)",
         )
 
     def prefill_flops(self, context: int) -> int:
-        """The same for each token: pairs inside segments, reads and writes."""
+        """Return the FLOPs of all tokens: pairs inside the segments, and memory reads and
+        writes.
+        """
         H, G, D, E = self._sizes
         whole, rest = divmod(context, self.segment)
         pairs = whole * causal_pairs(self.segment, self.segment) + causal_pairs(rest, rest)
         memory = infini_flops(H, G, 0, D, E, delta=self.delta)
         return attention_flops(H * pairs, D, E) + context * memory
 
-    def _seen(self, context: int) -> int:
+    def _keys_read(self, context: int) -> int:
+        """Return how many keys of the segment the last token attends to."""
         return (context - 1) % self.segment + 1
 
     @property

@@ -1,5 +1,5 @@
-"""Number formats of a KV cache, and the bytes that it has in them: plain ones, and quantised ones
-with scales.
+"""Number formats of a KV cache and the bytes that a cache takes in them: plain formats, and
+quantised formats with scales.
 """
 
 from __future__ import annotations
@@ -7,23 +7,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from regard.cost.spec import Cached
+from regard.cost.spec import CacheContents
 from regard.errors import ArgumentError
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2}
-"""Bits of a number, without scales."""
-CODED = ("int8", "int4", "int2")
-"""Formats that keep a scale and a zero for each group."""
+"""Bits per value, without scales."""
+QUANTIZED = ("int8", "int4", "int2")
+"""Formats that store a scale and a zero point for each group of values."""
 STATE_BYTES = 4
-"""Bytes of a value of a state of fixed size: it is held in fp32, whatever the format of the
-rest.
+"""Bytes per value of a recurrent state, which is stored in fp32 whatever the format of the KV
+cache.
 """
 
 
-def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
-    """Bits of a quantised number: its code, and its share of a scale and a zero: b + 2 s / g.
+def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
+    """Return the bits of a quantised value: its code, and its share of the scale and the zero point
+    of its group, b + 2 s / g.
 
-    >>> [float(bits_per_number(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
+    Args:
+        bits: b, the bits of a code.
+        group: g, the number of values that share a scale and a zero point.
+        scale_bits: s, the bits of a scale and of a zero point.
+
+    >>> [float(bits_per_value(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
     [3.0, 2.25, 4.5]
 
     Source: Liu et al. 2024 (arXiv 2402.02750), section 3.
@@ -32,23 +38,24 @@ def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Format:
-    """The format in which a cache holds its values.
+class KVFormat:
+    """The number format of a KV cache.
 
-    Integer codes stand in groups: of tokens for the first of several parts (keys: a scale per
-    channel), of channels for the others (a scale per token), as `regard.caches.Quantised` has them.
-    The last tokens stay as they are, and so do layers with a window, whose caches are small.
+    Integer codes are grouped as in `regard.caches.Quantised`: groups of tokens for the first of
+    several parts (keys have a scale per channel), groups of channels for the other parts (values
+    have a scale per token). The most recent tokens are not quantised, and neither are layers with a
+    window, whose caches are small.
 
     Attributes:
         name: a name in `BITS`.
-        exact: the format of what is not quantised, and of scales.
-        residual: how many of the last tokens stay as they are, at least.
-        group: the most numbers that share a scale.
+        exact: the format of values that are not quantised, and of scales.
+        residual: the minimum number of most recent tokens that are not quantised.
+        group: the maximum number of values that share a scale.
 
     Raises:
-        ArgumentError: a name is not known.
+        ArgumentError: a format name is not known.
 
-    >>> Format("int8").per_token(Cached(((8, 128), (8, 128)), 1))  # 9 bits each
+    >>> KVFormat("int8").bytes_per_token(CacheContents(((8, 128), (8, 128)), 1))  # 9 bits each
     Fraction(2304, 1)
     """
 
@@ -61,42 +68,44 @@ class Format:
         for name in (self.name, self.exact):
             if name not in BITS:
                 raise ArgumentError(
-                    f"{name!r} is no format of numbers; known are {', '.join(BITS)}"
+                    f"{name!r} is not a number format; it must be one of {', '.join(BITS)}"
                 )
 
-    def per_token(self, cached: Cached) -> Fraction:
-        """Bytes that a token takes for good, once it is quantised."""
-        if self.name not in CODED or cached.bounded:
-            return Fraction(cached.per_token * self._plain(), 8)
+    def bytes_per_token(self, cached: CacheContents) -> Fraction:
+        """Return the bytes that a token takes once it is quantised."""
+        if self.name not in QUANTIZED or cached.bounded:
+            return Fraction(cached.values_per_token * self._plain(), 8)
         return self._coded(cached)
 
-    def all(self, cached: Cached) -> int:
-        """Bytes of the whole cache."""
+    def total_bytes(self, cached: CacheContents) -> int:
+        """Return the bytes of the whole cache, the recurrent state included."""
         state = STATE_BYTES * cached.state
-        if self.name not in CODED or cached.bounded:
-            return -(-cached.per_token * cached.tokens * self._plain() // 8) + state
+        if self.name not in QUANTIZED or cached.bounded:
+            return -(-cached.values_per_token * cached.tokens * self._plain() // 8) + state
         group = self._group(cached)
         coded = max(0, cached.tokens - self.residual) // group * group
-        rest = (cached.tokens - coded) * cached.per_token * BITS[self.exact]
+        rest = (cached.tokens - coded) * cached.values_per_token * BITS[self.exact]
         total = self._coded(cached) * coded + Fraction(rest, 8)
         return -(-total.numerator // total.denominator) + state
 
     def _plain(self) -> int:
-        return BITS[self.exact if self.name in CODED else self.name]
+        return BITS[self.exact if self.name in QUANTIZED else self.name]
 
-    def _group(self, cached: Cached) -> int:
-        """The largest group that divides every part with scales per token."""
+    def _group(self, cached: CacheContents) -> int:
+        """Return the largest group size that divides the width of every part with scales per
+        token.
+        """
         widths = [dims for _, dims in cached.parts]
         tokens = widths[1:] if len(widths) > 1 else widths
         sizes = range(1, self.group + 1)
         return max(g for g in sizes if all(w % min(g, w) == 0 for w in tokens))
 
-    def _coded(self, cached: Cached) -> Fraction:
-        """Bytes of one quantised token."""
+    def _coded(self, cached: CacheContents) -> Fraction:
+        """Return the bytes of one quantised token."""
         group, bits = self._group(cached), Fraction(0)
         for i, (heads, dims) in enumerate(cached.parts):
             by_channel = i == 0 and len(cached.parts) > 1
-            each = bits_per_number(
+            each = bits_per_value(
                 BITS[self.name], group if by_channel else min(group, dims), BITS[self.exact]
             )
             bits += heads * dims * each

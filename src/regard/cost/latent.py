@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA): what it caches and computes in its two forms, "expand" and
+"""Count what multi-head latent attention (MLA) caches and computes in its two forms, "expand" and
 "absorb".
 
-The functions take sizes and return exact integers; `LatentSpec` adds them up for one layer.
+The functions take sizes and return exact integers; `LatentSpec` combines them for one layer.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from regard.cost.softmax import EVERY_EARLIER_KEY, Visible, attention_flops, causal_pairs
-from regard.cost.spec import Figure, Spec, Weights
+from regard.cost.softmax import ALL_EARLIER_KEYS, VisibleKeys, attention_flops, causal_pairs
+from regard.cost.spec import ParameterCounts, Quantity, Spec
+from regard.units import plural
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
-"""How queries meet the latents (`regard.nn.LatentProjection`)."""
+"""How queries attend to the latents, as in `regard.nn.Latent`: "expand" turns latents into keys and
+values of every head, "absorb" multiplies queries by the expanding matrices instead, and "auto"
+takes the form with fewer FLOPs.
+"""
 
 
-def latent_numbers(kv_rank: int, rope_dim: int) -> int:
-    """Numbers that one token takes in a cache of latents: the latent, and the one rotary key that
-    all heads share.
+def latent_values(kv_rank: int, rope_dim: int) -> int:
+    """Return the values cached per token by MLA: the latent, and the one rotary key that all heads
+    share.
 
-    >>> latent_numbers(512, 64)  # DeepSeek-V3
+    >>> latent_values(512, 64)  # DeepSeek-V3
     576
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), table 1.
@@ -28,17 +32,19 @@ def latent_numbers(kv_rank: int, rope_dim: int) -> int:
     return kv_rank + rope_dim
 
 
-def naive_numbers(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
-    """Numbers that one token takes where keys and values of every head are kept.
+def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int:
+    """Return the values cached per token if the keys and values of every head are cached instead of
+    the latent.
 
-    >>> naive_numbers(128, 128, 64, 128)  # DeepSeek-V3
+    >>> per_head_values(128, 128, 64, 128)  # DeepSeek-V3
     40960
     """
     return H * (nope_dim + rope_dim + value_dim)
 
 
 def recall_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
-    """FLOPs of expanding so many latents to keys and values of all heads: 2 S r H (d_nope + d_v).
+    """Return the FLOPs of expanding `keys` latents to keys and values of all heads: 2 S r H (d_nope
+    + d_v).
 
     >>> recall_flops(1024, 128, 512, 128, 128)
     34359738368
@@ -49,9 +55,10 @@ def recall_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int)
 def expand_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """FLOPs of expanding all latents and attending with the last queries under a causal mask.
+    """Return the FLOPs of expanding all latents and attending with the last queries under a causal
+    mask.
 
-    2 S r H (d_nope + d_v) + 2 H n (d_nope + d_rope + d_v), n pairs
+    2 S r H (d_nope + d_v) + 2 H n (d_nope + d_rope + d_v) for n query-key pairs.
 
     >>> expand_flops(1, 1024, 128, 512, 128, 64, 128)
     34443624448
@@ -64,10 +71,10 @@ def expand_flops(
 def absorb_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """FLOPs of taking queries to the latents, attending there, and taking the result to the values
-    of each head.
+    """Return the FLOPs of attending in the space of the latents under a causal mask: queries are
+    multiplied into that space, and results are multiplied into the values of each head.
 
-    2 T H r (d_nope + d_v) + 2 H n (2 r + d_rope), n pairs
+    2 T H r (d_nope + d_v) + 2 H n (2 r + d_rope) for n query-key pairs.
 
     >>> absorb_flops(1, 1024, 128, 512, 128, 64, 128)
     318767104
@@ -80,10 +87,11 @@ def absorb_flops(
 def absorbing_is_cheaper(
     queries: int, keys: int, *, kv_rank: int, nope_dim: int, value_dim: int
 ) -> bool:
-    """Whether `absorb_flops` is below `expand_flops`; the heads and the rotary dim cancel.
+    """Return whether `absorb_flops` is less than `expand_flops`; the number of heads and the rotary
+    width cancel out.
 
-    r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v), n pairs: at DeepSeek-V3's sizes, up to 170
-    queries against many keys
+    r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v) for n query-key pairs. At the sizes of
+    DeepSeek-V3 this holds for up to 170 queries against many keys.
 
     >>> size = {"kv_rank": 512, "nope_dim": 128, "value_dim": 128}
     >>> [absorbing_is_cheaper(T, 65536, **size) for T in (1, 170, 171)]
@@ -97,23 +105,22 @@ def absorbing_is_cheaper(
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):
-    """MLA: a cache holds one latent of r values and one rotary key per token, which all heads
-    share.
+    """Multi-head latent attention (MLA): a cache stores one latent of r values and one rotary key
+    per token, which all heads share.
 
-    The matrix that makes keys and values from latents stands `apart`: "expand" applies it to every
-    cached token, "absorb" applies it to the query and to the result.
+    The matrix that expands latents to keys and values is `counted_separately`: "expand" applies it
+    to every cached token, "absorb" applies it to the query and to the result.
 
     Attributes:
         heads: H.
-        kv_rank: r.
-        nope_dim, rope_dim: dims of a query and key head without and with rotary position.
+        kv_rank: r, the size of the latent.
+        nope_dim, rope_dim: widths of a query and key head without and with rotary position.
         value_dim: E.
-        form: "expand" makes keys and values of all heads from latents, "absorb" takes queries to
-            the latents, and "auto" takes the one with fewer FLOPs.
-        visible: the keys that a query sees.
+        form: "expand", "absorb", or "auto", which takes the form with fewer FLOPs.
+        visible: which keys a query attends to.
 
     >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)  # DeepSeek-V3
-    >>> layer.cached(1).per_token, layer.weights.matrices
+    >>> layer.cached(1).values_per_token, layer.weights.matrices
     (576, 187105280)
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.
@@ -125,7 +132,7 @@ class LatentSpec(Spec):
     rope_dim: int
     value_dim: int
     form: Form = "auto"
-    visible: Visible = EVERY_EARLIER_KEY
+    visible: VisibleKeys = ALL_EARLIER_KEYS
 
     @classmethod
     def of(
@@ -141,54 +148,54 @@ class LatentSpec(Spec):
         bias: bool = False,
         form: Form = "auto",
     ) -> LatentSpec:
-        """The spec of the usual matrices and of the norms of both latents.
+        """Return the spec with the usual matrices and the norms of both latents.
 
         Args:
             dim, heads: M and H.
-            kv_rank, nope_dim, rope_dim, value_dim, form: as the attributes.
-            q_rank: the size of the queries' latent; None makes queries from x.
-            bias: whether the two maps down and the output have one.
+            kv_rank, nope_dim, rope_dim, value_dim, form: see the attributes.
+            q_rank: the size of the latent of the queries; None computes queries from x directly.
+            bias: whether the two down projections and the output projection have a bias.
         """
         query = heads * (nope_dim + rope_dim)
         queries = dim * query if q_rank is None else q_rank * (dim + query)
         up = kv_rank * heads * (nope_dim + value_dim)
         matrices = queries + dim * (kv_rank + rope_dim) + up + heads * value_dim * dim
         biases = (q_rank or 0) + kv_rank + rope_dim + dim if bias else 0
-        weights = Weights(matrices, biases, kv_rank + (q_rank or 0), apart=up)
-        parts = ((1, latent_numbers(kv_rank, rope_dim)),)
+        weights = ParameterCounts(matrices, biases, kv_rank + (q_rank or 0), counted_separately=up)
+        parts = ((1, latent_values(kv_rank, rope_dim)),)
         return cls(weights, parts, heads, kv_rank, nope_dim, rope_dim, value_dim, form)
 
     @property
     def name(self) -> str:
-        """The heads, and the sizes of the latent and of the rotary key."""
-        return f"MLA {self.heads} heads, latent {self.kv_rank} + {self.rope_dim}"
+        """The mechanism with its heads and the sizes of the latent and of the rotary key."""
+        return f"MLA {plural(self.heads, 'head')}, latent {self.kv_rank} + {self.rope_dim}"
 
     @property
-    def values_per_token(self) -> Figure:
-        """The latent and the rotary key."""
-        numbers = latent_numbers(self.kv_rank, self.rope_dim)
-        return Figure(numbers, f"r + d_rope = {self.kv_rank} + {self.rope_dim}")
+    def values_per_token(self) -> Quantity:
+        """The values of the latent and of the rotary key."""
+        numbers = latent_values(self.kv_rank, self.rope_dim)
+        return Quantity(numbers, f"r + d_rope = {self.kv_rank} + {self.rope_dim}")
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """Both forms."""
+        """The two equivalent forms, "expand" and "absorb"."""
         return ("expand", "absorb")
 
     @property
     def bounded(self) -> bool:
-        """Whether there is a window."""
-        return self.visible.bound is not None
+        """Whether there is a window, beyond which cached tokens are dropped."""
+        return self.visible.max_tokens is not None
 
-    def tokens(self, context: int) -> Figure:
-        """All tokens, or the last W."""
-        bound = self.visible.bound
+    def tokens(self, context: int) -> Quantity:
+        """Return how many tokens are cached: all tokens, or the last W."""
+        bound = self.visible.max_tokens
         if bound is None:
             return super().tokens(context)
-        return Figure(min(context, bound), f"min(S, {bound})")
+        return Quantity(min(context, bound), f"min(S, {bound})")
 
     def absorbs(self, queries: int, keys: int) -> bool:
-        """Whether so many queries are taken to the latents, instead of expanding so many cached
-        tokens.
+        """Return whether `queries` queries against `keys` cached tokens are computed in the form
+        "absorb".
         """
         if self.form == "auto":
             return absorbing_is_cheaper(
@@ -200,21 +207,21 @@ class LatentSpec(Spec):
             )
         return self.form == "absorb"
 
-    def step(self, context: int) -> Figure:
-        """One token in this form."""
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of one token in the form of this spec."""
         return self._step(context, self.form)
 
     def decode_flops(self, context: int, form: str | None = None) -> int:
-        """One token, in this form or in another."""
+        """Return the FLOPs of one token in the form of this spec, or in `form`."""
         return self._step(context, self.form if form is None else form).value
 
     def prefill_flops(self, context: int) -> int:
-        """All tokens at once, in this form."""
+        """Return the FLOPs of all tokens at once, in the form of this spec."""
         return self.flops(context, context, self.form)
 
     def flops(self, queries: int, keys: int, form: str) -> int:
-        """FLOPs of the last queries under a causal mask, the matrices from latents to keys and
-        values included.
+        """Return the FLOPs of the last `queries` of `keys` tokens under a causal mask, the matrices
+        that expand latents included.
         """
         r, nope, rope, E = self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim
         if form == "auto":
@@ -222,7 +229,7 @@ class LatentSpec(Spec):
         count = absorb_flops if form == "absorb" else expand_flops
         return count(queries, keys, self.heads, r, nope, rope, E)
 
-    def _step(self, context: int, form: str) -> Figure:
+    def _step(self, context: int, form: str) -> Quantity:
         H, r, nope, rope, E = (
             self.heads,
             self.kv_rank,
@@ -230,13 +237,13 @@ class LatentSpec(Spec):
             self.rope_dim,
             self.value_dim,
         )
-        cached, n = self.tokens(context).value, self.visible.seen(context)
+        cached, n = self.tokens(context).value, self.visible.visible_keys(context)
         up = f"2 r H (d_nope + E) = 2 x {r} x {H} x ({nope} + {E})"
         if form == "absorb" or (form == "auto" and self.absorbs(1, cached)):
             flops = recall_flops(1, H, r, nope, E) + attention_flops(H * n, r + rope, r)
-            return Figure(
+            return Quantity(
                 flops, f"{up} (absorption) + 2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
             )
         flops = recall_flops(cached, H, r, nope, E) + attention_flops(H * n, nope + rope, E)
         scores = f"2 H n (d_nope + d_rope + E) = 2 x {H} x {n} x ({nope + rope} + {E})"
-        return Figure(flops, f"{up} x {cached} (recall) + {scores}")
+        return Quantity(flops, f"{up} x {cached} (recall) + {scores}")

@@ -1,6 +1,7 @@
-"""Makes a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`.
+"""Build a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`.
 
-The names and options are those of `regard describe`; `MECHANISMS` has those that can be counted.
+Names and options are those of `regard describe`; `MECHANISMS` lists the mechanisms whose cost can
+be counted.
 """
 
 from __future__ import annotations
@@ -18,119 +19,126 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
-FREE = frozenset(
+OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
 )
 """Options of the catalogue that do not change the cost."""
-LARGEST = 1 << 40
-"""No size of any model is larger."""
-Numbers = Mapping[str, Any]
+MAX_SIZE = 1 << 40
+"""The largest size that is accepted; no model has a larger one."""
+MechanismOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Mechanism:
-    """How the spec of a mechanism is made.
+class SpecBuilder:
+    """A function that builds the spec of one mechanism, and the options that it takes.
 
     Attributes:
         build: a function of M, H and the options that returns the spec.
-        needs, takes: the options that must be given, and those that may be given.
+        required: the options that must be given.
+        optional: the options that may be given.
     """
 
-    build: Callable[[int, int, Numbers], Spec]
-    needs: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
+    build: Callable[[int, int, MechanismOptions], Spec]
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
 
 
-def _shape(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int = 1) -> HeadShape:
-    """H, G, D, E: D is M / (halves H), E is `wide` times D, if they are not given."""
+def _shape(
+    dim: int, heads: int, options: MechanismOptions, *, wide: int = 1, halves: int = 1
+) -> HeadShape:
+    """Return H, G, D and E; unless they are given, D is M / (halves H) and E is `wide` times D."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
-            f"{heads} query heads are not divisible by {groups} key/value heads; allowed are "
-            f"{allowed}"
+            f"the number of query heads, {heads}, is not divisible by the number of key/value "
+            f"heads, {groups}; give one of {allowed}"
         )
     if D is None:
         if dim % (halves * heads):
             raise ArgumentError(
-                f"dim {dim} is not divisible by {halves * heads}, {heads} heads; give head_dim"
+                f"dim {dim} is not divisible by {halves * heads}, the width divisor of "
+                f"{plural(heads, 'head')}; give head_dim"
             )
         D = dim // (halves * heads)
     return HeadShape(heads, groups, D, options.get("value_dim", wide * D))
 
 
-def _softmax(dim: int, heads: int, options: Numbers) -> Spec:
+def _softmax(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return SoftmaxSpec.of(dim, _shape(dim, heads, options), window=options.get("window"))
 
 
-def _mqa(dim: int, heads: int, options: Numbers) -> Spec:
+def _mqa(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return _softmax(dim, heads, {**options, "groups": 1})
 
 
-def _latent(dim: int, heads: int, o: Numbers) -> Spec:
-    form = o.get("form", "auto")
+def _latent(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    form = options.get("form", "auto")
     if form not in ("auto", "expand", "absorb"):
-        raise ArgumentError(f"form is {form!r}; counted are auto, expand and absorb")
-    sizes = {name: o[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
-    return LatentSpec.of(dim, heads, **sizes, q_rank=o.get("q_rank"), form=form)
+        raise ArgumentError(f"form is {form!r}; it must be auto, expand or absorb")
+    sizes = {name: options[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
+    return LatentSpec.of(dim, heads, **sizes, q_rank=options.get("q_rank"), form=form)
 
 
-def _nsa(dim: int, heads: int, options: Numbers) -> Spec:
+def _nsa(dim: int, heads: int, options: MechanismOptions) -> Spec:
     blocks = ("compress", "stride", "select", "count", "window")
     own = {name: options[name] for name in blocks if name in options}
     return NSASpec.of(dim, _shape(dim, heads, options), **own)
 
 
-def _linear_attention(dim: int, heads: int, options: Numbers) -> Spec:
+def _linear_attention(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.linear_attention(dim, _shape(dim, heads, options))
 
 
-def _retention(dim: int, heads: int, options: Numbers) -> Spec:
+def _retention(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.retention(dim, _shape(dim, heads, options, wide=2))
 
 
-def _gated_linear(dim: int, heads: int, options: Numbers) -> Spec:
+def _gated_linear(dim: int, heads: int, options: MechanismOptions) -> Spec:
     shape = _shape(dim, heads, options, wide=2, halves=2)
     return recurrent.gated_linear(dim, shape, options.get("rank", 16))
 
 
-def _delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+def _delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.delta_net(dim, _shape(dim, heads, options))
 
 
-def _gated_delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+def _gated_delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return recurrent.gated_delta_net(dim, _shape(dim, heads, options))
 
 
-def _infini(*, delta: bool) -> Mechanism:
-    def build(dim: int, heads: int, options: Numbers) -> Spec:
+def _infini(*, delta: bool) -> SpecBuilder:
+    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
         segment = options.get("segment", 2048)
         return InfiniSpec.of(dim, _shape(dim, heads, options), segment, delta=delta)
 
-    return Mechanism(build, takes=frozenset({"groups", "head_dim", "segment"}))
+    return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "segment"}))
 
 
 _SIZES = frozenset({"groups", "head_dim", "value_dim"})
-MECHANISMS: dict[str, Mechanism] = {
-    "mha": Mechanism(_softmax, takes=frozenset({"head_dim", "window"})),
-    "gqa": Mechanism(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
-    "mqa": Mechanism(_mqa, takes=frozenset({"head_dim", "window"})),
-    "sliding_window": Mechanism(_softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})),
-    "mla": Mechanism(
+MECHANISMS: dict[str, SpecBuilder] = {
+    "mha": SpecBuilder(_softmax, optional=frozenset({"head_dim", "window"})),
+    "gqa": SpecBuilder(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
+    "mqa": SpecBuilder(_mqa, optional=frozenset({"head_dim", "window"})),
+    "sliding_window": SpecBuilder(
+        _softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})
+    ),
+    "mla": SpecBuilder(
         _latent,
         frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}),
         frozenset({"q_rank", "form"}),
     ),
-    "linear_attention": Mechanism(_linear_attention, takes=_SIZES),
-    "retention": Mechanism(_retention, takes=_SIZES),
-    "gated_linear": Mechanism(_gated_linear, takes=_SIZES | {"rank"}),
-    "delta_net": Mechanism(_delta_net, takes=_SIZES),
-    "gated_delta_net": Mechanism(_gated_delta_net, takes=_SIZES),
+    "linear_attention": SpecBuilder(_linear_attention, optional=_SIZES),
+    "retention": SpecBuilder(_retention, optional=_SIZES),
+    "gated_linear": SpecBuilder(_gated_linear, optional=_SIZES | {"rank"}),
+    "delta_net": SpecBuilder(_delta_net, optional=_SIZES),
+    "gated_delta_net": SpecBuilder(_gated_delta_net, optional=_SIZES),
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
-    "nsa": Mechanism(
+    "nsa": SpecBuilder(
         _nsa,
         frozenset({"groups"}),
         frozenset({"head_dim", "compress", "stride", "select", "count", "window"}),
@@ -139,44 +147,48 @@ MECHANISMS: dict[str, Mechanism] = {
 """The mechanisms that can be counted, by their names in the catalogue."""
 
 
-def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
-    """The spec of one layer of a mechanism.
+def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -> Spec:
+    """Return the spec of one layer of a mechanism.
 
     Args:
         name: the name in the catalogue.
         dim, heads: M and H.
-        options: the options there; one that is None counts as not given.
+        options: the options of the mechanism; an option that is None counts as not given.
 
     Raises:
-        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or
-            sizes do not fit one another.
+        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or sizes do
+            not match one another.
 
-    >>> mechanism("mla", 32, 4, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}).name
+    >>> options = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    >>> mechanism_spec("mla", 32, 4, options).name
     'MLA 4 heads, latent 16 + 4'
     """
     if name not in MECHANISMS:
         hint = suggest(name, MECHANISMS, cutoff=0.5, otherwise=".")
         raise ArgumentError(
-            f"attention {short_repr(name)} is not counted{hint} Known are {', '.join(MECHANISMS)}; "
-            "regard describe NAME tells one layer of every mechanism"
+            f"the cost of attention {short_repr(name)} cannot be counted{hint} It can for "
+            f"{', '.join(MECHANISMS)}; regard describe NAME prints the cost of one layer of any "
+            "mechanism"
         )
-    made, given = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
-    if missing := sorted(made.needs - given.keys()):
-        raise ArgumentError(f"attention {name!r} needs {', '.join(missing)}: give it")
-    if extra := sorted(given.keys() - made.needs - made.takes - FREE):
-        takes = ", ".join(sorted(made.needs | made.takes))
+    builder, given_options = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
+    if missing := sorted(builder.required - given_options.keys()):
+        raise ArgumentError(f"attention {name!r} needs the option {', '.join(missing)}; give it")
+    if extra := sorted(
+        given_options.keys() - builder.required - builder.optional - OPTIONS_WITHOUT_COST
+    ):
+        takes = ", ".join(sorted(builder.required | builder.optional))
         raise ArgumentError(
-            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, "
-            "or choose another"
+            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}; leave out the other "
+            "options, or choose another mechanism"
         )
-    for key, value in given.items():
+    for key, value in given_options.items():
         if (
-            key not in FREE
+            key not in OPTIONS_WITHOUT_COST
             and key != "form"
-            and not (isinstance(value, int) and 1 <= value <= LARGEST)
+            and not (isinstance(value, int) and 1 <= value <= MAX_SIZE)
         ):
             raise ArgumentError(
                 f"{key} is {short_repr(value)}; it must be an integer of at least 1 and at most "
-                f"{LARGEST}"
+                f"{MAX_SIZE}"
             )
-    return made.build(dim, heads, given)
+    return builder.build(dim, heads, given_options)

@@ -1,4 +1,6 @@
-"""A whole model as sizes: its layers, embeddings and head, and its parameters by part."""
+"""The sizes of a whole model: its layers, embeddings and output head, and its parameters by
+part.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from regard.cost.feed_forward import FeedForward
+from regard.cost.feed_forward import FeedForwardSpec
 from regard.cost.softmax import CrossSpec
-from regard.cost.spec import Spec, Weights
+from regard.cost.spec import ParameterCounts, Spec
 
-PARTS = (
+PART_NAMES = (
     "embedding",
     "positions",
     "attention",
@@ -22,25 +24,27 @@ PARTS = (
     "norms",
     "head",
 )
-"""The rows of a table of parameters. The biases are those of all layers, with sinks and gates."""
+"""The rows of a table of parameters, in their order. "biases" are those of all layers, including
+attention sinks and gates.
+"""
 
-NOTHING = Weights()
+NO_PARAMETERS = ParameterCounts()
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One block of a model.
+class LayerSpec:
+    """The sizes of one block of a model.
 
     Attributes:
-        mixer: its attention, or what takes the place of attention.
+        mixer: its attention, or the mechanism that replaces attention.
         feed_forward: its feed-forward layer; None if it has none.
         norms: the parameters of its norms.
-        cross: its attention to another text; None if it has none.
+        cross: its cross-attention to another sequence; None if it has none.
     """
 
     mixer: Spec
-    feed_forward: FeedForward | None = None
-    norms: Weights = NOTHING
+    feed_forward: FeedForwardSpec | None = None
+    norms: ParameterCounts = NO_PARAMETERS
     cross: CrossSpec | None = None
 
     @property
@@ -50,36 +54,37 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A row of the table: all parameters of a part, and those that are active for one token.
+class PartCount:
+    """The parameters of one part of a model, and those of them that are active for one token.
 
-    A token uses one row of an embedding or of a table of positions. A tied head has no parameters
-    of its own, and all of it is active.
+    A token uses one row of an embedding or of a table of positions. A tied output head has no
+    parameters of its own, and all parameters of its matrix are active.
     """
 
     name: str
     parameters: int
-    active: int
+    active_parameters: int
 
 
 @dataclass(frozen=True)
-class Model:
-    """The sizes of a decoder, an encoder, or both.
+class ModelSpec:
+    """The sizes of a decoder, of an encoder, or of both.
 
     Attributes:
-        name: what it is called.
+        name: the name of the model.
         vocab, dim: V and M.
-        layers: those that decode; of an encoder, all.
-        reader: layers of an encoder in front, which read another text.
-        positions: values of learned tables of positions and segments; `rows`: how many rows of them
-            a token uses.
-        norms: outside layers.
-        head: whether there is a matrix to logits; `tied`: whether it is the embedding.
-        top: other parameters on top, as a pooler has.
-        decodes: whether it writes token by token.
-        longest: the longest text, where learned positions end; None is no bound.
-        dtype: the format that its file names, as in `regard.cost.kv_formats.BITS`.
-        notes: what a reader should know.
+        layers: the layers of the decoder; for a model with an encoder only, those of the encoder.
+        encoder: the layers of the encoder of an encoder-decoder.
+        positions: values of learned tables of positions and segments.
+        position_rows: how many rows of those tables one token uses.
+        norms: parameters of norms outside the layers.
+        head: whether there is an output matrix to logits.
+        tied: whether that matrix is the embedding.
+        pooler: other parameters after the last layer, such as those of a pooler.
+        decodes: whether the model generates token by token.
+        max_context: the largest context, where positions are learned; None if there is no limit.
+        dtype: the format that its config.json names, as in `regard.cost.kv_formats.BITS`.
+        notes: remarks for the reader of a report.
 
     >>> from regard.cost import model_of
     >>> gpt2 = model_of("gpt2")
@@ -90,28 +95,31 @@ class Model:
     name: str
     vocab: int
     dim: int
-    layers: tuple[Layer, ...]
-    reader: tuple[Layer, ...] = ()
+    layers: tuple[LayerSpec, ...]
+    encoder: tuple[LayerSpec, ...] = ()
     positions: int = 0
-    rows: int = 0
-    norms: Weights = NOTHING
+    position_rows: int = 0
+    norms: ParameterCounts = NO_PARAMETERS
     head: bool = True
     tied: bool = False
-    top: Weights = NOTHING
+    pooler: ParameterCounts = NO_PARAMETERS
     decodes: bool = True
-    longest: int | None = None
+    max_context: int | None = None
     dtype: str = "bf16"
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """All parameters and active parameters by part; parts that the model lacks are left out."""
-        return self.table(1)
+    def parts(self) -> tuple[PartCount, ...]:
+        """All parameters and active parameters by part; parts that the model does not have are left
+        out.
+        """
+        return self.parts_for(1)
 
-    def table(self, tokens: int) -> tuple[Part, ...]:
-        """Parameters by part, where `active` are those that so many tokens use together.
+    def parts_for(self, tokens: int) -> tuple[PartCount, ...]:
+        """Return parameters by part, where the active ones are those that `tokens` tokens use
+        together.
 
-        Several tokens use more experts than one does.
+        Several tokens together use more experts than one token does.
         """
         whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
@@ -119,12 +127,12 @@ class Model:
         own["head"] = 0 if self.tied else head
         used = {
             "embedding": min(tokens, self.vocab) * self.dim,
-            "positions": min(tokens * self.rows * self.dim, self.positions),
+            "positions": min(tokens * self.position_rows * self.dim, self.positions),
             "head": head,
         }
         return tuple(
-            Part(name, whole[name] + own.get(name, 0), active[name] + used.get(name, 0))
-            for name in PARTS
+            PartCount(name, whole[name] + own.get(name, 0), active[name] + used.get(name, 0))
+            for name in PART_NAMES
             if whole[name] + own.get(name, 0) + used.get(name, 0)
         )
 
@@ -134,31 +142,33 @@ class Model:
         return sum(part.parameters for part in self.parts)
 
     @property
-    def active(self) -> int:
-        """The number of active parameters, which one token uses."""
-        return sum(part.active for part in self.parts)
+    def active_parameters(self) -> int:
+        """The number of active parameters, which are those that one token uses."""
+        return sum(part.active_parameters for part in self.parts)
 
     @property
     def attention_parameters(self) -> int:
-        """The number of parameters in the matrices of attention, over all layers."""
+        """The number of parameters in the attention matrices of all layers."""
         return self._sums(None)["attention"]
 
     @property
     def mixers(self) -> Iterator[Spec]:
-        """The specs of all attentions of the layers that decode."""
+        """The specs of all attention mechanisms in the layers of the decoder."""
         return (mixer for layer in self.layers for mixer in layer.mixers)
 
     @property
-    def kinds(self) -> dict[str, int]:
-        """How many layers have each kind of attention."""
+    def attention_kinds(self) -> dict[str, int]:
+        """How many layers have each kind of attention: its name to the number of layers."""
         return dict(Counter(m.name for layer in self._all for m in layer.mixers))
 
     @property
-    def _all(self) -> tuple[Layer, ...]:
-        return (*self.reader, *self.layers)
+    def _all(self) -> tuple[LayerSpec, ...]:
+        return (*self.encoder, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
-        """Parameters by part, without embeddings: those active for so many tokens, or all."""
+        """Return parameters by part, without embeddings: those active for `tokens` tokens, or all
+        if it is None.
+        """
         sums: Counter[str] = Counter()
         for layer, times in Counter(self._all).items():
             own = [("attention", mixer.weights) for mixer in layer.mixers]
@@ -166,12 +176,14 @@ class Model:
                 own += (feed.weights if tokens is None else feed.active_weights(tokens)).items()
             for name, weights in (*own, ("norms", layer.norms)):
                 sums.update(_split(name, weights, times))
-        for weights in (self.norms, self.top):
+        for weights in (self.norms, self.pooler):
             sums.update(_split("head", weights, 1))
         return sums
 
 
-def _split(name: str, weights: Weights, times: int) -> dict[str, int]:
-    """Matrices count for the part; biases and norms have parts of their own."""
-    found = {"biases": times * weights.biases, "norms": times * weights.norms}
-    return {**found, name: found.get(name, 0) + times * weights.matrices}
+def _split(name: str, weights: ParameterCounts, times: int) -> dict[str, int]:
+    """Return how the parameters of a layer count: matrices for the part `name`, biases and norms
+    for parts of their own.
+    """
+    counts = {"biases": times * weights.biases, "norms": times * weights.norms}
+    return {**counts, name: counts.get(name, 0) + times * weights.matrices}

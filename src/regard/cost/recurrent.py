@@ -1,8 +1,9 @@
-"""Mechanisms with a state of fixed size: linear attention, retention, gated linear attention and
-the delta rule.
+"""Count what mechanisms with a state of fixed size store and compute: linear attention, retention,
+gated linear attention and the delta rule.
 
-The functions take sizes and return exact integers for one token, step by step. A prompt is counted
-as its tokens one after another: chunks compute more, of matrix products that run faster.
+The functions take sizes and return exact integers for one token of the recurrent form. A prompt
+counts as its tokens one after another. The chunked form, which kernels use for prompts, has more
+FLOPs, but as matrix products that run faster.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from regard.cost.spec import Figure, HeadShape, Spec, Weights
+from regard.cost.spec import HeadShape, ParameterCounts, Quantity, Spec
 
 
 def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> int:
-    """Numbers of the state, whatever the length: S has D E per key/value head, a normaliser z has
-    D.
+    """Return the number of values of the state, which does not depend on the length: D E for the
+    matrix S of each key/value head, and D more for a normaliser z.
 
     >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalised=True)
     (32768, 33280)
@@ -28,12 +29,12 @@ def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> in
 def linear_flops(
     heads: int, groups: int, D: int, E: int, *, normalised: bool = False, decayed: bool = False
 ) -> int:
-    """FLOPs of one token behind its projections, step by step: one read per head, one write per
-    key/value head.
+    """Return the FLOPs of one token after its projections in the recurrent form: one read per query
+    head, and one write per key/value head.
 
-    A read is S^T q, 2 D E; a write is k v^T and the sum, 2 D E; a decay multiplies the state, D E.
-    A normaliser is read by z . q and a division, 2 D + E, and written by D additions. Feature maps
-    are not counted.
+    A read is S^T q, 2 D E. A write is k v^T and the sum, 2 D E. A decay multiplies the state, D E.
+    A normaliser is read by z . q and a division, 2 D + E, and is written by D additions. Feature
+    maps are not counted.
 
     >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
     >>> linear_flops(**sizes), linear_flops(**sizes, normalised=True)
@@ -50,7 +51,8 @@ def linear_flops(
 
 
 def delta_state(groups: int, D: int, E: int) -> int:
-    """Numbers of the state S, whatever the length: D E per key/value head.
+    """Return the number of values of the state S, which does not depend on the length: D E per
+    key/value head.
 
     >>> delta_state(groups=16, D=128, E=128)
     262144
@@ -61,11 +63,11 @@ def delta_state(groups: int, D: int, E: int) -> int:
 
 
 def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False) -> int:
-    """FLOPs of one token behind its projections, step by step: H reads, and per key/value head one
-    correction.
+    """Return the FLOPs of one token after its projections in the recurrent form: one read per query
+    head, and one correction per key/value head.
 
-    A read is S^T q, 2 D E; a correction is S^T k, 2 D E, beta (v - S^T k), 2 E, and the outer
-    product added to S, 2 D E; a decay multiplies the state, D E.
+    A read is S^T q, 2 D E. A correction is S^T k, 2 D E, beta (v - S^T k), 2 E, and the outer
+    product added to S, 2 D E. A decay multiplies the state, D E.
 
     >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
     >>> delta_flops(**sizes), delta_flops(**sizes, gated=True)
@@ -79,7 +81,7 @@ def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False)
 
 @dataclass(frozen=True)
 class RecurrentSpec(Spec):
-    """A state of fixed size, and the same FLOPs for each token.
+    """A mechanism with a state of fixed size and the same FLOPs for each token.
 
     Attributes:
         shape: H, G, D and E.
@@ -89,19 +91,19 @@ class RecurrentSpec(Spec):
 
     @property
     def bounded(self) -> bool:
-        """No token is cached."""
+        """True, because no keys and values are cached."""
         return True
 
     @abstractmethod
-    def token(self) -> Figure:
-        """FLOPs of one token, whatever the context."""
+    def token(self) -> Quantity:
+        """Return the FLOPs of one token, which do not depend on the context."""
 
-    def step(self, context: int) -> Figure:
-        """The FLOPs of one token."""
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of one token, without linear maps."""
         return self.token()
 
     def prefill_flops(self, context: int) -> int:
-        """A step for each token."""
+        """Return the FLOPs of `context` steps, one for each token."""
         return context * self.token().value
 
     @property
@@ -115,10 +117,10 @@ class RecurrentSpec(Spec):
 
 @dataclass(frozen=True)
 class LinearSpec(RecurrentSpec):
-    """Linear attention, with a normaliser or without, and with a decay of the state or without.
+    """Linear attention, with or without a normaliser, and with or without a decay of the state.
 
     Attributes:
-        mechanism: what it is called.
+        mechanism: the name of the mechanism.
         normalised: whether the state has a normaliser.
         decayed: whether each token decays the state.
 
@@ -133,30 +135,32 @@ class LinearSpec(RecurrentSpec):
 
     @property
     def name(self) -> str:
-        """The mechanism and its heads."""
+        """The mechanism with its heads."""
         return self._label(self.mechanism)
 
     @property
-    def state(self) -> Figure:
-        """The matrix of each key/value head, and its normaliser."""
+    def state(self) -> Quantity:
+        """The number of values of the state matrices, and of the normaliser if there is one."""
         _, G, D, E = self._sizes
         each = f"({E} + 1)" if self.normalised else f"{E}"
         letters = "G D (E + 1)" if self.normalised else "G D E"
         value = linear_state(G, D, E, normalised=self.normalised)
-        return Figure(value, f"{letters} = {G} x {D} x {each}")
+        return Quantity(value, f"{letters} = {G} x {D} x {each}")
 
-    def token(self) -> Figure:
-        """One read per head, and one write per key/value head; feature maps are not counted."""
+    def token(self) -> Quantity:
+        """Return the FLOPs of one read per query head and one write per key/value head, without
+        feature maps.
+        """
         H, G, D, E = self._sizes
         flops = linear_flops(H, G, D, E, normalised=self.normalised, decayed=self.decayed)
         read = "2 D E + 2 D + E" if self.normalised else "2 D E"
         write = ("3 D E" if self.decayed else "2 D E") + (" + D" if self.normalised else "")
-        return Figure(flops, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")
+        return Quantity(flops, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")
 
 
 @dataclass(frozen=True)
 class DeltaSpec(RecurrentSpec):
-    """The delta rule, with decays of the state or without.
+    """The delta rule, with or without a decay of the state.
 
     Attributes:
         gated: whether each token decays the state.
@@ -166,25 +170,25 @@ class DeltaSpec(RecurrentSpec):
 
     @property
     def name(self) -> str:
-        """The rule and its heads."""
+        """The mechanism with its heads."""
         return self._label("gated delta rule" if self.gated else "delta rule")
 
     @property
-    def state(self) -> Figure:
-        """The matrix of each key/value head."""
+    def state(self) -> Quantity:
+        """The number of values of the state matrices of all key/value heads."""
         _, G, D, E = self._sizes
-        return Figure(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
+        return Quantity(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
 
-    def token(self) -> Figure:
-        """One read per head, and one correction per key/value head."""
+    def token(self) -> Quantity:
+        """Return the FLOPs of one read per query head and one correction per key/value head."""
         H, G, D, E = self._sizes
         left = " + D E" if self.gated else ""
         formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{left}), D = {D}, E = {E}"
-        return Figure(delta_flops(H, G, D, E, gated=self.gated), formula)
+        return Quantity(delta_flops(H, G, D, E, gated=self.gated), formula)
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
-    """Linear attention with the feature map elu + 1 and a normaliser.
+    """Return the spec of linear attention with the feature map elu + 1 and a normaliser.
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
     """
@@ -192,7 +196,7 @@ def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
 
 
 def retention(dim: int, shape: HeadShape) -> LinearSpec:
-    """Retention: an output gate, and a norm with weight and bias per head.
+    """Return the spec of retention, with an output gate and a norm with weight and bias per head.
 
     >>> retention(32, HeadShape(4, 4, 8, 16)).state.value
     512
@@ -200,13 +204,13 @@ def retention(dim: int, shape: HeadShape) -> LinearSpec:
     Source: Sun et al. 2023 (arXiv 2307.08621).
     """
     gates = shape.heads * shape.value_dim
-    weights = shape.maps(dim) + Weights(dim * gates, norms=2 * gates)
+    weights = shape.maps(dim) + ParameterCounts(dim * gates, norms=2 * gates)
     return LinearSpec(weights, (), shape, "retention", decayed=True)
 
 
 def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
-    """Gated linear attention: decays through a bottleneck, an output gate with bias, and one norm
-    for all heads.
+    """Return the spec of gated linear attention: decays computed through a bottleneck of size
+    `rank`, an output gate with bias, and one norm that all heads share.
 
     >>> gated_linear(32, HeadShape(4, 4, 4, 8), rank=3).weights.total
     4304
@@ -214,27 +218,28 @@ def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
     Source: Yang et al. 2023 (arXiv 2312.06635).
     """
     decays, gates = shape.groups * shape.head_dim, shape.heads * shape.value_dim
-    decay = Weights(rank * (dim + decays), decays)
-    gate = Weights(dim * gates, gates, 2 * shape.value_dim)
+    decay = ParameterCounts(rank * (dim + decays), decays)
+    gate = ParameterCounts(dim * gates, gates, 2 * shape.value_dim)
     weights = shape.maps(dim) + decay + gate
     return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
 
 def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
-    """DeltaNet: a strength per key/value head, and one norm for all heads.
+    """Return the spec of DeltaNet, with one beta per key/value head and one norm that all heads
+    share.
 
     >>> delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
     4232
 
     Source: Yang et al. 2024 (arXiv 2406.06484).
     """
-    weights = shape.maps(dim) + Weights(dim * shape.groups, norms=shape.value_dim)
+    weights = shape.maps(dim) + ParameterCounts(dim * shape.groups, norms=shape.value_dim)
     return DeltaSpec(weights, (), shape)
 
 
 def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
-    """Gated DeltaNet: strength and decay per key/value head, an output gate, and one norm for all
-    heads.
+    """Return the spec of Gated DeltaNet, with one beta and one decay per key/value head, an output
+    gate, and one norm that all heads share.
 
     >>> gated_delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
     5392
@@ -242,5 +247,5 @@ def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
     gates = dim * (2 * shape.groups + shape.heads * shape.value_dim)
-    weights = shape.maps(dim) + Weights(gates, 2 * shape.groups, shape.value_dim)
+    weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.groups, shape.value_dim)
     return DeltaSpec(weights, (), shape, gated=True)

@@ -1,9 +1,9 @@
-"""The cost of a whole model at a context: bytes, and the FLOPs of a prompt and of a token.
+"""The cost of a whole model at a context length: bytes, and the FLOPs of a prompt and of one token.
 
-A multiplication and an addition are two FLOPs. Counted are products of matrices, scores and mix of
-the pairs that the mask leaves, and the steps of recurrences; embeddings, norms, biases, activations
-and the softmax itself are not, as is usual. A prompt is charged for the logits of its last token
-only, which is what generation computes.
+A multiplication and an addition are two FLOPs. Counted are matrix products, the scores and weighted
+sums of the query-key pairs that the mask allows, and the steps of recurrences. Embeddings, norms,
+biases, activations and the softmax itself are not counted, as is usual. A prompt counts the logits
+of its last token only, because generation computes no others.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from regard.cost.kv_formats import BITS, STATE_BYTES, Format
-from regard.cost.model import Layer, Model
-from regard.cost.spec import Cached, Spec
+from regard.cost.kv_formats import BITS, STATE_BYTES, KVFormat
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.spec import CacheContents, Spec
 from regard.errors import ArgumentError
+from regard.units import plural
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is run.
+    """The conditions under which a model runs: context length, batch size and number formats.
 
-    Attributes:
-        context: tokens of the prompt, and up to the one that is decoded, its own included.
-        batch: texts at once.
-        dtype: of weights.
-        kv_dtype: of cached values; None is the dtype of weights, or bf16 where that has fewer
-            than 16 bits.
+    Args:
+        context: the tokens of the prompt, and the number of tokens up to and including the decoded
+            one.
+        batch: the number of sequences that run together.
+        dtype: the number format of weights.
+        kv_dtype: the number format of the KV cache; None is the format of weights, or bf16 if that
+            has fewer than 16 bits.
 
     Raises:
-        ArgumentError: context or batch is less than 1, or a dtype is not known.
+        ArgumentError: context or batch is less than 1, or a format is not known.
     """
 
     context: int = 4096
@@ -46,19 +48,23 @@ class Setting:
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.dtype not in BITS:
-            raise ArgumentError(f"dtype is {self.dtype!r}; known are {', '.join(BITS)}")
+            raise ArgumentError(f"the dtype is {self.dtype!r}; it must be one of {', '.join(BITS)}")
         assert self.format
 
     @property
-    def format(self) -> Format:
-        """The format of cached values."""
+    def format(self) -> KVFormat:
+        """The number format of the KV cache."""
         exact = self.dtype if BITS[self.dtype] >= 16 else "bf16"
-        return Format(self.kv_dtype or exact, exact)
+        return KVFormat(self.kv_dtype or exact, exact)
 
 
 @dataclass(frozen=True)
 class CostReport:
-    """The cost of a model at a setting: `as_json()` has all figures.
+    """The cost of a model under a setting; `as_json()` returns all figures.
+
+    Args:
+        model: the sizes of the model, as `regard.cost.model_of` returns them.
+        setting: context length, batch size and number formats.
 
     Raises:
         ArgumentError: the context is longer than the model's learned positions.
@@ -69,15 +75,18 @@ class CostReport:
     (131072, True)
     """
 
-    model: Model
+    model: ModelSpec
     setting: Setting
 
     def __post_init__(self) -> None:
-        longest = self.model.max_seq_length
-        if longest is not None and self.setting.context > longest:
+        max_context = self.model.max_context
+        if max_context is not None and self.setting.context > max_context:
             raise ArgumentError(
-                f"context is {self.setting.context:,}, and {self.model.name} has learned "
-                f"positions for {longest:,} tokens: ask for at most that"
+                f"the context is {plural(self.setting.context, 'token')}, but {self.model.name} "
+                "has "
+                f"learned positions for {plural(max_context, 'token')} only; give a context of at "
+                "most "
+                f"{max_context}"
             )
 
     @cached_property
@@ -88,84 +97,92 @@ class CostReport:
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token adds to the caches of all layers.
 
-        Layers with a window drop it later.
+        Layers with a window drop the token later.
         """
-        return self._token_bytes(lambda cached: not cached.given)
+        return self._token_bytes(lambda cached: not cached.from_source)
 
     @cached_property
     def kv_growth(self) -> int:
-        """The part of `kv_bytes_per_token` in layers that keep all tokens."""
-        return self._token_bytes(lambda cached: not cached.given and not cached.bounded)
+        """The part of `kv_bytes_per_token` in layers that never drop a token."""
+        return self._token_bytes(lambda cached: not cached.from_source and not cached.bounded)
 
-    def _token_bytes(self, counts: Callable[[Cached], bool]) -> int:
-        form, caches = self.setting.format, [(m.cached(1), n) for m, n in self._mixers.items()]
-        return _up(sum(n * form.per_token(cached) for cached, n in caches if counts(cached)))
+    def _token_bytes(self, counts: Callable[[CacheContents], bool]) -> int:
+        kv_format, caches = self.setting.format, [(m.cached(1), n) for m, n in self._mixers.items()]
+        return _up(
+            sum(n * kv_format.bytes_per_token(cached) for cached, n in caches if counts(cached))
+        )
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Bytes of all caches at this context, over the batch."""
+        """Bytes of all caches at this context, for the whole batch."""
         return self.setting.batch * self._cache_bytes("cached")
 
-    def _cache_bytes(self, what: str) -> int:
-        """Bytes for one text of what each spec answers to this method."""
-        form, at = self.setting.format, self.setting.context
+    def _cache_bytes(self, method: str) -> int:
+        """Return the bytes for one sequence of the cache contents that the method `what` of each
+        spec returns.
+        """
+        kv_format, context = self.setting.format, self.setting.context
         if not self.model.decodes:
             return 0
-        return sum(n * form.all(getattr(m, what)(at)) for m, n in self._mixers.items())
+        return sum(
+            n * kv_format.total_bytes(getattr(m, method)(context)) for m, n in self._mixers.items()
+        )
 
     @cached_property
     def state_bytes(self) -> int:
-        """The part of `kv_bytes` that does not depend on the context, for one text."""
+        """The part of `kv_bytes` that does not depend on the context, for one sequence."""
         return STATE_BYTES * sum(n * m.state.value for m, n in self._mixers.items())
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, in one dtype."""
+        """Bytes of all weights in the format of the setting."""
         return _up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
     def _active_bytes(self, tokens: int) -> int:
-        """Bytes of the active parameters of so many tokens, each read once."""
-        active = sum(part.active for part in self.model.table(tokens))
+        """Return the bytes of the parameters that `tokens` tokens use together, each read once."""
+        active = sum(part.active_parameters for part in self.model.parts_for(tokens))
         return _up(Fraction(active * BITS[self.setting.dtype], 8))
 
     @cached_property
-    def mapped(self) -> int:
-        """How many matrix values of all layers one token multiplies."""
-        return _mapped(self.model.layers)
+    def matmul_values(self) -> int:
+        """How many matrix values of all layers one token is multiplied by."""
+        return _matmul_values(self.model.layers)
 
     @cached_property
     def prefill_flops(self) -> int:
-        """FLOPs of a prompt of `context` tokens, over the batch."""
+        """FLOPs of a prompt of `context` tokens, for the whole batch."""
         T, model = self.setting.context, self.model
         head = model.vocab * model.dim if model.head and model.decodes else 0
-        layers = 2 * T * self.mapped + sum(
+        layers = 2 * T * self.matmul_values + sum(
             n * mixer.prefill_flops(T) for mixer, n in self._mixers.items()
         )
-        if model.reader:  # the prompt is read by the encoder, and one token starts the other text
+        if model.encoder:  # the encoder reads the prompt, and the decoder computes its first token
             crossing = [layer.cross for layer in model.layers if layer.cross is not None]
-            layers = 2 * T * _mapped(model.reader) + sum(
-                x.mixer.prefill_flops(T) for x in model.reader
+            layers = 2 * T * _matmul_values(model.encoder) + sum(
+                x.mixer.prefill_flops(T) for x in model.encoder
             )
             layers += sum(cross.prefill_flops(T) + cross.decode_flops(T) for cross in crossing)
-            layers += 2 * self.mapped + sum(x.mixer.decode_flops(1) for x in model.layers)
-        return self.setting.batch * (layers + 2 * head + 2 * model.top.matrices)
+            layers += 2 * self.matmul_values + sum(x.mixer.decode_flops(1) for x in model.layers)
+        return self.setting.batch * (layers + 2 * head + 2 * model.pooler.matrices)
 
     @cached_property
     def prefill_bytes(self) -> int:
-        """Bytes of weights, read once, and of caches, written once."""
+        """Bytes of weights, read once, and of caches, written once, for a prompt."""
         return self._active_bytes(self.setting.context * self.setting.batch) + self.kv_bytes
 
     @property
     def decode_flops(self) -> int:
-        """FLOPs of the token at position context - 1, over the batch.
+        """FLOPs of the token at position context - 1, for the whole batch.
 
-        Latent attention counts in the form that has fewer.
+        Latent attention counts in the form with fewer FLOPs.
         """
         return self._decode(None)
 
     @property
     def decode_forms(self) -> dict[str, int]:
-        """The same in each form of latent attention; empty if the model has none."""
+        """FLOPs of one token in each form of latent attention, by the name of the form; empty if
+        the model has no latent attention.
+        """
         forms = dict.fromkeys(form for mixer in self._mixers for form in mixer.forms)
         return {form: self._decode(form) for form in forms}
 
@@ -176,11 +193,13 @@ class CostReport:
         for mixer, n in self._mixers.items():
             attention += n * mixer.decode_flops(S, form if form in mixer.forms else None)
         head = self.model.vocab * self.model.dim if self.model.head else 0
-        return self.setting.batch * (2 * (self.mapped + head) + attention)
+        return self.setting.batch * (2 * (self.matmul_values + head) + attention)
 
     @cached_property
     def decode_bytes(self) -> int:
-        """Bytes of a decoded token: active parameters, what is read of caches, what is written."""
+        """Bytes moved for a decoded token: active parameters, the cached values that it reads, and
+        those that it writes.
+        """
         if not self.model.decodes:
             return 0
         written = self.kv_bytes_per_token + self.state_bytes
@@ -189,7 +208,11 @@ class CostReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All figures by name."""
+        """Return all figures by name, as plain values for JSON.
+
+        Returns:
+            A dictionary of numbers, strings and dictionaries; memory in bytes, work in FLOPs.
+        """
         model, setting = self.model, self.setting
         return {
             "model": model.name,
@@ -198,7 +221,7 @@ class CostReport:
             "dtype": setting.dtype,
             "kv_dtype": setting.format.name,
             "parameters": model.parameters,
-            "active_parameters": model.active,
+            "active_parameters": model.active_parameters,
             "attention_parameters": model.attention_parameters,
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -211,19 +234,24 @@ class CostReport:
             "decode_bytes": self.decode_bytes,
             "decode_flops_by_form": self.decode_forms,
             "parts": {
-                p.name: {"parameters": p.parameters, "active": p.active} for p in model.parts
+                p.name: {
+                    "parameters": p.parameters,
+                    "active_parameters": p.active_parameters,
+                    "active": p.active_parameters,
+                }
+                for p in model.parts
             },
-            "layers": model.kinds,
+            "layers": model.attention_kinds,
             "notes": list(model.notes),
         }
 
 
-def _mapped(layers: tuple[Layer, ...]) -> int:
-    """How many matrix values of these layers one token multiplies."""
+def _matmul_values(layers: tuple[LayerSpec, ...]) -> int:
+    """Return how many matrix values of these layers one token is multiplied by."""
     total = 0
     for layer, times in Counter(layers).items():
         feed = {} if layer.feed_forward is None else layer.feed_forward.active_weights(1)
-        maps = sum(mixer.weights.mapped for mixer in layer.mixers)
+        maps = sum(mixer.weights.multiplied_once for mixer in layer.mixers)
         total += times * (maps + sum(weights.matrices for weights in feed.values()))
     return total
 

@@ -1,17 +1,19 @@
-"""Machines and the roofline: the least time that a model needs on a machine, and whether it fits.
+"""Machines and the roofline model: the least time that a model needs on a machine, and whether it
+fits in the memory.
 
-Each number of a machine says where it is from.
+Each number of a machine has its source beside it.
 
-The rates of GPUs are those of dense matrix products on the vendor's data sheet; where it prints
-the doubled rate of sparse matrices, half of it. The memory of a GPU is what its driver reports
-(`memory.total` of nvidia-smi, the pool that rocminfo lists), in MiB with ECC as the card is
-delivered. It is neither the data sheet's number times 10^9 nor that times 2^30: what is sold as
-141 GB reports 143,771 MiB, which is 140.4 GiB, and what is sold as 80 GB reports 79.6 GiB (H100)
-or 80 GiB (A100). CUDA itself takes some hundred MiB of that.
+The rates of GPUs are those of dense matrix products in the vendor's data sheet. If the data sheet
+gives the doubled rate of sparse matrices, the table has half of it. The memory of a GPU is the
+total that its driver reports (`memory.total` of nvidia-smi, or the pool that rocminfo lists), in
+MiB, with ECC in its default state. This is neither the number in the data sheet times 10^9 nor that
+number times 2^30: a GPU that is sold with 141 GB reports 143,771 MiB, which is 140.4 GiB, and a GPU
+that is sold with 80 GB reports 79.6 GiB (H100) or 80 GiB (A100). CUDA itself takes a few hundred
+MiB of it.
 
 The numbers of CPUs are channels x transfers per second x 8 bytes, and cores x FLOPs per cycle x
-base clock, from the vendor's product page. No program reaches these; `regard cost --machine here`
-measures what one does reach.
+base clock, from the vendor's product page. No program reaches these numbers; `regard cost --machine
+here` measures what this machine reaches.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from regard.cost.report import CostReport
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
-FALLBACK = {
+COMPUTE_FORMAT = {
     "int2": "bf16",
     "int4": "bf16",
     "int8": "bf16",
@@ -32,22 +34,22 @@ FALLBACK = {
     "fp16": "bf16",
     "bf16": "fp32",
 }
-"""What a format is computed in where a machine names no rate: codes are opened first; fp16 is as
-fast as bf16.
+"""Format -> the format in which its products are computed if a machine has no rate for it: integer
+codes are dequantised first, and fp16 is as fast as bf16.
 """
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor.
+    """A processor with its memory.
 
     Attributes:
-        name: what it is called.
-        bandwidth: bytes per second.
-        flops: FLOPs per second, by format.
-        memory: bytes of its memory, or 0 where that is not known.
-        source: where bandwidth and rates are from.
-        memory_source: which number the memory is, and where from; empty where it is not known.
+        name: the name of the processor.
+        bandwidth: memory bandwidth in bytes per second.
+        flops: FLOPs per second, by number format.
+        memory: bytes of memory, or 0 if they are not known.
+        source: the source of the bandwidth and the rates.
+        memory_source: the source of the memory size; empty if the size is not known.
 
     >>> MACHINES["h100-sxm"].rate("int4") == MACHINES["h100-sxm"].flops["bf16"]
     True
@@ -61,28 +63,37 @@ class Machine:
     memory_source: str = ""
 
     def rate(self, dtype: str) -> float:
-        """FLOPs per second with weights in a format; where the machine names none, those of what it
-        is computed in.
+        """Return the FLOPs per second with weights in a number format.
+
+        If the machine has no rate for the format, this is the rate of the format that it is
+        computed in.
+
+        Args:
+            dtype: a name in `regard.cost.kv_formats.BITS`.
         """
         while dtype not in self.flops:
-            dtype = FALLBACK.get(dtype, next(iter(self.flops)))
+            dtype = COMPUTE_FORMAT.get(dtype, next(iter(self.flops)))
         return self.flops[dtype]
 
 
 def _gpu(
-    bandwidth: float, sold: int, mib: int, source: str, **tera: float
+    bandwidth: float, advertised_gb: int, memory_mib: int, source: str, **teraflops: float
 ) -> tuple[float, dict[str, float], int, str, str]:
-    """GB/s, GB as it is sold, MiB as its driver reports, source, TFLOP/s by format."""
+    """Return the fields of a GPU from GB/s, the GB that it is sold with, the MiB that its driver
+    reports, the source, and TFLOP/s by format.
+    """
     tool = "rocminfo" if source.startswith("AMD") else "nvidia-smi"
-    memory = f"{mib:,} MiB in all by {tool}, sold as {sold} GB"
-    rates = {k: v * 1e12 for k, v in tera.items()}
-    return bandwidth * 1e9, rates, mib << 20, source, memory
+    memory = f"{memory_mib:,} MiB in all by {tool}, sold as {advertised_gb} GB"
+    rates = {k: v * 1e12 for k, v in teraflops.items()}
+    return bandwidth * 1e9, rates, memory_mib << 20, source, memory
 
 
 def _cpu(
     channels: int, rate: int, cores: int, per_cycle: int, clock: float, source: str
 ) -> tuple[float, dict[str, float], int, str, str]:
-    """Channels of 8 bytes, MT/s, cores, fp32 FLOPs per cycle and core, GHz."""
+    """Return the fields of a CPU from its memory channels of 8 bytes, MT/s, cores, fp32 FLOPs per
+    cycle and core, and GHz.
+    """
     formula = (
         f"{channels} x {rate} MT/s x 8 bytes; {cores} cores x {per_cycle} fp32 FLOPs x {clock} GHz"
     )
@@ -242,14 +253,20 @@ _NUMBERS = {
     ),
 }
 MACHINES = {name: Machine(name, *numbers) for name, numbers in _NUMBERS.items()}
-"""Name -> processor."""
+"""The table of known processors by name."""
 
 
 def machine_of(name: str) -> Machine:
-    """A processor of the table.
+    """Return a processor of the table by its name.
+
+    Args:
+        name: a name that `regard cost --list` prints, such as "h100-sxm".
+
+    Returns:
+        Its bandwidth, rates and memory, with their sources.
 
     Raises:
-        ArgumentError: there is none of this name.
+        ArgumentError: there is no processor of this name.
 
     >>> machine_of("a100-80gb").bandwidth / 1e9
     2039.0
@@ -258,18 +275,23 @@ def machine_of(name: str) -> Machine:
         return MACHINES[name]
     hint = suggest(name.lower(), MACHINES, most=3, cutoff=0.4, otherwise=".")
     raise ArgumentError(
-        f"machine {name!r} is not known{hint} Known are {', '.join(MACHINES)}, and 'here', "
-        "which is measured; "
-        "for another one give --bandwidth and --flops"
+        f"machine {name!r} is not known{hint} Known machines are {', '.join(MACHINES)}, and "
+        "'here' measures this machine; for another machine give --bandwidth and --flops"
     )
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A lower bound on the time of some work: max(bytes / bandwidth, FLOPs / rate), moving and
-    computing at once.
+class RooflineBound:
+    """A lower bound on the time of a computation: max(bytes / bandwidth, FLOPs / rate), as memory
+    and arithmetic can overlap.
 
-    >>> bound = Bound(flops=2e12, bytes=1e9, bandwidth=1e12, rate=1e14)
+    Attributes:
+        flops: the FLOPs of the computation.
+        bytes: the bytes that it reads and writes.
+        bandwidth: bytes per second of the machine.
+        rate: FLOPs per second of the machine.
+
+    >>> bound = RooflineBound(flops=2e12, bytes=1e9, bandwidth=1e12, rate=1e14)
     >>> bound.seconds, bound.by, bound.intensity
     (0.02, 'compute', 2000.0)
 
@@ -284,34 +306,42 @@ class Bound:
 
     @property
     def seconds(self) -> float:
-        """The longer of the two."""
+        """The larger of the two times, in seconds."""
         return max(self.bytes / self.bandwidth, self.flops / self.rate)
 
     @property
     def by(self) -> str:
-        """Which of the two it is."""
+        """Which of the two times is larger: "compute" or "memory"."""
         return "compute" if self.flops / self.rate > self.bytes / self.bandwidth else "memory"
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
-        return intensity(self.flops, self.bytes)
+        """The arithmetic intensity, in FLOPs per byte."""
+        return arithmetic_intensity(self.flops, self.bytes)
 
 
-def intensity(flops: float, moved: float) -> float:
-    """FLOPs per byte that is moved; 0 where nothing is.
+def arithmetic_intensity(flops: float, moved: float) -> float:
+    """Return the FLOPs per byte moved, or 0 if nothing is moved.
 
-    >>> intensity(10, 4), intensity(0, 0)
+    >>> arithmetic_intensity(10, 4), arithmetic_intensity(0, 0)
     (2.5, 0.0)
     """
     return flops / moved if moved else 0.0
 
 
-def bounds(report: CostReport, machine: Machine) -> dict[str, Bound]:
+def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
     """Return the roofline bounds of the prompt and of one decoded token.
 
+    Args:
+        report: the cost of a model.
+        machine: the machine that it runs on.
+
+    Returns:
+        "prefill", and "decode" if the model generates tokens, to their bounds.
+
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
-    >>> found = bounds(CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm"))
+    >>> report = CostReport(model_of("llama-3-8b"), Setting(8192))
+    >>> found = roofline_bounds(report, machine_of("h100-sxm"))
     >>> {what: bound.by for what, bound in found.items()}
     {'prefill': 'compute', 'decode': 'memory'}
     """
@@ -320,17 +350,22 @@ def bounds(report: CostReport, machine: Machine) -> dict[str, Bound]:
     if report.model.decodes:
         work["decode"] = report.decode_flops, report.decode_bytes
     return {
-        what: Bound(flops, moved, machine.bandwidth, rate) for what, (flops, moved) in work.items()
+        what: RooflineBound(flops, moved, machine.bandwidth, rate)
+        for what, (flops, moved) in work.items()
     }
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Whether weights and caches fit a machine's memory: bytes that they need, and bytes that there
-    are (0: not known).
+class MemoryFit:
+    """Whether weights and caches fit in the memory of a machine.
 
-    >>> Fit(needed=3, memory=4).fits, Fit(needed=5, memory=4).fits, Fit(needed=5, memory=0).fits
-    (True, False, None)
+    Attributes:
+        needed: the bytes of weights and caches.
+        memory: the bytes of the machine; 0 if they are not known.
+
+    >>> MemoryFit(needed=3, memory=4).fits, MemoryFit(needed=5, memory=4).fits
+    (True, False)
+    >>> MemoryFit(needed=5, memory=0).fits  # the size is not known
     """
 
     needed: int
@@ -338,39 +373,40 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """None where the memory is not known. Activations and what the driver keeps are not
-        counted.
+        """Whether they fit; None if the memory size is not known. Activations and the memory that
+        the driver reserves are not counted.
         """
         return self.needed <= self.memory if self.memory else None
 
 
-def fit(report: CostReport, machine: Machine) -> Fit:
-    """Weights and the caches of the whole batch, against the memory of one machine.
+def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
+    """Return whether the weights and the caches of the whole batch fit in the memory of one
+    machine.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> report = CostReport(model_of("llama-3-70b"), Setting(4096))
-    >>> fit(report, machine_of("h200-sxm")).fits, fit(report, machine_of("h100-sxm")).fits
-    (True, False)
+    >>> [memory_fit(report, machine_of(name)).fits for name in ("h200-sxm", "h100-sxm")]
+    [True, False]
     """
-    return Fit(report.weight_bytes + report.kv_bytes, machine.memory)
+    return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
 
 
 def as_json(report: CostReport, machine: Machine) -> dict[str, Any]:
-    """The machine, the bounds, and whether weights and caches fit its memory; null where that is
-    not known.
+    """Return the machine, the bounds, and whether weights and caches fit in its memory; null if
+    that is not known.
     """
-    room = fit(report, machine)
+    memory = memory_fit(report, machine)
     return {
         "machine": machine.name,
         "source": machine.source,
         "bandwidth": machine.bandwidth,
         "flops": machine.rate(report.setting.dtype),
-        "fits": room.fits,
-        "needed_bytes": room.needed,
+        "fits": memory.fits,
+        "needed_bytes": memory.needed,
         "memory_bytes": machine.memory or None,
         "memory_source": machine.memory_source or None,
         **{
-            what: {"seconds": bound.seconds, "bound_by": bound.by}
-            for what, bound in bounds(report, machine).items()
+            work: {"seconds": bound.seconds, "bound_by": bound.by}
+            for work, bound in roofline_bounds(report, machine).items()
         },
     }

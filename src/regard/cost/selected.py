@@ -1,7 +1,8 @@
-"""Attention to selected keys (MoBA, DSA, NSA): which keys it reads, and what choosing them costs.
+"""Count attention to selected keys (MoBA, DSA, NSA): how many keys each query reads, and the cost
+of selecting them.
 
-The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` add them up for one
-layer.
+The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` combine them for
+one layer.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from regard.cost.softmax import attention_flops, window_pairs
-from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.units import plural
 
 
 def block_tokens(context: int, size: int, blocks: int) -> int:
-    """Keys that the last token sees in its own block and the `blocks` - 1 fullest others.
+    """Return the number of keys that the last token reads in its own block and in at most `blocks`
+    - 1 earlier ones.
 
-    The own block ends at the token: min(blocks - 1, blocks in front) size + (context - 1) mod size
-    + 1.
+    The token's own block ends at the token: min(blocks - 1, earlier blocks) size + (context - 1)
+    mod size + 1.
 
     >>> block_tokens(8192, 64, 16)
     1024
@@ -29,8 +32,8 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_tokens(context: int, compress: int, stride: int) -> int:
-    """Compressed tokens that the last token sees: those whose blocks are complete, floor((s - l) /
-    d) + 1.
+    """Return the number of compressed tokens that the last token reads, whose blocks are complete:
+    floor((s - l) / d) + 1.
 
     >>> compressed_tokens(8192, 32, 16), compressed_tokens(31, 32, 16)
     (511, 0)
@@ -39,7 +42,7 @@ def compressed_tokens(context: int, compress: int, stride: int) -> int:
 
 
 def block_pairs(context: int, size: int, blocks: int) -> int:
-    """Query-key pairs of selected blocks over the first `context` tokens: the sum of
+    """Return the query-key pairs of selected blocks over the first `context` tokens: the sum of
     `block_tokens`, in closed form.
 
     >>> block_pairs(100, 8, 3) == sum(block_tokens(t, 8, 3) for t in range(1, 101))
@@ -55,11 +58,11 @@ def block_pairs(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_pairs(context: int, compress: int, stride: int) -> int:
-    """Query-key pairs of compressed tokens over the first `context` tokens: the sum of
+    """Return the query-key pairs of compressed tokens over the first `context` tokens: the sum of
     `compressed_tokens`.
 
-    n (s - l + 1) - d n (n - 1) / 2, n = `compressed_tokens`: number j is seen from the token l + j
-    d on
+    n (s - l + 1) - d n (n - 1) / 2 with n = `compressed_tokens`, because the queries from position
+    l + j d on read compressed token j.
 
     >>> compressed_pairs(100, 8, 4) == sum(compressed_tokens(t, 8, 4) for t in range(1, 101))
     True
@@ -69,11 +72,11 @@ def compressed_pairs(context: int, compress: int, stride: int) -> int:
 
 
 def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) -> int:
-    """Tokens that one decoding step of native sparse attention reads, as the paper counts them: s /
-    d + n l' + w.
+    """Return the number of tokens that one decoding step of native sparse attention reads, as the
+    paper counts them: s / d + n l' + w.
 
-    Never more than the context in a branch. The exact number of compressed tokens is
-    `compressed_tokens`, which is l / d - 1 less.
+    No branch reads more than the context. The exact number of compressed tokens is
+    `compressed_tokens`, which is less by l / d - 1.
 
     >>> nsa_tokens(8192, 16, 64, 16, 512)
     2048
@@ -84,7 +87,8 @@ def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) 
 
 
 def compression_flops(blocks: int, compress: int, dim: int, hidden: int) -> int:
-    """FLOPs of a two-layer network on the l D numbers of each compressed block: 2 C (l D h + h D).
+    """Return the FLOPs of a two-layer network on the l D values of each of C blocks: 2 C (l D h + h
+    D).
 
     >>> compression_flops(1, 32, 128, 128)
     1081344
@@ -93,7 +97,7 @@ def compression_flops(blocks: int, compress: int, dim: int, hidden: int) -> int:
 
 
 def gate_flops(blocks: int, heads: int, dim: int) -> int:
-    """FLOPs of one query's scores against block means: 2 H N D.
+    """Return the FLOPs of one query's scores against the mean keys of N blocks: 2 H N D.
 
     >>> gate_flops(64, 32, 128)
     524288
@@ -102,7 +106,8 @@ def gate_flops(blocks: int, heads: int, dim: int) -> int:
 
 
 def indexer_flops(keys: int, heads: int, dim: int) -> int:
-    """FLOPs of one query's index scores: 2 J S d for the products, 2 J S for the weighted sum.
+    """Return the FLOPs of one query's index scores: 2 J S d for the products, and 2 J S for the
+    weighted sum.
 
     >>> indexer_flops(1, 64, 128)
     16512
@@ -110,30 +115,33 @@ def indexer_flops(keys: int, heads: int, dim: int) -> int:
     return 2 * heads * keys * dim + 2 * heads * keys
 
 
-class Selection(Protocol):
-    """What choosing keys costs, and how many it chooses."""
+class KeySelection(Protocol):
+    """The protocol of a rule that selects keys: the number of selected keys, and the cost of
+    selecting them.
+    """
 
     @property
     def values_per_token(self) -> int:
-        """How many values it adds to those that a cache holds for one token."""
+        """The values per token that the selection caches in addition to keys and values."""
 
-    def tokens(self, context: int) -> Figure:
-        """How many keys the last of `context` tokens attends to."""
+    def tokens(self, context: int) -> Quantity:
+        """Return how many keys the last of `context` tokens attends to."""
 
-    def flops(self, context: int, heads: int, head_dim: int) -> Figure:
-        """FLOPs of choosing for one query, without linear maps."""
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
+        """Return the FLOPs of selecting keys for one query, without linear maps."""
 
     def pairs(self, context: int) -> int:
-        """Query-key pairs of one head over the first `context` tokens."""
+        """Return the query-key pairs of one head over the first `context` tokens."""
 
 
 @dataclass(frozen=True)
 class BlockSelection:
-    """MoBA: the query's own block, and the past blocks whose mean key fits the query best.
+    """The selection of MoBA: the query's own block, and the earlier blocks whose mean keys have the
+    highest scores.
 
     Attributes:
         size: tokens per block.
-        topk: blocks per query, its own included.
+        topk: blocks per query, its own block included.
 
     >>> BlockSelection(512, 3).tokens(2048).value
     1536
@@ -145,34 +153,35 @@ class BlockSelection:
     topk: int
     values_per_token = 0
 
-    def tokens(self, context: int) -> Figure:
-        """The own block up to the token, and the chosen blocks."""
-        return Figure(
+    def tokens(self, context: int) -> Quantity:
+        """Return the keys of the query's own block up to itself, and of the selected blocks."""
+        return Quantity(
             block_tokens(context, self.size, self.topk),
             f"own block up to S, and at most {self.topk - 1} x {self.size} in front",
         )
 
-    def flops(self, context: int, heads: int, head_dim: int) -> Figure:
-        """The means of the past blocks against each query head: 2 H N D."""
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
+        """Return the FLOPs of scores against the mean keys of the earlier blocks: 2 H N D."""
         N = (context - 1) // self.size
         formula = f"2 H N D (block scores) = 2 x {heads} x {N} x {head_dim}"
-        return Figure(gate_flops(N, heads, head_dim), formula)
+        return Quantity(gate_flops(N, heads, head_dim), formula)
 
     def pairs(self, context: int) -> int:
-        """The sum of `tokens`."""
+        """Return the sum of `tokens` over all queries."""
         return block_pairs(context, self.size, self.topk)
 
 
 @dataclass(frozen=True)
 class IndexSelection:
-    """DSA: the topk keys by an index score of J heads of d; a cache holds one index key per token.
+    """The selection of DSA: the `topk` keys with the highest index scores, computed by J heads of
+    width d. A cache stores one index key per token.
 
     Attributes:
         heads, head_dim: J and d.
         topk: keys per query.
 
     >>> IndexSelection(4, 2, topk=3).tokens(100)
-    Figure(value=3, formula='min(S, 3)')
+    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
@@ -183,52 +192,52 @@ class IndexSelection:
 
     @property
     def values_per_token(self) -> int:
-        """The index key: d."""
+        """The d values of the index key."""
         return self.head_dim
 
-    def tokens(self, context: int) -> Figure:
-        """All keys, or topk of them."""
-        return Figure(min(context, self.topk), f"min(S, {self.topk})")
+    def tokens(self, context: int) -> Quantity:
+        """Return how many keys are selected: all keys, or `topk` of them."""
+        return Quantity(min(context, self.topk), f"min(S, {self.topk})")
 
-    def flops(self, context: int, heads: int, head_dim: int) -> Figure:
-        """Every key is scored: 2 J S (d + 1)."""
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
+        """Return the FLOPs of scoring every key: 2 J S (d + 1)."""
         J, d = self.heads, self.head_dim
-        return Figure(
+        return Quantity(
             indexer_flops(context, J, d),
             f"2 J S (d + 1) (index scores) = 2 x {J} x {context} x ({d} + 1)",
         )
 
     def pairs(self, context: int) -> int:
-        """A band as wide as topk."""
+        """Return the query-key pairs, which are those of a window of `topk` keys."""
         return window_pairs(context, context, self.topk)
 
 
 @dataclass(frozen=True)
 class SelectedSpec(Spec):
-    """Softmax attention to keys that are chosen for each query; a cache holds all keys.
+    """Softmax attention to keys that are selected for each query; a cache stores all keys.
 
     Attributes:
         shape: H, G, D and E.
-        selection: how keys are chosen.
+        selection: the rule that selects keys.
     """
 
     shape: HeadShape
-    selection: Selection
+    selection: KeySelection
 
     @property
     def name(self) -> str:
-        """The selection, and the heads."""
+        """The selection rule and the heads."""
         return f"{type(self.selection).__name__}, {self.shape.label}"
 
-    def step(self, context: int) -> Figure:
-        """Scores and mix of one row of chosen keys, and the choice."""
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of one query: attention to the selected keys, and their selection."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         read, choice = self.selection.tokens(context), self.selection.flops(context, H, D)
         flops = attention_flops(H * read.value, D, E) + choice.value
-        return Figure(flops, f"2 H n (D + E), n = {read} + {choice.formula}")
+        return Quantity(flops, f"2 H n (D + E), n = {read} + {choice.formula}")
 
     def prefill_flops(self, context: int) -> int:
-        """Scores and mix of all chosen pairs, and the choices of all tokens."""
+        """Return the FLOPs of all selected query-key pairs, and of selecting them."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         choices = sum(self.selection.flops(t, H, D).value for t in range(1, context + 1))
         return attention_flops(H * self.selection.pairs(context), D, E) + choices
@@ -236,22 +245,22 @@ class SelectedSpec(Spec):
 
 @dataclass(frozen=True)
 class NSASpec(Spec):
-    """Native sparse attention: compressed tokens, the blocks that they point at, and a window, each
-    with its own keys.
+    """Native sparse attention (NSA): compressed tokens, selected blocks and a window, each branch
+    with its own keys and values.
 
-    The two networks that compress a block stand `apart`: they run once per block, and not once per
-    token.
+    The two networks that compress a block are `counted_separately`: they run once per block, not
+    once per token.
 
     Attributes:
         shape: H, G, D and E of each branch.
         compress, stride, select, count, window: l, d, l', n and w.
         hidden: the widths of the networks that compress keys and values; None is D and E.
-        recompress: whether each decoded token compresses all blocks anew, as `regard.nn.NSA` does.
+        recompress: whether each decoded token compresses all blocks again, as `regard.nn.NSA` does.
             Otherwise a block is compressed once, which is 1 / d of a block for each token.
 
     >>> layer = NSASpec.of(2560, HeadShape(64, 4, 192, 128))  # the paper's model
     >>> # table 4 says 5632: it counts s / d compressed tokens
-    >>> layer.read(65536).tokens, layer.cached(65536).per_token
+    >>> layer.read(65536).tokens, layer.cached(65536).values_per_token
     (5631, 3840)
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3 and table 4.
@@ -277,35 +286,35 @@ class NSASpec(Spec):
         count: int = 16,
         window: int = 512,
     ) -> NSASpec:
-        """The spec of three branches, three gates per head with biases, and two networks with place
-        vectors.
+        """Return the spec of three branches, three gates per head with biases, and two compression
+        networks with position embeddings inside a block.
         """
         matrices = shape.query_maps(dim) + 3 * shape.key_maps(dim) + 3 * dim * shape.heads
-        weights = Weights(matrices, 3 * shape.heads)
+        weights = ParameterCounts(matrices, 3 * shape.heads)
         for D in (shape.head_dim, shape.value_dim):
             network = compress * D * D + D * D
-            weights += Weights(network, compress * D + 2 * D, apart=network)
+            weights += ParameterCounts(network, compress * D + 2 * D, counted_separately=network)
         return cls(weights, 3 * shape.parts, shape, compress, stride, select, count, window)
 
     @property
     def name(self) -> str:
-        """The heads, the selected blocks and the window."""
-        blocks = f"{self.count} blocks of {self.select}"
+        """The mechanism with its heads, its selected blocks and its window."""
+        blocks = f"{plural(self.count, 'block')} of {self.select}"
         return f"NSA, {self.shape.label}, {blocks}, window {self.window}"
 
     @property
-    def values_per_token(self) -> Figure:
-        """Keys and values of all branches."""
+    def values_per_token(self) -> Quantity:
+        """The keys and values of all three branches."""
         G, D, E = self.shape.groups, self.shape.head_dim, self.shape.value_dim
-        return Figure(3 * G * (D + E), f"3 G (D + E) = 3 x {G} x ({D} + {E})")
+        return Quantity(3 * G * (D + E), f"3 G (D + E) = 3 x {G} x ({D} + {E})")
 
-    def read(self, context: int) -> Cached:
-        """The keys and values of one branch or another that a token reads."""
-        return Cached(self.shape.parts, self._seen(context))
+    def read(self, context: int) -> CacheContents:
+        """Return the keys and values that one token reads, over all branches."""
+        return CacheContents(self.shape.parts, self._keys_read(context))
 
-    def read_by_paper(self, context: int) -> Figure:
-        """The tokens that a decoding step reads, as table 4 of the paper counts them."""
-        return Figure(
+    def read_by_paper(self, context: int) -> Quantity:
+        """Return the tokens that a decoding step reads, as table 4 of the paper counts them."""
+        return Quantity(
             nsa_tokens(context, self.stride, self.select, self.count, self.window),
             f"S / {self.stride} + min(S, {self.count} x {self.select}) + min(S, {self.window})",
         )
@@ -313,30 +322,33 @@ class NSASpec(Spec):
     def _blocks(self, context: int) -> int:
         return compressed_tokens(context, self.compress, self.stride)
 
-    def _seen(self, context: int) -> int:
+    def _keys_read(self, context: int) -> int:
+        """Return how many keys the last token reads in the three branches."""
         chosen = block_tokens(context, self.select, self.count)
         return self._blocks(context) + chosen + min(context, self.window)
 
-    def step(self, context: int) -> Figure:
-        """One row in all branches, the importance of blocks, and compression."""
-        C, n = self._blocks(context), self._seen(context)
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of one query in all branches, of the block importance scores, and of
+        compression.
+        """
+        C, n = self._blocks(context), self._keys_read(context)
         if self.recompress:
             phi, why = self._compression(C), "compression, anew"
         else:
             phi, why = self._compression(1) // self.stride, "compression, shared by d tokens"
         formula = f"2 H n (D + E), n = {n} + 2 H C D (importance), C = {C} + {phi} ({why})"
-        return Figure(self._rows(n, C) + phi, formula)
+        return Quantity(self._rows(n, C) + phi, formula)
 
     def prefill_flops(self, context: int) -> int:
-        """All rows, and each block compressed once."""
+        """Return the FLOPs of all queries, with each block compressed once."""
         compressed = compressed_pairs(context, self.compress, self.stride)
-        seen = compressed + block_pairs(context, self.select, self.count)
-        seen += window_pairs(context, context, self.window)
-        return self._rows(seen, compressed) + self._compression(self._blocks(context))
+        pairs = compressed + block_pairs(context, self.select, self.count)
+        pairs += window_pairs(context, context, self.window)
+        return self._rows(pairs, compressed) + self._compression(self._blocks(context))
 
-    def _rows(self, seen: int, compressed: int) -> int:
+    def _rows(self, keys: int, compressed: int) -> int:
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
-        return attention_flops(H * seen, D, E) + 2 * H * compressed * D
+        return attention_flops(H * keys, D, E) + 2 * H * compressed * D
 
     def _compression(self, blocks: int) -> int:
         D, E = self.shape.head_dim, self.shape.value_dim

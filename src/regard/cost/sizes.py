@@ -1,6 +1,7 @@
-"""A model of sizes that a user gives by hand, as the flags of `regard cost` do.
+"""The sizes of a model that a user gives by hand, as the flags of `regard cost` do.
 
-It is a decoder with RMS norms, any mechanism in `MECHANISMS`, and feed-forward layers or experts.
+The model is a decoder with RMS norms, any mechanism in `MECHANISMS`, and feed-forward layers or
+experts.
 """
 
 from __future__ import annotations
@@ -8,39 +9,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from regard.cost.feed_forward import Dense, Experts, FeedForward
-from regard.cost.mechanisms import MECHANISMS, mechanism
-from regard.cost.model import Layer, Model
-from regard.cost.spec import Spec, Weights
+from regard.cost.feed_forward import DenseSpec, FeedForwardSpec, MoESpec
+from regard.cost.mechanisms import MECHANISMS, mechanism_spec
+from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 
-WINDOWED = tuple(
-    name for name, made in MECHANISMS.items() if "window" in made.takes and name != "nsa"
+MECHANISMS_WITH_WINDOW = tuple(
+    name for name, builder in MECHANISMS.items() if "window" in builder.optional and name != "nsa"
 )
-"""Mechanisms of which some layers may have a window and others none."""
+"""Mechanisms whose layers may alternate between a window and full attention."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model.
+    """The sizes of a decoder, given one by one.
 
     Attributes:
-        layers, dim, heads: how many layers, M, H.
-        attention: a name in `MECHANISMS`; None is MHA, GQA or MQA, as the key/value heads say.
-        options: of the mechanism: groups, head_dim, window, kv_rank and so on.
-        global_every: with a window, every n-th layer has none.
-        ff: F of the feed-forward layers; None is 4 M.
-        gated: whether these have a gate (SwiGLU).
-        vocab: V.
-        tied: whether the head is the embedding.
-        experts, active, expert_ff: how many there are, how many a token uses, and their F (None:
-            ff).
-        shared: how many experts all tokens use.
-        dense_layers: how many first layers have no experts.
+        layers: the number of layers.
+        dim: M, the width of the model.
+        heads: H, the number of query heads.
+        attention: a name in `MECHANISMS`; None is MHA, GQA or MQA, according to the number of
+            key/value heads.
+        options: options of the mechanism: groups, head_dim, window, kv_rank and so on.
+        global_every: with a window, every n-th layer has full attention.
+        ff: F, the hidden width of the feed-forward layers; None is 4 M.
+        gated: whether the feed-forward layers have a gate (SwiGLU).
+        vocab: V, the number of tokens in the vocabulary.
+        tied: whether the output head is the embedding.
+        experts: the number of experts; None is a dense model.
+        active: how many experts a token uses.
+        expert_ff: the hidden width of an expert; None is `ff`.
+        shared: the number of experts that all tokens use.
+        dense_layers: the number of first layers without experts.
 
     Raises:
-        ArgumentError: a size is less than 1, or two of them contradict each other; the message
-            names the flags.
+        ArgumentError: a size is less than 1, or two sizes contradict each other; the message names
+            the flags.
 
     >>> llama = Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=128256)  # Llama-3-8B
     >>> llama.model().parameters
@@ -82,52 +87,61 @@ class Sizes:
         if self.dense_layers is not None and self.dense_layers < 0:
             raise ArgumentError(f"dense_layers is {self.dense_layers}; it must be at least 0")
         if self.global_every is not None and self.options.get("window") is None:
-            raise ArgumentError(
-                "--global-every says which layers have no window: give --window, too"
-            )
+            raise ArgumentError("--global-every needs a window: give --window too")
         if (self.experts is None) != (self.active is None):
             raise ArgumentError("--experts and --active belong together: give both, or neither")
         if self.experts is None and any((self.expert_ff, self.shared, self.dense_layers)):
             raise ArgumentError(
-                "--expert-ff, --shared and --dense-layers speak of experts: give --experts and "
-                "--active, too"
+                "--expert-ff, --shared and --dense-layers need experts: give --experts and "
+                "--active too"
             )
         if self.experts is not None and self.active is not None and self.active > self.experts:
             raise ArgumentError(
-                f"--active is {self.active}, and --experts {self.experts}: a token cannot use "
-                "more than there are"
+                f"--active is {self.active}, but --experts is {self.experts}; a token cannot use "
+                "more "
+                "experts than there are"
             )
 
-    def model(self, name: str = "flags") -> Model:
-        """The model."""
+    def model(self, name: str = "flags") -> ModelSpec:
+        """Return the model of these sizes."""
         everywhere = self._spec(self.options)
         unbounded = everywhere
         if self.global_every is not None:
             unbounded = self._spec({**self.options, "window": None})
-        norms, layers = Weights(norms=2 * self.dim), []
+        norms, layers = ParameterCounts(norms=2 * self.dim), []
         for i in range(self.layers):
-            far = self.global_every is not None and (i + 1) % self.global_every == 0
-            layers.append(Layer(unbounded if far else everywhere, self._feed_forward(i), norms))
-        return Model(
-            name, self.vocab, self.dim, tuple(layers), norms=Weights(norms=self.dim), tied=self.tied
+            is_global = self.global_every is not None and (i + 1) % self.global_every == 0
+            layers.append(
+                LayerSpec(unbounded if is_global else everywhere, self._feed_forward(i), norms)
+            )
+        return ModelSpec(
+            name,
+            self.vocab,
+            self.dim,
+            tuple(layers),
+            norms=ParameterCounts(norms=self.dim),
+            tied=self.tied,
         )
 
     def _spec(self, options: dict[str, Any]) -> Spec:
-        name = self.attention
-        if name is None:
+        mechanism = self.attention
+        if mechanism is None:
             groups = options.get("groups")
-            name = "mha" if groups in (None, self.heads) else "gqa"
-            options = {k: v for k, v in options.items() if k != "groups" or name == "gqa"}
-        if self.global_every is not None and name not in WINDOWED:
+            mechanism = "mha" if groups in (None, self.heads) else "gqa"
+            options = {k: v for k, v in options.items() if k != "groups" or mechanism == "gqa"}
+        if self.global_every is not None and mechanism not in MECHANISMS_WITH_WINDOW:
             raise ArgumentError(
-                f"--global-every goes with {', '.join(WINDOWED)}; --attention is {name!r}"
+                f"--global-every needs one of {', '.join(MECHANISMS_WITH_WINDOW)}; --attention is "
+                f"{mechanism!r}"
             )
-        return mechanism(name, self.dim, self.heads, options)
+        return mechanism_spec(mechanism, self.dim, self.heads, options)
 
-    def _feed_forward(self, layer: int) -> FeedForward:
+    def _feed_forward(self, layer: int) -> FeedForwardSpec:
         ff = 4 * self.dim if self.ff is None else self.ff
         if self.experts is None or self.active is None or layer < (self.dense_layers or 0):
-            return Dense(self.dim, ff, self.gated)
+            return DenseSpec(self.dim, ff, self.gated)
         width = self.expert_ff or ff
-        shared = None if self.shared is None else Dense(self.dim, width * self.shared, self.gated)
-        return Experts(Dense(self.dim, width, self.gated), self.experts, self.active, shared)
+        shared = (
+            None if self.shared is None else DenseSpec(self.dim, width * self.shared, self.gated)
+        )
+        return MoESpec(DenseSpec(self.dim, width, self.gated), self.experts, self.active, shared)

@@ -1,8 +1,8 @@
-"""Softmax attention: FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
+"""Count softmax attention: the FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
 cross-attention.
 
 The functions take sizes and return exact integers. Pairs are (query, key) pairs that the mask
-leaves.
+allows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.units import plural
 
 
 def attention_flops(pairs: int, D: int, E: int) -> int:
-    """FLOPs of scores and mix for a number of query-key pairs (over all batch rows and query
-    heads).
+    """Return the FLOPs of the scores and of the weighted sum of values for a number of query-key
+    pairs.
 
-    2 pairs D for q k^T and 2 pairs E for p v; the softmax itself is not counted, as is usual.
+    2 pairs D for q k^T and 2 pairs E for p v. The softmax itself is not counted, as is usual.
+
+    Args:
+        pairs: the number of query-key pairs, over all batch rows and query heads.
+        D: the width of a query and key head.
+        E: the width of a value head.
+
+    Returns:
+        The number of FLOPs.
 
     >>> attention_flops(pairs=8 * 1024 * 1024, D=64, E=64)  # 8 heads, 1024 tokens, every pair
     2147483648
@@ -28,10 +37,11 @@ def attention_flops(pairs: int, D: int, E: int) -> int:
 
 
 def training_flops(pairs: int, D: int, E: int) -> int:
-    """FLOPs of a call and its gradient, which computes the scores again: n (8 D + 6 E), n pairs.
+    """Return the FLOPs of attention and its gradient, which computes the scores again: n (8 D + 6
+    E) for n pairs.
 
-    q k^T and p v; then q k^T, dO v^T, p^T dO, ds k and ds^T q. For D = E that is 3.5 times the call
-    alone.
+    The forward pass is q k^T and p v; the backward pass is q k^T, dO v^T, p^T dO, ds k and ds^T q.
+    For D = E the sum is 3.5 times the forward pass.
 
     >>> training_flops(1000, 64, 64) / (4 * 1000 * 64)
     3.5
@@ -42,11 +52,11 @@ def training_flops(pairs: int, D: int, E: int) -> int:
 
 
 def additive_flops(pairs: int, A: int, E: int) -> int:
-    """FLOPs of additive scores and of the mix for a number of query-key pairs, over all batch rows
-    and heads.
+    """Return the FLOPs of additive scores and of the weighted sum for a number of query-key pairs,
+    over all batch rows and heads.
 
-    A additions and 2 A for the vector that reads the hidden layer, and 2 E for p v; tanh and
-    softmax are not counted.
+    Each pair takes A additions, 2 A for the product with the score vector, and 2 E for p v. The
+    tanh and the softmax are not counted.
 
     >>> additive_flops(pairs=30, A=1000, E=2000)  # a sentence of 30 words, one step
     210000
@@ -59,7 +69,7 @@ def additive_flops(pairs: int, A: int, E: int) -> int:
 def attention_bytes(
     *, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int
 ) -> int:
-    """Bytes of q, k, v and the output, each moved once: itemsize B (T H + S G) (D + E).
+    """Return the bytes of q, k, v and the output, each moved once: itemsize B (T H + S G) (D + E).
 
     >>> attention_bytes(B=1, H=32, G=8, T=1, S=32768, D=128, E=128, itemsize=4) // 2**20
     256
@@ -68,8 +78,8 @@ def attention_bytes(
 
 
 def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int) -> int:
-    """Bytes of a call and its gradient: q, k, v and out twice, and as much again for dO, dq, dk and
-    dv.
+    """Return the bytes of attention and its gradient: q, k, v and out twice, and as many again for
+    dO, dq, dk and dv.
 
     >>> sizes = {"B": 1, "H": 1, "G": 1, "T": 8, "S": 8, "D": 4, "E": 4}
     >>> training_bytes(**sizes, itemsize=4) / attention_bytes(**sizes, itemsize=4)
@@ -79,8 +89,8 @@ def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, it
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) / 2, T at most
-    S.
+    """Return the query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) /
+    2, for T at most S.
 
     >>> causal_pairs(3, 5)
     12
@@ -89,20 +99,20 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 
 def window_pairs(queries: int, keys: int, window: int) -> int:
-    """Query-key pairs of the last T of S tokens under a causal window of W: the sum of min(W, i +
-    1), T at most S.
+    """Return the query-key pairs of the last T of S tokens under a causal window of W: the sum of
+    min(W, i + 1), for T at most S.
 
     >>> window_pairs(5, 5, 2), window_pairs(1, 5, 2), window_pairs(3, 5, 9)
     (9, 2, 12)
     """
-    first = keys - queries + 1  # how many keys the first query may see, but for the window
-    short = max(0, min(queries, window - first))  # queries that see fewer than W
+    first = keys - queries + 1  # keys that the first query attends to without the window
+    short = max(0, min(queries, window - first))  # queries that attend to fewer than W keys
     return short * first + short * (short - 1) // 2 + (queries - short) * window
 
 
 def window_reach(window: int, layers: int) -> int:
-    """How far information travels through layers with a window, the token's own place included at
-    each: W l.
+    """Return how many tokens back information can travel through layers with a window, the token
+    itself included: W l.
 
     >>> window_reach(4096, 32)  # Mistral 7B
     131072
@@ -113,8 +123,8 @@ def window_reach(window: int, layers: int) -> int:
 
 
 def bigbird_dense(block: int, random: int) -> int:
-    """The longest text that BigBird's window, global and random blocks cover completely: (5 + 2 r)
-    b tokens.
+    """Return the length up to which the window, global and random blocks of BigBird cover every
+    query-key pair: (5 + 2 r) b tokens.
 
     >>> bigbird_dense(64, 3)  # the released configuration
     704
@@ -124,46 +134,51 @@ def bigbird_dense(block: int, random: int) -> int:
     return (5 + 2 * random) * block
 
 
-class Visible(Protocol):
-    """How many keys a mask shows: what a spec must know about a mask."""
+class VisibleKeys(Protocol):
+    """The protocol of the facts about a mask that a cost needs: how many keys it lets each query
+    attend to.
+    """
 
     @property
-    def bound(self) -> int | None:
-        """The most tokens that a cache must hold; None if it must hold all."""
+    def max_tokens(self) -> int | None:
+        """The maximum number of tokens that a cache must store; None if it must store all."""
 
-    def seen(self, context: int) -> int:
-        """How many keys the token at position context - 1 sees."""
+    def visible_keys(self, context: int) -> int:
+        """Return how many keys the token at position context - 1 attends to."""
 
     def pairs(self, context: int) -> int:
-        """How many query-key pairs one head has over the first `context` tokens."""
+        """Return the query-key pairs of one head over the first `context` tokens."""
 
 
 @dataclass(frozen=True)
-class Visibility:
-    """A causal mask, with a window of W keys or without; or no mask at all.
+class CausalKeys:
+    """The visible keys under a causal mask, with or without a window of W keys, or under no mask.
 
     Attributes:
-        window: W, the most keys that a query sees, its own included; None is no window.
-        causal: whether a query sees its own and earlier keys only.
+        window: W, the maximum number of keys that a query attends to, its own included; None is no
+            window.
+        causal: whether a query attends only to its own key and earlier ones.
 
-    >>> Visibility(window=512).seen(32768), Visibility().pairs(4), Visibility(causal=False).pairs(4)
-    (512, 10, 16)
+    >>> CausalKeys(window=512).visible_keys(32768)
+    512
+    >>> CausalKeys().pairs(4), CausalKeys(causal=False).pairs(4)
+    (10, 16)
     """
 
     window: int | None = None
     causal: bool = True
 
     @property
-    def bound(self) -> int | None:
-        """The window."""
+    def max_tokens(self) -> int | None:
+        """The window, beyond which tokens need not be cached."""
         return self.window
 
-    def seen(self, context: int) -> int:
-        """All keys, or the last W."""
+    def visible_keys(self, context: int) -> int:
+        """Return the number of visible keys: all keys, or the last W."""
         return context if self.window is None else min(context, self.window)
 
     def pairs(self, context: int) -> int:
-        """A square, a triangle, or a band."""
+        """Return the pairs of the whole square, of its lower triangle, or of a band."""
         if not self.causal:
             return context * context
         if self.window is None:
@@ -171,26 +186,25 @@ class Visibility:
         return window_pairs(context, context, self.window)
 
 
-EVERY_EARLIER_KEY = Visibility()
+ALL_EARLIER_KEYS = CausalKeys()
 """A causal mask without a window."""
 
 
 @dataclass(frozen=True)
 class SoftmaxSpec(Spec):
-    """Softmax attention of H query heads against G keys and values: MHA, GQA and MQA, under any
-    mask.
+    """Softmax attention of H query heads and G key/value heads: MHA, GQA and MQA, under any mask.
 
-    The matrices have M H D + M G (D + E) + H E M values. A cache holds G (D + E) values per token,
-    of the last W tokens where there is a window. A token that sees n keys takes 2 H n (D + E)
+    The matrices have M H D + M G (D + E) + H E M values. A cache stores G (D + E) values per token,
+    of the last W tokens if there is a window. A token that attends to n keys takes 2 H n (D + E)
     FLOPs.
 
     Attributes:
         shape: H, G, D and E.
-        visible: the keys that a query sees.
+        visible: which keys a query attends to.
 
     >>> layer = SoftmaxSpec.of(12288, HeadShape(96, 96, 128, 128))  # one layer of GPT-3
     >>> # 4 x 12288 x 128 values for each of 96 heads
-    >>> layer.weights.matrices, layer.cached(2048).per_token
+    >>> layer.weights.matrices, layer.cached(2048).values_per_token
     (603979776, 24576)
     >>> SoftmaxSpec.of(1152, HeadShape(4, 1, 256, 256), window=512).cached(32768).tokens
     512
@@ -199,7 +213,7 @@ class SoftmaxSpec(Spec):
     """
 
     shape: HeadShape
-    visible: Visible = EVERY_EARLIER_KEY
+    visible: VisibleKeys = ALL_EARLIER_KEYS
 
     @classmethod
     def of(
@@ -214,67 +228,77 @@ class SoftmaxSpec(Spec):
         window: int | None = None,
         causal: bool = True,
     ) -> SoftmaxSpec:
-        """The spec of the usual four matrices.
+        """Return the spec with the usual four projection matrices.
 
         Args:
             dim: M.
             shape: H, G, D and E.
-            bias: whether queries, keys and values have one; `output_bias`: whether the output has.
-            norms: how many values norms on queries and keys have.
+            bias: whether the query, key and value projections have a bias.
+            output_bias: whether the output projection has a bias.
+            norms: how many parameters the norms of queries and keys have.
             extra: other parameters, such as one sink per head.
             window: W; None is no window.
-            causal: whether a query sees its own and earlier keys only; if not, nothing is decoded
-                and nothing cached.
+            causal: whether a query attends only to its own key and earlier ones; if not, nothing is
+                decoded and nothing cached.
         """
         H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
         biases = (H * D + G * (D + E) if bias else 0) + (dim if output_bias else 0)
-        weights = shape.maps(dim) + Weights(biases=biases + extra, norms=norms)
-        return cls(weights, shape.parts if causal else (), shape, Visibility(window, causal))
+        weights = shape.maps(dim) + ParameterCounts(biases=biases + extra, norms=norms)
+        return cls(weights, shape.parts if causal else (), shape, CausalKeys(window, causal))
 
     @property
     def window(self) -> int | None:
-        """The most tokens that a cache holds; None is no bound."""
-        return self.visible.bound
+        """The maximum number of tokens that a cache stores; None if there is no limit."""
+        return self.visible.max_tokens
 
     @property
     def name(self) -> str:
-        """MHA, GQA or MQA, the sizes, and the window."""
+        """MHA, GQA or MQA, with the heads and the window."""
         label = self.shape.label
         return label if self.window is None else f"{label}, window {self.window:,}"
 
     @property
     def bounded(self) -> bool:
-        """Whether there is a window."""
+        """Whether there is a window, beyond which tokens are dropped."""
         return self.window is not None
 
-    def tokens(self, context: int) -> Figure:
-        """All tokens, or the last W."""
+    def tokens(self, context: int) -> Quantity:
+        """Return how many tokens are cached: all tokens, or the last W."""
         if self.window is None:
             return super().tokens(context)
-        return Figure(min(context, self.window), f"min(S, {self.window})")
+        return Quantity(min(context, self.window), f"min(S, {self.window})")
 
-    def step(self, context: int) -> Figure:
-        """Scores and mix of one row."""
-        H, D, E, n = self.shape.heads, self.shape.head_dim, self.shape.value_dim, self.seen(context)
-        return Figure(attention_flops(H * n, D, E), f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})")
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of attention from one query."""
+        H, D, E, n = (
+            self.shape.heads,
+            self.shape.head_dim,
+            self.shape.value_dim,
+            self.visible_keys(context),
+        )
+        return Quantity(
+            attention_flops(H * n, D, E), f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})"
+        )
 
-    def seen(self, context: int) -> int:
-        """How many keys the token at position context - 1 sees."""
-        return self.visible.seen(context)
+    def visible_keys(self, context: int) -> int:
+        """Return how many keys the token at position context - 1 attends to."""
+        return self.visible.visible_keys(context)
 
     def prefill_flops(self, context: int) -> int:
-        """Scores and mix of the pairs that the mask leaves."""
+        """Return the FLOPs of attention over all pairs that the mask allows."""
         pairs = self.shape.heads * self.visible.pairs(context)
         return attention_flops(pairs, self.shape.head_dim, self.shape.value_dim)
 
 
 @dataclass(frozen=True)
 class CrossSpec(Spec):
-    """Softmax attention from one text to the keys and values of another, which are computed once.
+    """Softmax attention from one sequence to the keys and values of another, which are computed
+    once.
 
-    The matrices that make keys and values stand `apart`: a written token does not use them.
+    The matrices that compute keys and values are `counted_separately`, because a decoded token does
+    not use them.
 
-    >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).numbers  # for a source of 100 tokens
+    >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).values  # for a source of 100 tokens
     102400
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
@@ -286,48 +310,52 @@ class CrossSpec(Spec):
 
     @classmethod
     def of(cls, dim: int, shape: HeadShape) -> CrossSpec:
-        """The spec of the usual four matrices."""
-        return cls(shape.maps(dim) + Weights(apart=shape.key_maps(dim)), shape.parts, shape)
+        """Return the spec with the usual four projection matrices."""
+        return cls(
+            shape.maps(dim) + ParameterCounts(counted_separately=shape.key_maps(dim)),
+            shape.parts,
+            shape,
+        )
 
     @property
     def name(self) -> str:
-        """The heads, across."""
+        """The mechanism with its heads."""
         return f"across, {self.shape.label}"
 
-    def tokens(self, context: int) -> Figure:
-        """All tokens of the source, which is as long as the context."""
-        return Figure(context, "S, of the memory")
+    def tokens(self, context: int) -> Quantity:
+        """Return the number of tokens of the source, which is as long as the context."""
+        return Quantity(context, "S, of the memory")
 
-    def cached(self, context: int) -> Cached:
-        """Keys and values of the source."""
-        return Cached(self.parts, context, bounded=True, given=True)
+    def cached(self, context: int) -> CacheContents:
+        """Return the cached keys and values of the source sequence."""
+        return CacheContents(self.parts, context, bounded=True, from_source=True)
 
-    def step(self, context: int) -> Figure:
-        """Scores and mix of one row against the source."""
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of attention from one query to the whole source."""
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         flops = attention_flops(H * context, D, E)
-        return Figure(flops, f"2 H S (D + E) = 2 x {H} x {context} x ({D} + {E})")
+        return Quantity(flops, f"2 H S (D + E) = 2 x {H} x {context} x ({D} + {E})")
 
     def prefill_flops(self, context: int) -> int:
-        """Keys and values of the source."""
-        return 2 * context * self.weights.apart
+        """Return the FLOPs of computing the keys and values of the source."""
+        return 2 * context * self.weights.counted_separately
 
 
 @dataclass(frozen=True)
 class AdditiveSpec(CrossSpec):
-    """Additive attention from a decoder's state to an encoder's states: D is the hidden size A of
-    the score.
+    """Additive attention from a decoder's state to the states of an encoder; D is A, the hidden
+    width of the score network.
 
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
     """
 
     @property
     def name(self) -> str:
-        """The sizes of the score and of the states."""
-        return f"additive, {self.shape.heads} heads of {self.shape.head_dim}"
+        """The mechanism with its heads and its score width."""
+        return f"additive, {plural(self.shape.heads, 'head')} of {self.shape.head_dim}"
 
-    def step(self, context: int) -> Figure:
-        """Scores and mix of one row against all states."""
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of attention from one query to all states of the encoder."""
         H, A, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         formula = f"H S (3 A + 2 E) = {H} x {context} x (3 x {A} + 2 x {E})"
-        return Figure(additive_flops(H * context, A, E), formula)
+        return Quantity(additive_flops(H * context, A, E), formula)

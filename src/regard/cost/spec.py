@@ -1,8 +1,8 @@
-"""What every mechanism answers about its cost: the class `Spec`, and the records that its answers
-are made of.
+"""The class `Spec`, which gives the cost of one layer of a mechanism, and the records that its
+methods return.
 
-A `Spec` describes one layer of one mechanism by its sizes alone, without torch. `regard.nn` modules
-make one in `module.spec` and answer `describe()` with it; `regard cost` makes them from a
+A `Spec` describes one layer of one mechanism by its sizes alone, without torch. The modules of
+`regard.nn` have one as `module.spec` and use it for `describe()`; `regard cost` builds specs from a
 config.json or from flags. Each mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`,
 `AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`, `InfiniSpec`, `SelectedSpec` and `NSASpec`.
 
@@ -14,14 +14,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A number, and the formula that it comes from.
+class Quantity:
+    """A number together with the formula that gives it.
 
-    >>> print(Figure(2048, "2 G D = 2 x 8 x 128"))
+    Args:
+        value: the number.
+        formula: the formula, with its numbers filled in; empty if there is none.
+
+    >>> print(Quantity(2048, "2 G D = 2 x 8 x 128"))
     2,048 = 2 G D = 2 x 8 x 128
     """
 
@@ -32,7 +37,7 @@ class Figure:
         return f"{self.value:,}" if not self.formula else f"{self.value:,} = {self.formula}"
 
 
-NOTHING = Figure(0, "")
+NO_QUANTITY = Quantity(0, "")
 
 
 @dataclass(frozen=True)
@@ -40,34 +45,36 @@ class Description:
     """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns
     it.
 
-    Attributes:
+    Args:
         name: the mechanism.
-        context: the number of tokens up to the one that is decoded, its own included.
+        context: the number of tokens up to and including the decoded one.
         parameters: the number of parameters of the layer.
-        kv_per_token: values that a cache holds for one token; 0 if nothing is cached by token.
-        kv_tokens: how many tokens the cache holds at this context.
-        state: values that are cached whatever the length.
+        kv_per_token: values cached per token; 0 if nothing is cached by token.
+        kv_tokens: how many tokens are cached at this context.
+        state: cached values whose number does not depend on the length.
         flops_per_token: FLOPs of one decoded token at this context, linear maps included.
 
-    >>> kv = Figure(32, "2 G D = 2 x 2 x 8")
-    >>> none = Figure(0, "")
-    >>> layer = Description("gqa", 100, none, kv, Figure(100, "S"), none, none)
-    >>> layer.kept
+    >>> kv = Quantity(32, "2 G D = 2 x 2 x 8")
+    >>> none = Quantity(0, "")
+    >>> layer = Description("gqa", 100, none, kv, Quantity(100, "S"), none, none)
+    >>> layer.cached_values
     3200
     """
 
     name: str
     context: int
-    parameters: Figure
-    kv_per_token: Figure
-    kv_tokens: Figure
-    state: Figure
-    flops_per_token: Figure
+    parameters: Quantity
+    kv_per_token: Quantity
+    kv_tokens: Quantity
+    state: Quantity
+    flops_per_token: Quantity
 
     @property
-    def kept(self) -> int:
-        """The number of values that a cache holds at this context."""
+    def cached_values(self) -> int:
+        """The number of values that a cache stores at this context."""
         return self.kv_per_token.value * self.kv_tokens.value + self.state.value
+
+    kept = renamed_attribute("cached_values")
 
     def __str__(self) -> str:
         rows = (
@@ -82,31 +89,31 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Weights:
+class ParameterCounts:
     """How many parameters a layer has, by kind.
 
     Attributes:
         matrices: values of linear maps.
         biases: values of biases; sinks and gates count as biases.
         norms: values of norms.
-        apart: how many of the values in `matrices` a decoded token does not multiply exactly once.
-            The FLOPs of those depend on the context, and `Spec.step` counts them.
+        counted_separately: how many of the values in `matrices` a decoded token does not multiply
+            exactly once. Their FLOPs depend on the context, and `Spec.step` counts them.
 
-    >>> Weights(12, 4) + Weights(norms=2)
-    Weights(matrices=12, biases=4, norms=2, apart=0)
+    >>> ParameterCounts(12, 4) + ParameterCounts(norms=2)
+    ParameterCounts(matrices=12, biases=4, norms=2, counted_separately=0)
     """
 
     matrices: int = 0
     biases: int = 0
     norms: int = 0
-    apart: int = 0
+    counted_separately: int = 0
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(
             self.matrices + other.matrices,
             self.biases + other.biases,
             self.norms + other.norms,
-            self.apart + other.apart,
+            self.counted_separately + other.counted_separately,
         )
 
     @property
@@ -115,26 +122,29 @@ class Weights:
         return self.matrices + self.biases + self.norms
 
     @property
-    def mapped(self) -> int:
-        """The number of matrix values that every token multiplies once, whatever the context."""
-        return self.matrices - self.apart
+    def multiplied_once(self) -> int:
+        """The number of matrix values that every token multiplies exactly once, whatever the
+        context.
+        """
+        return self.matrices - self.counted_separately
 
 
 @dataclass(frozen=True)
-class Cached:
-    """What a cache holds of one text: the same parts for each of some tokens, and a state of fixed
-    size.
+class CacheContents:
+    """The contents of the cache of one sequence: the same parts for each cached token, and a state
+    of fixed size.
 
     Attributes:
-        parts: the number of heads and their dim for each part of a token: keys and values, or a
+        parts: the number of heads and their width for each part of a token: keys and values, or a
             latent.
-        tokens: how many tokens are held.
-        state: values that are held whatever the length.
+        tokens: how many tokens are cached.
+        state: cached values whose number does not depend on the length.
         bounded: whether old tokens are dropped.
-        given: whether the tokens belong to another text, so that a written token adds nothing.
+        from_source: whether the tokens are those of another sequence, so that a generated token
+            adds nothing.
 
-    >>> cached = Cached(parts=((8, 128), (8, 128)), tokens=100)
-    >>> cached.per_token, cached.numbers
+    >>> cached = CacheContents(parts=((8, 128), (8, 128)), tokens=100)
+    >>> cached.values_per_token, cached.values
     (2048, 204800)
     """
 
@@ -142,22 +152,23 @@ class Cached:
     tokens: int = 0
     state: int = 0
     bounded: bool = False
-    given: bool = False
+    from_source: bool = False
 
     @property
-    def per_token(self) -> int:
-        """The number of values of one token."""
+    def values_per_token(self) -> int:
+        """The number of cached values of one token."""
         return sum(heads * dims for heads, dims in self.parts)
 
     @property
-    def numbers(self) -> int:
-        """The number of all values, the state included."""
-        return self.per_token * self.tokens + self.state
+    def values(self) -> int:
+        """The number of all cached values, the state included."""
+        return self.values_per_token * self.tokens + self.state
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of a mechanism: H query heads of D, G key heads of D, and G value heads of E.
+    """The heads of a mechanism: H query heads of width D, G key heads of width D, and G value heads
+    of width E.
 
     >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
     >>> shape.maps(4096).matrices, shape.label
@@ -171,24 +182,26 @@ class HeadShape:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The keys and the values of one token, as `Cached` has them."""
+        """The keys and the values of one token, in the form of `CacheContents.parts`."""
         return (self.groups, self.head_dim), (self.groups, self.value_dim)
 
     def query_maps(self, dim: int) -> int:
-        """The number of values of the matrices that make queries and the output: M H (D + E)."""
+        """Return the number of values in the matrices that compute queries and the output: M H (D +
+        E).
+        """
         return dim * self.heads * (self.head_dim + self.value_dim)
 
     def key_maps(self, dim: int) -> int:
-        """The number of values of the matrices that make keys and values: M G (D + E)."""
+        """Return the number of values in the matrices that compute keys and values: M G (D + E)."""
         return dim * self.groups * (self.head_dim + self.value_dim)
 
-    def maps(self, dim: int) -> Weights:
-        """The parameters of all four matrices, without biases."""
-        return Weights(self.query_maps(dim) + self.key_maps(dim))
+    def maps(self, dim: int) -> ParameterCounts:
+        """Return the parameters of all four matrices, without biases."""
+        return ParameterCounts(self.query_maps(dim) + self.key_maps(dim))
 
     @property
     def label(self) -> str:
-        """The name of such attention with its sizes: MHA, GQA or MQA."""
+        """MHA, GQA or MQA, with the numbers of heads and their width."""
         if self.heads == self.groups:
             kind = "MHA"
         else:
@@ -200,14 +213,14 @@ class HeadShape:
 class Spec(ABC):
     """The cost of one layer of a mechanism, as a function of its sizes and of the context.
 
-    Attributes:
-        weights: its parameters: computed from sizes by the classmethod `of`, or counted in a built
-            module.
-        parts: what a cache holds of one token, as heads and dims of each part; empty if nothing is
-            cached by token.
+    Args:
+        weights: the parameters of the layer: computed from sizes by the classmethod `of`, or
+            counted in a built module.
+        parts: the number of heads and their width for each cached part of a token; empty if nothing
+            is cached by token.
     """
 
-    weights: Weights
+    weights: ParameterCounts
     parts: tuple[tuple[int, int], ...]
 
     @property
@@ -216,31 +229,52 @@ class Spec(ABC):
         """The mechanism, with the sizes that distinguish layers of one model."""
 
     @abstractmethod
-    def step(self, context: int) -> Figure:
-        """FLOPs of the decoded token at position context - 1, without the 2 FLOPs for each of
-        `weights.mapped`.
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of the decoded token at position context - 1, without linear maps.
+
+        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once`.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The number of FLOPs and its formula.
         """
 
     @abstractmethod
     def prefill_flops(self, context: int) -> int:
-        """FLOPs of the first `context` tokens at once, without the 2 FLOPs for each of
-        `weights.mapped` and token.
+        """Return the FLOPs of the first `context` tokens at once, without linear maps.
+
+        Linear maps take 2 more FLOPs for each value of `weights.multiplied_once` and each token.
+
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The number of FLOPs.
         """
 
     @property
-    def values_per_token(self) -> Figure:
-        """How many values a cache holds for one token."""
+    def values_per_token(self) -> Quantity:
+        """How many values a cache stores for one token."""
         sizes = [heads * dims for heads, dims in self.parts]
-        return Figure(sum(sizes), " + ".join(map(str, sizes)))
+        return Quantity(sum(sizes), " + ".join(map(str, sizes)))
 
-    def tokens(self, context: int) -> Figure:
-        """How many tokens a cache holds after `context` tokens."""
-        return Figure(context, "S") if self.parts else NOTHING
+    def tokens(self, context: int) -> Quantity:
+        """Return how many tokens are cached after `context` tokens.
+
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The number of cached tokens and its formula.
+        """
+        return Quantity(context, "S") if self.parts else NO_QUANTITY
 
     @property
-    def state(self) -> Figure:
-        """How many values are cached whatever the length."""
-        return NOTHING
+    def state(self) -> Quantity:
+        """How many cached values do not depend on the length."""
+        return NO_QUANTITY
 
     @property
     def bounded(self) -> bool:
@@ -249,44 +283,69 @@ class Spec(ABC):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of equivalent forms with different FLOPs; empty if the mechanism has only
-        one.
+        """The names of equivalent forms with different FLOPs; empty if the mechanism has only one
+        form.
         """
         return ()
 
-    def cached(self, context: int) -> Cached:
-        """What a cache holds after `context` tokens."""
-        return Cached(self.parts, self.tokens(context).value, self.state.value, self.bounded)
+    def cached(self, context: int) -> CacheContents:
+        """Return the contents of a cache after `context` tokens.
 
-    def read(self, context: int) -> Cached:
-        """The part of the cache that the decoded token at position context - 1 reads."""
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The cached parts, tokens and state.
+        """
+        return CacheContents(self.parts, self.tokens(context).value, self.state.value, self.bounded)
+
+    def read(self, context: int) -> CacheContents:
+        """Return the part of the cache that the decoded token at position context - 1 reads.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+
+        Returns:
+            The parts, tokens and state that are read.
+        """
         return self.cached(context)
 
     def decode_flops(self, context: int, form: str | None = None) -> int:
-        """The value of `step`; in one of `forms`, if a form is named."""
+        """Return the FLOPs of `step`, optionally in another form of the mechanism.
+
+        Args:
+            context: the number of tokens up to and including the decoded one.
+            form: one of `forms`; None is the form of this spec.
+
+        Returns:
+            The number of FLOPs.
+        """
         return self.step(context).value
 
     def describe(self, context: int, name: str | None = None) -> Description:
-        """All figures at a context.
+        """Return all figures at a context.
 
         Args:
-            context: the number of tokens up to the one that is decoded, its own included.
-            name: what the layer is called; None is `self.name`.
+            context: the number of tokens up to and including the decoded one.
+            name: the name of the layer in the description; None is `self.name`.
+
+        Returns:
+            The number of parameters, cached values and FLOPs, each with its formula.
 
         Raises:
             ArgumentError: the context is less than 1.
         """
         if context < 1:
             raise ArgumentError(f"context is {context}; it must be at least 1")
-        mapped, step = self.weights.mapped, self.step(context)
+        mapped, step = self.weights.multiplied_once, self.step(context)
         return Description(
             self.name if name is None else name,
             context,
-            Figure(self.weights.total, ""),
+            Quantity(self.weights.total, ""),
             self.values_per_token,
             self.tokens(context),
             self.state,
-            Figure(2 * mapped + step.value, f"2 x {mapped} ({self._maps}) + {step.formula}"),
+            Quantity(2 * mapped + step.value, f"2 x {mapped} ({self._maps}) + {step.formula}"),
         )
 
     _maps = "matrices"

@@ -1,4 +1,6 @@
-"""Figures of one model over a range of contexts (`sweep`), and of two models (`versus`)."""
+"""Figures of one model over a range of contexts (`sweep`), and of two models side by side
+(`compare_models`).
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,16 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from regard.cost.model import Model
+from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
-from regard.cost.roofline import Machine, as_json, bounds, fit
+from regard.cost.roofline import Machine, as_json, memory_fit, roofline_bounds
 from regard.errors import ArgumentError
+from regard.units import plural
 
-UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-LONGEST = 1 << 40
+TOKEN_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+MAX_CONTEXT = 1 << 40
 """The longest context that is accepted."""
-FIGURES = (
+COMPARED_FIGURES = (
     "parameters",
     "active_parameters",
     "attention_parameters",
@@ -26,66 +29,76 @@ FIGURES = (
     "decode_flops",
     "decode_bytes",
 )
-"""What two models are compared by."""
+"""The figures by which two models are compared."""
 
 
-def tokens(text: str) -> int:
-    """A number of tokens; k is 1024 and M is 1024^2.
+def parse_tokens(text: str) -> int:
+    """Return a number of tokens from its text; k is 1024 and M is 1024^2.
 
     Raises:
-        ArgumentError: it is no number, less than 1, or beyond all sense.
+        ArgumentError: the text is not a number, or the number is less than 1 or too large.
 
-    >>> tokens("8k"), tokens("1M"), tokens("4096")
+    >>> parse_tokens("8k"), parse_tokens("1M"), parse_tokens("4096")
     (8192, 1048576, 4096)
     """
-    found = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
-    value = int(found[1]) * UNITS[found[2].lower()] if found else 0
-    if not 1 <= value <= LONGEST:
-        raise ArgumentError(f"{text!r} is no number of tokens; write such as 4096, 8k or 1M")
+    match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
+    value = int(match[1]) * TOKEN_SUFFIXES[match[2].lower()] if match else 0
+    if not 1 <= value <= MAX_CONTEXT:
+        raise ArgumentError(f"{text!r} is not a number of tokens; write for example 4096, 8k or 1M")
     return value
 
 
-def doubling(text: str) -> list[int]:
-    """The contexts of `context=1k..1M`: doubled from the first on, and the last in any case.
+def parse_context_range(text: str) -> list[int]:
+    """Return the contexts of a range such as "context=1k..1M": doubled from the first on, with the
+    last one always included.
 
     Raises:
-        ArgumentError: it has another form, or ends before it begins.
+        ArgumentError: the text has another form, or the last context is less than the first.
 
-    >>> doubling("context=1k..5k")
+    >>> parse_context_range("context=1k..5k")
     [1024, 2048, 4096, 5120]
     """
     name, _, span = text.partition("=")
     first, dots, last = span.partition("..")
     if name.strip() != "context" or not dots:
-        raise ArgumentError(f"{text!r} is no range; write such as context=1k..1M")
-    start, stop = tokens(first), tokens(last)
+        raise ArgumentError(
+            f"{text!r} is not a range of contexts; write for example context=1k..1M"
+        )
+    start, stop = parse_tokens(first), parse_tokens(last)
     if stop < start:
-        raise ArgumentError(f"{text!r} ends before it begins; write such as context=1k..1M")
-    found = []
+        raise ArgumentError(
+            f"the range {text!r} ends before it starts; write for example context=1k..1M"
+        )
+    contexts = []
     while start < stop:
-        found.append(start)
+        contexts.append(start)
         start *= 2
-    return [*found, stop]
+    return [*contexts, stop]
 
 
-def fitting(contexts: list[int], *models: Model) -> list[int]:
-    """Those that the learned positions of all models reach.
+def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[int]:
+    """Return the contexts that the learned positions of all models allow.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no context is short enough.
     """
-    least = min((m.longest for m in models if m.longest is not None), default=LONGEST)
-    found = [context for context in contexts if context <= least]
-    if not found:
-        raise ArgumentError(f"learned positions end at {least:,} tokens; begin the range below")
-    return found
+    longest = min((m.max_context for m in models if m.max_context is not None), default=MAX_CONTEXT)
+    allowed = [context for context in contexts if context <= longest]
+    if not allowed:
+        raise ArgumentError(
+            f"the models have learned positions for {plural(longest, 'token')} only; start the "
+            "range "
+            "at or below that"
+        )
+    return allowed
 
 
 def sweep(
-    model: Model, setting: Setting, contexts: list[int], machine: Machine | None = None
+    model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds
-    at best, and whether it fits.
+    """Return a row for each context: cache bytes, and the cost of a prompt and of a token. With a
+    machine, a row also has lower bounds in seconds, and whether weights and caches fit in its
+    memory.
 
     >>> from regard.cost import model_of
     >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
@@ -96,66 +109,72 @@ def sweep(
     for context in contexts:
         report = CostReport(model, replace(setting, context=context))
         row: dict[str, Any] = {"context": context}
-        row |= {name: report.as_json()[name] for name in FIGURES[5:]}
+        row |= {name: report.as_json()[name] for name in COMPARED_FIGURES[5:]}
         if machine is not None:
-            row |= {f"{what}_seconds": one.seconds for what, one in bounds(report, machine).items()}
-            row["fits"] = fit(report, machine).fits
+            row |= {
+                f"{what}_seconds": one.seconds
+                for what, one in roofline_bounds(report, machine).items()
+            }
+            row["fits"] = memory_fit(report, machine).fits
         rows.append(row)
     return rows
 
 
-def versus(first: CostReport, second: CostReport, machine: Machine | None = None) -> dict[str, Any]:
-    """Two models, and the first's figures divided by the second's; null where those are 0.
+def compare_models(
+    first: CostReport, second: CostReport, machine: Machine | None = None
+) -> dict[str, Any]:
+    """Return the figures of two models, and those of the first divided by those of the second; null
+    if a divisor is 0.
 
-    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there
-    is no such time.
+    With a machine, `ratios` includes the seconds too; they are null if one of the models does not
+    fit in its memory.
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
-    >>> versus(*both)["ratios"]["kv_bytes"]
+    >>> compare_models(*both)["ratios"]["kv_bytes"]
     4.0
     """
-    models = [figures(report, machine) for report in (first, second)]
+    models = [model_figures(report, machine) for report in (first, second)]
     a, b = models
-    ratios = {name: a[name] / b[name] if b[name] else None for name in FIGURES}
+    ratios = {name: a[name] / b[name] if b[name] else None for name in COMPARED_FIGURES}
     if machine is not None:
         ratios |= {
             f"{what}_seconds": None if x is None or y is None else x / y
-            for what, (x, y) in times(first, second, machine).items()
+            for what, (x, y) in best_times(first, second, machine).items()
         }
     direction = f"{first.model.name} / {second.model.name}"
     return {"models": models, "ratio": direction, "ratios": ratios}
 
 
-def times(
+def best_times(
     first: CostReport, second: CostReport, machine: Machine
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Seconds at best of two models, for what both can do; None where a model does not fit the
-    machine.
+    """Return the least seconds of two models for the work that both can do; None if a model does
+    not fit in the memory of the machine.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
-    >>> [second is None for second in times(*both, machine_of("h100-sxm"))["decode"]]
+    >>> [second is None for second in best_times(*both, machine_of("h100-sxm"))["decode"]]
     [True, False]
     """
-    found = [bounds(report, machine) for report in (first, second)]
-    held = [fit(report, machine).fits is not False for report in (first, second)]
+    bounds_of_both = [roofline_bounds(report, machine) for report in (first, second)]
+    fits = [memory_fit(report, machine).fits is not False for report in (first, second)]
     return {
         what: (
-            found[0][what].seconds if held[0] else None,
-            found[1][what].seconds if held[1] else None,
+            bounds_of_both[0][what].seconds if fits[0] else None,
+            bounds_of_both[1][what].seconds if fits[1] else None,
         )
-        for what in found[0]
-        if what in found[1]
+        for what in bounds_of_both[0]
+        if what in bounds_of_both[1]
     }
 
 
-def figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
-    """All figures of one model; with a machine, the bounds there.
+def model_figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
+    """Return all figures of one model; with a machine, also the bounds on that machine.
 
     >>> from regard.cost import CostReport, Setting, model_of
-    >>> figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
+    >>> model_figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
     36864
     """
-    found = report.as_json()
-    return found if machine is None else {**found, "roofline": as_json(report, machine)}
+    figures = report.as_json()
+    return figures if machine is None else {**figures, "roofline": as_json(report, machine)}

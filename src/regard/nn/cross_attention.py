@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, Cross, Parts, rollback_on_error
 from regard.cost import Description
 from regard.cost.softmax import AdditiveSpec, CrossSpec
-from regard.cost.spec import Weights
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explainable import ComputationStep, EffectiveRow, Explainable, LayerRun
@@ -138,7 +138,7 @@ def project_memory(
     return (parts, positions) if cache is None else cache.store(parts, positions)
 
 
-def count_cross_weights(module: nn.Module, project: Projection) -> Weights:
+def count_cross_weights(module: nn.Module, project: Projection) -> ParameterCounts:
     """Count the parameters of a cross-attention layer, with the key and value maps counted
     separately:
     one decoding step does not apply them.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_groups
 from regard.caches import Parts
-from regard.cost.softmax import Visible
-from regard.cost.spec import Spec, Weights
+from regard.cost.softmax import VisibleKeys
+from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explainable import CallWeights, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
@@ -107,7 +107,7 @@ class GatedProjection(ProjectionModule):
         """
         return adjust_query(self.project, q, positions, k_positions)
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """Return the cost of attention through this projection.
 
         Args:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.caches import Parts
 from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
-from regard.cost.softmax import SoftmaxSpec, Visible
-from regard.cost.spec import Spec, Weights
+from regard.cost.softmax import SoftmaxSpec, VisibleKeys
+from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
 from regard.nn.linear import Linear
@@ -206,7 +206,7 @@ class LatentProjection(ProjectionModule):
         H, D = self.heads, self.nope_dim + self.rotary.dim
         return ProjectionShape(H, H, D, self.value_dim, (self.kv_rank + self.rotary.dim,))
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """Return the cost of attention through this projection.
 
         Args:
@@ -217,7 +217,10 @@ class LatentProjection(ProjectionModule):
             The cost specification, which counts the cheaper form.
         """
         return LatentSpec(
-            replace(weights, apart=weights.apart + self.kv_up.linear.weight.numel()),
+            replace(
+                weights,
+                counted_separately=weights.counted_separately + self.kv_up.linear.weight.numel(),
+            ),
             self.shape.parts,
             self.heads,
             self.kv_rank,
@@ -371,7 +374,7 @@ class NaiveLatentProjection(LatentProjection):
         H, _, D, E, _ = super().shape
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """Return the cost of attention with cached keys and values of all heads, as in
         multi-head attention.
         """

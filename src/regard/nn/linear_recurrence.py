@@ -17,7 +17,7 @@ from regard.argument_checks import check_number
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
-from regard.cost.spec import HeadShape, Weights
+from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.explainable import ComputationStep, EffectiveRow, LayerRun, effective_row
@@ -63,7 +63,7 @@ class RecurrenceRule(Protocol):
             The result of the queries [B,H,T,E], and the state after the last token.
         """
 
-    def spec(self, weights: Weights, shape: HeadShape) -> Spec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> Spec:
         """Return the cost of a layer with this rule, from its parameters and the sizes of its
         heads.
         """
@@ -256,7 +256,7 @@ class LinearAttentionRule(nn.Module):
             form=form,
         )
 
-    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, normalised=self.normalise)
 
@@ -317,7 +317,7 @@ class RetentionRule(nn.Module):
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
         return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
 
-    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "retention", decayed=True)
 
@@ -382,7 +382,7 @@ class GatedLinearRule(nn.Module):
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, state=state, k_positions=positions, form=form)
 
-    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
@@ -489,7 +489,7 @@ class DeltaRule(LoadsRenamedWeights):
         g = self.decay(x)
         return gated_delta_rule(q, k, v, beta, g, state=state, k_positions=positions, form=form)
 
-    def spec(self, weights: Weights, shape: HeadShape) -> DeltaSpec:
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> DeltaSpec:
         """Return the cost of a layer with this rule."""
         return DeltaSpec(weights, (), shape, gated=self.decay is not None)
 

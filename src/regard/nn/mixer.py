@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, rollback_on_error
 from regard.cost import Description, Spec
-from regard.cost.spec import Weights
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
 from regard.nn.explainable import Explainable
@@ -103,19 +103,19 @@ class Mixer(Explainable, nn.Module):
         return self.spec.describe(context, type(self).__name__)
 
 
-def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
+def count_weights(module: nn.Module, *apart: nn.Module | None) -> ParameterCounts:
     """Count the parameters of a module by kind.
 
     Args:
         module: weights of its linear maps count as matrices, parameters of its norms as norms.
         apart: submodules whose linear maps are not applied exactly once per decoded token
-            (`Weights.apart`).
+            (`ParameterCounts.apart`).
 
     Returns:
         The numbers of parameters in matrices, biases, norms and separate matrices.
 
     >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
-    Weights(matrices=6, biases=2, norms=4, apart=0)
+    ParameterCounts(matrices=6, biases=2, norms=4, counted_separately=0)
     """
     total = sum(p.numel() for p in module.parameters())
     norms = sum(
@@ -126,7 +126,7 @@ def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
     )
     matrices = _matrices(module)
     others = sum(_matrices(part) for part in apart if part is not None)
-    return Weights(matrices, total - matrices - norms, norms, others)
+    return ParameterCounts(matrices, total - matrices - norms, norms, others)
 
 
 def _matrices(module: nn.Module) -> int:
@@ -144,7 +144,7 @@ class MaskVisibility:
 
     >>> from regard.masks import Causal, Window
     >>> visible = MaskVisibility(Causal() & Window(8))
-    >>> visible.bound, visible.seen(100), visible.pairs(3)
+    >>> visible.max_tokens, visible.visible_keys(100), visible.pairs(3)
     (8, 8, 6)
     """
 
@@ -152,11 +152,11 @@ class MaskVisibility:
     keeps_all: bool = False
 
     @property
-    def bound(self) -> int | None:
+    def max_tokens(self) -> int | None:
         """The largest number of tokens that a cache needs to store; None if there is no limit."""
         return None if self.keeps_all else reach(self.mask).tokens
 
-    def seen(self, context: int) -> int:
+    def visible_keys(self, context: int) -> int:
         """Return how many keys the token at position context - 1 sees, in the head that sees the
         most.
         """

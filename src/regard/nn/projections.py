@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_groups, check_number
 from regard.caches import Parts
-from regard.cost.softmax import SoftmaxSpec, Visible
-from regard.cost.spec import HeadShape, Spec, Weights
+from regard.cost.softmax import SoftmaxSpec, VisibleKeys
+from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explainable import (
     ComputationStep,
@@ -102,7 +102,7 @@ class HasForms(Projection, Protocol):
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return the form for this number of queries and of keys in memory."""
 
-    def spec(self, weights: Weights, visible: Visible) -> Spec:
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """Return the cost of attention through this projection, in the form that needs fewer
         FLOPs.
         """
@@ -184,7 +184,7 @@ class ProjectionShape(NamedTuple):
         return tuple((1, size) for size in self.memory)
 
 
-def attention_spec(project: Projection, weights: Weights, visible: Visible) -> Spec:
+def attention_spec(project: Projection, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
     """Return the cost of softmax attention through a projection.
 
     Args:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_groups
 from regard.caches import Cache, Growing, Parts
-from regard.cost import Description, Figure
-from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, SelectedSpec, Selection
+from regard.cost import Description, Quantity
+from regard.cost.selected import BlockSelection, IndexSelection, KeySelection, NSASpec, SelectedSpec
 from regard.cost.spec import HeadShape
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
@@ -88,7 +88,7 @@ class KeySelector(Protocol):
         """
 
     @property
-    def spec(self) -> Selection:
+    def spec(self) -> KeySelection:
         """The cost of choosing, and the number of chosen keys."""
 
 
@@ -597,7 +597,7 @@ class NSA(Mixer):
         """Return an empty cache that stores all tokens, since any block may be selected later."""
         return Growing()
 
-    def tokens(self, context: int) -> Figure:
+    def tokens(self, context: int) -> Quantity:
         """Count the tokens that are read to decode the token at position context - 1, as in table 4
         of the paper.
 

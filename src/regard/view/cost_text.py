@@ -10,12 +10,18 @@ from typing import Any
 from regard import units
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
-from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
+from regard.cost.roofline import (
+    MACHINES,
+    Machine,
+    arithmetic_intensity,
+    memory_fit,
+    roofline_bounds,
+)
 from regard.cost.softmax import SoftmaxSpec
-from regard.cost.sweep import FIGURES, times
+from regard.cost.sweep import COMPARED_FIGURES, best_times
 from regard.text_table import format_table
 
-BYTES = tuple(name for name in FIGURES if "bytes" in name)
+BYTES = tuple(name for name in COMPARED_FIGURES if "bytes" in name)
 
 
 def page(report: CostReport, machine: Machine | None) -> str:
@@ -42,13 +48,18 @@ def _parts(report: CostReport) -> str:
     model = report.model
     rows = [("part", "parameters", "share", "active parameters")]
     rows += [
-        (p.name, f"{p.parameters:,}", f"{p.parameters / model.parameters:.1%}", f"{p.active:,}")
+        (
+            p.name,
+            f"{p.parameters:,}",
+            f"{p.parameters / model.parameters:.1%}",
+            f"{p.active_parameters:,}",
+        )
         for p in model.parts
     ]
     rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
     lines, layers = [format_table(rows)], model.layers
     first = layers[0].mixer
-    if isinstance(first, SoftmaxSpec) and not model.reader:
+    if isinstance(first, SoftmaxSpec) and not model.encoder:
         one = first.weights.matrices
         lines.append(
             f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of "
@@ -111,7 +122,8 @@ def _costs(report: CostReport) -> str:
 
 
 def _bytes_and_intensity(count: int, moved: int) -> str:
-    return f"{units.size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
+    intensity = float(f"{arithmetic_intensity(count, moved):.3g}")
+    return f"{units.size(moved)} moved, {intensity:,g} FLOP/byte"
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
@@ -122,9 +134,9 @@ def _bounds(report: CostReport, machine: Machine) -> str:
         f"  weights and cache are {_fit(report, machine)}",
         *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
     ]
-    if fit(report, machine).fits is False:
+    if memory_fit(report, machine).fits is False:
         lines.append("  times are those of such a machine with more memory:")
-    for what, bound in bounds(report, machine).items():
+    for what, bound in roofline_bounds(report, machine).items():
         line = f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}"
         if what == "decode":
             tokens_per_second = report.setting.batch / bound.seconds
@@ -135,7 +147,7 @@ def _bounds(report: CostReport, machine: Machine) -> str:
 
 def _fit(report: CostReport, machine: Machine) -> str:
     """Describe how much memory weights and caches need, and whether it fits."""
-    room = fit(report, machine)
+    room = memory_fit(report, machine)
     if room.fits is None:
         return f"{units.size(room.needed)}; its memory is not known"
     if room.fits:
@@ -152,7 +164,7 @@ def comparison(first: CostReport, second: CostReport, machine: Machine | None) -
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
-    for name in FIGURES:
+    for name in COMPARED_FIGURES:
         unit = _figure_format(name)
         rows.append(
             (name.replace("_", " "), unit(a[name]), unit(b[name]), _ratio(a[name], b[name]))
@@ -160,9 +172,9 @@ def comparison(first: CostReport, second: CostReport, machine: Machine | None) -
     setting, notes = first.setting, []
     if machine is not None:
         answers = {True: "yes", False: "no", None: "not known"}
-        fits = [fit(report, machine) for report in (first, second)]
+        fits = [memory_fit(report, machine) for report in (first, second)]
         rows.append((f"fits {machine.name}", *(answers[one.fits] for one in fits), ""))
-        for what, seconds in times(first, second, machine).items():
+        for what, seconds in best_times(first, second, machine).items():
             cells = ["does not fit" if t is None else units.seconds(t) for t in seconds]
             x, y = seconds
             rows.append(

@@ -226,7 +226,7 @@ def test_the_commands_have_the_option(
         assert "--ignore 'quality'" in capsys.readouterr().err
         assert run([*command, "--ignore", "quality"]) == 0
         err = capsys.readouterr().err
-        assert "passed over in the model's folder: 'unsloth_fixed', 'quality'" in err, command
+        assert "ignored in the model's folder: 'unsloth_fixed', 'quality'" in err, command
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not {"quality", "unsloth_fixed"} & set(written)
 

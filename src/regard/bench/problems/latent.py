@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.bench.case import Outputs, Problem, Sizes, Work
-from regard.cost.latent import absorb_flops, latent_numbers
+from regard.cost.latent import absorb_flops, latent_values
 from regard.huge_pages import to_huge_pages
 
 
@@ -93,7 +93,7 @@ class LatentProblem(Problem):
         """The absorbed form; latents and weights read once, the heads read and written."""
         s = self.sizes
         flops = s.B * absorb_flops(1, s.S, s.H, s.rank, s.nope, s.rope, s.value)
-        numbers = s.B * s.S * latent_numbers(s.rank, s.rope) + self.weight.numel()
+        numbers = s.B * s.S * latent_values(s.rank, s.rope) + self.weight.numel()
         heads = s.B * s.H * (s.nope + s.rope + s.value)
         return Work(flops, (numbers + heads) * self.dtype.itemsize)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from regard.biases import ALiBi
 from regard.cost import Description, attention_flops
-from regard.cost.latent import latent_numbers
+from regard.cost.latent import latent_values
 from regard.cost.softmax import attention_bytes
 from regard.inspect.explain.attention_row import KernelRow, ScoreFunction, softmax
 from regard.inspect.explain.explanation import Array, CacheCost, Counterfactual, RowCost
@@ -173,7 +173,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
         _cache_cost("MHA", H * (D + E), S, itemsize),
         *([_cache_cost(f"GQA, G = {G}", G * (D + E), S, itemsize)] if 1 < G < H else []),
         _cache_cost("MQA", D + E, S, itemsize),
-        _cache_cost("MLA", latent_numbers(4 * D, D // 2), S, itemsize),
+        _cache_cost("MLA", latent_values(4 * D, D // 2), S, itemsize),
         _cache_cost(f"window {small_window(S)}", G * (D + E), small_window(S), itemsize),
     ]
     if described is not None:

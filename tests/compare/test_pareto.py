@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from regard.compare.comparison import front
+from regard.compare.comparison import pareto
 
 
 def brute(points: list[tuple[float, ...]]) -> list[int]:
@@ -30,11 +30,11 @@ def test_is_what_nobody_dominates(seed: int, width: int) -> None:
     points = [
         tuple(float(rng.randint(0, 5)) for _ in range(width)) for _ in range(rng.randint(0, 14))
     ]
-    assert front(points) == brute(points)
+    assert pareto(points) == brute(points)
 
 
 def test_edges() -> None:
-    assert front([]) == []
-    assert front([(1.0, 1.0), (1.0, 1.0)]) == [0, 1]
-    assert front([(1.0, 2.0), (1.0, 1.0)]) == [1]
-    assert front([(0.0, float("inf")), (1.0, 0.0)]) == [0, 1]
+    assert pareto([]) == []
+    assert pareto([(1.0, 1.0), (1.0, 1.0)]) == [0, 1]
+    assert pareto([(1.0, 2.0), (1.0, 1.0)]) == [1]
+    assert pareto([(0.0, float("inf")), (1.0, 0.0)]) == [0, 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.compare.quality import Lesson, Recall, Text, lessons
+from regard.compare.quality import EvalTask, RecallTask, TextTask, eval_tasks
 from regard.errors import ArgumentError
 from regard.train.corpus import Document
 from regard.train.tasks.base import IGNORED
@@ -28,20 +28,20 @@ def table(seed: int) -> nn.Module:
 
 
 def test_bits_per_byte_are_counted_byte_by_byte() -> None:
-    lesson, model = Text(LETTERS, context=10, batch=2), table(0)
+    lesson, model = TextTask(LETTERS, context=10, batch=2), table(0)
     rows = _judged_rows(lesson)
     total = 0.0
     for row in rows.tolist():
         for now, then in pairwise(row):
             logits = model.weight[now].tolist()
             total -= math.log2(math.exp(logits[then]) / sum(math.exp(x) for x in logits))
-    found = lesson.judge(model)
+    found = lesson.score(model)
     assert found["rows"] == len(rows)
     # the loss is taken in fp32
     assert found["bits_per_byte"] == pytest.approx(total / (len(rows) * 10), rel=1e-6)
 
 
-def _judged_rows(lesson: Text) -> Tensor:
+def _judged_rows(lesson: TextTask) -> Tensor:
     seen: list[Tensor] = []
 
     class Spy(nn.Module):
@@ -49,7 +49,7 @@ def _judged_rows(lesson: Text) -> Tensor:
             seen.append(ids)
             return torch.zeros(*ids.shape, 256)
 
-    lesson.judge(Spy())
+    lesson.score(Spy())
     inputs = torch.cat(seen)
     stream = lesson._streams[2]
     # each row is a stretch of the stream: find what follows its inputs
@@ -63,11 +63,11 @@ def _judged_rows(lesson: Text) -> Tensor:
 
 def test_text_is_cut_in_three_that_share_no_byte_of_the_source() -> None:
     letters = "".join(chr(33 + i % 90) for i in range(4000))
-    lesson = Text([Document("one", letters)], context=8, batch=2)
+    lesson = TextTask([Document("one", letters)], context=8, batch=2)
     train, select, judge = (bytes(s.tolist()).rstrip(b"\0").decode() for s in lesson._streams)
     assert train + select + judge == letters
     assert len(judge) == pytest.approx(2 * len(select), abs=3)
-    rows = next(lesson.feed(0))
+    rows = next(lesson.batches(0))
     assert rows.shape == (2, 9)
     text = bytes(rows[0].tolist()).decode()
     assert text in train
@@ -75,14 +75,15 @@ def test_text_is_cut_in_three_that_share_no_byte_of_the_source() -> None:
 
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(
-        ArgumentError, match=r"text here leaves .* bytes for validation; rows of 100 need 303"
+        ArgumentError,
+        match=r"text here leaves .* bytes for validation, but rows of 100 bytes need 303",
     ):
-        Text([Document("a", "b" * 2000)], 100, 2, "here").feed(0)
+        TextTask([Document("a", "b" * 2000)], 100, 2, "here").batches(0)
 
 
 @pytest.mark.parametrize("name,length", [("mqar", 12), ("passkey", 30)])
 def test_recall_is_counted_answer_by_answer(name: str, length: int) -> None:
-    lesson = Recall(name, length, 4)
+    lesson = RecallTask(name, length, 4)
     examples = lesson.task.examples("validation", 512, "judge")
     vocabulary = lesson.task.vocabulary
 
@@ -104,7 +105,7 @@ def test_recall_is_counted_answer_by_answer(name: str, length: int) -> None:
     asked = [vocabulary.encode([w])[0] for e in examples for w in e.target if w]
     right = sum(i % 2 == 0 for i in asked)
     whole = sum(all(vocabulary.encode([w])[0] % 2 == 0 for w in e.target if w) for e in examples)
-    assert lesson.judge(Half()) == {
+    assert lesson.score(Half()) == {
         "accuracy": right / len(asked),
         "whole": whole / 512,
         "answers": len(asked),
@@ -113,41 +114,42 @@ def test_recall_is_counted_answer_by_answer(name: str, length: int) -> None:
 
 
 def test_rates_are_chosen_by_other_examples_than_models_are_judged_by() -> None:
-    lesson = Recall("passkey", 40, 4)
-    trained = {tuple(row.tolist()) for _ in range(20) for row in next(lesson.feed(0)).source}
-    chosen = {tuple(row.tolist()) for row in lesson.selection.source}  # type: ignore[attr-defined]
+    lesson = RecallTask("passkey", 40, 4)
+    trained = {tuple(row.tolist()) for _ in range(20) for row in next(lesson.batches(0)).source}
+    chosen = {tuple(row.tolist()) for row in lesson.validation.source}  # type: ignore[attr-defined]
     assert trained.isdisjoint(chosen)
-    assert (lesson.selection.target != IGNORED).sum(1).tolist() == [5] * 256  # type: ignore[attr-defined]
+    assert (lesson.validation.target != IGNORED).sum(1).tolist() == [5] * 256  # type: ignore[attr-defined]
 
 
 def test_seeds_draw_other_batches() -> None:
-    for lesson in (Recall("mqar", 12, 4), Text(LETTERS, 8, 2)):
-        first, again, other = (next(lesson.feed(seed)) for seed in (0, 0, 1))
+    for lesson in (RecallTask("mqar", 12, 4), TextTask(LETTERS, 8, 2)):
+        first, again, other = (next(lesson.batches(seed)) for seed in (0, 0, 1))
         rows = [x if isinstance(x, Tensor) else x.source for x in (first, again, other)]
         assert torch.equal(rows[0], rows[1])
         assert rows[0].shape != rows[2].shape or not torch.equal(rows[0], rows[2])
 
 
 def test_settings_tell_data_apart() -> None:
-    def told(lesson: Lesson) -> str:
+    def told(lesson: EvalTask) -> str:
         return repr(lesson.settings)
 
-    same = Text(LETTERS, 8, 2)
-    assert told(same) == told(Text(list(LETTERS), 8, 2))
-    for other in (Text(LETTERS[:3], 8, 2), Text(LETTERS, 9, 2), Text(LETTERS, 8, 3)):
+    same = TextTask(LETTERS, 8, 2)
+    assert told(same) == told(TextTask(list(LETTERS), 8, 2))
+    for other in (TextTask(LETTERS[:3], 8, 2), TextTask(LETTERS, 9, 2), TextTask(LETTERS, 8, 3)):
         assert told(other) != told(same)
-    assert told(Recall("mqar", 12, 4)) != told(Recall("mqar", 13, 4))
+    assert told(RecallTask("mqar", 12, 4)) != told(RecallTask("mqar", 13, 4))
 
 
 def test_lessons_that_are_refused() -> None:
     with pytest.raises(
-        ArgumentError, match="there is no lesson 'copy'; there are text, mqar, passkey"
+        ArgumentError, match="there is no evaluation task 'copy'; the tasks are text, mqar, passkey"
     ):
-        lessons(["copy"])
-    with pytest.raises(ArgumentError, match="lessons are mqar, mqar; name each once"):
-        lessons(["mqar", "mqar"])
+        eval_tasks(["copy"])
+    with pytest.raises(ArgumentError, match="the tasks are mqar, mqar; name each task once"):
+        eval_tasks(["mqar", "mqar"])
     with pytest.raises(
         ArgumentError,
-        match="rows of passkey have 25 tokens at most, and at least 27: give a --length of 108",
+        match="rows of passkey need at least 27 tokens, but the longest row has 25; give a "
+        "--length of 108",
     ):
-        lessons(["passkey"], length=100)
+        eval_tasks(["passkey"], length=100)
