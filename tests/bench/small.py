@@ -8,7 +8,7 @@ import torch
 
 from regard.bench import Sizes
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
-from regard.bench.programs import CheckpointSizes, PageSizes, StartSizes
+from regard.bench.program_cases import CheckpointSizes, PageSizes, StartSizes
 
 CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}

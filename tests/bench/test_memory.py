@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.bench.memory import ALLOCATOR, PROCESS, in_child, peak, peer_peak, resident
+from regard.bench.peak_memory import ALLOCATOR, PROCESS, in_child, peak, peer_peak, resident
 from regard.errors import RegardError
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ TELLS = (PROCESS / "clear_refs").exists()
 def fresh(code: str) -> list[int]:
     """What a new process prints, with the allocator as it is measured with."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from regard.bench.memory import peak\n{code}"],
+        [sys.executable, "-c", f"from regard.bench.peak_memory import peak\n{code}"],
         env={**os.environ, **ALLOCATOR},
         capture_output=True,
         text=True,
@@ -64,7 +64,7 @@ def test_the_kernel_that_holds_every_score_takes_more_than_the_tiled_one() -> No
     settings = {"case": "kernels", "size": "small", "length": 2048, "batch": None}
     settings |= {"dtype": "float32", "threads": 1}
     whole, tiled = (
-        in_child("regard.bench.memory:peer_peak", {**settings, "peer": f"regard {name}"})
+        in_child("regard.bench.peak_memory:peer_peak", {**settings, "peer": f"regard {name}"})
         for name in ("reference", "tiled")
     )
     scores = 4 * 2048**2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard.bench import Budget, Case, Ceilings, Peer, Way, measure
-from regard.bench.programs import (
+from regard.bench.program_cases import (
     READ_CHECKPOINT,
     STARTUP,
     CheckpointProblem,

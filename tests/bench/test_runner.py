@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from regard.bench import Budget, Case, Ceilings, Peer, Way, measure
-from regard.bench.case import Outputs, Work
+from regard.bench.interfaces import Outputs, Work
 from regard.bench.machine import Reading
-from regard.bench.peers import ours
+from regard.bench.peers import regard_kernels
 from regard.bench.problems import AttentionProblem
+from regard.bench.render import header, table
 from regard.bench.result import Measured, Times, Verdict, as_json, timed
 from regard.bench.runner import threads
-from regard.bench.table import header, table
 from tests.bench.small import CPU, SMALL
 
 SIZES = SMALL["causal-prefill"]
@@ -29,7 +29,7 @@ def peer(name: str, change: Callable[[Outputs], Outputs] = dict, **more: Any) ->
     """Ours, with its outputs changed."""
 
     def prepare(problem: AttentionProblem) -> Way:
-        way = ours.attention(problem)
+        way = regard_kernels.attention(problem)
         return Way(way.step, lambda found: change(way.read(found)), "some kernel")
 
     return Peer(name, "For a test.", prepare, **more)
@@ -160,7 +160,7 @@ def interrupter(after: int) -> Peer[Any]:
     calls = 0
 
     def prepare(problem: AttentionProblem) -> Way:
-        way = ours.attention(problem)
+        way = regard_kernels.attention(problem)
 
         def step() -> Any:
             nonlocal calls

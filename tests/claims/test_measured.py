@@ -25,20 +25,20 @@ from regard.claims import (
     experiments,
     find_claim,
     heads,
-    infini,
+    infini_attention,
     minus_infinity,
     parallelism,
     positions,
     run,
-    scale,
+    score_scale,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, held_bytes, learn, right
+from regard.claims.small_training import BYTES, byte_loss, decoder, held_bytes, learn, right
 from regard.compare import Session, Store
 from regard.errors import ArgumentError
 from regard.nn import Separate
 from regard.span import Span
 from regard.train.losses import AnswerLoss
-from regard.train.tasks.base import Example, Task
+from regard.train.tasks.task import Example, Task
 
 TINY = 0.004
 EXACT = {
@@ -141,7 +141,7 @@ def test_the_gradients_of_the_scale_are_those_of_the_formula() -> None:
     x, target = torch.randn(2, n, dim, generator=make, dtype=torch.float64)
     maps = torch.randn(3, dim, dim, generator=make, dtype=torch.float64) * dim**-0.5
     q, k, v = (x @ m for m in maps)
-    both = scale._gradients(dim, torch.Generator().manual_seed(5), tokens=n)
+    both = score_scale._gradients(dim, torch.Generator().manual_seed(5), tokens=n)
     for way, factor in (("unscaled", 1.0), ("scaled", dim**-0.5)):
         grads = torch.zeros(n, dim, dtype=torch.float64)
         for i in range(n):
@@ -186,12 +186,12 @@ def test_no_positions_are_needed_under_a_causal_mask_of_two_layers() -> None:
 
 def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
     _, window = decoder(
-        len(infini.TASK.vocabulary),
+        len(infini_attention.TASK.vocabulary),
         layers=1,
         attention="sliding_window",
         options={"groups": 4, "window": 8},
     )
-    added = infini._added_to(window, 3)
+    added = infini_attention._added_to(window, 3)
     own, old = added.state_dict(), window.state_dict()
     assert [name for name in own if name not in old] == ["layers.0.attention.gate"]
     assert all(torch.equal(own[name], old[name]) for name in old)
@@ -268,14 +268,14 @@ def test_two_places_asks_for_the_difference() -> None:
 
 
 def test_a_window_does_not_reach_over_the_silence() -> None:
-    example = infini._across(Random(0), 0)
+    example = infini_attention._across(Random(0), 0)
     told = dict(zip(example.source[0:6:2], example.source[1:6:2], strict=True))
     assert [t for t in example.target if t] == [told[k] for k in example.source if k in told][3:]
     asked = [i for i, word in enumerate(example.target) if word]
-    reach = infini.LAYERS * (infini.SEGMENT - 1)
-    last_told = 2 * infini.PAIRS - 1
+    reach = infini_attention.LAYERS * (infini_attention.SEGMENT - 1)
+    last_told = 2 * infini_attention.PAIRS - 1
     assert min(asked) - reach > last_told
-    assert set(example.source[2 * infini.PAIRS : min(asked)]) == {"."}
+    assert set(example.source[2 * infini_attention.PAIRS : min(asked)]) == {"."}
 
 
 def turned_by_loops(v: Tensor, p: Tensor, *, back: bool) -> Tensor:

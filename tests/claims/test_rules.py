@@ -24,8 +24,8 @@ from regard.claims.claim import (
     scattered,
     verdict,
 )
+from regard.claims.cpu_timing import exponent, ratios, seconds, slopes, together
 from regard.claims.render import as_csv, section, summary, text
-from regard.claims.timing import exponent, ratios, seconds, slopes, together
 from regard.compare import Session, Store
 from regard.errors import ArgumentError
 from regard.view.charts import svg

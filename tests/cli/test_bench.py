@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from regard.bench import CASES, Case, Ceilings, Peer, Way
-from regard.bench.peers import ours
-from regard.bench.programs import browser
+from regard.bench.peers import regard_kernels
+from regard.bench.program_cases import browser
+from regard.bench.render import chart
 from regard.bench.result import Measured, Row
-from regard.bench.table import chart
 from regard.cli import main
 from regard.errors import RegardError
 from regard.view import charts
@@ -114,12 +114,12 @@ def test_memory_is_asked_for_by_peer(
     asked: list[dict[str, Any]] = []
 
     def in_child(function: str, settings: dict[str, Any], *, advice: str) -> int:
-        assert function == "regard.bench.memory:peer_peak"
+        assert function == "regard.bench.peak_memory:peer_peak"
         assert "--memory" in advice
         asked.append(settings)
         return 7_000_000
 
-    monkeypatch.setattr("regard.bench.memory.in_child", in_child)
+    monkeypatch.setattr("regard.bench.peak_memory.in_child", in_child)
     arguments = ("decode", "--peer", "torch SDPA", "--length", "9", "--memory", "--json", "-")
     told = json.loads(run(capsys, *arguments, *QUICK)[0])
     assert [row["peak_bytes"] for row in told["cases"][0]["rows"]] == [7_000_000, 7_000_000]
@@ -131,7 +131,9 @@ def test_memory_is_asked_for_by_peer(
 def test_the_list_names_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent: Peer[Any] = Peer("elsewhere", "Not here.", ours.attention, needs=("no_such_module",))
+    absent: Peer[Any] = Peer(
+        "elsewhere", "Not here.", regard_kernels.attention, needs=("no_such_module",)
+    )
     case = CASES["decode"]
     with_absent = Case(case.name, case.about, case.sizes, case.dtypes, (*case.peers, absent))
     monkeypatch.setitem(CASES, "decode", with_absent)
@@ -145,7 +147,7 @@ def test_the_list_names_what_is_missing(
 
 
 def wrong(problem: Any) -> Way:
-    way = ours.attention(problem)
+    way = regard_kernels.attention(problem)
     return Way(way.step, lambda found: {"out": -way.read(found)["out"]})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.compare.quality import Lesson, Recall, Text, lessons
 from regard.errors import ArgumentError
 from regard.train.corpus import Document
-from regard.train.tasks.base import IGNORED
+from regard.train.tasks.task import IGNORED
 
 LETTERS = [Document(f"{i}", f"{chr(97 + i)}" * 900) for i in range(4)]
 

@@ -285,7 +285,7 @@ def _task(folder: Path) -> None:
     from safetensors.torch import save_model
 
     from regard.train.tasks import find_task
-    from regard.train.tasks.models import Recipe, build, recipe
+    from regard.train.tasks.task_models import Recipe, build, recipe
 
     task = find_task("copy")
     sizes = recipe(task, "gru").with_({"dim": 8})
@@ -300,7 +300,7 @@ def _task(folder: Path) -> None:
 
 def _use_task(folder: Path) -> None:
     from regard.train.tasks.report import read_series
-    from regard.train.tasks.run import load
+    from regard.train.tasks.task_training import load
 
     load(folder)
     read_series(folder)

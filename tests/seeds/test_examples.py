@@ -19,9 +19,9 @@ from regard.positions import sinusoidal
 from regard.train import Settings, fit
 from regard.train.losses import PairLoss
 from regard.train.tasks import Example
-from regard.train.tasks.base import Made, Task, Vocabulary
 from regard.train.tasks.evaluate import alignment, outcomes
-from regard.train.tasks.models import Recipe, build
+from regard.train.tasks.task import Made, Task, Vocabulary
+from regard.train.tasks.task_models import Recipe, build
 
 # --- "The cat is on the mat.", and where a translation looks at "mat"
 

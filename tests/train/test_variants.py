@@ -32,7 +32,7 @@ from regard.nn.variants import VARIANTS, gqa, infini, t5
 from regard.nn.variants.registry import checked
 from regard.span import Span
 from regard.train import Batches, Settings, fit, next_token_loss
-from regard.train.run import config_of, model_of, unreached
+from regard.train.pretraining import config_of, model_of, unreached
 from tests.nn.catalogue import randomise, tokens
 
 V, LENGTH = 19, 23

@@ -6,25 +6,25 @@ from typing import Any
 
 import torch
 
-from regard.bench.case import Case, Peer
+from regard.bench.interfaces import Case, Peer
 from regard.bench.peers import (
     hugging_face,
     llama_cpp,
     onnx_runtime,
-    ours,
+    regard_kernels,
     torch_flex,
     torch_sdpa,
     x_transformers,
 )
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
-from regard.bench.programs import DRAW_PAGE, READ_CHECKPOINT, STARTUP
+from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ("small", "default", "paper")
 """A second or so; the sizes of docs/benchmarks.md; the longest that papers report."""
 
 ATTENTION: tuple[Peer[Any], ...] = (
-    ours.ATTENTION,
+    regard_kernels.ATTENTION,
     torch_sdpa.ATTENTION,
     torch_sdpa.FOLDED,
     torch_sdpa.CHUNKED,
@@ -33,10 +33,10 @@ ATTENTION: tuple[Peer[Any], ...] = (
     onnx_runtime.ATTENTION,
     x_transformers.ATTENTION,
 )
-LATENT: tuple[Peer[Any], ...] = (ours.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
-BARE: tuple[Peer[Any], ...] = (ours.OVER_SDPA, torch_sdpa.ATTENTION)
-KERNELS: tuple[Peer[Any], ...] = (ours.ATTENTION, *ours.KERNELS)
-MODEL: tuple[Peer[Any], ...] = (ours.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
+LATENT: tuple[Peer[Any], ...] = (regard_kernels.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
+BARE: tuple[Peer[Any], ...] = (regard_kernels.OVER_SDPA, torch_sdpa.ATTENTION)
+KERNELS: tuple[Peer[Any], ...] = (regard_kernels.ATTENTION, *regard_kernels.KERNELS)
+MODEL: tuple[Peer[Any], ...] = (regard_kernels.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
 
 
 def _lengths(small: int, default: int, paper: int, **more: Any) -> dict[str, AttentionSizes]:
@@ -59,7 +59,7 @@ _CASES = (
         "The same against a cache in codes of 8 bits; others read the numbers that they mean.",
         _lengths(2048, 32768, 131_072, T=1, bits=8),
         (BF16,),
-        (ATTENTION[0], ours.CODES, *ATTENTION[1:]),
+        (ATTENTION[0], regard_kernels.CODES, *ATTENTION[1:]),
     ),
     Case(
         "mla-decode",

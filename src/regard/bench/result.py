@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.bench.case import Outputs, Work
+from regard.bench.interfaces import Outputs, Work
 from regard.bench.machine import Ceilings
 from regard.bench.timing import median, quartiles
 from regard.error_rule import FACTOR, GRADIENT_FACTOR, allowed_error

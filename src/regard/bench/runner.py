@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from regard import units
-from regard.bench.case import Case, Peer, Problem, Sizes, Way
+from regard.bench.interfaces import Case, Peer, Problem, Sizes, Way
 from regard.bench.machine import Ceilings, free, synchroniser
 from regard.bench.result import Measured, Row, Times, Verdict, compare, timed
 from regard.bench.timing import interleaved

@@ -16,7 +16,7 @@ import torch
 
 from regard import attend, plan
 from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered
-from regard.claims.timing import by_length, exponent, ratios, seconds, setting, slopes
+from regard.claims.cpu_timing import by_length, exponent, ratios, seconds, setting, slopes
 from regard.compare.experiment import Numbers
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window

@@ -24,14 +24,14 @@ from regard.claims.claim import (
     Source,
     steps,
 )
-from regard.claims.training import learn
+from regard.claims.small_training import learn
 from regard.compare.experiment import Numbers
 from regard.nn.variants import cross_attention
 from regard.train.losses import PairLoss, where
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import EOS, Example, pad
 from regard.train.tasks.evaluate import by_length, outcomes
-from regard.train.tasks.models import Recipe, build
+from regard.train.tasks.task import EOS, Example, pad
+from regard.train.tasks.task_models import Recipe, build
 from regard.view.charts import Line, Picture
 
 TASK = replace(TASKS["translate"], lengths=(1, 24, 48))

@@ -15,7 +15,7 @@ from torch import Tensor
 from regard import attend
 from regard.caches import Cache, Fixed, Growing, Ring
 from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Check, Claim, Source, steps
-from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.small_training import BYTES, byte_loss, decoder, read_bytes
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention

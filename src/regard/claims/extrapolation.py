@@ -21,7 +21,7 @@ from torch import nn
 
 import regard
 from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
-from regard.claims.training import decoder, learn, right
+from regard.claims.small_training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
 from regard.models.convert.context import Extension, to_context
@@ -31,7 +31,7 @@ from regard.positions import critical_dimension
 from regard.train.corpus import read, split
 from regard.train.losses import AnswerLoss, evaluate
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import Example, Padded, Task, pad
+from regard.train.tasks.task import Example, Padded, Task, pad
 from regard.view.charts import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)

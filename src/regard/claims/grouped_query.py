@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered, steps, trials
-from regard.claims.timing import exponent
-from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.cpu_timing import exponent
+from regard.claims.small_training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
 from regard.compare.speed import cache_bytes
 from regard.train.tasks import TASKS

@@ -24,10 +24,10 @@ from regard.claims.claim import (
     steps,
     trials,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.small_training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha, mha_per_head
-from regard.train.tasks.base import Example, Task, Vocabulary
+from regard.train.tasks.task import Example, Task, Vocabulary
 from regard.view.charts import Line, Picture
 
 KINDS, BACK = 8, (1, 4)

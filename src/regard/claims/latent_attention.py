@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard import attend
 from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
-from regard.claims.timing import by_length, ratios, seconds, setting
+from regard.claims.cpu_timing import by_length, ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention

@@ -18,7 +18,7 @@ from torch import nn
 
 from regard import plan
 from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
-from regard.claims.timing import ratios, seconds, setting
+from regard.claims.cpu_timing import ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
 from regard.nn import Attention, Fused, Separate

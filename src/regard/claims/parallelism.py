@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from regard import attend
 from regard.claims.claim import OUTLINE, OVERVIEW, RASCHKA_NOTES, Check, Claim, Source, scattered
-from regard.claims.timing import by_length, exponent, ratios, seconds, setting, slopes
-from regard.claims.training import decoder
+from regard.claims.cpu_timing import by_length, exponent, ratios, seconds, setting, slopes
+from regard.claims.small_training import decoder
 from regard.compare.experiment import Numbers
 from regard.compare.speed import decode
 from regard.masks import Causal

@@ -29,7 +29,7 @@ from regard.claims.claim import (
     steps,
     trials,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.small_training import BYTES, byte_loss, decoder, read_bytes
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Separate

@@ -17,13 +17,13 @@ from regard.claims import (
     extrapolation,
     grouped_query,
     heads,
-    infini,
+    infini_attention,
     latent_attention,
     mha_gpt_mla,
     minus_infinity,
     parallelism,
     positions,
-    scale,
+    score_scale,
 )
 from regard.claims.claim import Claim, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
@@ -34,7 +34,7 @@ from regard.suggest import suggest
 CLAIMS: dict[str, Claim] = {
     claim.id: claim
     for claim in (
-        *scale.CLAIMS,
+        *score_scale.CLAIMS,
         *minus_infinity.CLAIMS,
         *dropout.CLAIMS,
         *cross_attention.CLAIMS,
@@ -47,7 +47,7 @@ CLAIMS: dict[str, Claim] = {
         *positions.CLAIMS,
         *extrapolation.CLAIMS,
         *decode_mask.CLAIMS,
-        *infini.CLAIMS,
+        *infini_attention.CLAIMS,
         *embeddings.CLAIMS,
     )
 }

@@ -18,7 +18,7 @@ from regard.suggest import suggest
 if TYPE_CHECKING:
     import torch
 
-    from regard.bench.case import Case, Sizes
+    from regard.bench.interfaces import Case, Sizes
     from regard.bench.machine import Ceilings
     from regard.bench.result import Measured
     from regard.bench.runner import Budget
@@ -97,7 +97,7 @@ def bench(
 
     cases = _cases(names, peer)
     if list_:
-        from regard.bench.table import listing
+        from regard.bench.render import listing
 
         typer.echo(listing(cases))
         return
@@ -128,8 +128,8 @@ def _run(
     """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import machine
+    from regard.bench.render import header, table
     from regard.bench.result import as_json
-    from regard.bench.table import header, table
 
     def echo(text: str) -> None:  # stdout is the JSON's alone where it goes there
         typer.echo(text, err=json == "-")
@@ -173,12 +173,12 @@ def _peak(case: Case, dtype: torch.dtype, chosen: dict[str, Any]) -> Callable[[s
     """What measures the memory of a peer of a case, by its name."""
     import torch
 
-    from regard.bench.memory import in_child
+    from regard.bench.peak_memory import in_child
 
     settings = {**chosen, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
     return lambda name: in_child(
-        "regard.bench.memory:peer_peak",
+        "regard.bench.peak_memory:peer_peak",
         {**settings, "peer": name},
         advice="leave --memory out to go without it",
     )
@@ -195,7 +195,7 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
 
 
 def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
-    from regard.bench.table import chart
+    from regard.bench.render import chart
     from regard.view import charts
 
     where = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}"

@@ -356,9 +356,9 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
     import torch
 
     from regard.inspect.explain.reading import Words, reading
-    from regard.train.tasks.base import BOS, EOS, SPECIAL
     from regard.train.tasks.evaluate import Reader, say
-    from regard.train.tasks.run import load as load_task
+    from regard.train.tasks.task import BOS, EOS, SPECIAL
+    from regard.train.tasks.task_training import load as load_task
 
     network, task = load_task(folder)
     known = (*SPECIAL, *task.vocabulary.words)

@@ -99,7 +99,7 @@ def listing(value: str | None) -> str | None:
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
-    from regard.train.tasks.models import names
+    from regard.train.tasks.task_models import names
 
     for task in KNOWN.values():
         typer.echo(f"{task.name:<15} {task.sentence}")
@@ -138,7 +138,7 @@ def train_task(options: dict[str, Any], given: set[str]) -> None:
     """
     import torch
 
-    from regard.train.tasks.run import TaskRun
+    from regard.train.tasks.task_training import TaskRun
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
@@ -368,7 +368,7 @@ def train(
     options = {name: value for name, value in options.items() if name not in elsewhere}
     import torch
 
-    from regard.train.run import Run
+    from regard.train.pretraining import Run
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from regard.bench.memory import in_child, peak
+from regard.bench.peak_memory import in_child, peak
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import decoder
 from regard.compare.speed import MACHINE, Timing, prefill, training

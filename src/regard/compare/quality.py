@@ -31,7 +31,7 @@ from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.progress import Row
 from regard.train.settings import Settings
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import IGNORED, Made, Task, pad
+from regard.train.tasks.task import IGNORED, Made, Task, pad
 
 END = 0
 """The byte that stands behind each document."""

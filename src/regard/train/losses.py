@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.span import Positions
 from regard.train.batches import Rows
-from regard.train.tasks.base import IGNORED, PAD, Padded
+from regard.train.tasks.task import IGNORED, PAD, Padded
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """`loss(model, rows)`: the mean loss of a batch, a scalar."""

@@ -17,7 +17,6 @@ from regard.models.generation import beam_search
 from regard.nn.blocks import PreNorm
 from regard.tap import Trace
 from regard.train.tasks import BOS, EOS, TASKS, Example
-from regard.train.tasks.base import pad
 from regard.train.tasks.evaluate import (
     Bin,
     Outcome,
@@ -28,7 +27,8 @@ from regard.train.tasks.evaluate import (
     outcomes,
     say,
 )
-from regard.train.tasks.models import PAIRS, ROWS, Recipe, build, check_model, names, recipe
+from regard.train.tasks.task import pad
+from regard.train.tasks.task_models import PAIRS, ROWS, Recipe, build, check_model, names, recipe
 
 COPY, MQAR, INDUCTION = TASKS["copy"], TASKS["mqar"], TASKS["induction"]
 SMALL = Recipe(dim=8, hidden=12, layers=1, heads=2)

@@ -8,9 +8,9 @@ import torch
 from regard.train import Settings, fit
 from regard.train.losses import AnswerLoss, PairLoss
 from regard.train.tasks import TASKS, Example
-from regard.train.tasks.base import Made
 from regard.train.tasks.evaluate import alignment, outcomes
-from regard.train.tasks.models import Recipe, build
+from regard.train.tasks.task import Made
+from regard.train.tasks.task_models import Recipe, build
 
 
 def learned(

@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.models import recurrent, transformer
 from regard.train.losses import AnswerLoss, PairLoss, smoothed_cross_entropy, where
 from regard.train.tasks import BOS, EOS, PAD, TASKS, Example
-from regard.train.tasks.base import IGNORED, POOL, Made, Padded, pad
+from regard.train.tasks.task import IGNORED, POOL, Made, Padded, pad
 from tests.rules import GRADIENT, assert_close_rule
 
 COPY, MQAR = TASKS["copy"], TASKS["mqar"]

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from regard.errors import ArgumentError
-from regard.train.tasks.translate import CHINESE, ENGLISH, LIMIT, chinese, english
+from regard.train.tasks.translation_tasks import CHINESE, ENGLISH, LIMIT, chinese, english
 
 TABLE = {
     0: ("zero", "零"),

@@ -25,11 +25,11 @@ from regard.errors import ArgumentError, FileError
 from regard.train import Settings, fit
 from regard.train.losses import PairLoss
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import Made
 from regard.train.tasks.evaluate import outcomes
-from regard.train.tasks.models import build
 from regard.train.tasks.report import read_series
-from regard.train.tasks.run import TaskRun, load
+from regard.train.tasks.task import Made
+from regard.train.tasks.task_models import build
+from regard.train.tasks.task_training import TaskRun, load
 
 SMALL = [
     "--task",

@@ -11,8 +11,8 @@ import pytest
 
 from regard.errors import ArgumentError
 from regard.train.tasks import SPLITS, TASKS, Example, Task, Vocabulary, find_task
-from regard.train.tasks.recall import row
-from regard.train.tasks.translate import FORMS
+from regard.train.tasks.recall_tasks import row
+from regard.train.tasks.translation_tasks import FORMS
 from tests.train.tasks.test_numbers import read_chinese, read_english
 
 NAMES = sorted(TASKS)

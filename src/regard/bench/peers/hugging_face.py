@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, Way
 from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
 from regard.models.checkpoint.names import bind
 from regard.models.families import qwen2

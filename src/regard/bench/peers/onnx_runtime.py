@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, Way
 from regard.bench.problems import AttentionProblem
 
 NEEDS = ("onnxruntime", "onnx")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, Way
 from regard.bench.problems import AttentionProblem, way
 
 COMPILERS = ("c++", "g++", "clang++")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, Way
 from regard.bench.problems import AttentionProblem, LatentProblem, way
 
 

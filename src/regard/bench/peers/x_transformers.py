@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, Way
 from regard.bench.problems import AttentionProblem, way
 
 

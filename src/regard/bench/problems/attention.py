@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.bench.case import Outputs, Problem, Sizes, Way, Work
+from regard.bench.interfaces import Outputs, Problem, Sizes, Way, Work
 from regard.caches import Quantised
 from regard.caches.base import Parts
 from regard.cost import attention_flops

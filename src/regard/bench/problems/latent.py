@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.bench.interfaces import Outputs, Problem, Sizes, Work
 from regard.cost.latent import absorb_flops, latent_numbers
 from regard.pages import settled
 

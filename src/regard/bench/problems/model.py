@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.bench.interfaces import Outputs, Problem, Sizes, Work
 from regard.caches import Fixed
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from regard.errors import ArgumentError
 from regard.suggest import suggest
-from regard.train.tasks.base import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
-from regard.train.tasks.recall import COPY, INDUCTION, MQAR, PASSKEY
-from regard.train.tasks.translate import BACK, DATES, TRANSLATE
+from regard.train.tasks.recall_tasks import COPY, INDUCTION, MQAR, PASSKEY
+from regard.train.tasks.task import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
+from regard.train.tasks.translation_tasks import BACK, DATES, TRANSLATE
 
 TASKS = {task.name: task for task in (TRANSLATE, BACK, DATES, COPY, INDUCTION, MQAR, PASSKEY)}
 """Name -> task."""

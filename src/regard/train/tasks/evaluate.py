@@ -17,7 +17,7 @@ from regard.models.generation import beam_search, greedy
 from regard.nn.rnn import Carried
 from regard.tap import Trace
 from regard.train.losses import where
-from regard.train.tasks.base import BOS, EOS, IGNORED, Example, Padded, Task, pad
+from regard.train.tasks.task import BOS, EOS, IGNORED, Example, Padded, Task, pad
 
 Reader = EncoderDecoder | RecurrentEncoderDecoder
 """A model that reads a source and says a target."""

@@ -16,8 +16,8 @@ from torch import nn
 from regard.errors import FileError
 from regard.files.regular import text
 from regard.foreign import inert, told
-from regard.train.tasks.base import Task
 from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
+from regard.train.tasks.task import Task
 from regard.view import charts
 from regard.view.html import write
 from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines

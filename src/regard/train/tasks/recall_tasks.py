@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from string import ascii_lowercase
 
-from regard.train.tasks.base import Example, Task, Vocabulary
+from regard.train.tasks.task import Example, Task, Vocabulary
 
 SYMBOLS = tuple(f"s{i}" for i in range(64))
 KEYS = tuple(f"k{i}" for i in range(64))

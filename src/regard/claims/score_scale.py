@@ -29,7 +29,7 @@ from regard.claims.claim import (
     steps,
     trials,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, gradient_norms
+from regard.claims.small_training import BYTES, byte_loss, decoder, gradient_norms
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, Separate
 from regard.view.charts import Line, Picture

@@ -20,7 +20,7 @@ from regard.train.batches import Batches
 from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.settings import Settings
-from regard.train.tasks.base import IGNORED, Made, Task, pad
+from regard.train.tasks.task import IGNORED, Made, Task, pad
 
 BYTES = 256
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
-from regard.claims.training import decoder, learn, right
+from regard.claims.small_training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
-from regard.train.tasks.base import Example, Task, Vocabulary
-from regard.train.tasks.recall import GAP, row
+from regard.train.tasks.recall_tasks import GAP, row
+from regard.train.tasks.task import Example, Task, Vocabulary
 from regard.view.charts import Line, Picture
 
 KINDS, PAIRS, SEGMENT, LAYERS = 8, 3, 8, 2

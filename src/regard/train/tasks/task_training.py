@@ -30,13 +30,13 @@ from regard.foreign import LINES, inert, shown, told
 from regard.train import checkpoints
 from regard.train.loop import Result, fit
 from regard.train.losses import AnswerLoss, PairLoss
+from regard.train.pretraining import check_device
 from regard.train.progress import show
-from regard.train.run import check_device
 from regard.train.settings import Settings
 from regard.train.tasks import find_task
-from regard.train.tasks.base import Made, Task, pad
-from regard.train.tasks.models import Recipe, build, recipe
 from regard.train.tasks.report import Report, examine, lines, read_series, write_report
+from regard.train.tasks.task import Made, Task, pad
+from regard.train.tasks.task_models import Recipe, build, recipe
 from regard.view.charts import Accuracy
 
 VALIDATION = 128

@@ -7,7 +7,7 @@ from datetime import date, timedelta
 from random import Random
 
 from regard.errors import ArgumentError
-from regard.train.tasks.base import Example, Task, Vocabulary
+from regard.train.tasks.task import Example, Task, Vocabulary
 
 LIMIT = 10**12
 """Numbers are smaller than this: 九千九百九十九亿... is the largest group of Chinese numerals

@@ -16,8 +16,8 @@ from regard.models.families import family, type_of
 from regard.models.rnn import CELLS
 from regard.nn.blocks import PreNorm
 from regard.suggest import suggest
-from regard.train.run import config_of
-from regard.train.tasks.base import Task
+from regard.train.pretraining import config_of
+from regard.train.tasks.task import Task
 
 ATTENTIONS = ("bahdanau", "luong")
 PAIRS = (

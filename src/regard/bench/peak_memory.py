@@ -83,7 +83,7 @@ def in_child(
     Raises:
         RegardError: the process fails; says how it ended.
 
-    >>> in_child("regard.bench.memory:resident", "VmHWM") is not None or sys.platform != "linux"
+    >>> in_child("regard.bench.peak_memory:resident", "VmHWM") is not None or sys.platform != "linux"
     True
     """
     module, _, name = function.partition(":")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from regard import units
-from regard.bench.case import Case, Peer
+from regard.bench.interfaces import Case, Peer
 from regard.bench.machine import Ceilings
 from regard.bench.result import Measured, Row
 from regard.errors import RegardError

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from regard.bench.case import Case, Outputs, Peer, Problem, Sizes, Way, Work
+from regard.bench.interfaces import Case, Outputs, Peer, Problem, Sizes, Way, Work
 
 SIZES = ("small", "default", "paper")
 
