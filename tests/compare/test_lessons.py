@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from regard.compare.quality import Lesson, Recall, Text, lessons
 from regard.errors import ArgumentError
-from regard.train.corpus import Document
-from regard.train.tasks.task import IGNORED
+from regard.train.corpus import TextDocument
+from regard.train.tasks.task import IGNORE_INDEX
 
-LETTERS = [Document(f"{i}", f"{chr(97 + i)}" * 900) for i in range(4)]
+LETTERS = [TextDocument(f"{i}", f"{chr(97 + i)}" * 900) for i in range(4)]
 
 
 def table(seed: int) -> nn.Module:
@@ -63,7 +63,7 @@ def _judged_rows(lesson: Text) -> Tensor:
 
 def test_text_is_cut_in_three_that_share_no_byte_of_the_source() -> None:
     letters = "".join(chr(33 + i % 90) for i in range(4000))
-    lesson = Text([Document("one", letters)], context=8, batch=2)
+    lesson = Text([TextDocument("one", letters)], context=8, batch=2)
     train, select, judge = (bytes(s.tolist()).rstrip(b"\0").decode() for s in lesson._streams)
     assert train + select + judge == letters
     assert len(judge) == pytest.approx(2 * len(select), abs=3)
@@ -77,7 +77,7 @@ def test_too_little_text_is_refused() -> None:
     with pytest.raises(
         ArgumentError, match=r"text here leaves .* bytes for validation; rows of 100 need 303"
     ):
-        Text([Document("a", "b" * 2000)], 100, 2, "here").feed(0)
+        Text([TextDocument("a", "b" * 2000)], 100, 2, "here").feed(0)
 
 
 @pytest.mark.parametrize("name,length", [("mqar", 12), ("passkey", 30)])
@@ -117,7 +117,7 @@ def test_rates_are_chosen_by_other_examples_than_models_are_judged_by() -> None:
     trained = {tuple(row.tolist()) for _ in range(20) for row in next(lesson.feed(0)).source}
     chosen = {tuple(row.tolist()) for row in lesson.selection.source}  # type: ignore[attr-defined]
     assert trained.isdisjoint(chosen)
-    assert (lesson.selection.target != IGNORED).sum(1).tolist() == [5] * 256  # type: ignore[attr-defined]
+    assert (lesson.selection.target != IGNORE_INDEX).sum(1).tolist() == [5] * 256  # type: ignore[attr-defined]
 
 
 def test_seeds_draw_other_batches() -> None:

@@ -174,7 +174,7 @@ def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(speed, "free", lambda _: 3000)
+    monkeypatch.setattr(speed, "free_memory", lambda _: 3000)
     rows = speed.measure(configs(contestants(["mha", "mqa"], SHAPE), SHAPE), "decode", 8, TIMING)[
         "rows"
     ]

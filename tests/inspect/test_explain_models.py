@@ -178,23 +178,25 @@ def test_a_trained_task_is_explained_in_its_own_words(
     from regard.train.tasks.task_models import build, recipe
 
     known = find_task(task)
-    sizes = recipe(known, name).with_({"dim": 16, "hidden": 16, "layers": 1})
+    sizes = recipe(known, name).with_overrides({"dim": 16, "hidden": 16, "layers": 1})
     save_model(wild(build(known, name, sizes)), str(tmp_path / "model.safetensors"))
     held = {"task": task, "model": name, "sizes": vars(sizes) | {"set": []}}
     (tmp_path / "task.json").write_text(json.dumps(held))
     example = known.examples("validation", 1)[0].source
-    text = known.reads.join(example) if text is None else text
+    text = known.source_separator.join(example) if text is None else text
     found = explain(read(text, str(tmp_path)), query=0)
     assert found.place == place
     assert found.model == tmp_path.name
     assert found.pieces[:2] == known.read(text)[:2]
     assert found.weights.sum() == pytest.approx(1)
     assert found.predictions[0][0] in (*known.vocabulary.words, "<eos>", "<pad>", "<bos>")
-    if known.kind == "pairs":
+    if known.kind == "seq2seq":
         assert found.pieces[-1] == "<eos>"
         assert found.query_piece == "<bos>"
         said = explain(
-            read(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
+            read(
+                text, str(tmp_path), target=known.target_separator.join(known.vocabulary.words[-2:])
+            ),
             query=-1,
         )
         assert said.query_piece == known.vocabulary.words[-1]

@@ -1,4 +1,4 @@
-"""What is measured: a case has sizes, sizes make a problem, and a peer is one way to solve it."""
+"""The parts of a benchmark: a case has sizes, sizes create a problem, peers solve problems."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from regard.deprecation import renamed_attribute, renamed_parameters
+
 Outputs: TypeAlias = Mapping[str, Tensor]
-"""Name -> tensor, in the layout of the problem."""
+"""The outputs of a solution by name, in the layout of the problem."""
 
 
-class Work(NamedTuple):
-    """What solving a problem takes at least: floating-point operations, and bytes read and
-    written.
+class MinimumWork(NamedTuple):
+    """The least work that a problem takes.
+
+    Attributes:
+        flops: floating-point operations.
+        bytes: bytes that are read and written.
     """
 
     flops: int
@@ -25,10 +30,11 @@ class Work(NamedTuple):
 
 
 class Problem(ABC):
-    """Inputs in memory, and the right answer.
+    """The inputs of a computation, and its right outputs.
 
-    train: the gradient is part of the answer.
-    dtype, device: of the inputs.
+    Attributes:
+        train: whether the gradients belong to the outputs.
+        dtype, device: of the inputs.
     """
 
     train: bool = False
@@ -37,44 +43,56 @@ class Problem(ABC):
 
     @property
     @abstractmethod
-    def work(self) -> Work:
-        """What it takes at least."""
+    def work(self) -> MinimumWork:
+        """The least work that the problem takes."""
 
     @abstractmethod
     def reference(self) -> Outputs:
-        """The answer in a wider dtype, by the definition."""
+        """Return the right outputs, computed from the definition in a wider dtype."""
 
     @abstractmethod
     def plain(self) -> Outputs:
-        """The answer by straightforward computation in the problem's own dtype."""
+        """Return the outputs of a straightforward computation in the problem's own dtype."""
 
-    def checked(self, found: Outputs) -> Outputs:
-        """The part of a peer's outputs that the reference speaks of."""
-        return found
+    def checked(self, outputs: Outputs) -> Outputs:
+        """Return the part of a peer's outputs that the reference has values for."""
+        return outputs
 
 
-class Sizes(ABC):
-    """How large a problem is; a frozen dataclass."""
+class ProblemSizes(ABC):
+    """The sizes of a problem; a subclass is a frozen dataclass."""
 
     @abstractmethod
-    def resized(self, *, length: int | None = None, batch: int | None = None) -> Sizes:
-        """The same with another number of tokens, or of batch rows."""
+    def resized(self, *, length: int | None = None, batch: int | None = None) -> ProblemSizes:
+        """Return the sizes with another number of tokens or of batch rows.
+
+        Args:
+            length: tokens; None changes nothing.
+            batch: batch rows; None changes nothing.
+
+        Returns:
+            The new sizes.
+        """
 
     @abstractmethod
     def bytes(self, dtype: torch.dtype) -> int:
-        """Memory that the problem and its reference take."""
+        """Return the memory that the problem and its reference take, in bytes."""
 
     @abstractmethod
     def problem(self, dtype: torch.dtype, device: torch.device) -> Problem:
-        """The problem with random numbers, the same each time."""
+        """Return a problem of these sizes, with the same random inputs each time."""
 
 
 P = TypeVar("P", bound=Problem)
 
 
-class Way(NamedTuple):
-    """A problem made ready for a peer: what is timed, how its result is read, and the kernel's name
-    where it is known.
+class PreparedCall(NamedTuple):
+    """A problem that is prepared for a peer.
+
+    Attributes:
+        step: the function that is timed.
+        read: converts the result of `step` to outputs by name.
+        kernel: the name of the kernel that runs, or "".
     """
 
     step: Callable[[], Any]
@@ -82,65 +100,75 @@ class Way(NamedTuple):
     kernel: str = ""
 
 
-def can_solve(_: Any) -> str | None:
-    """No reason against any problem."""
+def always_supported(_: Any) -> str | None:
+    """Return None: every problem is supported."""
     return None
 
 
-def few_bytes(_: Any) -> int:
-    """No memory worth speaking of."""
+def no_extra_bytes(_: Any) -> int:
+    """Return 0: no memory is needed beyond the problem."""
     return 0
 
 
 @dataclass(frozen=True)
 class Peer(Generic[P]):
-    """One way to solve problems.
+    """An implementation that solves problems.
 
     Attributes:
-        name: in tables.
-        about: a sentence.
-        prepare: the problem -> what is timed; conversions to a peer's layout happen here.
-        needs: modules that it imports.
-        why_not: the problem -> why it cannot solve it, or None.
-        bytes: the problem -> memory that it takes beyond the problem.
+        name: the name in tables.
+        description: one sentence.
+        prepare: returns the prepared call for a problem; converts the inputs to the peer's layout.
+        needs: the modules that it imports.
+        why_not: returns why it cannot solve a problem, or None.
+        bytes: returns the memory in bytes that it needs beyond the problem.
 
-    >>> Peer("x", "Nothing.", lambda problem: Way(int, dict), needs=("no_such_module",)).missing()
+    >>> prepare = lambda problem: PreparedCall(int, dict)
+    >>> Peer("x", "Nothing.", prepare, needs=("no_such_module",)).missing()
     'no module no_such_module'
     """
 
     name: str
-    about: str
-    prepare: Callable[[P], Way]
+    description: str
+    prepare: Callable[[P], PreparedCall]
     needs: tuple[str, ...] = ()
-    why_not: Callable[[P], str | None] = can_solve
-    bytes: Callable[[P], int] = few_bytes
+    why_not: Callable[[P], str | None] = always_supported
+    bytes: Callable[[P], int] = no_extra_bytes
+    about = renamed_attribute("description")
 
     def missing(self) -> str | None:
-        """The modules that are not installed, in words; None if all are."""
+        """Return a sentence about the modules that are not installed, or None if all are."""
         absent = [name for name in self.needs if not _installed(name)]
         return f"no module {', '.join(absent)}" if absent else None
 
 
+Peer.__init__ = renamed_parameters(about="description")(Peer.__init__)  # type: ignore[method-assign]
+
+
 def _installed(name: str) -> bool:
+    """Return whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # a module that was put into sys.modules by hand
+    except ValueError:  # a module without a spec, which a test has put into sys.modules
         return True
 
 
 @dataclass(frozen=True)
 class Case:
-    """A named comparison.
+    """A comparison of several peers on one kind of problem.
 
     Attributes:
-        name, about: in tables.
-        sizes: "small", "default" and "paper" -> sizes.
-        dtypes: those that are measured if none is asked for.
-        peers: ours comes first: ratios are to it.
+        name, description: shown in tables.
+        sizes: the sizes "small", "default" and "paper".
+        dtypes: the dtypes that are measured unless others are asked for.
+        peers: the peers; ratios are relative to the first one, which is regard.
     """
 
     name: str
-    about: str
-    sizes: Mapping[str, Sizes]
+    description: str
+    sizes: Mapping[str, ProblemSizes]
     dtypes: tuple[torch.dtype, ...]
     peers: tuple[Peer[Any], ...]
+    about = renamed_attribute("description")
+
+
+Case.__init__ = renamed_parameters(about="description")(Case.__init__)  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
-"""The most memory that a piece of work takes, measured in a process of its own.
+"""The peak memory of a function, measured in a process of its own.
 
-The highest resident memory of the process (VmHWM, set back before the work) less what it held then.
-The work has run once before, so that kernels are compiled and libraries are loaded.
+It is the peak resident memory of the process (VmHWM, reset before the function runs) minus the
+resident memory before. The function has run once before, so that kernels are compiled and libraries
+are loaded.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from typing import Any
 from regard.errors import RegardError
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""So that glibc gives freed tensors back to the system at once, and they do not count as held."""
+"""Environment variables with which glibc returns freed tensors to the system at once."""
 
 PROCESS = Path("/proc/self")
 
 
-def resident(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
-    """Bytes of this process in memory now, or with "VmHWM" at most so far.
+def resident_bytes(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
+    """Return the resident memory of this process.
+
+    Args:
+        field: "VmRSS" for the memory now, "VmHWM" for the peak so far.
+        process: the folder of the process under /proc.
 
     Returns:
-        The bytes, or None where there is no /proc.
+        The bytes, or None if there is no /proc.
 
-    >>> found = resident()
-    >>> found is None or found > 0
+    >>> resident = resident_bytes()
+    >>> resident is None or resident > 0
     True
     """
     status = process / "status"
@@ -42,54 +47,59 @@ def resident(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
     return None
 
 
-def peak(work: Callable[[], object], process: Path = PROCESS) -> int | None:
-    """Bytes by which resident memory rises at most while `work` runs.
+def peak_bytes(work: Callable[[], object], process: Path = PROCESS) -> int | None:
+    """Return how far the resident memory of this process rises while a function runs.
 
-    The highest mark is set back first. What was freed before and not given back to the system would
-    hide as much of the rise: see `ALLOCATOR`.
+    The peak is reset first. Memory that was freed before without being returned to the system would
+    hide a part of the rise; `ALLOCATOR` prevents this.
+
+    Args:
+        work: the function.
+        process: the folder of the process under /proc.
 
     Returns:
-        The bytes, or None where the system does not tell.
+        The bytes, or None if the system does not report them.
 
-    >>> found = peak(lambda: b"x" * (1 << 26))
-    >>> found is None or found > 1 << 25
+    >>> peak = peak_bytes(lambda: b"x" * (1 << 26))
+    >>> peak is None or peak > 1 << 25
     True
     """
     gc.collect()
-    before = resident(process=process)
+    before = resident_bytes(process=process)
     try:
         (process / "clear_refs").write_text("5")
     except OSError:
         return None
     work()
-    after = resident("VmHWM", process)
+    after = resident_bytes("VmHWM", process)
     return None if before is None or after is None else max(0, after - before)
 
 
-def in_child(
+def call_in_subprocess(
     function: str, settings: object, *, advice: str = "", command: Sequence[str] | None = None
 ) -> Any:
-    """Call a function in a new process, whose allocator gives back what is freed.
+    """Call a function in a new process, whose allocator returns freed memory to the system.
 
     Args:
         function: "module:name" of a function from plain values to plain values.
-        settings: the plain value that it is called with.
-        advice: what to do when it fails, for the message.
+        settings: its argument, a plain value.
+        advice: the next step if it fails, for the error message.
         command: another program that reads JSON and writes JSON, for tests.
 
     Returns:
-        What the function returned.
+        The result of the function.
 
     Raises:
-        RegardError: the process fails; says how it ended.
+        RegardError: the process fails; the message has its exit code and its last line.
 
-    >>> in_child("regard.bench.peak_memory:resident", "VmHWM") is not None or sys.platform != "linux"
+    >>> bytes_ = call_in_subprocess("regard.bench.peak_memory:resident_bytes", "VmHWM")
+    >>> bytes_ is not None or sys.platform != "linux"
     True
     """
     module, _, name = function.partition(":")
     code = f"import json, sys; from {module} import {name}; "
     code += f"print(json.dumps({name}(json.load(sys.stdin))))"
-    ended = subprocess.run(  # noqa: S603 (our own function, by the path of this Python)
+    process = subprocess.run(  # noqa: S603 (our own function, by the path of this Python)
         command or [sys.executable, "-c", code],
         input=json.dumps(settings),
         capture_output=True,
@@ -97,23 +107,23 @@ def in_child(
         check=False,
         env={**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    if ended.returncode:
-        last = (ended.stderr.strip() or "it said nothing").splitlines()[-1]
+    if process.returncode:
+        last_line = (process.stderr.strip() or "no output").splitlines()[-1]
         raise RegardError(
-            f"the process that measures memory ended with {ended.returncode}: {last}"
+            f"the process that measures memory ended with {process.returncode}: {last_line}"
             f"{advice and '; '}{advice}"
         )
-    return json.loads(ended.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
-def peer_peak(settings: Mapping[str, Any]) -> int | None:
-    """Bytes that one solution of a problem takes at most, its result included.
+def peer_peak_bytes(settings: Mapping[str, Any]) -> int | None:
+    """Return the peak memory of one solution of a problem, with its result.
 
     Args:
-        settings: case, size, length, batch, dtype, threads and peer, as `regard bench` has them.
+        settings: case, size, length, batch, dtype, threads and peer, as in `regard bench`.
 
     Returns:
-        The bytes, or None where the system does not tell, or where other processes do the work.
+        The bytes, or None if the system does not report them, or if other processes do the work.
     """
     import torch
 
@@ -126,7 +136,7 @@ def peer_peak(settings: Mapping[str, Any]) -> int | None:
     problem = sizes.problem(getattr(torch, settings["dtype"]), torch.device("cpu"))
     if not any(problem.work):
         return None
-    (peer,) = (one for one in case.peers if one.name == settings["peer"])
-    way = peer.prepare(problem)
-    way.step()
-    return peak(way.step)
+    (peer,) = (candidate for candidate in case.peers if candidate.name == settings["peer"])
+    call = peer.prepare(problem)
+    call.step()
+    return peak_bytes(call.step)

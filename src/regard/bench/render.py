@@ -1,4 +1,4 @@
-"""Results of the benchmark as text and as a chart, and the list of what could be run."""
+"""Benchmark results as text and as a chart, and the list of the cases and peers."""
 
 from __future__ import annotations
 
@@ -8,72 +8,77 @@ from typing import Any
 from regard import units
 from regard.bench.interfaces import Case, Peer
 from regard.bench.machine import Ceilings
-from regard.bench.result import Measured, Row
+from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
 from regard.table import table as table_of
 from regard.view.charts import Bar, RatioBars
 
-HEADS = (
+COLUMNS = (
     *("", "median", "quartiles", "x ours", "GB/s", "read", "GFLOP/s", "gemm"),
     *("error", "allowed", "memory", "kernel"),
 )
-"""The columns of a case. `x ours` is a peer's time divided by ours, round by round; `read` is the
-share of the memory bandwidth that the same turns measured, `gemm` of the ceiling in the header;
-`memory` is the most that a call takes, with --memory.
+"""The columns of a case. `x ours` is a peer's time divided by regard's, round by round; `read` is
+the share of the memory bandwidth that was measured in the same rounds; `gemm` is the share of the
+FLOP rate in the header; `memory` is the peak memory of a call, with --memory.
 """
 
 
 def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
-    """The machine, and its ceilings.
+    """Return two lines that describe the machine and its largest rates.
 
-    >>> about = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}
-    >>> about |= {"torch": "2", "regard": "1"}
-    >>> print(header(about, Ceilings(4e10)))
+    >>> facts = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}
+    >>> facts |= {"torch": "2", "regard": "1"}
+    >>> print(header(facts, Ceilings(4e10)))
     CPU, 2 cores, 2 threads, avx2, torch 2, regard 1
     ceilings: reading 40.0 GB/s
     """
-    on = [machine["gpu"]] if "gpu" in machine else []
+    gpu = [machine["gpu"]] if "gpu" in machine else []
     parts = [
-        *on,
+        *gpu,
         machine["processor"],
-        f"{machine['cores']} cores",
-        f"{machine['threads']} threads",
+        units.plural(machine["cores"], "core"),
+        units.plural(machine["threads"], "thread"),
         " ".join(machine["features"]),
         f"torch {machine['torch']}",
         f"regard {machine['regard']}",
     ]
-    tops = [f"reading {units.rate(ceilings.read)}"]
-    for dtype, top in ceilings.gemm.items():
-        tops.append(f"{str(dtype).removeprefix('torch.')} products {units.count(top, 'FLOP/s')}")
-    return f"{', '.join(part for part in parts if part)}\nceilings: {', '.join(tops)}"
+    rates = [f"reading {units.rate(ceilings.read)}"]
+    for dtype, rate in ceilings.gemm.items():
+        rates.append(f"{str(dtype).removeprefix('torch.')} products {units.count(rate, 'FLOP/s')}")
+    return f"{', '.join(part for part in parts if part)}\nceilings: {', '.join(rates)}"
 
 
-def table(found: Measured) -> str:
-    """One case: its work, and a line for each peer.
+def case_table(result: CaseResult) -> str:
+    """Return a case as text: its minimum work, and a line for each peer.
 
     >>> import torch
-    >>> print(table(Measured("demo", "A demo.", "B1", torch.float32, "cpu").refuse("needs 9 GiB")))
+    >>> result = CaseResult("demo", "A demo.", "B1", torch.float32, "cpu")
+    >>> print(case_table(result.refuse("needs 9 GiB")))
     demo: A demo. B1, float32
       refused: needs 9 GiB
     """
     work = ""
-    if found.work is not None and any(found.work):
+    if result.work is not None and any(result.work):
         work = (
-            f" ({units.count(found.work.flops, 'FLOP')}, {units.size(found.work.bytes)} at least)"
+            f" ({units.count(result.work.flops, 'FLOP')}, {units.size(result.work.bytes)} at least)"
         )
-    lines = [f"{found.case}: {found.about} {found.sizes}, {found.dtype_name}{work}"]
-    if found.refused:
-        return "\n".join([*lines, f"  refused: {found.refused}"])
-    timed = [_cells(row) for row in found.rows if row.seconds is not None]
-    if timed:
-        lines.append(table_of([HEADS, *timed], left=(0, len(HEADS) - 1), indent="  "))
-    others = [(row.peer, f"{row.status}: {row.why}") for row in found.rows if row.seconds is None]
-    lines += [table_of(others, left=(0, 1), indent="  ")] if others else []
-    return "\n".join([*lines, *(["  interrupted: fewer rounds"] if found.interrupted else [])])
+    lines = [f"{result.case}: {result.description} {result.sizes}, {result.dtype_name}{work}"]
+    if result.refused:
+        return "\n".join([*lines, f"  refused: {result.refused}"])
+    timed_rows = [_cells(row) for row in result.rows if row.seconds is not None]
+    if timed_rows:
+        lines.append(table_of([COLUMNS, *timed_rows], left=(0, len(COLUMNS) - 1), indent="  "))
+    other_rows = [
+        (row.peer, f"{row.status}: {row.why}") for row in result.rows if row.seconds is None
+    ]
+    lines += [table_of(other_rows, left=(0, 1), indent="  ")] if other_rows else []
+    return "\n".join(
+        [*lines, *(["  interrupted: not all rounds were run"] if result.interrupted else [])]
+    )
 
 
-def _cells(row: Row) -> list[str]:
-    """A peer that was timed."""
+def _cells(row: PeerResult) -> list[str]:
+    """Return the cells of a peer that was timed."""
     assert row.seconds is not None
     assert row.quartiles is not None
     return [
@@ -93,50 +98,58 @@ def _cells(row: Row) -> list[str]:
 
 
 def _cell(x: float | None, form: str, unit: float = 1) -> str:
+    """Return a number in a unit and a format, or a dash for None."""
     return units.ABSENT if x is None else format(x / unit, form)
 
 
-def chart(found: Sequence[Measured], title: str) -> RatioBars:
-    """A bar for each peer that was timed, from 1 to its time divided by ours.
+def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:
+    """Return a chart with a bar for each timed peer, from 1 to its time divided by regard's.
 
-    The first bar of a case names the case, too.
+    The label of the first bar of a case has the name of the case.
+
+    Args:
+        results: the results of the cases.
+        title: the title of the chart.
+
+    Returns:
+        The chart.
 
     Raises:
-        RegardError: nothing was timed.
+        RegardError: no peer was timed.
     """
     bars = []
-    for one in found:
-        timed = [(row, row.ratio, row.seconds) for row in one.rows]
+    for result in results:
+        timed = [(row, row.ratio, row.seconds) for row in result.rows]
         rows = [(row, x, t) for row, x, t in timed if x is not None and t is not None]
         for i, (row, ratio, seconds) in enumerate(rows):
-            case = f"{one.case}, {one.dtype_name}: " if i == 0 else ""
-            words = f"{ratio:.2f}x, {units.seconds(seconds)}"
-            bars.append(Bar(f"{case}{row.peer}", ratio, words))
+            case = f"{result.case}, {result.dtype_name}: " if i == 0 else ""
+            label = f"{ratio:.2f}x, {units.seconds(seconds)}"
+            bars.append(Bar(f"{case}{row.peer}", ratio, label))
     if not bars:
-        raise RegardError("--plot has nothing to draw: nothing was timed")
+        raise RegardError("--plot has nothing to draw: no peer was timed")
     return RatioBars(bars, title)
 
 
-def listing(cases: Iterable[Case]) -> str:
-    """Cases with their sizes, and peers: there, or missing and why."""
+def list_cases(cases: Iterable[Case]) -> str:
+    """Return the cases with their sizes, and the peers with the modules that are missing."""
     cases = list(cases)
     lines = ["cases"]
     for case in cases:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
-        lines.append(f"  {case.name:<18}{case.about} {dtypes}")
+        lines.append(f"  {case.name:<18}{case.description} {dtypes}")
         lines += [f"    {size:<8} {sizes}" for size, sizes in case.sizes.items()]
     rows = []
-    for peer, where in peers(cases).items():
-        why = peer.missing()
-        state = "there" if why is None else f"missing: {why}"
-        rows.append([peer.name, state, f"{peer.about} {', '.join(where)}"])
+    for peer, names in cases_of_peers(cases).items():
+        missing = peer.missing()
+        state = "installed" if missing is None else f"missing: {missing}"
+        rows.append([peer.name, state, f"{peer.description} {', '.join(names)}"])
     return "\n".join([*lines, "peers", table_of(rows, left=(0, 1, 2), indent="  ")])
 
 
-def peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:
-    """Every peer with the names of its cases."""
-    found: dict[Peer[Any], list[str]] = {}
+def cases_of_peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:
+    """Return every peer with the names of its cases."""
+    peers: dict[Peer[Any], list[str]] = {}
     for case in cases:
         for peer in case.peers:
-            found.setdefault(peer, []).append(case.name)
-    return found
+            peers.setdefault(peer, []).append(case.name)
+    return peers

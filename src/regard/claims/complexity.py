@@ -15,8 +15,15 @@ from typing import Any
 import torch
 
 from regard import attend, plan
-from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered
-from regard.claims.cpu_timing import by_length, exponent, ratios, seconds, setting, slopes
+from regard.claims.claim import OUTLINE, OVERVIEW, Claim, Criterion, NoteSection, median_criterion
+from regard.claims.cpu_timing import (
+    fit_exponent,
+    length_exponents,
+    round_ratios,
+    time_cases,
+    timing_lines,
+    timing_settings,
+)
 from regard.compare.experiment import Numbers
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window
@@ -61,12 +68,12 @@ def _pairs(mask: Mask, length: int) -> int:
 
 
 def _slope(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return exponent([r["length"] for r in rows], [r["pairs"][name] for r in rows])
+    return fit_exponent([r["length"] for r in rows], [r["pairs"][name] for r in rows])
 
 
-def _checks_full(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_full(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
-        Check(
+        Criterion(
             "pairs of queries and keys: exponent of n",
             _slope(numbers["by_length"], "full"),
             1.95,
@@ -75,7 +82,7 @@ def _checks_full(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_sparse(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_sparse(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
 
     def kept(name: str) -> float:
@@ -88,19 +95,21 @@ def _checks_sparse(numbers: Mapping[str, Any]) -> list[Check]:
         return float(last / first)
 
     return [
-        Check(
+        Criterion(
             "pairs of a window by n log n, the longest by the shortest", kept("window"), 0.95, 1.05
         ),
-        Check("pairs of a stride of sqrt(n) by n log n, likewise", kept("strided"), 0.95, 1.05),
-        Check("pairs of a window: exponent of n", _slope(rows, "window"), role="told"),
-        Check("pairs of a stride of sqrt(n): exponent of n", _slope(rows, "strided"), role="told"),
+        Criterion("pairs of a stride of sqrt(n) by n log n, likewise", kept("strided"), 0.95, 1.05),
+        Criterion("pairs of a window: exponent of n", _slope(rows, "window"), role="reported"),
+        Criterion(
+            "pairs of a stride of sqrt(n): exponent of n", _slope(rows, "strided"), role="reported"
+        ),
     ]
 
 
-def _checks_linear(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_linear(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
-    grows = exponent([r["length"] for r in rows], [r["linear"] for r in rows])
-    return [Check("FLOPs of a layer, as counted: exponent of n", grows, 0.95, 1.05)]
+    grows = fit_exponent([r["length"] for r in rows], [r["linear"] for r in rows])
+    return [Criterion("FLOPs of a layer, as counted: exponent of n", grows, 0.95, 1.05)]
 
 
 def _picture_pairs(numbers: Mapping[str, Any]) -> Picture:
@@ -117,43 +126,43 @@ _COUNTED = "Counted exactly, from 1024 to 8192 tokens."
 
 FULL = Claim(
     id="full-work",
-    sources=(Source(OVERVIEW, "5.2"),),
-    says="The work of full attention grows as n^2.",
-    predicts="Pairs of queries and keys with an exponent of 2.",
-    scale=_COUNTED,
+    sources=(NoteSection(OVERVIEW, "5.2"),),
+    statement="The work of full attention grows as n^2.",
+    prediction="Pairs of queries and keys with an exponent of 2.",
+    scope=_COUNTED,
     measure=_measure_pairs,
     checks=_checks_full,
     picture=_picture_pairs,
-    shares="full-work",
-    lesson="Quadratic work is not quadratic memory: a tiled kernel's memory grows with n.",
+    measured_with="full-work",
+    takeaway="Quadratic work is not quadratic memory: a tiled kernel's memory grows with n.",
 )
 
 SPARSE = Claim(
     id="sparse-work",
-    sources=(Source(OVERVIEW, "5.1"), Source(OUTLINE, "sparse attention")),
-    says="The work of sparse attention grows as n log n.",
-    predicts="Pairs of windows and of strides that stay in proportion to n log n.",
-    scale=_COUNTED
+    sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(OUTLINE, "sparse attention")),
+    statement="The work of sparse attention grows as n log n.",
+    prediction="Pairs of windows and of strides that stay in proportion to n log n.",
+    scope=_COUNTED
     + " A window is Longformer's without its global tokens, a stride of sqrt(n) the Sparse "
     "Transformer's.",
     measure=_measure_pairs,
     checks=_checks_sparse,
     picture=_picture_pairs,
-    shares="full-work",
-    lesson="A window is linear and a stride of sqrt(n) has n^1.5; n log n is Reformer's hashing.",
+    measured_with="full-work",
+    takeaway="A window is linear and a stride of sqrt(n) has n^1.5; n log n is Reformer's hashing.",
 )
 
 LINEAR = Claim(
     id="linear-work",
-    sources=(Source(OUTLINE, "linear attention"), Source(OUTLINE, "long contexts")),
-    says="The work of linear attention grows as n.",
-    predicts="FLOPs of a layer with an exponent of 1.",
-    scale=_COUNTED + " Each token adds to a state of fixed size and reads it.",
+    sources=(NoteSection(OUTLINE, "linear attention"), NoteSection(OUTLINE, "long contexts")),
+    statement="The work of linear attention grows as n.",
+    prediction="FLOPs of a layer with an exponent of 1.",
+    scope=_COUNTED + " Each token adds to a state of fixed size and reads it.",
     measure=_measure_pairs,
     checks=_checks_linear,
     picture=_picture_pairs,
-    shares="full-work",
-    lesson="What it pays with is a state of fixed size: it cannot keep every pair apart.",
+    measured_with="full-work",
+    takeaway="What it pays with is a state of fixed size: it cannot keep every pair apart.",
 )
 
 
@@ -170,33 +179,33 @@ def _measure_time(budget: float, seed: int) -> Numbers:
         rows.append(
             {
                 "length": length,
-                "times": seconds(cases, budget, rounds=5, limit=12.0),
+                "times": time_cases(cases, budget, rounds=5, limit=12.0),
                 "kernel": where,
             }
         )
-    return {**setting(), "heads": H, "head_dim": D, "window": WINDOW, "by_length": rows}
+    return {**timing_settings(), "heads": H, "head_dim": D, "window": WINDOW, "by_length": rows}
 
 
-def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     last = rows[-1]["times"]
     return [
-        scattered(
+        median_criterion(
             "a window by full attention, at the longest: time",
-            ratios(last, "window", "full"),
+            round_ratios(last, "window", "full"),
             high=0.5,
         ),
-        scattered(
+        median_criterion(
             "a stride of sqrt(n) by full attention, at the longest: time",
-            ratios(last, "strided", "full"),
+            round_ratios(last, "strided", "full"),
             high=0.5,
             role="limit",
         ),
         *(
-            scattered(
+            median_criterion(
                 f"time, the three longest: exponent of n, {name}",
-                slopes(rows[1:], name),
-                role="told",
+                length_exponents(rows[1:], name),
+                role="reported",
             )
             for name in ("full", "window", "strided", "linear")
         ),
@@ -204,21 +213,21 @@ def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture_time(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "full", "window", "strided", "linear")
+    lines = timing_lines(numbers, "full", "window", "strided", "linear")
     return Picture("A prompt of n tokens, 2 heads of 64", "n", "milliseconds", lines, "xy")
 
 
 SPARSE_TIME = Claim(
     id="sparse-time",
-    sources=(Source(OVERVIEW, "5.1"), Source(OUTLINE, "long contexts")),
-    says="Sparse attention is faster than full attention on long texts.",
-    predicts="Less than half of the time at 8192 tokens.",
-    scale="Up to 8192 tokens on this CPU, each with the kernel that regard chooses for it.",
+    sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(OUTLINE, "long contexts")),
+    statement="Sparse attention is faster than full attention on long texts.",
+    prediction="Less than half of the time at 8192 tokens.",
+    scope="Up to 8192 tokens on this CPU, each with the kernel that regard chooses for it.",
     measure=_measure_time,
     checks=_checks_time,
     picture=_picture_time,
     timed=True,
-    lesson="Time follows the pairs where a kernel can skip whole tiles: a window leaves most of "
+    takeaway="Time follows the pairs where a kernel can skip whole tiles: a window leaves most of "
     "them empty, a stride none.",
 )
 

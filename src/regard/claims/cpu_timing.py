@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from regard.bench.runner import threads
+from regard.bench.runner import torch_threads
 from regard.bench.timing import interleaved
-from regard.claims.claim import steps
+from regard.claims.claim import num_steps
 from regard.view.charts import Line
 
 
-def seconds(
+def time_cases(
     cases: Mapping[str, Callable[[], object]],
     budget: float,
     *,
@@ -37,43 +37,43 @@ def seconds(
         sample: seconds of one timing.
         limit: seconds of all rounds together, at a budget of 1.
 
-    >>> [len(found) for found in seconds({"a": lambda: 1}, 0.01, sample=0.0).values()]
+    >>> [len(found) for found in time_cases({"a": lambda: 1}, 0.01, sample=0.0).values()]
     [3]
     """
-    with torch.inference_mode(), threads(1):
+    with torch.inference_mode(), torch_threads(1):
         return interleaved(
             cases,
-            rounds=steps(budget, rounds, least=3),
+            rounds=num_steps(budget, rounds, least=3),
             sample=sample,
             limit=limit * budget,
             clock=time.process_time,
         )
 
 
-def ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
+def round_ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
     """Time of one case by time of another, round by round: what the machine does meanwhile hits
     both of a round.
 
-    >>> ratios({"a": [1.0, 3.0], "b": [5.0, 2.0]}, "b", "a")
+    >>> round_ratios({"a": [1.0, 3.0], "b": [5.0, 2.0]}, "b", "a")
     [5.0, 0.6666666666666666]
     """
     return [x / y for x, y in zip(times[of], times[to], strict=True)]
 
 
-def together(rows: Sequence[Sequence[float]]) -> list[float]:
+def combine_rounds(rows: Sequence[Sequence[float]]) -> list[float]:
     """The geometric mean over rows, such as lengths, round by round; as many rounds as all of them
     have.
 
-    >>> together([[1.0, 4.0, 9.0], [4.0, 1.0]])
+    >>> combine_rounds([[1.0, 4.0, 9.0], [4.0, 1.0]])
     [2.0, 2.0]
     """
     return [geometric_mean(values) for values in zip(*rows, strict=False)]
 
 
-def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
+def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     """The slope of log value over log length, by least squares: values ~ length^slope.
 
-    >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
+    >>> round(fit_exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
     2.0
     """
     x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
@@ -83,10 +83,10 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     )
 
 
-def setting() -> dict[str, Any]:
+def timing_settings() -> dict[str, Any]:
     """How it was timed: on one thread, in processor time, and that nothing is dropped.
 
-    >>> setting()["dropout"]
+    >>> timing_settings()["dropout"]
     0.0
     """
     return {
@@ -98,10 +98,10 @@ def setting() -> dict[str, Any]:
     }
 
 
-def by_length(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
+def timing_lines(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
     """A curve for each way that was timed: milliseconds of its fastest round, by length.
 
-    >>> by_length({"by_length": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
+    >>> timing_lines({"timing_lines": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
     ((8.0, 500.0),)
     """
     rows = numbers["by_length"]
@@ -111,14 +111,14 @@ def by_length(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
     )
 
 
-def slopes(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def length_exponents(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """The exponent of the length in the times of a case, from each round of all lengths.
 
-    >>> slopes([{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)], "a")
+    >>> length_exponents([{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)], "a")
     [1.0, 2.0]
     """
     lengths = [float(row["length"]) for row in rows]
     return [
-        round(exponent(lengths, found), 12)
+        round(fit_exponent(lengths, found), 12)
         for found in zip(*(row["times"][name] for row in rows), strict=False)
     ]

@@ -19,17 +19,17 @@ from regard.claims.claim import (
     DEEPSEEK_NOTE,
     OVERVIEW,
     RASCHKA_NOTES,
-    Check,
     Claim,
-    Source,
-    steps,
+    Criterion,
+    NoteSection,
+    num_steps,
 )
-from regard.claims.small_training import learn
+from regard.claims.small_training import train_on_task
 from regard.compare.experiment import Numbers
 from regard.nn.variants import cross_attention
-from regard.train.losses import PairLoss, where
+from regard.train.losses import Seq2SeqLoss, padded_positions
 from regard.train.tasks import TASKS
-from regard.train.tasks.evaluate import by_length, outcomes
+from regard.train.tasks.evaluate import accuracy_by_length, answer_examples
 from regard.train.tasks.task import EOS, Example, pad
 from regard.train.tasks.task_models import Recipe, build
 from regard.view.charts import Line, Picture
@@ -42,19 +42,19 @@ STEPS, BATCH = 700, 48
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    count, asked = steps(budget, STEPS), steps(budget, 160, least=24)
+    count, asked = num_steps(budget, STEPS), num_steps(budget, 160, least=24)
     found = []
     for name in MODELS:
         torch.manual_seed(seed)
         model = build(TASK, name, SIZES)
-        loss = learn(model, TASK, count, batch=BATCH, seed=seed, loss=PairLoss())
+        loss = train_on_task(model, TASK, count, batch=BATCH, seed=seed, loss=Seq2SeqLoss())
         row: dict[str, Any] = {"model": name, "loss": loss, "bins": []}
         for split in ("validation", "longer"):
-            part = outcomes(model, TASK, TASK.examples(split, asked, seed))
-            bins = by_length(TASK, split, part)
-            row[split] = sum(b.right for b in bins) / sum(b.examples for b in bins)
+            part = answer_examples(model, TASK, TASK.examples(split, asked, seed))
+            bins = accuracy_by_length(TASK, split, part)
+            row[split] = sum(b.correct for b in bins) / sum(b.examples for b in bins)
             row["bins"] += [
-                {"low": b.low, "high": b.high, "right": b.right, "examples": b.examples}
+                {"low": b.low, "high": b.high, "right": b.correct, "examples": b.examples}
                 for b in bins
             ]
         row["thirds"] = _thirds(
@@ -82,7 +82,7 @@ def _thirds(model: nn.Module, examples: Sequence[Example]) -> list[list[int]]:
     """
     found = [[0, 0], [0, 0], [0, 0]]
     for rows in pad(TASK, examples).split(32):
-        best = model(rows.source, rows.target[:, :-1], where(rows.source)).argmax(-1)
+        best = model(rows.source, rows.target[:, :-1], padded_positions(rows.source)).argmax(-1)
         for said, wanted in zip(best.tolist(), rows.target[:, 1:].tolist(), strict=True):
             words = wanted[: wanted.index(EOS)]
             for i, word in enumerate(words):
@@ -104,15 +104,15 @@ def _drop(row: Mapping[str, Any], trained: int) -> float:
     return _shares(row, 1, trained // 2) - _shares(row, trained // 2 + 1, trained)
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     state, _ = numbers["models"]
     return [
-        Check(
+        Criterion(
             "share right of short sources less that of long ones, as trained",
             _drop(state, numbers["trained"]),
             low=0.15,
         ),
-        Check(
+        Criterion(
             "it has learned the task at short lengths: share right",
             _shares(state, 1, 6),
             low=0.3,
@@ -121,41 +121,43 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_back(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_back(numbers: Mapping[str, Any]) -> list[Criterion]:
     state, attention = numbers["models"]
     trained = numbers["trained"]
     return [
-        Check(
+        Criterion(
             "with attention: share right of long sources, as trained",
             _shares(attention, trained // 2 + 1, trained),
             low=0.7,
         ),
-        Check(
+        Criterion(
             "... and share right of short sources less that of long ones",
             _drop(attention, trained),
             high=0.15,
         ),
-        Check(
+        Criterion(
             "without it the same lengths are hard: share right of short less that of long ones",
             _drop(state, trained),
             low=0.15,
             role="control",
         ),
-        Check("beyond the trained length: share right", attention["longer"], low=0.5, role="limit"),
+        Criterion(
+            "beyond the trained length: share right", attention["longer"], low=0.5, role="limit"
+        ),
     ]
 
 
-def _checks_beginning(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_beginning(numbers: Mapping[str, Any]) -> list[Criterion]:
     first, _, last = (right / max(1, count) for right, count in numbers["models"][0]["thirds"])
     return [
-        Check(
+        Criterion(
             "words right in the last third of a long translation less those in the first, each "
             "given the right words before it",
             last - first,
             low=0.05,
         ),
-        Check("words right in the first third", first, role="told"),
-        Check("words right in the last third", last, role="told"),
+        Criterion("words right in the first third", first, role="reported"),
+        Criterion("words right in the last third", last, role="reported"),
     ]
 
 
@@ -187,47 +189,55 @@ _MADE = (
 
 FORGETTING = Claim(
     id="forgetting",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.1"), Source(RASCHKA_NOTES, "2"), Source(OVERVIEW, "2.1")),
-    says="A recurrent encoder and decoder without attention translate long sentences worse than "
+    sources=(
+        NoteSection(DEEPSEEK_NOTE, "1.1.1"),
+        NoteSection(RASCHKA_NOTES, "2"),
+        NoteSection(OVERVIEW, "2.1"),
+    ),
+    statement="A recurrent encoder and decoder without attention translate long sentences worse than "
     "short ones.",
-    predicts="The share of right translations falls with the length of the source.",
-    scale=_MADE,
+    prediction="The share of right translations falls with the length of the source.",
+    scope=_MADE,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="forgetting",
-    lesson="What fades forward is not what vanishes backward: forgetting and vanishing gradients "
+    measured_with="forgetting",
+    takeaway="What fades forward is not what vanishes backward: forgetting and vanishing gradients "
     "are two things.",
 )
 
 BEGINNING = Claim(
     id="forgetting-beginning",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.1"),),
-    says="What a recurrent translator loses of a long sentence is its beginning.",
-    predicts="With all earlier words given right, fewer words are right at the beginning of a "
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.1"),),
+    statement="What a recurrent translator loses of a long sentence is its beginning.",
+    prediction="With all earlier words given right, fewer words are right at the beginning of a "
     "long translation than at its end.",
-    scale=_MADE
+    scope=_MADE
     + " A word late in a translation also needs to know how far the translation has come, which "
     "this does not take apart.",
     measure=_measure,
     checks=_checks_beginning,
     picture=_picture,
-    shares="forgetting",
-    lesson="A state is dominated by recent input unless a gate keeps it; what a decoder "
+    measured_with="forgetting",
+    takeaway="A state is dominated by recent input unless a gate keeps it; what a decoder "
     "makes of it is another question.",
 )
 
 BACK = Claim(
     id="looking-back",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.2"), Source(RASCHKA_NOTES, "3"), Source(OVERVIEW, "2.1")),
-    says="With attention long sentences are translated as well as short ones.",
-    predicts="The same network with attention: hardly a difference between short and long sources.",
-    scale=_MADE,
+    sources=(
+        NoteSection(DEEPSEEK_NOTE, "1.1.2"),
+        NoteSection(RASCHKA_NOTES, "3"),
+        NoteSection(OVERVIEW, "2.1"),
+    ),
+    statement="With attention long sentences are translated as well as short ones.",
+    prediction="The same network with attention: hardly a difference between short and long sources.",
+    scope=_MADE,
     measure=_measure,
     checks=_checks_back,
     picture=_picture,
-    shares="forgetting",
-    lesson="At the lengths that it was trained on: beyond them attention fails too.",
+    measured_with="forgetting",
+    takeaway="At the lengths that it was trained on: beyond them attention fails too.",
 )
 
 
@@ -244,26 +254,26 @@ def _measure_image(_budget: float, seed: int) -> Numbers:
     return {"text": TEXT, "image": IMAGE, "rows": rows}
 
 
-def _checks_image(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_image(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["rows"]["text"]  # as it is said: queries from the text
     return [
-        Check(
+        Criterion(
             "captioning: rows that come out, by the tokens of the text that is made",
             rows / numbers["text"],
             1.0,
             1.0,
         ),
-        Check(
+        Criterion(
             "text to image: rows that come out, by the places of the image that is made",
             rows / numbers["image"],
             1.0,
             1.0,
             role="limit",
         ),
-        Check(
+        Criterion(
             "... with queries from the image and keys and values from the text",
             numbers["rows"]["image"] / numbers["image"],
-            role="told",
+            role="reported",
         ),
     ]
 
@@ -283,16 +293,16 @@ def _picture_image(numbers: Mapping[str, Any]) -> Picture:
 
 IMAGE_TEXT = Claim(
     id="image-text",
-    sources=(Source(OVERVIEW, "5.1"), Source(ATTN_JOURNEY, "5.3")),
-    says="Between image and text, the image gives keys and values and the text gives the queries.",
-    predicts="A row comes out for everything that is made: tokens of a caption, places of a "
+    sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(ATTN_JOURNEY, "5.3")),
+    statement="Between image and text, the image gives keys and values and the text gives the queries.",
+    prediction="A row comes out for everything that is made: tokens of a caption, places of a "
     "picture.",
-    scale="Exact: a matter of shapes. Which models do which: Flamingo (2204.14198) asks an image "
+    scope="Exact: a matter of shapes. Which models do which: Flamingo (2204.14198) asks an image "
     "from the text, Stable Diffusion (2112.10752, section 3.3) a text from the image.",
     measure=_measure_image,
     checks=_checks_image,
     picture=_picture_image,
-    lesson="What is made asks, and what it is made from answers: right for captioning, reversed "
+    takeaway="What is made asks, and what it is made from answers: right for captioning, reversed "
     "for text to image.",
 )
 

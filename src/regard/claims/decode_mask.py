@@ -14,8 +14,8 @@ from torch import Tensor
 
 from regard import attend
 from regard.caches import Cache, Fixed, Growing, Ring
-from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Check, Claim, Source, steps
-from regard.claims.small_training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Claim, Criterion, NoteSection, num_steps
+from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention
@@ -107,9 +107,9 @@ def _apart(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max())
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     found = [
-        Check(
+        Criterion(
             f"{row['step']}: error without a mask",
             row["error"],
             high=1e-13,
@@ -119,32 +119,34 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     ]
     return [
         *found,
-        Check(
+        Criterion(
             "one token, padding on the left whose positions are told: error",
             numbers["padded"],
-            role="told",
+            role="reported",
         ),
-        Check(
+        Criterion(
             "... and not told: error", numbers["padded_without_positions"], high=1e-13, role="limit"
         ),
     ]
 
 
-def _checks_always(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_always(numbers: Mapping[str, Any]) -> list[Criterion]:
     plain = [row for row in numbers["steps"] if not row["needs"]]
     one, *more = numbers["no_cache"]
     return [
         *(
-            Check(f"{row['step']}: what goes wrong without a mask", row["error"], low=1e-6)
+            Criterion(f"{row['step']}: what goes wrong without a mask", row["error"], low=1e-6)
             for row in plain
         ),
-        Check(
+        Criterion(
             "no cache, the whole prefix again, one layer: error of the last row",
             one["error"],
-            role="told",
+            role="reported",
         ),
-        Check(
-            "... from two layers on: the least error", min(r["error"] for r in more), role="told"
+        Criterion(
+            "... from two layers on: the least error",
+            min(r["error"] for r in more),
+            role="reported",
         ),
     ]
 
@@ -164,30 +166,30 @@ _EXACT = "Exact statements; the sizes of the errors are those of random weights.
 
 CLAIM = Claim(
     id="decode-mask",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="With a cache of keys and values a step of decoding needs no mask.",
-    predicts="Without the mask a step gives what it gives with it.",
-    scale=_EXACT,
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="With a cache of keys and values a step of decoding needs no mask.",
+    prediction="Without the mask a step gives what it gives with it.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="decode-mask",
-    lesson="True of one query against exactly the keys that it may see; several tokens at once, a "
+    measured_with="decode-mask",
+    takeaway="True of one query against exactly the keys that it may see; several tokens at once, a "
     "window over a longer cache, empty slots and padding need one.",
 )
 
 ALWAYS = Claim(
     id="decode-mask-always",
-    sources=(Source(OVERVIEW, "6"),),
-    says="At inference each step needs the causal mask, to hide the tokens that are not generated "
+    sources=(NoteSection(OVERVIEW, "6"),),
+    statement="At inference each step needs the causal mask, to hide the tokens that are not generated "
     "yet.",
-    predicts="Without the mask a step of one token goes wrong.",
-    scale=_EXACT,
+    prediction="Without the mask a step of one token goes wrong.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks_always,
     picture=_picture,
-    shares="decode-mask",
-    lesson="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask "
+    measured_with="decode-mask",
+    takeaway="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask "
     "hides later tokens from earlier ones, which a second layer reads.",
 )
 
@@ -197,13 +199,13 @@ STEPS_OF_TRAINING = 120
 def _measure_training(budget: float, seed: int) -> Numbers:
     rows = []
     for name in ("causal", "none"):
-        _, model = decoder(BYTES, dim=48, layers=2, heads=2, seed=seed)
+        _, model = small_decoder(BYTES, dim=48, layers=2, heads=2, seed=seed)
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         right_masks = [layer.mask for layer in layers]
         if name == "none":
             for layer in layers:
                 layer.mask = None
-        found = read_bytes(model, steps(budget, STEPS_OF_TRAINING), context=48, seed=seed)
+        found = train_on_bytes(model, num_steps(budget, STEPS_OF_TRAINING), context=48, seed=seed)
         as_trained = byte_loss(model, 48, rows=16)
         for layer, mask in zip(layers, right_masks, strict=True):
             layer.mask = mask
@@ -215,24 +217,24 @@ def _measure_training(budget: float, seed: int) -> Numbers:
                 "in_use": byte_loss(model, 48, rows=16),
             }
         )
-    return {"steps": steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
+    return {"steps": num_steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
 
 
-def _checks_training(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_training(numbers: Mapping[str, Any]) -> list[Criterion]:
     causal, none = numbers["by_mask"]
     return [
-        Check(
+        Criterion(
             "nats per byte lost in use, where each token sees what is before it: trained without "
             "the mask less trained with it",
             none["in_use"] - causal["in_use"],
             high=0.05,
         ),
-        Check(
+        Criterion(
             "what it seemed to have learned, with the next byte in sight: nats per byte",
             none["as_trained"],
-            role="told",
+            role="reported",
         ),
-        Check("what the other has learned: nats per byte", causal["in_use"], role="told"),
+        Criterion("what the other has learned: nats per byte", causal["in_use"], role="reported"),
     ]
 
 
@@ -254,14 +256,14 @@ def _picture_training(numbers: Mapping[str, Any]) -> Picture:
 
 TRAINING = Claim(
     id="training-mask",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="Training needs no mask.",
-    predicts="A language model that was trained without one predicts the next token as well.",
-    scale="Two layers of width 48 and 120 steps on bytes.",
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="Training needs no mask.",
+    prediction="A language model that was trained without one predicts the next token as well.",
+    scope="Two layers of width 48 and 120 steps on bytes.",
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,
-    lesson="Training is where a causal language model needs it most: without it, it learns to "
+    takeaway="Training is where a causal language model needs it most: without it, it learns to "
     "copy the answer that it can see.",
 )
 

@@ -18,10 +18,10 @@ from regard.claims.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     RASCHKA_NOTES,
-    Check,
     Claim,
-    Source,
-    steps,
+    Criterion,
+    NoteSection,
+    num_steps,
 )
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha
@@ -32,7 +32,7 @@ T, D = 16, 8
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    draws = steps(budget, 2000, least=200)
+    draws = num_steps(budget, 2000, least=200)
     make = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 1, T, D, generator=make).expand(draws, 1, T, D) for _ in range(2))
     eye = torch.eye(T).expand(draws, 1, T, T)  # values that show the weights themselves
@@ -67,27 +67,29 @@ def _measure(budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows, draws = numbers["by_rate"], numbers["draws"]
     return [
-        Check(
+        Criterion(
             "the share that is dropped is p: largest distance, in standard errors",
             _share_off(numbers),
             high=5.0,
         ),
-        Check(
+        Criterion(
             "the mean over draws is the weight without dropout: largest distance, in standard "
             "errors",
             max(r["mean_off_in_deviations"] for r in rows),
             high=6.0,
         ),
-        Check(
+        Criterion(
             "row sums scatter as p / (1 - p) sum w^2 says: largest relative distance",
             max(abs(r["row_sum_std"] / r["row_sum_std_expected"] - 1) for r in rows),
             high=5 / math.sqrt(draws),
         ),
-        Check("in training two passes differ", numbers["train_change"], low=1e-3),
-        Check("in evaluation they are the same to the last bit", numbers["eval_change"], high=0.0),
+        Criterion("in training two passes differ", numbers["train_change"], low=1e-3),
+        Criterion(
+            "in evaluation they are the same to the last bit", numbers["eval_change"], high=0.0
+        ),
     ]
 
 
@@ -103,27 +105,27 @@ def _half(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(r for r in numbers["by_rate"] if r["rate"] == 0.5)
 
 
-def _checks_sums(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_sums(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
-        Check(
+        Criterion(
             "the weights of a row sum to 1: deviation of their sum at p = 0.5",
             _half(numbers)["row_sum_std"],
             high=1e-6,
         ),
-        Check("... at p = 0.1", numbers["by_rate"][0]["row_sum_std"], high=1e-6),
+        Criterion("... at p = 0.1", numbers["by_rate"][0]["row_sum_std"], high=1e-6),
     ]
 
 
-def _checks_half(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_half(numbers: Mapping[str, Any]) -> list[Criterion]:
     half = _half(numbers)
     return [
-        Check(
+        Criterion(
             "the share that is dropped at p = 0.5, over all draws",
             half["dropped_share"],
             0.49,
             0.51,
         ),
-        Check(
+        Criterion(
             "of one row it is half as well: share of rows that lose exactly half of their weights",
             half["exactly_half"],
             low=0.99,
@@ -151,42 +153,42 @@ _SMALL = (
 
 CLAIM = Claim(
     id="dropout",
-    sources=(Source(ATTN_JOURNEY, "3.3"), Source(RASCHKA_NOTES, "6.2")),
-    says="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and "
+    sources=(NoteSection(ATTN_JOURNEY, "3.3"), NoteSection(RASCHKA_NOTES, "6.2")),
+    statement="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and "
     "does nothing in evaluation.",
-    predicts="A share of p is dropped, the mean over draws is kept, and two evaluations agree to "
+    prediction="A share of p is dropped, the mean over draws is kept, and two evaluations agree to "
     "the bit.",
-    scale=_SMALL,
+    scope=_SMALL,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="What is shown or timed runs without it.",
+    takeaway="What is shown or timed runs without it.",
 )
 
 SUMS = Claim(
     id="dropout-rows",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="Behind dropout the weights of a row are still a probability distribution.",
-    predicts="Every row sums to 1.",
-    scale=_SMALL,
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="Behind dropout the weights of a row are still a probability distribution.",
+    prediction="Every row sums to 1.",
+    scope=_SMALL,
     measure=_measure,
     checks=_checks_sums,
     picture=_picture,
-    shares="dropout",
-    lesson="They sum to 1 only on average: a row that is printed in training is no distribution.",
+    measured_with="dropout",
+    takeaway="They sum to 1 only on average: a row that is printed in training is no distribution.",
 )
 
 HALF = Claim(
     id="dropout-half",
-    sources=(Source(RASCHKA_NOTES, "6.2"),),
-    says="Dropout of 50 % sets half of the weights to zero.",
-    predicts="Half of all weights, and half of each row.",
-    scale=_SMALL,
+    sources=(NoteSection(RASCHKA_NOTES, "6.2"),),
+    statement="Dropout of 50 % sets half of the weights to zero.",
+    prediction="Half of all weights, and half of each row.",
+    scope=_SMALL,
     measure=_measure,
     checks=_checks_half,
     picture=_picture,
-    shares="dropout",
-    lesson="In expectation only: how many a row loses is binomial, and the printed draw took 15 "
+    measured_with="dropout",
+    takeaway="In expectation only: how many a row loses is binomial, and the printed draw took 15 "
     "of 36.",
 )
 

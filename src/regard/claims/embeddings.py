@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.claims.claim import OVERVIEW, Check, Claim, Source
+from regard.claims.claim import OVERVIEW, Claim, Criterion, NoteSection
 from regard.compare.experiment import Numbers
 from regard.view.charts import Line, Picture
 
@@ -75,24 +75,24 @@ def _measure(_budget: float, seed: int) -> Numbers:
     return {"tokens": len(texts), "splits": SPLITS, "dims": table.shape[1], "by_feature": rows}
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_feature"]
     directions = sum(row["direction"] for row in rows) / len(rows)
     return [
-        Check(
+        Criterion(
             "the best dim tells a feature of tokens that it was not chosen by: share right, the "
             "best of the features",
             max(row["best_dim"] for row in rows),
             low=0.75,
         ),
-        Check(
+        Criterion(
             "the features are in the embedding: mean share right of a direction, on tokens that "
             "it was not made of",
             directions,
             low=0.6,
             role="control",
         ),
-        Check(
+        Criterion(
             "... and nothing is told by shuffled rows: largest distance from one half",
             max(abs(row["shuffled"] - 0.5) for row in rows),
             high=0.15,
@@ -116,16 +116,16 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 CLAIM = Claim(
     id="features",
-    sources=(Source(OVERVIEW, "1.2"),),
-    says="Each dim of an embedding stands for a feature of the token.",
-    predicts="One dim tells three of four tokens that have a feature from those that have not; "
+    sources=(NoteSection(OVERVIEW, "1.2"),),
+    statement="Each dim of an embedding stands for a feature of the token.",
+    prediction="One dim tells three of four tokens that have a feature from those that have not; "
     "guessing tells half.",
-    scale="tiny has 256 dims and 1024 tokens: features of spelling are within its reach, those of "
+    scope="tiny has 256 dims and 1024 tokens: features of spelling are within its reach, those of "
     "meaning hardly.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="What stands for a feature is a direction; which dims carry it is an accident of "
+    takeaway="What stands for a feature is a direction; which dims carry it is an accident of "
     "training.",
 )
 

@@ -20,18 +20,18 @@ import torch
 from torch import nn
 
 import regard
-from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
-from regard.claims.small_training import decoder, learn, right
+from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
+from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
 from regard.models.convert.context import Extension, to_context
 from regard.models.convert.layer import Checkpoint
 from regard.models.families import llama
 from regard.positions import critical_dimension
-from regard.train.corpus import read, split
+from regard.train.corpus import load_documents, split_documents
 from regard.train.losses import AnswerLoss, evaluate
 from regard.train.tasks import TASKS
-from regard.train.tasks.task import Example, Padded, Task, pad
+from regard.train.tasks.task import Example, PaddedBatch, Task, pad
 from regard.view.charts import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)
@@ -44,12 +44,12 @@ CLOSE = 0.3
 METHODS: tuple[Extension, ...] = tuple(get_args(Extension))
 
 
-class TalkLoss:
+class TextAndAnswerLoss:
     """The loss of every next token, of talk and of answers; the answers count as much as all of the
     talk.
     """
 
-    def __call__(self, model: nn.Module, rows: Padded) -> torch.Tensor:
+    def __call__(self, model: nn.Module, rows: PaddedBatch) -> torch.Tensor:
         """The mean over tokens, plus the mean over answers."""
         logits = model(rows.source)
         talk = nn.functional.cross_entropy(
@@ -59,10 +59,10 @@ class TalkLoss:
         return talk + answers
 
 
-def at_length(length: int) -> Task:
+def passkey_of_length(length: int) -> Task:
     """The passkey in exactly so many tokens, or as near as whole sentences come, and never more.
 
-    >>> {example.length <= 112 for example in at_length(112).examples("longer", 4)}
+    >>> {example.length <= 112 for example in passkey_of_length(112).examples("longer", 4)}
     {True}
     """
 
@@ -72,8 +72,8 @@ def at_length(length: int) -> Task:
         return example
 
     shortest = 1 if length > T else TASK.lengths[0]
-    split = (length - 8, length) if length > T else (T, T + 1)
-    return replace(TASK, draw=draw, lengths=(shortest, *split))
+    split_documents = (length - 8, length) if length > T else (T, T + 1)
+    return replace(TASK, draw=draw, lengths=(shortest, *split_documents))
 
 
 def _trained(seed: int, count: int) -> tuple[Any, nn.Module, nn.Module]:
@@ -92,26 +92,29 @@ def _trained(seed: int, count: int) -> tuple[Any, nn.Module, nn.Module]:
     )
     torch.manual_seed(seed)
     rope = llama.build(config)
-    _, alibi = decoder(V, dim=DIM, layers=LAYERS, heads=HEADS, position="alibi", seed=seed)
+    _, alibi = small_decoder(V, dim=DIM, layers=LAYERS, heads=HEADS, position="alibi", seed=seed)
     for model in (rope, alibi):
-        learn(model, TASK, count, batch=BATCH, seed=seed, loss=TalkLoss())
+        train_on_task(model, TASK, count, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
     return config, rope, alibi
 
 
 def _read(model: nn.Module, length: int, asked: int) -> dict[str, float]:
     """Nats per token of talk, and the share of key digits that are right, in rows of one length."""
-    task, split = at_length(length), "longer" if length > T else "validation"
-    rows = pad(task, task.examples(split, asked, "read"))
+    task, split_documents = passkey_of_length(length), "longer" if length > T else "validation"
+    rows = pad(task, task.examples(split_documents, asked, "read"))
     model.eval()
-    talk = TalkLoss()
+    talk = TextAndAnswerLoss()
     with torch.no_grad():
         whole = evaluate(model, rows, loss=talk)
         answers = evaluate(model, rows, loss=AnswerLoss())
-    return {"nats": whole - answers, "passkey": right(model, task, split, asked, "read")}
+    return {
+        "nats": whole - answers,
+        "passkey": answer_accuracy(model, task, split_documents, asked, "read"),
+    }
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    asked, count = steps(budget, 40, least=4), steps(budget, STEPS)
+    asked, count = num_steps(budget, 40, least=4), num_steps(budget, STEPS)
     config, rope, alibi = _trained(seed, count)
     found: dict[str, dict[str, Any]] = {"unscaled": {}, "alibi": {}, **{m: {} for m in METHODS}}
     for times in TIMES:
@@ -123,10 +126,10 @@ def _measure(budget: float, seed: int) -> Numbers:
             found[method][str(times)] = _read(
                 to_context(held, length, method)[0].network, length, asked
             )
-    real = _on_text(steps(budget, 8), METHODS)
+    real = _on_text(num_steps(budget, 8), METHODS)
     for method in ("linear", "yarn"):
         found[f"{method}, tuned"] = {
-            "2": _tuned(rope, config, method, steps(budget, TUNED), asked, seed)
+            "2": _tuned(rope, config, method, num_steps(budget, TUNED), asked, seed)
         }
     return {
         "trained": T,
@@ -143,7 +146,7 @@ def _measure(budget: float, seed: int) -> Numbers:
 def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
     """Nats per token of the model that comes with regard, on text that it was not trained on."""
     tiny = regard.load("tiny")
-    held = split(read())[1]
+    held = split_documents(load_documents())[1]
     ids = tiny.encode("\n\n".join(document.text for document in held)[:40_000])[0]
     trained = tiny.config.max_position_embeddings
     lengths = [trained, max(TIMES) * trained]
@@ -166,48 +169,48 @@ def _tuned(
     held = Checkpoint(copy.deepcopy(rope), config)  # type: ignore[arg-type]
     model = to_context(held, 2 * T, method)[0].network.requires_grad_(True)
     longer = replace(TASK, lengths=(T, 2 * T, 2 * T + 1))
-    learn(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TalkLoss())
+    train_on_task(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
     return _read(model, 2 * T, asked)
 
 
-def _checks_bare(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_bare(numbers: Mapping[str, Any]) -> list[Criterion]:
     short, long = numbers["tiny"]["nats"]["unscaled"]
     return [
-        Check(
+        Criterion(
             "tiny, at four times its trained length: nats per token more than within it",
             long - short,
             high=CLOSE,
         ),
-        Check(
+        Criterion(
             "the toy finds the key at twice its trained length: share right",
             numbers["by_method"]["unscaled"]["2"]["passkey"],
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Check]]:
-    def checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Criterion]]:
+    def checks(numbers: Mapping[str, Any]) -> list[Criterion]:
         text, toy = numbers["tiny"]["nats"], numbers["by_method"]
         return [
-            Check(
+            Criterion(
                 "tiny, at four times its trained length, no weight changed: nats per token more "
                 "than within it",
                 text[method][1] - text["unscaled"][0],
                 high=CLOSE,
             ),
-            Check(
+            Criterion(
                 "it breaks there without an extension: nats more",
                 text["unscaled"][1] - text["unscaled"][0],
                 low=CLOSE,
                 role="control",
             ),
-            Check(
+            Criterion(
                 "less than without an extension: nats",
                 text["unscaled"][1] - text[method][1],
-                role="told",
+                role="reported",
             ),
-            Check(
+            Criterion(
                 "the toy finds the key at twice its trained length: share right, by that within it",
                 toy[method]["2"]["passkey"] / max(toy["unscaled"]["1"]["passkey"], 1e-9),
                 low=0.5,
@@ -218,15 +221,15 @@ def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Check]]:
     return checks
 
 
-def _checks_alibi(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_alibi(numbers: Mapping[str, Any]) -> list[Criterion]:
     alibi, far = numbers["by_method"]["alibi"], str(max(TIMES))
     return [
-        Check(
+        Criterion(
             "the toy, at four times its trained length: nats per token more than within it",
             alibi[far]["nats"] - alibi["1"]["nats"],
             high=CLOSE,
         ),
-        Check(
+        Criterion(
             "it finds the key there: share right, by that within the trained length",
             alibi[far]["passkey"] / max(alibi["1"]["passkey"], 1e-9),
             low=0.9,
@@ -235,20 +238,20 @@ def _checks_alibi(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_tuning(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_tuning(numbers: Mapping[str, Any]) -> list[Criterion]:
     text = numbers["tiny"]["nats"]
     toy = numbers["by_method"]
     return [
-        Check(
+        Criterion(
             "YaRN without any tuning, tiny at four times its length: nats per token more than "
             "within it",
             text["yarn"][1] - text["unscaled"][0],
             low=CLOSE,
         ),
-        Check(
+        Criterion(
             "what a few steps of tuning give the toy at twice its length: nats less",
             toy["yarn"]["2"]["nats"] - toy["yarn, tuned"]["2"]["nats"],
-            role="told",
+            role="reported",
         ),
     ]
 
@@ -283,9 +286,9 @@ _TOYS = (
 
 def _claim(
     id_: str,
-    sources: tuple[Source, ...],
+    sources: tuple[NoteSection, ...],
     says: str,
-    checks: Callable[[Mapping[str, Any]], list[Check]],
+    checks: Callable[[Mapping[str, Any]], list[Criterion]],
     lesson: str,
     predicts: str = "",
 ) -> Claim:
@@ -297,21 +300,21 @@ def _claim(
     return Claim(
         id=id_,
         sources=sources,
-        says=says,
-        predicts=predicts or close,
-        scale=_TOYS,
+        statement=says,
+        prediction=predicts or close,
+        scope=_TOYS,
         measure=_measure,
         checks=checks,
         picture=_picture,
-        shares="longer",
-        lesson=lesson,
+        measured_with="longer",
+        takeaway=lesson,
     )
 
 
 _SPOKEN = {
     "linear": (
         "Position interpolation",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
             "Positions between those that were trained want a little tuning: untuned it is nearly "
             "as bad as nothing."
@@ -319,7 +322,7 @@ _SPOKEN = {
     ),
     "ntk": (
         "NTK-aware scaling",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
             "One base for all lengths: it turns the slow pairs less and leaves some of them beyond "
             "what they were trained on."
@@ -327,7 +330,7 @@ _SPOKEN = {
     ),
     "dynamic": (
         "Dynamic NTK",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
             "The base follows the length of the text, and stays as trained for short ones; it is "
             "another method than NTK-aware scaling."
@@ -335,7 +338,7 @@ _SPOKEN = {
     ),
     "yarn": (
         "YaRN",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
             "Interpolation by parts and a temperature: slow pairs are interpolated, fast ones left "
             "alone."
@@ -343,7 +346,7 @@ _SPOKEN = {
     ),
     "llama3": (
         "Llama 3's scaling",
-        (Source(OUTLINE, "long contexts"),),
+        (NoteSection(OUTLINE, "long contexts"),),
         "Interpolation by parts as well, with a ramp of its own.",
     ),
 }
@@ -351,7 +354,7 @@ _SPOKEN = {
 CLAIMS = (
     _claim(
         "longer",
-        (Source(OUTLINE, "long contexts"),),
+        (NoteSection(OUTLINE, "long contexts"),),
         "A model with rotary positions reads beyond its trained length as it is.",
         _checks_bare,
         "It does not: angles that training never showed break it. That is what the extensions are "
@@ -369,14 +372,14 @@ CLAIMS = (
     ),
     _claim(
         "longer-alibi",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         "A model with ALiBi reads beyond its trained length.",
         _checks_alibi,
         "Perplexity is not retrieval: far tokens are read and hardly seen.",
     ),
     _claim(
         "yarn-tuning",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         "YaRN needs fine-tuning.",
         _checks_tuning,
         "It gains from some, and works without.",

@@ -10,9 +10,25 @@ from typing import Any
 
 import torch
 
-from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered, steps, trials
-from regard.claims.cpu_timing import exponent
-from regard.claims.small_training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.claim import (
+    OUTLINE,
+    OVERVIEW,
+    Claim,
+    Criterion,
+    NoteSection,
+    median_criterion,
+    num_seeds,
+    num_steps,
+)
+from regard.claims.cpu_timing import fit_exponent
+from regard.claims.small_training import (
+    BYTES,
+    answer_accuracy,
+    byte_loss,
+    small_decoder,
+    train_on_bytes,
+    train_on_task,
+)
 from regard.compare.experiment import Numbers
 from regard.compare.speed import cache_bytes
 from regard.train.tasks import TASKS
@@ -32,7 +48,7 @@ TASK = replace(TASKS["mqar"], lengths=(7, 32, 64))
 
 def _decoder(name: str, vocabulary: int, seed: int) -> tuple[Any, Any]:
     attention, options = KINDS[name]
-    return decoder(
+    return small_decoder(
         vocabulary, dim=DIM, heads=HEADS, attention=attention, options=options, seed=seed
     )
 
@@ -62,20 +78,20 @@ def _measure(budget: float, seed: int) -> Numbers:
     rows = []
     for name in KINDS:
         row: dict[str, Any] = {"name": name, "text": [], "recall": []}
-        for trial in range(seed, seed + trials(budget, SEEDS)):
+        for trial in range(seed, seed + num_seeds(budget, SEEDS)):
             _, model = _decoder(name, BYTES, trial)
-            read_bytes(model, steps(budget, STEPS), context=CONTEXT, seed=trial)
+            train_on_bytes(model, num_steps(budget, STEPS), context=CONTEXT, seed=trial)
             row["text"].append(byte_loss(model, CONTEXT, rows=32))
         _, other = _decoder(name, len(TASK.vocabulary), seed)
-        learn(other, TASK, steps(budget, RECALL), seed=seed)
-        row["recall"].append(right(other, TASK, "validation", 96))
+        train_on_task(other, TASK, num_steps(budget, RECALL), seed=seed)
+        row["recall"].append(answer_accuracy(other, TASK, "validation", 96))
         rows.append(row)
     return {
         "dim": DIM,
         "heads": HEADS,
         "layers": 2,
-        "seeds": trials(budget, SEEDS),
-        "steps": steps(budget, STEPS),
+        "seeds": num_seeds(budget, SEEDS),
+        "steps": num_steps(budget, STEPS),
         "by_name": rows,
     }
 
@@ -94,35 +110,35 @@ def _by_name(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {row["name"]: row for row in numbers["by_name"]}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     by, heads = _by_name(numbers), numbers["heads"]
 
     def saved(name: str) -> float:
         return float(by["mha"]["bytes"] / by[name]["bytes"])
 
     return [
-        Check(
+        Criterion(
             "MQA's cache: MHA's bytes by its bytes, the number of heads", saved("mqa"), heads, heads
         ),
-        Check("GQA's, with half as many groups as heads", saved("gqa"), 2.0, 2.0),
-        Check("MLA's", saved("mla"), low=2.0),
+        Criterion("GQA's, with half as many groups as heads", saved("gqa"), 2.0, 2.0),
+        Criterion("MLA's", saved("mla"), low=2.0),
     ]
 
 
-def _checks_linear(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_linear(numbers: Mapping[str, Any]) -> list[Criterion]:
     by = _by_name(numbers)
     lengths = [float(n) for n in numbers["lengths"]]
     return [
-        Check(
+        Criterion(
             "FLOPs of MQA's scores and mixing over a prompt of n tokens: exponent of n",
-            exponent(lengths, by["mqa"]["score_flops"]),
+            fit_exponent(lengths, by["mqa"]["score_flops"]),
             0.95,
             1.05,
         ),
-        Check(
+        Criterion(
             "... by MHA's at the longest",
             by["mqa"]["score_flops"][-1] / by["mha"]["score_flops"][-1],
-            role="told",
+            role="reported",
         ),
     ]
 
@@ -135,28 +151,30 @@ def _lost(numbers: Mapping[str, Any], name: str) -> list[float]:
     return [a - b for a, b in zip(by[name]["text"], by["mha"]["text"], strict=True)]
 
 
-def _checks_quality(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_quality(numbers: Mapping[str, Any]) -> list[Criterion]:
     by = _by_name(numbers)
 
     def forgotten(name: str) -> float:
         return float(by["mha"]["recall"][0] - by[name]["recall"][0])
 
     return [
-        scattered(
+        median_criterion(
             "GQA on text: nats per byte lost against MHA, seed by seed",
             _lost(numbers, "gqa"),
             high=0.05,
         ),
-        Check("GQA on recall: lost of the share right", forgotten("gqa"), high=0.1),
+        Criterion("GQA on recall: lost of the share right", forgotten("gqa"), high=0.1),
         *(
-            scattered(
-                f"{name.upper()} on text: nats per byte lost", _lost(numbers, name), role="told"
+            median_criterion(
+                f"{name.upper()} on text: nats per byte lost", _lost(numbers, name), role="reported"
             )
             for name in ("mqa", "mla")
         ),
         *(
-            Check(
-                f"{name.upper()} on recall: lost of the share right", forgotten(name), role="told"
+            Criterion(
+                f"{name.upper()} on recall: lost of the share right",
+                forgotten(name),
+                role="reported",
             )
             for name in ("mqa", "mla")
         ),
@@ -186,45 +204,45 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 CACHE = Claim(
     id="groups-cache",
-    sources=(Source(OVERVIEW, "5.1"), Source(OUTLINE, "MHA, MQA, GQA")),
-    says="Multi-query, grouped-query and latent attention have smaller caches than multi-head "
+    sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(OUTLINE, "MHA, MQA, GQA")),
+    statement="Multi-query, grouped-query and latent attention have smaller caches than multi-head "
     "attention.",
-    predicts="The cache of MQA by the number of heads, that of GQA by the heads in a group, that "
+    prediction="The cache of MQA by the number of heads, that of GQA by the heads in a group, that "
     "of MLA by two at least.",
-    scale="Counted in real caches of a decoder of width 64 with four heads.",
+    scope="Counted in real caches of a decoder of width 64 with four heads.",
     measure=_measure_counts,
     checks=_checks_cache,
     picture=_picture_bytes,
-    shares="groups-cache",
-    lesson="Memory and traffic fall by the factor; the work of the scores does not.",
+    measured_with="groups-cache",
+    takeaway="Memory and traffic fall by the factor; the work of the scores does not.",
 )
 
 LINEAR = Claim(
     id="mqa-linear",
-    sources=(Source(OVERVIEW, "5.1"),),
-    says="Multi-query attention lowers the complexity to O(n).",
-    predicts="Work of the scores that grows as the prompt, not as its square.",
-    scale="Counted, for prompts of 64 to 1024 tokens.",
+    sources=(NoteSection(OVERVIEW, "5.1"),),
+    statement="Multi-query attention lowers the complexity to O(n).",
+    prediction="Work of the scores that grows as the prompt, not as its square.",
+    scope="Counted, for prompts of 64 to 1024 tokens.",
     measure=_measure_counts,
     checks=_checks_linear,
     picture=_picture_bytes,
-    shares="groups-cache",
-    lesson="The scores are n^2 per head in prefill and n per step for every variant; what falls "
+    measured_with="groups-cache",
+    takeaway="The scores are n^2 per head in prefill and n per step for every variant; what falls "
     "is the cache.",
 )
 
 QUALITY = Claim(
     id="groups-quality",
-    sources=(Source(OVERVIEW, "5.1"),),
-    says="Grouped-query attention keeps the quality of multi-head attention.",
-    predicts="At most 0.05 nats per byte lost on text, by the same steps on the same data, and as "
+    sources=(NoteSection(OVERVIEW, "5.1"),),
+    statement="Grouped-query attention keeps the quality of multi-head attention.",
+    prediction="At most 0.05 nats per byte lost on text, by the same steps on the same data, and as "
     "much recalled.",
-    scale="Two layers of width 64 with four heads, two seeds and 400 steps: hundredths of a nat "
+    scope="Two layers of width 64 with four heads, two seeds and 400 steps: hundredths of a nat "
     "say nothing of large models. `regard compare --quality` has more.",
     measure=_measure,
     checks=_checks_quality,
     picture=_picture,
-    lesson="At this size a few steps more weigh as much as the heads that are shared.",
+    takeaway="At this size a few steps more weigh as much as the heads that are shared.",
 )
 
 CLAIMS = (CACHE, LINEAR, QUALITY)

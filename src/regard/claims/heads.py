@@ -17,14 +17,21 @@ from regard.claims.claim import (
     OUTLINE,
     OVERVIEW,
     RASCHKA_NOTES,
-    Check,
     Claim,
-    Source,
-    scattered,
-    steps,
-    trials,
+    Criterion,
+    NoteSection,
+    median_criterion,
+    num_seeds,
+    num_steps,
 )
-from regard.claims.small_training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.small_training import (
+    BYTES,
+    answer_accuracy,
+    byte_loss,
+    small_decoder,
+    train_on_bytes,
+    train_on_task,
+)
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha, mha_per_head
 from regard.train.tasks.task import Example, Task, Vocabulary
@@ -50,9 +57,9 @@ def _places(random: Random, length: int) -> Example:
 
 PLACES = Task(
     name="two-places",
-    sentence="Say the difference of the symbols one and four places back",
-    origin="made here, for the claim of several heads",
-    kind="rows",
+    description="Say the difference of the symbols one and four places back",
+    reference="made here, for the claim of several heads",
+    kind="causal",
     vocabulary=Vocabulary(SYMBOLS),
     draw=_places,
     lengths=(16, 32, 48),
@@ -64,28 +71,37 @@ def _measure_places(budget: float, seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         shares = []
-        for trial in range(seed, seed + trials(budget, PLACES_SEEDS)):
-            _, small = decoder(len(PLACES.vocabulary), dim=DIM, layers=1, heads=heads, seed=trial)
-            learn(small, PLACES, steps(budget, PLACES_STEPS), lr=5e-3, seed=trial)
-            shares.append(right(small, PLACES, "validation", 64))
+        for trial in range(seed, seed + num_seeds(budget, PLACES_SEEDS)):
+            _, small = small_decoder(
+                len(PLACES.vocabulary), dim=DIM, layers=1, heads=heads, seed=trial
+            )
+            train_on_task(small, PLACES, num_steps(budget, PLACES_STEPS), lr=5e-3, seed=trial)
+            shares.append(answer_accuracy(small, PLACES, "validation", 64))
         rows.append({"heads": heads, "places": shares})
-    return {"dim": DIM, "chance": 1 / KINDS, "steps": steps(budget, PLACES_STEPS), "by_heads": rows}
+    return {
+        "dim": DIM,
+        "chance": 1 / KINDS,
+        "steps": num_steps(budget, PLACES_STEPS),
+        "by_heads": rows,
+    }
 
 
-def _checks_places(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_places(numbers: Mapping[str, Any]) -> list[Criterion]:
     one, *several = numbers["by_heads"]
     best = max(several, key=lambda row: max(row["places"]))
     return [
-        Check(
+        Criterion(
             "one wide head answers what stands at two places: its best share right, by what "
             "guessing gives",
             max(one["places"]) / numbers["chance"],
             high=2.0,
         ),
-        Check(f"{best['heads']} heads do: their best share right", max(best["places"]), low=0.5),
+        Criterion(
+            f"{best['heads']} heads do: their best share right", max(best["places"]), low=0.5
+        ),
         *(
-            scattered(
-                f"share right of {r['heads']} heads, over the seeds", r["places"], role="told"
+            median_criterion(
+                f"share right of {r['heads']} heads, over the seeds", r["places"], role="reported"
             )
             for r in numbers["by_heads"]
         ),
@@ -109,22 +125,22 @@ def _picture_places(numbers: Mapping[str, Any]) -> Picture:
 CLAIM = Claim(
     id="heads",
     sources=(
-        Source(DEEPSEEK_NOTE, "1.1.4"),
-        Source(ATTN_JOURNEY, "4"),
-        Source(OVERVIEW, "4"),
-        Source(OVERVIEW, "4.2"),
-        Source(OUTLINE, "3"),
+        NoteSection(DEEPSEEK_NOTE, "1.1.4"),
+        NoteSection(ATTN_JOURNEY, "4"),
+        NoteSection(OVERVIEW, "4"),
+        NoteSection(OVERVIEW, "4.2"),
+        NoteSection(OUTLINE, "3"),
     ),
-    says="Several heads look at several places at once, which one head as wide as all of them "
+    statement="Several heads look at several places at once, which one head as wide as all of them "
     "cannot.",
-    predicts="What stands at two places is answered by several heads, and by one wide head no "
+    prediction="What stands at two places is answered by several heads, and by one wide head no "
     "better than by guessing.",
-    scale="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn to in "
+    scope="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn to in "
     "that time; one head may still mix two places unevenly and take them apart behind it.",
     measure=_measure_places,
     checks=_checks_places,
     picture=_picture_places,
-    lesson="What several heads buy is several distributions.",
+    takeaway="What several heads buy is several distributions.",
 )
 
 
@@ -132,12 +148,12 @@ def _measure_text(budget: float, seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         losses = []
-        for trial in range(seed, seed + trials(budget, TEXT_SEEDS)):
-            _, model = decoder(BYTES, dim=DIM, layers=1, heads=heads, seed=trial)
-            read_bytes(model, steps(budget, TEXT_STEPS), context=96, seed=trial)
+        for trial in range(seed, seed + num_seeds(budget, TEXT_SEEDS)):
+            _, model = small_decoder(BYTES, dim=DIM, layers=1, heads=heads, seed=trial)
+            train_on_bytes(model, num_steps(budget, TEXT_STEPS), context=96, seed=trial)
             losses.append(byte_loss(model, 96, rows=32))
         rows.append({"heads": heads, "text": losses})
-    return {"dim": DIM, "steps": steps(budget, TEXT_STEPS), "by_heads": rows}
+    return {"dim": DIM, "steps": num_steps(budget, TEXT_STEPS), "by_heads": rows}
 
 
 def _gains(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
@@ -147,21 +163,21 @@ def _gains(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
     return [a - b for a, b in zip(one["text"], other["text"], strict=True)]
 
 
-def _checks_text(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_text(numbers: Mapping[str, Any]) -> list[Criterion]:
     one, *several = numbers["by_heads"]
     return [
         *(
-            scattered(
+            median_criterion(
                 f"{row['heads']} heads: nats per byte better than one head, seed by seed",
                 _gains(one, row),
                 low=0.01,
             )
             for row in several
         ),
-        scattered(
+        median_criterion(
             "the most heads are better still than the second most",
             _gains(several[-2], several[-1]),
-            role="told",
+            role="reported",
         ),
     ]
 
@@ -182,15 +198,19 @@ def _picture_text(numbers: Mapping[str, Any]) -> Picture:
 
 TEXT = Claim(
     id="heads-text",
-    sources=(Source(ATTN_JOURNEY, "4"), Source(OVERVIEW, "4.2"), Source(OUTLINE, "3")),
-    says="Several heads model text better than one head as wide as all of them.",
-    predicts="Less loss with the same parameters, data and steps, by more than the seeds differ.",
-    scale="One layer of width 64, three seeds and 160 steps: it does not say how many heads a "
+    sources=(
+        NoteSection(ATTN_JOURNEY, "4"),
+        NoteSection(OVERVIEW, "4.2"),
+        NoteSection(OUTLINE, "3"),
+    ),
+    statement="Several heads model text better than one head as wide as all of them.",
+    prediction="Less loss with the same parameters, data and steps, by more than the seeds differ.",
+    scope="One layer of width 64, three seeds and 160 steps: it does not say how many heads a "
     "large model wants.",
     measure=_measure_text,
     checks=_checks_text,
     picture=_picture_text,
-    lesson="Heads of 8 numbers are small: more heads are not always better.",
+    takeaway="Heads of 8 numbers are small: more heads are not always better.",
 )
 
 
@@ -211,27 +231,27 @@ def _most(rows: Sequence[Mapping[str, Any]], way: str, what: str) -> float:
     return float(rows[-1][way][what] / rows[0][way][what])
 
 
-def _checks_cost(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_cost(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_heads"]
     return [
-        Check(
+        Criterion(
             "FLOPs of one wide head by those of several that share its width",
             1 / _most(rows, "split", "flops"),
             low=1.01,
         ),
-        Check("parameters, likewise", 1 / _most(rows, "split", "parameters"), low=1.01),
+        Criterion("parameters, likewise", 1 / _most(rows, "split", "parameters"), low=1.01),
     ]
 
 
-def _checks_more(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_more(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_heads"]
     return [
-        Check(
+        Criterion(
             "a list of heads of one size: FLOPs of the most heads by those of one",
             _most(rows, "list", "flops"),
             low=1.01,
         ),
-        Check(
+        Criterion(
             "heads cut from a fixed width: likewise",
             _most(rows, "split", "flops"),
             low=1.01,
@@ -250,28 +270,28 @@ def _picture_cost(numbers: Mapping[str, Any]) -> Picture:
 
 WIDE = Claim(
     id="heads-wide",
-    sources=(Source(OVERVIEW, "6"),),
-    says="One wide head costs more than several heads that share its width.",
-    predicts="More FLOPs or more parameters for the one.",
-    scale="Counted exactly, at width 64 and 96 tokens; the same at any size.",
+    sources=(NoteSection(OVERVIEW, "6"),),
+    statement="One wide head costs more than several heads that share its width.",
+    prediction="More FLOPs or more parameters for the one.",
+    scope="Counted exactly, at width 64 and 96 tokens; the same at any size.",
     measure=_measure_cost,
     checks=_checks_cost,
     picture=_picture_cost,
-    shares="heads-wide",
-    lesson="One wide head costs what several do; what several buy is several distributions.",
+    measured_with="heads-wide",
+    takeaway="One wide head costs what several do; what several buy is several distributions.",
 )
 
 MORE = Claim(
     id="heads-more",
-    sources=(Source(RASCHKA_NOTES, "7"),),
-    says="More heads cost more.",
-    predicts="FLOPs that grow with the number of heads.",
-    scale="Counted exactly, at width 64 and 96 tokens; the same at any size.",
+    sources=(NoteSection(RASCHKA_NOTES, "7"),),
+    statement="More heads cost more.",
+    prediction="FLOPs that grow with the number of heads.",
+    scope="Counted exactly, at width 64 and 96 tokens; the same at any size.",
     measure=_measure_cost,
     checks=_checks_more,
     picture=_picture_cost,
-    shares="heads-wide",
-    lesson="In a list, where each head brings matrices of its own; not where a fixed width is cut.",
+    measured_with="heads-wide",
+    takeaway="In a list, where each head brings matrices of its own; not where a fixed width is cut.",
 )
 
 CLAIMS = (CLAIM, TEXT, WIDE, MORE)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
-from regard.claims.small_training import decoder, learn, right
+from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
+from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
-from regard.train.tasks.recall_tasks import GAP, row
+from regard.train.tasks.recall_tasks import GAP, causal_example
 from regard.train.tasks.task import Example, Task, Vocabulary
 from regard.view.charts import Line, Picture
 
@@ -42,15 +42,15 @@ def _across(random: Random, _: int) -> Example:
     again = [token for key in random.sample(keys, PAIRS) for token in (key, values[key])]
     start = len(told) + SILENCE
     asked = {start + 2 * i + 1 for i in range(PAIRS)}
-    return row([*told, *[GAP] * SILENCE, *again], asked)
+    return causal_example([*told, *[GAP] * SILENCE, *again], asked)
 
 
 LENGTH = 4 * PAIRS + SILENCE - 1
 TASK = Task(
     name="across-segments",
-    sentence="Three keys and values, a long silence, and the keys again",
-    origin="after Arora et al. 2023 (arXiv 2312.04927), with a silence between",
-    kind="rows",
+    description="Three keys and values, a long silence, and the keys again",
+    reference="after Arora et al. 2023 (arXiv 2312.04927), with a silence between",
+    kind="causal",
     vocabulary=Vocabulary((*KEYS, *VALUES, GAP)),
     draw=_across,
     lengths=(LENGTH, LENGTH, LENGTH + 1),
@@ -66,10 +66,10 @@ def _gates(model: Decoder) -> list[float]:
 def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
     attention, options = KINDS_OF[name]
     torch.manual_seed(seed)
-    _, model = decoder(
+    _, model = small_decoder(
         len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed
     )
-    learn(model, TASK, count, lr=rate, seed=seed)
+    train_on_task(model, TASK, count, lr=rate, seed=seed)
     return model
 
 
@@ -78,7 +78,7 @@ def _added_to(model: Decoder, seed: int) -> Decoder:
     both have, a gate that has not been trained.
     """
     attention, options = KINDS_OF["infini"]
-    _, fresh = decoder(
+    _, fresh = small_decoder(
         len(TASK.vocabulary),
         layers=len(model.layers),
         attention=attention,
@@ -92,16 +92,21 @@ def _added_to(model: Decoder, seed: int) -> Decoder:
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    count, found = steps(budget, STEPS), []
+    count, found = num_steps(budget, STEPS), []
     for name in KINDS_OF:
         tried = []
         for rate in RATES[name]:
             model = _trained(name, count, rate, seed)
-            one: dict[str, Any] = {"rate": rate, "right": right(model, TASK, "validation", 128)}
+            one: dict[str, Any] = {
+                "rate": rate,
+                "right": answer_accuracy(model, TASK, "validation", 128),
+            }
             if name == "infini":
                 one["gates"] = _gates(model)
             else:
-                one["with_memory"] = right(_added_to(model, seed), TASK, "validation", 128)
+                one["with_memory"] = answer_accuracy(
+                    _added_to(model, seed), TASK, "validation", 128
+                )
             tried.append(one)
         found.append({"name": name, "tried": tried, "right": max(one["right"] for one in tried)})
     return {
@@ -114,46 +119,46 @@ def _measure(budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
-    window, memory, dense = (row["right"] for row in numbers["by_name"])
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+    window, memory, dense = (causal_example["right"] for causal_example in numbers["by_name"])
     return [
-        Check(
+        Criterion(
             "values found again across segments: share right, less that of the window alone",
             memory - window,
             low=0.2,
         ),
-        Check(
+        Criterion(
             "the window alone cannot know: its share right, by what guessing among the values "
             "gives",
             window / numbers["chance"],
             high=2.0,
             role="control",
         ),
-        Check(
+        Criterion(
             "share right of a model that sees all keys, less that with the memory",
             dense - memory,
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _checks_free(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_free(numbers: Mapping[str, Any]) -> list[Criterion]:
     window, memory, dense = numbers["by_name"]
     added = window["tried"][0]["with_memory"] - window["right"]
     kept = dense["tried"][0]["with_memory"] - dense["right"]
     return [
-        Check(
+        Criterion(
             "a memory added to a trained window, not trained with it: share right, less that of "
             "the window alone",
             added,
             low=0.2,
         ),
-        Check(
+        Criterion(
             "put into a trained model that saw all keys: share right, less what it had",
             kept,
             low=-0.05,
         ),
-        Check(
+        Criterion(
             "trained with its gate it recalls: share right, less that of the window alone",
             memory["right"] - window["right"],
             low=0.2,
@@ -164,8 +169,11 @@ def _checks_free(numbers: Mapping[str, Any]) -> list[Check]:
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
-        Line(row["name"], tuple((one["rate"], one["right"]) for one in row["tried"]))
-        for row in numbers["by_name"]
+        Line(
+            causal_example["name"],
+            tuple((one["rate"], one["right"]) for one in causal_example["tried"]),
+        )
+        for causal_example in numbers["by_name"]
     )
     return Picture("Values found again across segments", "learning rate", "share right", lines, "x")
 
@@ -177,30 +185,30 @@ _TOY = (
 
 CLAIM = Claim(
     id="infini",
-    sources=(Source(OUTLINE, "Infini-attention"),),
-    says="Infini-attention remembers what lies segments back, in a memory of fixed size.",
-    predicts="Trained with its gate, it answers what a window of the same segment cannot know.",
-    scale=_TOY,
+    sources=(NoteSection(OUTLINE, "Infini-attention"),),
+    statement="Infini-attention remembers what lies segments back, in a memory of fixed size.",
+    prediction="Trained with its gate, it answers what a window of the same segment cannot know.",
+    scope=_TOY,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="infini",
-    lesson="The memory adds up outer products of keys and values: it recalls what was stored with "
+    measured_with="infini",
+    takeaway="The memory adds up outer products of keys and values: it recalls what was stored with "
     "keys that stay apart, and blurs the rest.",
 )
 
 FREE = Claim(
     id="infini-free",
-    sources=(Source(OUTLINE, "Infini-attention"),),
-    says="Infini-attention is a free addition to a model that is trained already.",
-    predicts="Put in place of its attention, with the gate as it begins, it recalls across "
+    sources=(NoteSection(OUTLINE, "Infini-attention"),),
+    statement="Infini-attention is a free addition to a model that is trained already.",
+    prediction="Put in place of its attention, with the gate as it begins, it recalls across "
     "segments, and loses nothing that was there.",
-    scale=_TOY,
+    scope=_TOY,
     measure=_measure,
     checks=_checks_free,
     picture=_picture,
-    shares="infini",
-    lesson="Gates and projections must be trained with it.",
+    measured_with="infini",
+    takeaway="Gates and projections must be trained with it.",
 )
 
 CLAIMS = (CLAIM, FREE)

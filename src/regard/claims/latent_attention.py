@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from regard import attend
-from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
-from regard.claims.cpu_timing import by_length, ratios, seconds, setting
+from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
+from regard.claims.cpu_timing import round_ratios, time_cases, timing_lines, timing_settings
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
@@ -82,14 +82,16 @@ def _measure(budget: float, seed: int) -> Numbers:
             "MLA, absorbed": _step(latent, absorbed, x),
         }
         error = float((cases["MLA, naive"]() - cases["MLA, absorbed"]()).abs().max())
-        rows.append({"length": length, "times": seconds(cases, budget, rounds=9), "error": error})
-    return {**setting(), "dim": DIM, "heads": HEADS, "by_length": rows}
+        rows.append(
+            {"length": length, "times": time_cases(cases, budget, rounds=9), "error": error}
+        )
+    return {**timing_settings(), "dim": DIM, "heads": HEADS, "by_length": rows}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     kept = numbers["kept"]
     return [
-        Check(
+        Criterion(
             "numbers that a cache keeps per token: MHA's by MLA's",
             kept["MHA"] / kept["MLA"],
             low=2.0,
@@ -97,10 +99,10 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_work(numbers: Mapping[str, Any]) -> list[Criterion]:
     work = numbers["pair_flops"]
     found = [
-        Check(
+        Criterion(
             f"FLOPs per pair of query and key and head: {name} by MHA",
             work[name] / work["MHA"],
             high=0.999,
@@ -111,19 +113,19 @@ def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
     return found
 
 
-def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
-        Check(
+        Criterion(
             "both give the same: largest difference",
             max(r["error"] for r in rows),
             high=1e-3,
             role="control",
         ),
         *(
-            scattered(
+            median_criterion(
                 f"a step behind {r['length']} tokens: time absorbed by time expanded",
-                ratios(r["times"], "MLA, absorbed", "MLA, naive"),
+                round_ratios(r["times"], "MLA, absorbed", "MLA, naive"),
                 high=0.9,
             )
             for r in rows
@@ -131,17 +133,17 @@ def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_step(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_step(numbers: Mapping[str, Any]) -> list[Criterion]:
     *_, last = numbers["by_length"]
     return [
-        scattered(
+        median_criterion(
             f"a step behind {last['length']} tokens: absorbed MLA by MHA",
-            ratios(last["times"], "MLA, absorbed", "MHA"),
+            round_ratios(last["times"], "MLA, absorbed", "MHA"),
             high=0.95,
         ),
-        scattered(
+        median_criterion(
             "... and MLA that expands its cache, by MHA",
-            ratios(last["times"], "MLA, naive", "MHA"),
+            round_ratios(last["times"], "MLA, naive", "MHA"),
             high=0.95,
             role="limit",
         ),
@@ -149,7 +151,7 @@ def _checks_step(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "MHA", "MLA, naive", "MLA, absorbed")
+    lines = timing_lines(numbers, "MHA", "MLA, naive", "MLA, absorbed")
     return Picture(
         "One token behind a full cache, width 512, 8 heads",
         "tokens in the cache",
@@ -174,57 +176,57 @@ _SIZE = (
 
 CACHE = Claim(
     id="mla-cache",
-    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
-    says="MLA's cache is smaller than that of multi-head attention.",
-    predicts="Half of the numbers per token, or fewer.",
-    scale=_SIZE + " Counted.",
+    sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
+    statement="MLA's cache is smaller than that of multi-head attention.",
+    prediction="Half of the numbers per token, or fewer.",
+    scope=_SIZE + " Counted.",
     measure=_measure_counts,
     checks=_checks_cache,
     picture=_picture_kept,
-    shares="mla-cache",
-    lesson="One latent and one rotary key per token, in place of a key and a value for every head.",
+    measured_with="mla-cache",
+    takeaway="One latent and one rotary key per token, in place of a key and a value for every head.",
 )
 
 WORK = Claim(
     id="mla-work",
-    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
-    says="MLA computes less than multi-head attention, because its dimensions are smaller.",
-    predicts="Fewer FLOPs per pair of query and key and head.",
-    scale=_SIZE + " Counted.",
+    sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
+    statement="MLA computes less than multi-head attention, because its dimensions are smaller.",
+    prediction="Fewer FLOPs per pair of query and key and head.",
+    scope=_SIZE + " Counted.",
     measure=_measure_counts,
     checks=_checks_work,
     picture=_picture_kept,
-    shares="mla-cache",
-    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic.",
+    measured_with="mla-cache",
+    takeaway="It computes more per pair, in either form: MLA trades arithmetic for memory traffic.",
 )
 
 ABSORBED = Claim(
     id="mla-absorbed",
-    sources=(Source(ATTN_JOURNEY, "6"),),
-    says="A step of decoding is faster when queries are absorbed than when the cache is expanded "
+    sources=(NoteSection(ATTN_JOURNEY, "6"),),
+    statement="A step of decoding is faster when queries are absorbed than when the cache is expanded "
     "to all heads.",
-    predicts="At most 0.9 of the time, behind 256 tokens and behind 4096.",
-    scale=_SIZE + " Timed on this CPU.",
+    prediction="At most 0.9 of the time, behind 256 tokens and behind 4096.",
+    scope=_SIZE + " Timed on this CPU.",
     measure=_measure,
     checks=_checks_absorbed,
     picture=_picture,
     timed=True,
-    shares="mla-absorbed",
-    lesson="Absorption saves against expanding the cache, not against MHA.",
+    measured_with="mla-absorbed",
+    takeaway="Absorption saves against expanding the cache, not against MHA.",
 )
 
 STEP = Claim(
     id="mla-step",
-    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
-    says="A step of decoding is faster with MLA than with multi-head attention.",
-    predicts="At most 0.95 of the time behind a long cache.",
-    scale=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
+    sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
+    statement="A step of decoding is faster with MLA than with multi-head attention.",
+    prediction="At most 0.95 of the time behind a long cache.",
+    scope=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
     measure=_measure,
     checks=_checks_step,
     picture=_picture,
     timed=True,
-    shares="mla-absorbed",
-    lesson="It reads fewer bytes and computes more: which of the two decides depends on the "
+    measured_with="mla-absorbed",
+    takeaway="It reads fewer bytes and computes more: which of the two decides depends on the "
     "machine.",
 )
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from regard import plan
-from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
-from regard.claims.cpu_timing import ratios, seconds, setting
+from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
+from regard.claims.cpu_timing import round_ratios, time_cases, timing_settings
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
 from regard.nn import Attention, Fused, Separate
@@ -54,7 +54,7 @@ def _measure(budget: float, seed: int) -> Numbers:
         for name, module in made.items():
             module.train(mode == "training")
             cases[name] = partial(module, x)
-        times = seconds(cases, budget, rounds=15)
+        times = time_cases(cases, budget, rounds=15)
         with torch.inference_mode():
             out = {name: case() for name, case in cases.items()}
         rows.append(
@@ -72,7 +72,7 @@ def _measure(budget: float, seed: int) -> Numbers:
                 ],
             }
         )
-    told = setting() | {"dropout": DROPOUT, "mode": "both"}
+    told = timing_settings() | {"dropout": DROPOUT, "mode": "both"}
     return {**told, "dim": DIM, "heads": HEADS, "batch": BATCH, "tokens": TOKENS, "by_mode": rows}
 
 
@@ -89,11 +89,11 @@ def _table(numbers: Mapping[str, Any]) -> list[list[str]]:
     return found
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     found = [
-        scattered(
+        median_criterion(
             f"in {row['mode']} mode: GPT's time by MHA's",
-            ratios(row["times"], "GPT", "MHA"),
+            round_ratios(row["times"], "GPT", "MHA"),
             high=0.95,
         )
         for row in numbers["by_mode"]
@@ -101,34 +101,36 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     last = numbers["by_mode"][-1]["times"]
     return [
         *found,
-        scattered(
+        median_criterion(
             "... by that of MHA with the same mask, in evaluation mode",
-            ratios(last, "GPT", "MHA, causal"),
-            role="told",
+            round_ratios(last, "GPT", "MHA, causal"),
+            role="reported",
         ),
-        scattered(
+        median_criterion(
             "what the mask does to MHA: its time by that without a mask, in evaluation mode",
-            ratios(last, "MHA, causal", "MHA"),
-            role="told",
+            round_ratios(last, "MHA, causal", "MHA"),
+            role="reported",
         ),
     ]
 
 
-def _checks_mla(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_mla(numbers: Mapping[str, Any]) -> list[Criterion]:
     training, evaluation = (row["times"] for row in numbers["by_mode"])
     return [
-        scattered(
+        median_criterion(
             "in training mode, dropout 0.1 in both: MLA's time by MHA's",
-            ratios(training, "MLA", "MHA"),
+            round_ratios(training, "MLA", "MHA"),
             high=0.95,
         ),
-        scattered(
-            "in evaluation mode: MLA's time by MHA's", ratios(evaluation, "MLA", "MHA"), high=0.95
+        median_criterion(
+            "in evaluation mode: MLA's time by MHA's",
+            round_ratios(evaluation, "MLA", "MHA"),
+            high=0.95,
         ),
-        scattered(
+        median_criterion(
             "as the note timed it, MLA without dropout and MHA with it",
-            ratios(training, "MLA, dropout 0.0", "MHA"),
-            role="told",
+            round_ratios(training, "MLA, dropout 0.0", "MHA"),
+            role="reported",
         ),
     ]
 
@@ -153,36 +155,36 @@ _SETTING = (
 
 CLAIM = Claim(
     id="fused",
-    sources=(Source(ATTN_JOURNEY, "6.2"), Source(ATTN_JOURNEY, "code")),
-    says="GPT's attention is faster than standard multi-head attention.",
-    predicts="At most 0.95 of its time, in training mode with a dropout of 0.1 in both, and in "
+    sources=(NoteSection(ATTN_JOURNEY, "6.2"), NoteSection(ATTN_JOURNEY, "code")),
+    statement="GPT's attention is faster than standard multi-head attention.",
+    prediction="At most 0.95 of its time, in training mode with a dropout of 0.1 in both, and in "
     "evaluation mode.",
-    scale=_SETTING + " On a GPU, where a call costs more, one fused matrix saves more.",
+    scope=_SETTING + " On a GPU, where a call costs more, one fused matrix saves more.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
     timed=True,
-    shares="fused",
+    measured_with="fused",
     table=_table,
-    lesson="No arithmetic is saved. A cold, single run in a fixed order, with dropout in "
+    takeaway="No arithmetic is saved. A cold, single run in a fixed order, with dropout in "
     "some of the kinds, compares nothing.",
 )
 
 MLA_TIME = Claim(
     id="mla-time",
-    sources=(Source(ATTN_JOURNEY, "6.1"), Source(ATTN_JOURNEY, "code")),
-    says="MLA is faster than standard multi-head attention.",
-    predicts="At most 0.95 of its time with the same dropout in both, and in evaluation mode.",
-    scale=_SETTING
+    sources=(NoteSection(ATTN_JOURNEY, "6.1"), NoteSection(ATTN_JOURNEY, "code")),
+    statement="MLA is faster than standard multi-head attention.",
+    prediction="At most 0.95 of its time with the same dropout in both, and in evaluation mode.",
+    scope=_SETTING
     + " The note timed MLA with dropout 0.0 against 0.1 of the others, and values of 16 numbers a "
     "head against 32.",
     measure=_measure,
     checks=_checks_mla,
     picture=_picture,
     timed=True,
-    shares="fused",
+    measured_with="fused",
     table=_table,
-    lesson="With narrower values it computes less in a prompt. Most of what the note measured is "
+    takeaway="With narrower values it computes less in a prompt. Most of what the note measured is "
     "the missing dropout, and in decoding it is another question: `mla-step`.",
 )
 
@@ -227,32 +229,32 @@ def _measure_work(_budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_work(numbers: Mapping[str, Any]) -> list[Criterion]:
     flops, parameters = numbers["flops"], numbers["parameters"]
     return [
-        Check(
+        Criterion(
             "both compute the same: largest difference", numbers["error"], high=1e-4, role="control"
         ),
-        Check("FLOPs of the fused one by those of the other", flops[0] / flops[1], high=0.99),
-        Check("parameters, likewise", parameters[0] / parameters[1], role="told"),
+        Criterion("FLOPs of the fused one by those of the other", flops[0] / flops[1], high=0.99),
+        Criterion("parameters, likewise", parameters[0] / parameters[1], role="reported"),
     ]
 
 
-def _checks_mask(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_mask(numbers: Mapping[str, Any]) -> list[Criterion]:
     done = numbers["done"]
     return [
-        Check(
+        Criterion(
             "of the plain computation, with a causal mask: FLOPs by those without a mask",
             done["causal"]["plain"],
             low=0.99,
         ),
-        Check(
+        Criterion(
             "of the kernel that regard chooses, with a causal mask",
             done["causal"]["ours"],
             low=0.99,
             role="limit",
         ),
-        Check(
+        Criterion(
             "... and with a window of 128 in 4096", done["window"]["ours"], low=0.99, role="limit"
         ),
     ]
@@ -280,28 +282,28 @@ def _picture_work(numbers: Mapping[str, Any]) -> Picture:
 
 WORK = Claim(
     id="fused-work",
-    sources=(Source(ATTN_JOURNEY, "6.2"),),
-    says="One matrix for queries, keys and values computes less than three.",
-    predicts="Fewer FLOPs for the same result.",
-    scale="Counted exactly, at width 512; the same at any size.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.2"),),
+    statement="One matrix for queries, keys and values computes less than three.",
+    prediction="Fewer FLOPs for the same result.",
+    scope="Counted exactly, at width 512; the same at any size.",
     measure=_measure_work,
     checks=_checks_work,
     picture=_picture_work,
-    shares="fused-work",
-    lesson="The same arithmetic in one call: what it can save is calls and readings of the input.",
+    measured_with="fused-work",
+    takeaway="The same arithmetic in one call: what it can save is calls and readings of the input.",
 )
 
 MASK = Claim(
     id="mask-work",
-    sources=(Source(ATTN_JOURNEY, "6.2"),),
-    says="A mask saves no multiplications.",
-    predicts="As many FLOPs with a mask as without one.",
-    scale="Counted by regard.plan at 4096 tokens.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.2"),),
+    statement="A mask saves no multiplications.",
+    prediction="As many FLOPs with a mask as without one.",
+    scope="Counted by regard.plan at 4096 tokens.",
     measure=_measure_work,
     checks=_checks_mask,
     picture=_picture_work,
-    shares="fused-work",
-    lesson="True of code that multiplies everything and fills in minus infinity afterwards; a "
+    measured_with="fused-work",
+    takeaway="True of code that multiplies everything and fills in minus infinity afterwards; a "
     "kernel that skips masked tiles does half of the causal work, and a twentieth with a "
     "window.",
 )

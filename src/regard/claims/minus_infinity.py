@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from regard import attend, attention_weights
-from regard.claims.claim import ATTN_JOURNEY, DEEPSEEK_NOTE, RASCHKA_NOTES, Check, Claim, Source
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    RASCHKA_NOTES,
+    Claim,
+    Criterion,
+    NoteSection,
+)
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.masks import Dense as DenseMask
@@ -71,59 +78,61 @@ def _measure(_budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
-        Check(
+        Criterion(
             "the largest weight behind the mask, at any of the scales", numbers["ours"], high=0.0
         ),
-        Check(
+        Criterion(
             "softmax over -inf alone gives weights too (1 = it is NaN)",
             numbers["bare_softmax_is_nan"],
             high=0.0,
             role="limit",
         ),
-        Check("a row that sees nothing, behind regard's masks", numbers["empty_row"], role="told"),
+        Criterion(
+            "a row that sees nothing, behind regard's masks", numbers["empty_row"], role="reported"
+        ),
     ]
 
 
-def _checks_hides(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_hides(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
-        Check("the largest weight behind the mask", numbers["ours"], high=0.0),
-        Check(
+        Criterion("the largest weight behind the mask", numbers["ours"], high=0.0),
+        Criterion(
             "a NaN in a hidden value stays hidden: share of the outputs that it reaches when its "
             "weight of 0 is multiplied",
             numbers["nan_after_multiplying"],
             high=0.0,
         ),
-        Check(
+        Criterion(
             "the same, where what is masked is selected away, as regard does",
             numbers["nan_after_masking"],
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _checks_large(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_large(numbers: Mapping[str, Any]) -> list[Criterion]:
     at = {(r["scale"], f["fill"]): f["weight"] for r in numbers["leaks"] for f in r["fills"]}
     return [
-        Check(
+        Criterion(
             "-1e9 gives weights of 0 where something is seen, at any of the scales",
             max(at[s, -1e9] for s in SCALES),
             high=0.0,
         ),
-        Check(
+        Criterion(
             "the measure sees a leak where there is one: the weight with -10, at the largest scale",
             at[100.0, -10.0],
             low=1e-3,
             role="control",
         ),
-        Check(
+        Criterion(
             "a row that sees nothing gives 0 as well (it is the mean of all values)",
             numbers["filled_row"],
             high=1e-6,
             role="limit",
         ),
-        Check(
+        Criterion(
             "-1e9 is a finite number in fp16 too (1 = it is)",
             numbers["fill_is_finite_in_fp16"],
             low=1.0,
@@ -149,45 +158,45 @@ _EXACT = "Exact statements about arithmetic: they do not depend on the scale."
 CLAIM = Claim(
     id="minus-infinity",
     sources=(
-        Source(DEEPSEEK_NOTE, "1.1.3"),
-        Source(ATTN_JOURNEY, "3.2"),
-        Source(RASCHKA_NOTES, "6.1"),
+        NoteSection(DEEPSEEK_NOTE, "1.1.3"),
+        NoteSection(ATTN_JOURNEY, "3.2"),
+        NoteSection(RASCHKA_NOTES, "6.1"),
     ),
-    says="A key that scores minus infinity has a weight of exactly 0.",
-    predicts="Zeros behind the mask, whatever the size of the other scores.",
-    scale=_EXACT,
+    statement="A key that scores minus infinity has a weight of exactly 0.",
+    prediction="Zeros behind the mask, whatever the size of the other scores.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0: the "
+    takeaway="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0: the "
     "empty row wants a definition, and ours is 0.",
 )
 
 HIDES = Claim(
     id="minus-infinity-hides",
-    sources=(Source(ATTN_JOURNEY, "3.2"),),
-    says="Scores of minus infinity keep every trace of the masked positions out of the output.",
-    predicts="Whatever stands in a masked value, the output does not change.",
-    scale=_EXACT,
+    sources=(NoteSection(ATTN_JOURNEY, "3.2"),),
+    statement="Scores of minus infinity keep every trace of the masked positions out of the output.",
+    prediction="Whatever stands in a masked value, the output does not change.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks_hides,
     picture=_picture,
-    shares="minus-infinity",
-    lesson="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not "
+    measured_with="minus-infinity",
+    takeaway="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not "
     "multiplied.",
 )
 
 LARGE = Claim(
     id="large-negative",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="A large negative number does the same as minus infinity.",
-    predicts="Weights of exactly 0 behind the mask, and the same rows everywhere else.",
-    scale=_EXACT,
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="A large negative number does the same as minus infinity.",
+    prediction="Weights of exactly 0 behind the mask, and the same rows everywhere else.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks_large,
     picture=_picture,
-    shares="minus-infinity",
-    lesson="The two agree exactly where something is seen; an empty row becomes a silent average, "
+    measured_with="minus-infinity",
+    takeaway="The two agree exactly where something is seen; an empty row becomes a silent average, "
     "and in fp16 -1e9 is no number.",
 )
 

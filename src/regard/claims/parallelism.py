@@ -17,9 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard import attend
-from regard.claims.claim import OUTLINE, OVERVIEW, RASCHKA_NOTES, Check, Claim, Source, scattered
-from regard.claims.cpu_timing import by_length, exponent, ratios, seconds, setting, slopes
-from regard.claims.small_training import decoder
+from regard.claims.claim import (
+    OUTLINE,
+    OVERVIEW,
+    RASCHKA_NOTES,
+    Claim,
+    Criterion,
+    NoteSection,
+    median_criterion,
+)
+from regard.claims.cpu_timing import (
+    fit_exponent,
+    length_exponents,
+    round_ratios,
+    time_cases,
+    timing_lines,
+    timing_settings,
+)
+from regard.claims.small_training import small_decoder
 from regard.compare.experiment import Numbers
 from regard.compare.speed import decode
 from regard.masks import Causal
@@ -31,13 +46,13 @@ DIM, BATCH = 64, 4
 COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
 
 
-class Chain(TorchDispatchMode):
+class DependencyChain(TorchDispatchMode):
     """Counts the longest chain of operations of which each needs the result of the one before.
 
     An operation on whole tensors counts as one step, a view as none. What is not made under the
     mode has depth 0.
 
-    >>> with Chain() as chain:
+    >>> with DependencyChain() as chain:
     ...     x = torch.ones(3) + 1
     ...     y = (x * 2) + (x * 3)
     >>> chain.depth(x), chain.depth(y)
@@ -79,7 +94,7 @@ class Chain(TorchDispatchMode):
 
 def _steps_of(run: Callable[[], Tensor]) -> int:
     """The longest chain of a call, up to its result."""
-    chain = Chain()
+    chain = DependencyChain()
     with torch.no_grad(), chain:
         return chain.depth(run())
 
@@ -103,19 +118,24 @@ def _measure_steps(_budget: float, seed: int) -> Numbers:
     return {"dim": DIM, "by_length": rows}
 
 
-def _checks_steps(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_steps(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     lengths = [float(r["length"]) for r in rows]
     recurrent, attention = (
         [float(r["steps"][name]) for r in rows] for name in ("lstm", "attention")
     )
     return [
-        Check("dependent steps of an LSTM: exponent of n", exponent(lengths, recurrent), 0.9, 1.1),
-        Check(
-            "dependent steps of attention: exponent of n", exponent(lengths, attention), -0.05, 0.05
+        Criterion(
+            "dependent steps of an LSTM: exponent of n", fit_exponent(lengths, recurrent), 0.9, 1.1
         ),
-        Check("an LSTM's steps at the longest", recurrent[-1], role="told"),
-        Check("attention's steps at the longest", attention[-1], role="told"),
+        Criterion(
+            "dependent steps of attention: exponent of n",
+            fit_exponent(lengths, attention),
+            -0.05,
+            0.05,
+        ),
+        Criterion("an LSTM's steps at the longest", recurrent[-1], role="reported"),
+        Criterion("attention's steps at the longest", attention[-1], role="reported"),
     ]
 
 
@@ -133,17 +153,17 @@ def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
 
 STEPS = Claim(
     id="order",
-    sources=(Source(OVERVIEW, "2.1"), Source(OVERVIEW, "5.2"), Source(OUTLINE, "2")),
-    says="A recurrent network takes its steps one after another, where attention takes the same "
+    sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OVERVIEW, "5.2"), NoteSection(OUTLINE, "2")),
+    statement="A recurrent network takes its steps one after another, where attention takes the same "
     "few at any length.",
-    predicts="Counted along the longest chain of operations that need one another: exponents of n "
+    prediction="Counted along the longest chain of operations that need one another: exponents of n "
     "of 1 and of 0.",
-    scale="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what "
+    scope="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what "
     "happens inside it may be summed in log n.",
     measure=_measure_steps,
     checks=_checks_steps,
     picture=_picture_steps,
-    lesson="More work, and none of it waits: n^2 products against n steps in order.",
+    takeaway="More work, and none of it waits: n^2 products against n steps in order.",
 )
 
 
@@ -157,50 +177,54 @@ def _measure_time(budget: float, seed: int) -> Numbers:
     for length in TIMED:
         x = torch.randn(BATCH, length, DIM)
         cases = {"attention": partial(attention, x), "lstm": partial(network, x)}
-        rows.append({"length": length, "times": seconds(cases, budget, rounds=9)})
-    return {**setting(), "dim": DIM, "batch": BATCH, "by_length": rows}
+        rows.append({"length": length, "times": time_cases(cases, budget, rounds=9)})
+    return {**timing_settings(), "dim": DIM, "batch": BATCH, "by_length": rows}
 
 
-def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         *(
-            scattered(
+            median_criterion(
                 f"attention at {r['length']} tokens: its time by the LSTM's",
-                ratios(r["times"], "attention", "lstm"),
+                round_ratios(r["times"], "attention", "lstm"),
                 high=1.0,
             )
             for r in rows
         ),
-        scattered("the LSTM's time: exponent of n", slopes(rows, "lstm"), role="told"),
-        scattered("attention's time: exponent of n", slopes(rows, "attention"), role="told"),
+        median_criterion(
+            "the LSTM's time: exponent of n", length_exponents(rows, "lstm"), role="reported"
+        ),
+        median_criterion(
+            "attention's time: exponent of n", length_exponents(rows, "attention"), role="reported"
+        ),
     ]
 
 
 def _picture_time(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "attention", "lstm")
+    lines = timing_lines(numbers, "attention", "lstm")
     return Picture("Reading n tokens of width 64, 4 rows", "n", "milliseconds", lines, "xy")
 
 
 TIME = Claim(
     id="order-time",
-    sources=(Source(OVERVIEW, "2.1"), Source(OUTLINE, "2")),
-    says="Attention reads a text faster than a recurrent network.",
-    predicts="Less time than an LSTM of the same width at every length.",
-    scale="One layer of width 64 on one thread of this CPU, which has nothing to be parallel "
+    sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OUTLINE, "2")),
+    statement="Attention reads a text faster than a recurrent network.",
+    prediction="Less time than an LSTM of the same width at every length.",
+    scope="One layer of width 64 on one thread of this CPU, which has nothing to be parallel "
     "with: on a GPU the LSTM's steps in order weigh far more.",
     measure=_measure_time,
     checks=_checks_time,
     picture=_picture_time,
     timed=True,
-    lesson="Few steps in order against more work: with few cores and long rows the work decides.",
+    takeaway="Few steps in order against more work: with few cores and long rows the work decides.",
 )
 
 TOKENS = 12
 
 
 def _measure_generation(_budget: float, seed: int) -> Numbers:
-    _, model = decoder(32, dim=16, heads=2, seed=seed)
+    _, model = small_decoder(32, dim=16, heads=2, seed=seed)
     passes: list[int] = []
     model.register_forward_hook(lambda _module, args, _out: passes.append(args[0].shape[1]))
     ids = torch.randint(32, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
@@ -215,10 +239,10 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
     return {"tokens": TOKENS, "training": training, "generation": len(passes)}
 
 
-def _checks_generation(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_generation(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
-        Check("passes that train on a row of n tokens", numbers["training"], high=1),
-        Check(
+        Criterion("passes that train on a row of n tokens", numbers["training"], high=1),
+        Criterion(
             f"passes that generate {numbers['tokens']} tokens, one after another",
             numbers["generation"],
             high=1,
@@ -237,15 +261,15 @@ def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
 
 GENERATION = Claim(
     id="order-generation",
-    sources=(Source(OVERVIEW, "1.1"), Source(OVERVIEW, "5.2")),
-    says="Attention's work is fully parallel.",
-    predicts="One pass, however many tokens: to train on them, and to generate them.",
-    scale="Counted on a small decoder; greedy and one token at a time, as every model of this "
+    sources=(NoteSection(OVERVIEW, "1.1"), NoteSection(OVERVIEW, "5.2")),
+    statement="Attention's work is fully parallel.",
+    prediction="One pass, however many tokens: to train on them, and to generate them.",
+    scope="Counted on a small decoder; greedy and one token at a time, as every model of this "
     "kind speaks unless it drafts.",
     measure=_measure_generation,
     checks=_checks_generation,
     picture=_picture_generation,
-    lesson="Training and prefill are parallel; generation waits for each token, with attention as "
+    takeaway="Training and prefill are parallel; generation waits for each token, with attention as "
     "with recurrence.",
 )
 
@@ -254,11 +278,11 @@ LOOP_LENGTHS, LOOP_DIM = (6, 16, 48), 3
 """Six words of three numbers are the notes' own example."""
 
 
-def looped(x: Tensor) -> Tensor:
+def scores_by_loops(x: Tensor) -> Tensor:
     """s_ij = x_i . x_j, one after another.
 
     >>> x = torch.arange(6.0).view(2, 3)
-    >>> torch.equal(looped(x), x @ x.T)
+    >>> torch.equal(scores_by_loops(x), x @ x.T)
     True
     """
     scores = x.new_zeros(len(x), len(x))
@@ -273,51 +297,55 @@ def _measure_loops(budget: float, seed: int) -> Numbers:
     for length in LOOP_LENGTHS:
         x = torch.randn(length, LOOP_DIM, generator=make)
         cases: dict[str, Callable[[], object]] = {
-            "loops": partial(looped, x),
+            "loops": partial(scores_by_loops, x),
             "product": partial(torch.matmul, x, x.T),
         }
-        error = float((looped(x.double()) - x.double() @ x.double().T).abs().max())
-        rows.append({"length": length, "error": error, "times": seconds(cases, budget, rounds=9)})
-    return {**setting(), "dim": LOOP_DIM, "by_length": rows}
+        error = float((scores_by_loops(x.double()) - x.double() @ x.double().T).abs().max())
+        rows.append(
+            {"length": length, "error": error, "times": time_cases(cases, budget, rounds=9)}
+        )
+    return {**timing_settings(), "dim": LOOP_DIM, "by_length": rows}
 
 
-def _checks_loops(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_loops(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
-        Check(
+        Criterion(
             "both give the same scores: largest difference, in fp64",
             max(r["error"] for r in rows),
             high=1e-12,
         ),
         *(
-            scattered(
+            median_criterion(
                 f"{r['length']} words: time of the loops by that of the product",
-                ratios(r["times"], "loops", "product"),
+                round_ratios(r["times"], "loops", "product"),
                 low=2.0,
             )
             for r in rows
         ),
-        scattered("the loops' time: exponent of n", slopes(rows, "loops"), role="told"),
+        median_criterion(
+            "the loops' time: exponent of n", length_exponents(rows, "loops"), role="reported"
+        ),
     ]
 
 
 def _picture_loops(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "loops", "product")
+    lines = timing_lines(numbers, "loops", "product")
     return Picture("All scores of n words of three numbers", "words", "milliseconds", lines, "xy")
 
 
 LOOPS = Claim(
     id="loops",
-    sources=(Source(RASCHKA_NOTES, "4.2"),),
-    says="A matrix product computes all scores faster than two loops do.",
-    predicts="The same scores, and more than twice the time for the loops at every length.",
-    scale="Python's loops over torch's numbers, as the note has them: most of their time is the "
+    sources=(NoteSection(RASCHKA_NOTES, "4.2"),),
+    statement="A matrix product computes all scores faster than two loops do.",
+    prediction="The same scores, and more than twice the time for the loops at every length.",
+    scope="Python's loops over torch's numbers, as the note has them: most of their time is the "
     "call of each small operation.",
     measure=_measure_loops,
     checks=_checks_loops,
     picture=_picture_loops,
     timed=True,
-    lesson="The arithmetic is the same; what is saved is n^2 calls.",
+    takeaway="The arithmetic is the same; what is saved is n^2 calls.",
 )
 
 
@@ -325,7 +353,7 @@ CACHE_LENGTHS = (32, 128, 512, 1024)
 
 
 def _measure_cache(budget: float, seed: int) -> Numbers:
-    config, model = decoder(256, dim=256, layers=4, heads=8, seed=seed)
+    config, model = small_decoder(256, dim=256, layers=4, heads=8, seed=seed)
     rows = []
     for length in CACHE_LENGTHS:
         ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(length))
@@ -337,7 +365,7 @@ def _measure_cache(budget: float, seed: int) -> Numbers:
             caches = model.new_caches()
             model(ids[:, :-1], None, caches)
             error = float((model(ids[:, -1:], None, caches)[:, -1] - model(ids)[:, -1]).abs().max())
-        times = seconds(cases, budget, rounds=7)
+        times = time_cases(cases, budget, rounds=7)
         rows.append(
             {
                 "length": length,
@@ -346,35 +374,43 @@ def _measure_cache(budget: float, seed: int) -> Numbers:
                 "error": error,
             }
         )
-    return {**setting(), "dim": 256, "layers": 4, "by_length": rows}
+    return {**timing_settings(), "dim": 256, "layers": 4, "by_length": rows}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
-        Check(
+        Criterion(
             "the next token is the same: largest difference of a logit",
             max(r["error"] for r in rows),
             high=1e-4,
         ),
         *(
-            scattered(
+            median_criterion(
                 f"a step behind {r['length']} tokens: time without the cache by time with it",
-                ratios(r["times"], "no cache", "cache"),
+                round_ratios(r["times"], "no cache", "cache"),
                 low=1.0,
             )
             for r in rows
         ),
-        scattered(
-            "time of a step without it: exponent of n", slopes(rows, "no cache"), role="told"
+        median_criterion(
+            "time of a step without it: exponent of n",
+            length_exponents(rows, "no cache"),
+            role="reported",
         ),
-        scattered("time of a step with it: exponent of n", slopes(rows, "cache"), role="told"),
-        Check("the price: bytes of the cache at the longest", rows[-1]["bytes"], role="told"),
+        median_criterion(
+            "time of a step with it: exponent of n",
+            length_exponents(rows, "cache"),
+            role="reported",
+        ),
+        Criterion(
+            "the price: bytes of the cache at the longest", rows[-1]["bytes"], role="reported"
+        ),
     ]
 
 
 def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "cache", "no cache")
+    lines = timing_lines(numbers, "cache", "no cache")
     return Picture(
         "One more token, 4 layers of width 256", "tokens so far", "milliseconds", lines, "xy"
     )
@@ -382,16 +418,16 @@ def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
 
 KV_CACHE = Claim(
     id="kv-cache",
-    sources=(Source(OVERVIEW, "5.2"),),
-    says="A cache of keys and values speeds generation up.",
-    predicts="The same tokens in less time, at every length.",
-    scale="A small model on this CPU, up to 1024 tokens; at great lengths a step with a cache "
+    sources=(NoteSection(OVERVIEW, "5.2"),),
+    statement="A cache of keys and values speeds generation up.",
+    prediction="The same tokens in less time, at every length.",
+    scope="A small model on this CPU, up to 1024 tokens; at great lengths a step with a cache "
     "grows as well, since it reads all keys.",
     measure=_measure_cache,
     checks=_checks_cache,
     picture=_picture_cache,
     timed=True,
-    lesson="Generation is one pass per token with attention as well: the cache makes each "
+    takeaway="Generation is one pass per token with attention as well: the cache makes each "
     "pass small, it does not make them parallel. The price is memory that grows with the "
     "tokens.",
 )

@@ -22,14 +22,14 @@ from regard.claims.claim import (
     ATTN_JOURNEY,
     OUTLINE,
     OVERVIEW,
-    Check,
     Claim,
-    Source,
-    scattered,
-    steps,
-    trials,
+    Criterion,
+    NoteSection,
+    median_criterion,
+    num_seeds,
+    num_steps,
 )
-from regard.claims.small_training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Separate
@@ -88,47 +88,49 @@ def _falls(values: list[float]) -> float:
     return sum(b < a for a, b in pairwise(values)) / (len(values) - 1)
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     def nearer(name: str) -> float:
         return float(sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64)
 
     return [
-        Check(
+        Criterion(
             "sinusoids: mean score of the 16 nearest less that of the 64 farthest",
             nearer("sinusoidal"),
             low=0.1,
         ),
-        Check("rotary: likewise", nearer("rotary"), low=0.1),
-        Check(
+        Criterion("rotary: likewise", nearer("rotary"), low=0.1),
+        Criterion(
             "ALiBi: share of steps away that lower the score, the least of its heads",
             min(map(_falls, numbers["alibi"])),
             low=1.0,
         ),
-        Check(
+        Criterion(
             "sinusoids: share of steps away that lower the score",
             _falls(numbers["sinusoidal"]),
             low=1.0,
             role="limit",
         ),
-        Check("rotary: likewise", _falls(numbers["rotary"]), low=1.0, role="limit"),
+        Criterion("rotary: likewise", _falls(numbers["rotary"]), low=1.0, role="limit"),
     ]
 
 
-def _checks_distance(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_distance(numbers: Mapping[str, Any]) -> list[Criterion]:
     moved = numbers["moved"]
     return [
-        Check(
+        Criterion(
             "rotary, with random content: change of the scores when all positions move",
             moved["rotary, with content"],
             high=1e-12,
         ),
-        Check(
+        Criterion(
             "sinusoids added to random content: likewise",
             moved["sinusoidal, with content"],
             high=1e-5,
         ),
-        Check("sinusoids among themselves: likewise", moved["sinusoidal alone"], role="told"),
-        Check(
+        Criterion(
+            "sinusoids among themselves: likewise", moved["sinusoidal alone"], role="reported"
+        ),
+        Criterion(
             "rotary by its formula 2/d sum cos(m theta): distance",
             numbers["formula"],
             high=1e-12,
@@ -163,30 +165,30 @@ _UNTRAINED = (
 
 CLAIM = Claim(
     id="positions",
-    sources=(Source(OUTLINE, "position encodings"),),
-    says="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far ones.",
-    predicts="A query and a key that match score less at a distance, under each of the three.",
-    scale=_UNTRAINED,
+    sources=(NoteSection(OUTLINE, "position encodings"),),
+    statement="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far ones.",
+    prediction="A query and a key that match score less at a distance, under each of the three.",
+    scope=_UNTRAINED,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="positions",
-    lesson="On the whole all three do; at every step only ALiBi: sinusoids and rotations wave as "
+    measured_with="positions",
+    takeaway="On the whole all three do; at every step only ALiBi: sinusoids and rotations wave as "
     "they fall.",
 )
 
 DISTANCE = Claim(
     id="positions-distance",
-    sources=(Source(OUTLINE, "position encodings"),),
-    says="Under sinusoidal and rotary positions a score depends on the distance of two tokens "
+    sources=(NoteSection(OUTLINE, "position encodings"),),
+    statement="Under sinusoidal and rotary positions a score depends on the distance of two tokens "
     "alone.",
-    predicts="No score changes when all positions move by the same number.",
-    scale=_UNTRAINED,
+    prediction="No score changes when all positions move by the same number.",
+    scope=_UNTRAINED,
     measure=_measure,
     checks=_checks_distance,
     picture=_picture,
-    shares="positions",
-    lesson="True of rotations, and of sinusoids among themselves; added to content, sinusoids "
+    measured_with="positions",
+    takeaway="True of rotations, and of sinusoids among themselves; added to content, sinusoids "
     "bring in products of content and position.",
 )
 
@@ -223,17 +225,17 @@ def _measure_order(_budget: float, seed: int) -> Numbers:
     return {"dim": ORDER_DIM, "tokens": ORDER_TOKENS, "by_layers": rows}
 
 
-def _checks_order(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_order(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_layers"]
     return [
-        Check(
+        Criterion(
             "no mask: the most that the last row moves, over the numbers of layers",
             max(r["all"] for r in rows),
             high=1e-12,
         ),
-        Check("causal, two layers: how far it moves", rows[1]["causal"], high=1e-12),
-        Check("causal, one layer: how far it moves", rows[0]["causal"], role="told"),
-        Check("causal, three layers: how far it moves", rows[2]["causal"], role="told"),
+        Criterion("causal, two layers: how far it moves", rows[1]["causal"], high=1e-12),
+        Criterion("causal, one layer: how far it moves", rows[0]["causal"], role="reported"),
+        Criterion("causal, three layers: how far it moves", rows[2]["causal"], role="reported"),
     ]
 
 
@@ -249,16 +251,16 @@ def _picture_order(numbers: Mapping[str, Any]) -> Picture:
 
 ORDER_INFORMATION = Claim(
     id="order-information",
-    sources=(Source(OVERVIEW, "1.2"),),
-    says="A Transformer without position encodings has no information about the order of its "
+    sources=(NoteSection(OVERVIEW, "1.2"),),
+    statement="A Transformer without position encodings has no information about the order of its "
     "tokens.",
-    predicts="When two tokens change places, the last row stays the same: with and without a "
+    prediction="When two tokens change places, the last row stays the same: with and without a "
     "causal mask, at any number of layers.",
-    scale="Exact; the size of the change is that of random weights, width 16 and six tokens.",
+    scope="Exact; the size of the change is that of random weights, width 16 and six tokens.",
     measure=_measure_order,
     checks=_checks_order,
     picture=_picture_order,
-    lesson="True without a mask. Under a causal mask the second layer reads rows that have seen "
+    takeaway="True without a mask. Under a causal mask the second layer reads rows that have seen "
     "more or less of the text: a language model can tell the order without any positions.",
 )
 
@@ -268,7 +270,7 @@ VALUES_DIM, VALUES_HEADS, VALUES_SEEDS = 64, 4, 3
 VALUES_STEPS, VALUES_CONTEXT = 200, 96
 
 
-class TurnedValues(Separate):
+class RotatedValues(Separate):
     """A projection that rotates its values too, not only its queries and keys.
 
     Attention asks for the queries of a call first, so the projection keeps their positions for
@@ -278,8 +280,8 @@ class TurnedValues(Separate):
         before: a projection with rotary queries and keys, whose heads are used as they are.
         back: whether the output of attention is rotated back.
 
-    >>> _, model = decoder(BYTES, dim=16, heads=2)
-    >>> turned = TurnedValues(model.layers[0].attention.project, back=True)
+    >>> _, model = small_decoder(BYTES, dim=16, heads=2)
+    >>> turned = RotatedValues(model.layers[0].attention.project, back=True)
     >>> turned.remember(torch.zeros(1, 3, 16), Span(0, 3))[1].shape
     torch.Size([1, 2, 3, 8])
     """
@@ -308,14 +310,14 @@ class TurnedValues(Separate):
 
 
 def _model(way: str, seed: int) -> Decoder:
-    _, model = decoder(BYTES, dim=VALUES_DIM, heads=VALUES_HEADS, seed=seed)
+    _, model = small_decoder(BYTES, dim=VALUES_DIM, heads=VALUES_HEADS, seed=seed)
     for layer in model.layers:
         attention = layer.attention
         assert isinstance(attention, Attention)
         if way != WAYS[0]:
             before = attention.project
             assert isinstance(before, Separate)
-            attention.project = TurnedValues(before, back=way == WAYS[1])
+            attention.project = RotatedValues(before, back=way == WAYS[1])
     return model
 
 
@@ -331,46 +333,48 @@ def _moved(model: Decoder) -> float:
 
 
 def _measure_values(budget: float, seed: int) -> Numbers:
-    count, rows = steps(budget, VALUES_STEPS), []
+    count, rows = num_steps(budget, VALUES_STEPS), []
     for way in WAYS:
         losses, moved = [], 0.0
-        for trial in range(seed, seed + trials(budget, VALUES_SEEDS)):
+        for trial in range(seed, seed + num_seeds(budget, VALUES_SEEDS)):
             model = _model(way, trial)
-            read_bytes(model, count, context=VALUES_CONTEXT, seed=trial)
+            train_on_bytes(model, count, context=VALUES_CONTEXT, seed=trial)
             losses.append(byte_loss(model, VALUES_CONTEXT, rows=32))
             moved = max(moved, _moved(model))  # a fresh model's outputs are 0: nothing would move
         rows.append({"way": way, "losses": losses, "moved": moved})
     return {
         "steps": count,
-        "seeds": trials(budget, VALUES_SEEDS),
+        "seeds": num_seeds(budget, VALUES_SEEDS),
         "dim": VALUES_DIM,
         "by_way": rows,
     }
 
 
-def _checks_values(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_values(numbers: Mapping[str, Any]) -> list[Criterion]:
     plain, back, bare = numbers["by_way"]
     gains = [a - b for a, b in zip(plain["losses"], back["losses"], strict=True)]
     worse = [a - b for a, b in zip(bare["losses"], plain["losses"], strict=True)]
     return [
-        scattered(
+        median_criterion(
             "values turned and turned back: nats per byte gained, seed by seed", gains, high=0.01
         ),
-        scattered("values turned and not turned back: nats per byte lost", worse, role="told"),
+        median_criterion(
+            "values turned and not turned back: nats per byte lost", worse, role="reported"
+        ),
     ]
 
 
-def _checks_values_inverse(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_values_inverse(numbers: Mapping[str, Any]) -> list[Criterion]:
     plain, back, bare = numbers["by_way"]
     return [
-        Check(
+        Criterion(
             "queries and keys turned: change of the logits when all positions move",
             plain["moved"],
             high=1e-9,
             role="control",
         ),
-        Check("values turned too, and not turned back: likewise", bare["moved"], low=1e-3),
-        Check("values turned too, and turned back: likewise", back["moved"], high=1e-9),
+        Criterion("values turned too, and not turned back: likewise", bare["moved"], low=1e-3),
+        Criterion("values turned too, and turned back: likewise", back["moved"], high=1e-9),
     ]
 
 
@@ -389,30 +393,30 @@ def _picture_values(numbers: Mapping[str, Any]) -> Picture:
 
 VALUES = Claim(
     id="values",
-    sources=(Source(ATTN_JOURNEY, "6.3"),),
-    says="Turning values as well as queries and keys brings no benefit.",
-    predicts="At most a hundredth of a nat per byte gained, when what was turned is turned back.",
-    scale="Two layers of width 64, three seeds, a minute on text: a difference of hundredths of a "
+    sources=(NoteSection(ATTN_JOURNEY, "6.3"),),
+    statement="Turning values as well as queries and keys brings no benefit.",
+    prediction="At most a hundredth of a nat per byte gained, when what was turned is turned back.",
+    scope="Two layers of width 64, three seeds, a minute on text: a difference of hundredths of a "
     "nat says nothing of large models.",
     measure=_measure_values,
     checks=_checks_values,
     picture=_picture_values,
-    shares="values",
-    lesson="Whether it helps is for the loss to say, and is open at the size of real models.",
+    measured_with="values",
+    takeaway="Whether it helps is for the loss to say, and is open at the size of real models.",
 )
 
 INVERSE = Claim(
     id="values-inverse",
-    sources=(Source(ATTN_JOURNEY, "6.3"),),
-    says="Turned values need an inverse rotation.",
-    predicts="With it the model depends on distances alone, and without it on where the text "
+    sources=(NoteSection(ATTN_JOURNEY, "6.3"),),
+    statement="Turned values need an inverse rotation.",
+    prediction="With it the model depends on distances alone, and without it on where the text "
     "begins.",
-    scale="Exact, on trained models of two layers in fp64.",
+    scope="Exact, on trained models of two layers in fp64.",
     measure=_measure_values,
     checks=_checks_values_inverse,
     picture=_picture_values,
-    shares="values",
-    lesson="It is a few lines: R(-i) behind the mix makes values relative too.",
+    measured_with="values",
+    takeaway="It is a few lines: R(-i) behind the mix makes values relative too.",
 )
 
 CLAIMS = (ORDER_INFORMATION, CLAIM, DISTANCE, VALUES, INVERSE)

@@ -92,7 +92,7 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     return list({one.name: one for one in made}.values())
 
 
-def run(
+def run_claims(
     session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0
 ) -> list[Outcome]:
     """Run claims, or find what an earlier run of the same budget and seed has kept.
@@ -106,7 +106,7 @@ def run(
 
     >>> from regard.compare import Session, Store
     >>> from regard.claims import find_claim
-    >>> [one.verdict for one in run(Session(Store(None)), [find_claim("minus-infinity")])]
+    >>> [one.verdict for one in run_claims(Session(Store(None)), [find_claim("minus-infinity")])]
     ['holds with limits']
     """
     found = []
@@ -123,4 +123,4 @@ def _experiment(claim: Claim, budget: float, seed: int) -> Experiment:
             return claim.measure(budget, seed)
 
     settings = {"budget": budget, "seed": seed, "torch": torch.__version__, "regard": __version__}
-    return Experiment(f"claim/{claim.shares or claim.id}", settings, measure)
+    return Experiment(f"claim/{claim.measured_with or claim.id}", settings, measure)

@@ -22,14 +22,14 @@ from regard.claims.claim import (
     OUTLINE,
     OVERVIEW,
     RASCHKA_NOTES,
-    Check,
     Claim,
-    Source,
-    scattered,
-    steps,
-    trials,
+    Criterion,
+    NoteSection,
+    median_criterion,
+    num_seeds,
+    num_steps,
 )
-from regard.claims.small_training import BYTES, byte_loss, decoder, gradient_norms
+from regard.claims.small_training import BYTES, byte_loss, gradient_norms, small_decoder
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, Separate
 from regard.view.charts import Line, Picture
@@ -44,7 +44,7 @@ def _scale(way: str, dim: int) -> float:
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    rows = steps(budget, 256, least=256)
+    rows = num_steps(budget, 256, least=256)
     make = torch.Generator().manual_seed(seed)
     found = []
     for dim in DIMS:
@@ -61,7 +61,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     return {"rows": rows, "keys": KEYS, "by_dim": found}
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows, last = numbers["by_dim"], numbers["by_dim"][-1]
     n, m = numbers["rows"], numbers["keys"]
 
@@ -74,17 +74,17 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 
     entropy = [r["scaled"]["entropy"] for r in rows]
     return [
-        Check(
+        Criterion(
             "std(q.k) is sqrt(d) at every d: largest distance, in standard errors",
             max(map(off, rows)),
             high=5.0,
         ),
-        Check(
+        Criterion(
             "without the scale one key takes nearly all at the largest d: mean largest weight",
             last["unscaled"]["largest"],
             low=0.9,
         ),
-        Check(
+        Criterion(
             "with it the entropy of the weights is the same at every d: largest by smallest",
             max(entropy) / min(entropy),
             high=1.1,
@@ -110,19 +110,19 @@ _FRESH = (
 CLAIM = Claim(
     id="scale",
     sources=(
-        Source(DEEPSEEK_NOTE, "1.1.3"),
-        Source(ATTN_JOURNEY, "3.1"),
-        Source(RASCHKA_NOTES, "5.1"),
+        NoteSection(DEEPSEEK_NOTE, "1.1.3"),
+        NoteSection(ATTN_JOURNEY, "3.1"),
+        NoteSection(RASCHKA_NOTES, "5.1"),
     ),
-    says="Without the division by sqrt(d_k), and only without it, the scores grow with d_k and "
+    statement="Without the division by sqrt(d_k), and only without it, the scores grow with d_k and "
     "the softmax saturates.",
-    predicts="A spread of sqrt(d); without the scale nearly all weight on one key at a large d, "
+    prediction="A spread of sqrt(d); without the scale nearly all weight on one key at a large d, "
     "with it the same entropy at every d.",
-    scale=_FRESH,
+    scope=_FRESH,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="A product of d terms of variance 1 has variance d: the division takes out what is due "
+    takeaway="A product of d terms of variance 1 has variance d: the division takes out what is due "
     "to the size of the head alone.",
 )
 
@@ -176,21 +176,21 @@ def _by(row: Mapping[str, Any], name: str) -> list[float]:
     return [a / b for a, b in zip(row["unscaled"][name], row["scaled"][name], strict=True)]
 
 
-def _checks_vanish(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_vanish(numbers: Mapping[str, Any]) -> list[Criterion]:
     last = numbers["by_dim"][-1]
     return [
-        scattered(
+        median_criterion(
             "the slope of the softmax at the largest d, the norm of d weights / d scores: median "
             "over the rows, by that with the scale",
             _by(last, "slope"),
             high=0.2,
         ),
-        scattered(
+        median_criterion(
             "the gradient of a query, there: median over the queries, by that with the scale",
             _by(last, "per_query_median"),
             high=0.2,
         ),
-        scattered(
+        median_criterion(
             "the gradient of W_q as a whole vanishes too: its norm, by that with the scale",
             _by(last, "weights"),
             high=0.2,
@@ -199,25 +199,25 @@ def _checks_vanish(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_explode(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_explode(numbers: Mapping[str, Any]) -> list[Criterion]:
     first, last = numbers["by_dim"][0], numbers["by_dim"][-1]
     grows = [b / a for a, b in zip(_by(first, "weights"), _by(last, "weights"), strict=True)]
     most = max(x for row in numbers["by_dim"] for way in WAYS for x in row[way]["steepest"])
     return [
-        scattered(
+        median_criterion(
             "the gradient of W_q at the largest d: its norm, by that with the scale",
             _by(last, "weights"),
             low=5.0,
         ),
-        scattered(
+        median_criterion(
             "... and that factor grows with d: at the largest by at the smallest", grows, low=2.0
         ),
-        scattered(
+        median_criterion(
             "the largest gradient of a query, there: by that with the scale",
             _by(last, "per_query_largest"),
             low=5.0,
         ),
-        Check(
+        Criterion(
             "the gradient of the scores explodes too: the steepest slope of the softmax, which is "
             "1/2 at most",
             most,
@@ -245,31 +245,35 @@ def _picture_gradients(numbers: Mapping[str, Any]) -> Picture:
 
 VANISH = Claim(
     id="scale-vanish",
-    sources=(Source(ATTN_JOURNEY, "3.1"), Source(OVERVIEW, "3.2"), Source(OUTLINE, "1")),
-    says="Without the scale gradients vanish, because the softmax saturates.",
-    predicts="At a large d softmax lets next to no gradient through, and the queries, the scores "
+    sources=(
+        NoteSection(ATTN_JOURNEY, "3.1"),
+        NoteSection(OVERVIEW, "3.2"),
+        NoteSection(OUTLINE, "1"),
+    ),
+    statement="Without the scale gradients vanish, because the softmax saturates.",
+    prediction="At a large d softmax lets next to no gradient through, and the queries, the scores "
     "and the weights get next to none.",
-    scale=_FRESH,
+    scope=_FRESH,
     measure=_measure_gradients,
     checks=_checks_vanish,
     picture=_picture_gradients,
-    shares="scale-vanish",
-    lesson="True of the scores and of most queries; the few queries that are not saturated get so "
+    measured_with="scale-vanish",
+    takeaway="True of the scores and of most queries; the few queries that are not saturated get so "
     "much that the sum over all is larger, not smaller.",
 )
 
 EXPLODE = Claim(
     id="scale-explode",
-    sources=(Source(ATTN_JOURNEY, "3.1"),),
-    says="Without the scale gradients explode.",
-    predicts="At a large d the gradients of the scores, of the queries and of the weights are "
+    sources=(NoteSection(ATTN_JOURNEY, "3.1"),),
+    statement="Without the scale gradients explode.",
+    prediction="At a large d the gradients of the scores, of the queries and of the weights are "
     "many times those with the scale.",
-    scale=_FRESH,
+    scope=_FRESH,
     measure=_measure_gradients,
     checks=_checks_explode,
     picture=_picture_gradients,
-    shares="scale-vanish",
-    lesson="The gradient of the scores never does: softmax has a slope of at most 1/2. That of "
+    measured_with="scale-vanish",
+    takeaway="The gradient of the scores never does: softmax has a slope of at most 1/2. That of "
     "the weights has the factor d score / d q = k, which the scale would divide by sqrt(d).",
 )
 
@@ -280,7 +284,7 @@ def _trained(dim: int, way: str, seed: int, count: int) -> dict[str, float]:
     """Two layers of one head, trained on bytes, with or without the scale: the loss, and the norms
     of the gradients on the way.
     """
-    _, model = decoder(BYTES, dim=WIDTH, heads=1, options={"head_dim": dim}, seed=seed)
+    _, model = small_decoder(BYTES, dim=WIDTH, heads=1, options={"head_dim": dim}, seed=seed)
     for layer in model.layers:
         attention = layer.attention
         assert isinstance(attention, Attention)
@@ -302,8 +306,8 @@ def _trained(dim: int, way: str, seed: int, count: int) -> dict[str, float]:
 
 
 def _measure_training(budget: float, seed: int) -> Numbers:
-    count, found = steps(budget, STEPS, least=4), []
-    seeds = range(seed, seed + trials(budget, SEEDS))
+    count, found = num_steps(budget, STEPS, least=4), []
+    seeds = range(seed, seed + num_seeds(budget, SEEDS))
     for dim in TRAINED_DIMS:
         row: dict[str, Any] = {"dim": dim}
         for way in WAYS:
@@ -313,29 +317,29 @@ def _measure_training(budget: float, seed: int) -> Numbers:
     return {"steps": count, "width": WIDTH, "seeds": len(seeds), "by_dim": found}
 
 
-def _checks_training(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_training(numbers: Mapping[str, Any]) -> list[Criterion]:
     small, large = numbers["by_dim"]
 
     def lost(row: Mapping[str, Any]) -> list[float]:
         return [a - b for a, b in zip(row["unscaled"]["loss"], row["scaled"]["loss"], strict=True)]
 
     return [
-        scattered(
+        median_criterion(
             "the largest gradient norm of a run at a large d: without the scale by with it",
             _by(large, "largest"),
             low=1.1,
         ),
-        scattered(
+        median_criterion(
             "the same steps learn less there: nats per byte lost without the scale",
             lost(large),
             low=0.05,
         ),
-        scattered(
+        median_criterion(
             "the median gradient norm there: without the scale by with it",
             _by(large, "median"),
-            role="told",
+            role="reported",
         ),
-        scattered(
+        median_criterion(
             "at a small d it is so as well: nats per byte lost", lost(small), low=0.05, role="limit"
         ),
     ]
@@ -361,16 +365,16 @@ def _picture_training(numbers: Mapping[str, Any]) -> Picture:
 
 TRAINING = Claim(
     id="scale-training",
-    sources=(Source(ATTN_JOURNEY, "3.1"),),
-    says="Without the scale training becomes unstable.",
-    predicts="The same model on the same data, without the scale: gradients spike higher, and as "
+    sources=(NoteSection(ATTN_JOURNEY, "3.1"),),
+    statement="Without the scale training becomes unstable.",
+    prediction="The same model on the same data, without the scale: gradients spike higher, and as "
     "many steps learn less; at a small d hardly.",
-    scale="Two layers of width 64 with one head of 16 or 256, three seeds, a hundred steps on "
+    scope="Two layers of width 64 with one head of 16 or 256, three seeds, a hundred steps on "
     "text. No run diverged: AdamW takes the size out of a gradient.",
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,
-    lesson="Most queries learn nothing and a few learn too much: training goes on, with "
+    takeaway="Most queries learn nothing and a few learn too much: training goes on, with "
     "spikes and slower.",
 )
 

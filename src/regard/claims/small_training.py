@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.bench.runner import threads
+from regard.bench.runner import torch_threads
 from regard.compare.mechanisms import decoder as fresh
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
@@ -20,12 +20,12 @@ from regard.train.batches import Batches
 from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.settings import Settings
-from regard.train.tasks.task import IGNORED, Made, Task, pad
+from regard.train.tasks.task import IGNORE_INDEX, Task, TaskBatches, pad
 
 BYTES = 256
 
 
-def decoder(
+def small_decoder(
     vocabulary: int,
     *,
     dim: int = 64,
@@ -47,7 +47,7 @@ def decoder(
         position, window: as `regard.models.families.regard.Config`.
         seed: of the weights.
 
-    >>> sum(p.numel() for p in decoder(256, layers=1)[1].parameters())
+    >>> sum(p.numel() for p in small_decoder(256, layers=1)[1].parameters())
     86208
     """
     own = dict(options or {})
@@ -67,7 +67,7 @@ def decoder(
     return config, fresh(config, seed)
 
 
-def learn(
+def train_on_task(
     model: nn.Module,
     task: Task,
     count: int,
@@ -81,24 +81,24 @@ def learn(
 
     >>> from regard.train.tasks import TASKS
     >>> task = TASKS["mqar"]
-    >>> learn(decoder(len(task.vocabulary), dim=16, heads=2)[1], task, 2, batch=2) > 0
+    >>> train_on_task(small_decoder(len(task.vocabulary), dim=16, heads=2)[1], task, 2, batch=2) > 0
     True
     """
-    return _fit(model, Made(task, batch=batch, seed=seed), count, lr, loss or AnswerLoss())
+    return _fit(model, TaskBatches(task, batch=batch, seed=seed), count, lr, loss or AnswerLoss())
 
 
-def read_bytes(
+def train_on_bytes(
     model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
 ) -> float:
     """Train on the bytes of a text that every Python has, its documentation; gives the loss of the
     last step.
 
-    >>> read_bytes(decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2) > 3
+    >>> train_on_bytes(small_decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2) > 3
     True
     """
     return _fit(
         model,
-        Batches(_text()[0], batch=batch, context=context, seed=seed),
+        Batches(_documentation_bytes()[0], batch=batch, context=context, seed=seed),
         count,
         lr,
         next_token_loss,
@@ -111,13 +111,13 @@ def gradient_norms(
     """Train on the same text at one rate, without clipping; gives the norm of all gradients of each
     step.
 
-    >>> [x > 0 for x in gradient_norms(decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2)]
+    >>> [x > 0 for x in gradient_norms(small_decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2)]
     [True, True]
     """
     found = []
     optimiser = torch.optim.AdamW(model.parameters(), lr=lr)
-    data = Batches(_text()[0], batch=batch, context=context, seed=seed)
-    with threads(1), torch.enable_grad():
+    data = Batches(_documentation_bytes()[0], batch=batch, context=context, seed=seed)
+    with torch_threads(1), torch.enable_grad():
         for _ in range(count):
             optimiser.zero_grad()
             torch.autograd.backward(next_token_loss(model, next(data)))
@@ -136,38 +136,38 @@ def gradient_norms(
 def byte_loss(model: nn.Module, context: int, rows: int = 64) -> float:
     """Nats per byte on rows of the text that training does not see.
 
-    >>> byte_loss(decoder(BYTES, dim=16, heads=2)[1], 16, rows=2) > 3
+    >>> byte_loss(small_decoder(BYTES, dim=16, heads=2)[1], 16, rows=2) > 3
     True
     """
-    held = _text()[1]
+    held = _documentation_bytes()[1]
     width = context + 1
     return evaluate(model, held[: rows * width].view(-1, width), batch=16)
 
 
-def held_bytes(count: int) -> Int[Tensor, " n"]:
+def validation_bytes(count: int) -> Int[Tensor, " n"]:
     """The first bytes of the part that is never trained on.
 
-    >>> held_bytes(3).shape
+    >>> validation_bytes(3).shape
     torch.Size([3])
     """
-    return _text()[1][:count]
+    return _documentation_bytes()[1][:count]
 
 
 @torch.no_grad()
-def right(
+def answer_accuracy(
     model: nn.Module, task: Task, split: str, examples: int = 256, seed: int | str = 0
 ) -> float:
     """The share of asked tokens that the model thinks likeliest, each given what is before it.
 
     >>> from regard.train.tasks import TASKS
     >>> task = TASKS["mqar"]
-    >>> 0 <= right(decoder(len(task.vocabulary), dim=16, heads=2)[1], task, "validation", 4) <= 1
+    >>> 0 <= answer_accuracy(small_decoder(len(task.vocabulary), dim=16, heads=2)[1], task, "validation", 4) <= 1
     True
     """
     model.eval()
     hits = asked = 0
     for part in pad(task, task.examples(split, examples, seed)).split(32):
-        counted = part.target != IGNORED
+        counted = part.target != IGNORE_INDEX
         hits += int((model(part.source).argmax(-1) == part.target)[counted].sum())
         asked += int(counted.sum())
     return hits / max(1, asked)
@@ -178,7 +178,7 @@ def _fit(model: nn.Module, data: Any, count: int, lr: float, loss: Loss) -> floa
     small products more than it gives.
     """
     settings = Settings(steps=count, lr=lr, warmup=max(1, count // 10), weight_decay=0.01)
-    with threads(1):
+    with torch_threads(1):
         found = fit(model, data, settings, loss=loss)
     if (
         found.stopped_by is not None
@@ -189,7 +189,7 @@ def _fit(model: nn.Module, data: Any, count: int, lr: float, loss: Loss) -> floa
 
 
 @cache
-def _text() -> tuple[Tensor, Tensor]:
+def _documentation_bytes() -> tuple[Tensor, Tensor]:
     """Training and held-out bytes of the topics of `pydoc`."""
     from pydoc_data.topics import topics
 

@@ -45,7 +45,7 @@ OWN = ("names", "quality", "lesson", "context", "steps", "lr")
 def listing() -> str:
     """The claims, for --list."""
     from regard.claims import CLAIMS
-    from regard.claims.render import listing as told
+    from regard.claims.render import list_claims as told
 
     return "claims\n" + told(list(CLAIMS.values()))
 
@@ -74,16 +74,15 @@ def run(options: dict[str, Any], command: str) -> None:
     """Run the claims that are named, tell what came of them, and write what was asked for."""
     import torch
 
-    from regard.bench.machine import machine
-    from regard.claims import CLAIMS, find_claim
-    from regard.claims import run as run_claims
+    from regard.bench.machine import describe_machine
+    from regard.claims import CLAIMS, find_claim, run_claims
     from regard.compare.experiment import Session, Store
 
     names = CLAIMS if ALL in options["claim"] else dict.fromkeys(options["claim"])
     claims = [find_claim(name) for name in names]
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    about = machine(torch.device("cpu"))
+    about = describe_machine(torch.device("cpu"))
     session = Session(Store(options["out"], {"machine": about}))
     found: list[Outcome] = []
     code = 0
@@ -100,9 +99,9 @@ def run(options: dict[str, Any], command: str) -> None:
 
 
 def _echo(outcome: Outcome) -> None:
-    from regard.claims.render import text
+    from regard.claims.render import outcome_text
 
-    typer.echo(text(outcome) + "\n")
+    typer.echo(outcome_text(outcome) + "\n")
 
 
 def _write(
@@ -113,7 +112,7 @@ def _write(
     *,
     interrupted: bool,
 ) -> None:
-    from regard.claims.render import as_csv, section, summary
+    from regard.claims.render import as_csv, outcome_section, summary
     from regard.view.html import page as page_of
     from regard.view.html import write
 
@@ -141,7 +140,7 @@ def _write(
             summary(found),
             facts,
             command,
-            [section(one) for one in found],
+            [outcome_section(one) for one in found],
         )
         write(options["html"], page)
 

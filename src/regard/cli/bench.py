@@ -18,10 +18,10 @@ from regard.suggest import suggest
 if TYPE_CHECKING:
     import torch
 
-    from regard.bench.interfaces import Case, Sizes
+    from regard.bench.interfaces import Case, ProblemSizes
     from regard.bench.machine import Ceilings
-    from regard.bench.result import Measured
-    from regard.bench.runner import Budget
+    from regard.bench.result import CaseResult
+    from regard.bench.runner import TimingBudget
 
 EPILOG = "For example: regard bench decode causal-prefill --size small --json -"
 
@@ -92,14 +92,14 @@ def bench(
     products that the same run measures. A wrong answer, a failure or a case that does not fit makes
     the exit code 1; a peer that is not installed is listed with the reason.
     """
-    from regard.bench.runner import Budget
-    from regard.bench.runner import threads as use
+    from regard.bench.runner import TimingBudget
+    from regard.bench.runner import torch_threads as use
 
     cases = _cases(names, peer)
     if list_:
-        from regard.bench.render import listing
+        from regard.bench.render import list_cases
 
-        typer.echo(listing(cases))
+        typer.echo(list_cases(cases))
         return
     where, dtypes = _device(device), _dtypes(dtype)
     jobs = _jobs(cases, size, length, batch, dtypes)
@@ -110,14 +110,14 @@ def bench(
     )
     chosen = {"size": size, "length": length, "batch": batch} if memory else None
     with use(threads):
-        code = _run(jobs, where, Budget(rounds, seconds), json, plot, chosen)
+        code = _run(jobs, where, TimingBudget(rounds, seconds), json, plot, chosen)
     raise typer.Exit(code)
 
 
 def _run(
-    jobs: list[tuple[Case, Sizes, torch.dtype]],
+    jobs: list[tuple[Case, ProblemSizes, torch.dtype]],
     device: torch.device,
-    budget: Budget,
+    budget: TimingBudget,
     json: str | None,
     plot: Path | None,
     memory: dict[str, Any] | None,
@@ -127,14 +127,14 @@ def _run(
     memory: the options that the sizes were made from, where memory is measured.
     """
     from regard.bench import Ceilings, measure
-    from regard.bench.machine import machine
-    from regard.bench.render import header, table
+    from regard.bench.machine import describe_machine
+    from regard.bench.render import case_table, header
     from regard.bench.result import as_json
 
     def echo(text: str) -> None:  # stdout is the JSON's alone where it goes there
         typer.echo(text, err=json == "-")
 
-    about, interrupted, found = machine(device), False, []
+    about, interrupted, found = describe_machine(device), False, []
     ceilings = None
     try:
         _say("what the machine does at most")
@@ -154,7 +154,7 @@ def _run(
                     peak=peak,
                 )
             )
-            echo("\n" + table(found[-1]))
+            echo("\n" + case_table(found[-1]))
             if found[-1].interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -173,12 +173,12 @@ def _peak(case: Case, dtype: torch.dtype, chosen: dict[str, Any]) -> Callable[[s
     """What measures the memory of a peer of a case, by its name."""
     import torch
 
-    from regard.bench.peak_memory import in_child
+    from regard.bench.peak_memory import call_in_subprocess
 
     settings = {**chosen, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
-    return lambda name: in_child(
-        "regard.bench.peak_memory:peer_peak",
+    return lambda name: call_in_subprocess(
+        "regard.bench.peak_memory:peer_peak_bytes",
         {**settings, "peer": name},
         advice="leave --memory out to go without it",
     )
@@ -194,12 +194,12 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
         write(Path(json), text + "\n")
 
 
-def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
-    from regard.bench.render import chart
+def _draw(found: list[CaseResult], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
+    from regard.bench.render import ratio_chart
     from regard.view import charts
 
     where = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}"
-    charts.write(chart(found, f"{where}, reading {units.rate(ceilings.read)}"), path)
+    charts.write(ratio_chart(found, f"{where}, reading {units.rate(ceilings.read)}"), path)
 
 
 def _say(line: str) -> None:
@@ -233,7 +233,7 @@ def _jobs(
     length: int | None,
     batch: int | None,
     dtypes: tuple[torch.dtype, ...] | None,
-) -> list[tuple[Case, Sizes, torch.dtype]]:
+) -> list[tuple[Case, ProblemSizes, torch.dtype]]:
     from regard.bench.cases import SIZES
 
     _check(size, SIZES, "sizes", "--size")

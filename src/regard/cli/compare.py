@@ -211,11 +211,11 @@ def _check_quality(o: dict[str, Any]) -> None:
 def _comparison(plan: Plan, o: dict[str, Any]) -> Comparison:
     import torch
 
-    from regard.bench.machine import machine
+    from regard.bench.machine import describe_machine
     from regard.compare.comparison import Comparison
     from regard.compare.experiment import Session, Store
 
-    about = machine(torch.device("cpu"))
+    about = describe_machine(torch.device("cpu"))
     session = Session(Store(o["out"], {"machine": about}), _say)
     return Comparison(
         plan, session, about, minutes=o["minutes"], steps=o["steps"], with_memory=o["memory"]
@@ -267,7 +267,7 @@ def _listing() -> str:
         lines.append(f"  {'':<12} {one.attention}({options})")
     lines.append("lessons")
     lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL]
+    lines += [f"  {name:<12} {TASKS[name].description}" for name in RECALL]
     return "\n".join(lines)
 
 

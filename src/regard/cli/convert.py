@@ -293,10 +293,10 @@ def _healing(steps: int | None, **how: Any) -> Heal | None:
     """What trains the converted model, or None."""
     if steps is None:
         return None
-    from regard.train.finetune import heal
-    from regard.train.progress import show
+    from regard.train.finetune import finetune
+    from regard.train.progress import make_progress
 
-    return cast("Heal", partial(heal, steps=steps, progress=show(steps), **how))
+    return cast("Heal", partial(finetune, steps=steps, progress=make_progress(steps), **how))
 
 
 def _tell(line: str) -> None:

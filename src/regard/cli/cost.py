@@ -311,8 +311,8 @@ def _here() -> Machine:
     """This machine: reading, and products of matrices, measured as `regard bench` does it."""
     import torch
 
-    from regard.bench.machine import Ceilings, free
-    from regard.bench.machine import machine as about
+    from regard.bench.machine import Ceilings, free_memory
+    from regard.bench.machine import describe_machine as about
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -324,7 +324,7 @@ def _here() -> Machine:
         f"{threads}, torch {found['torch']}"
     )
     rates = {names[d]: rate for d, rate in top.gemm.items()}
-    return Machine("here", top.read, rates, free(device), said, "what is free now")
+    return Machine("here", top.read, rates, free_memory(device), said, "what is free now")
 
 
 def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:

@@ -356,7 +356,7 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
     import torch
 
     from regard.inspect.explain.reading import Words, reading
-    from regard.train.tasks.evaluate import Reader, say
+    from regard.train.tasks.evaluate import Seq2SeqModel, generate_ids
     from regard.train.tasks.task import BOS, EOS, SPECIAL
     from regard.train.tasks.task_training import load as load_task
 
@@ -367,18 +367,18 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
         return tuple(known[i] for i in ids)
 
     name, words = Path(folder).name, task.vocabulary.encode(task.read(text))
-    if task.kind == "rows":
+    if task.kind == "causal":
         if target is not None:
             raise typer.BadParameter(
                 "the task continues one row; leave it out", param_hint="--target"
             )
         return reading(Words(network, (words, named(words)), None, name, named))
-    assert isinstance(network, Reader), "tasks of pairs are given to nothing else"
+    assert isinstance(network, Seq2SeqModel), "tasks of pairs are given to nothing else"
     source = [*words, EOS]
     if target is None:
-        said = say(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
+        said = generate_ids(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
     else:
-        said = task.vocabulary.encode(target.split() if task.writes else tuple(target))
+        said = task.vocabulary.encode(target.split() if task.target_separator else tuple(target))
     spoken = [BOS, *said]
     return reading(Words(network, (source, named(source)), (spoken, named(spoken)), name, named))
 

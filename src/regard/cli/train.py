@@ -99,11 +99,11 @@ def listing(value: str | None) -> str | None:
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
-    from regard.train.tasks.task_models import names
+    from regard.train.tasks.task_models import models_for
 
     for task in KNOWN.values():
-        typer.echo(f"{task.name:<15} {task.sentence}")
-        typer.echo(f"{'':<15} --model {', '.join(names(task))}")
+        typer.echo(f"{task.name:<15} {task.description}")
+        typer.echo(f"{'':<15} --model {', '.join(models_for(task))}")
     raise typer.Exit
 
 
@@ -138,13 +138,13 @@ def train_task(options: dict[str, Any], given: set[str]) -> None:
     """
     import torch
 
-    from regard.train.tasks.task_training import TaskRun
+    from regard.train.tasks.task_training import TaskTrainingRun
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     taken = {name: options[name] for name in given if name not in ("json", "resume", "threads")}
     try:
-        run = TaskRun(taken)
+        run = TaskTrainingRun(taken)
         figures, stopped_by = run.run()
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -368,12 +368,12 @@ def train(
     options = {name: value for name, value in options.items() if name not in elsewhere}
     import torch
 
-    from regard.train.pretraining import Run
+    from regard.train.pretraining import PretrainingRun
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     try:
-        figures, stopped_by = Run(options).run()
+        figures, stopped_by = PretrainingRun(options).run()
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     if json:

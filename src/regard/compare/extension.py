@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.bench.machine import machine
+from regard.bench.machine import describe_machine
 from regard.compare.experiment import Numbers, Tell, silent
 from regard.compare.reach import losses, needles, perplexity
 from regard.errors import ArgumentError
@@ -425,7 +425,7 @@ def extend_all(
         "mark": how.mark,
         "seed": how.seed,
         "steps": asked.steps,
-        "machine": machine(torch.device("cpu")),
+        "machine": describe_machine(torch.device("cpu")),
     }
     return Extended(told, found)
 

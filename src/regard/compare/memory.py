@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from regard.bench.peak_memory import in_child, peak
+from regard.bench.peak_memory import call_in_subprocess, peak_bytes
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import decoder
 from regard.compare.speed import MACHINE, Timing, prefill, training
@@ -57,7 +57,7 @@ def measure(settings: Mapping[str, Any], command: Sequence[str] | None = None) -
     Raises:
         RegardError: the process fails; says how it ended.
     """
-    found: Numbers = in_child(
+    found: Numbers = call_in_subprocess(
         "regard.compare.memory:peaks",
         settings,
         advice="--no-memory goes without it",
@@ -77,9 +77,9 @@ def peaks(settings: Numbers) -> Numbers:
 
     step()
     model.zero_grad(set_to_none=True)
-    steps = peak(step)
+    steps = peak_bytes(step)
     model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
     prompt = prefill(model, config, settings["context"])
     prompt()
-    return {"prefill": peak(prompt), "training": steps}
+    return {"prefill": peak_bytes(prompt), "training": steps}

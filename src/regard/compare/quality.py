@@ -24,14 +24,14 @@ from regard.compare.experiment import Experiment, Numbers, Tell, silent
 from regard.compare.mechanisms import decoder
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
-from regard.train.batches import Batches, Feed, Rows, validation_rows
-from regard.train.corpus import DEFAULT, Document, read, split
+from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
+from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents
 from regard.train.loop import NonFiniteLoss, fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
-from regard.train.progress import Row
+from regard.train.progress import LogRow
 from regard.train.settings import Settings
 from regard.train.tasks import TASKS
-from regard.train.tasks.task import IGNORED, Made, Task, pad
+from regard.train.tasks.task import IGNORE_INDEX, Task, TaskBatches, pad
 
 END = 0
 """The byte that stands behind each document."""
@@ -69,12 +69,12 @@ class Lesson(ABC):
         """Which data there is: plain values."""
 
     @abstractmethod
-    def feed(self, seed: int) -> Feed:
+    def feed(self, seed: int) -> BatchSource:
         """Batches in an order of their own for each seed."""
 
     @property
     @abstractmethod
-    def selection(self) -> Rows:
+    def selection(self) -> ExampleBatch:
         """What is not trained on, and a learning rate is chosen by."""
 
     @abstractmethod
@@ -96,16 +96,16 @@ class Text(Lesson):
     Raises:
         ArgumentError: there is too little text.
 
-    >>> documents = [Document("a", "abc " * 400), Document("b", "dcba " * 400)]
+    >>> documents = [TextDocument("a", "abc " * 400), TextDocument("b", "dcba " * 400)]
     >>> lesson = Text(documents, context=8, batch=2)
     >>> round(lesson.judge(nn.Embedding.from_pretrained(torch.zeros(256, 256)))["bits_per_byte"], 4)
     8.0
     """
 
-    documents: Sequence[Document]
+    documents: Sequence[TextDocument]
     context: int
     batch: int
-    source: str = DEFAULT
+    source: str = DEFAULT_SOURCE
     steps: int = 300
     select: int = SELECT
     judged: int = JUDGE
@@ -117,7 +117,7 @@ class Text(Lesson):
     @cached_property
     def _streams(self) -> tuple[Tensor, Tensor, Tensor]:
         """Bytes to train on, to choose by, and to judge by."""
-        train, held = split(self.documents)
+        train, held = split_documents(self.documents)
         other = _bytes(held)
         if len(other) < 3 * (self.context + 1):
             raise ArgumentError(
@@ -144,12 +144,12 @@ class Text(Lesson):
     def _digest(self) -> str:
         return hashlib.sha256(b"".join(s.numpy().tobytes() for s in self._streams)).hexdigest()
 
-    def feed(self, seed: int) -> Feed:
+    def feed(self, seed: int) -> BatchSource:
         """Random rows."""
         return Batches(self._streams[0], batch=self.batch, context=self.context, seed=seed)
 
     @property
-    def selection(self) -> Rows:
+    def selection(self) -> ExampleBatch:
         """Rows spread over the first third of what is held back."""
         return validation_rows(self._streams[1], self.context, self.select)
 
@@ -213,12 +213,12 @@ class Recall(Lesson):
             "rows": [self.select, self.judged],
         }
 
-    def feed(self, seed: int) -> Feed:
+    def feed(self, seed: int) -> BatchSource:
         """Examples of the training split."""
-        return Made(self.task, batch=self.batch, seed=seed)
+        return TaskBatches(self.task, batch=self.batch, seed=seed)
 
     @property
-    def selection(self) -> Rows:
+    def selection(self) -> ExampleBatch:
         """Examples of the validation split."""
         return pad(self.task, self.task.examples("validation", 4 * self.select, "select"))
 
@@ -230,7 +230,7 @@ class Recall(Lesson):
         answers = right = whole = 0
         with torch.no_grad():
             for part in rows.split(4 * self.batch):
-                asked = part.target != IGNORED
+                asked = part.target != IGNORE_INDEX
                 wrong = (model(part.source).argmax(-1) != part.target) & asked
                 answers, right = answers + int(asked.sum()), right + int((asked & ~wrong).sum())
                 whole += int((~wrong.any(1)).sum())
@@ -243,7 +243,7 @@ class Recall(Lesson):
 
 
 def lessons(
-    names: Sequence[str], *, source: str = DEFAULT, length: int = 256, batch: int = 8
+    names: Sequence[str], *, source: str = DEFAULT_SOURCE, length: int = 256, batch: int = 8
 ) -> list[Lesson]:
     """The lessons of these names.
 
@@ -269,13 +269,13 @@ def lessons(
     found: list[Lesson] = []
     for name in names:
         if name == "text":
-            found.append(Text(read(source), length, batch, source))
+            found.append(Text(load_documents(source), length, batch, source))
         else:
             found.append(Recall(name, length // RECALL[name], batch * RECALL[name]))
     return found
 
 
-def _bytes(documents: Sequence[Document]) -> Tensor:
+def _bytes(documents: Sequence[TextDocument]) -> Tensor:
     text = b"".join(one.text.encode("utf-8") + bytes([END]) for one in documents)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
@@ -499,10 +499,10 @@ class _Told:
     tell: Tell
     steps: int
 
-    def step(self, row: Row) -> None:
+    def step(self, row: LogRow) -> None:
         """Nothing for a step."""
 
-    def row(self, row: Row) -> None:
+    def row(self, row: LogRow) -> None:
         """Step and loss."""
         self.tell(f"  step {row.step}/{self.steps}, loss {row.loss:.3f}")
 

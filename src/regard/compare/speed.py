@@ -11,8 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard import units
-from regard.bench.machine import free
-from regard.bench.timing import interleaved, median, quartiles, ratio
+from regard.bench.machine import free_memory
+from regard.bench.timing import interleaved, median, median_ratio, quartiles
 from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import decoder
@@ -22,7 +22,7 @@ from regard.models.families.regard import Config
 from regard.models.generation.room import Room
 from regard.tap import Trace
 from regard.train.losses import next_token_loss
-from regard.train.settings import Settings, optimiser
+from regard.train.settings import Settings, make_optimizer
 
 Step = Callable[[], object]
 RATE = 1e-4
@@ -128,7 +128,7 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
     True
     """
     rows = ids(config, batch, length + 1)
-    update = optimiser(model, Settings(steps=1, lr=RATE))
+    update = make_optimizer(model, Settings(steps=1, lr=RATE))
 
     def step() -> float:
         update.zero_grad(set_to_none=True)
@@ -288,7 +288,7 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
         rows[name] |= {
             "seconds": median(found),
             "quartiles": list(quartiles(found)),
-            "ratio": ratio(times, name, first),
+            "ratio": median_ratio(times, name, first),
             "rounds": len(found),
         }
     return {"rows": rows}
@@ -313,7 +313,7 @@ def _ready(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers,
 
 def _check_room(needed: int, length: int) -> None:
     """See that the caches of one mechanism fit twice: held, and being made."""
-    there = free(torch.device("cpu"))
+    there = free_memory(torch.device("cpu"))
     if there and 2 * needed > there:
         raise ArgumentError(
             f"caches of {length:,} tokens need {units.size(needed)} ({ITEM} bytes a number), "

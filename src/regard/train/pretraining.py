@@ -1,4 +1,4 @@
-"""What `regard train` does: text, tokenizer, model and training."""
+"""`regard train` without `--task`: train a tokenizer and a language model on a text."""
 
 from __future__ import annotations
 
@@ -27,126 +27,143 @@ from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import names, parse, required
 from regard.process import seeded
 from regard.train import checkpoints
-from regard.train.batches import Batches, stream, validation_rows
-from regard.train.corpus import read, split
-from regard.train.loop import Result, fit
+from regard.train.batches import Batches, token_stream, validation_rows
+from regard.train.corpus import load_documents, split_documents
+from regard.train.loop import TrainResult, fit
 from regard.train.losses import next_token_loss
-from regard.train.progress import show
+from regard.train.progress import make_progress
 from regard.train.settings import Settings
+from regard.units import plural
 
 KV_HEADS = 2
-"""Key/value heads where they are not given."""
-_ONLY = {"position": "--position", "window": "--window", "set": "--set"}
+"""The default number of key/value heads."""
+_ATTENTION_ONLY = {"position": "--position", "window": "--window", "set": "--set"}
 
 
-def config_of(options: Mapping[str, Any], vocab_size: int) -> Any:
-    """The config of a family, from the command's options by name.
+def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
+    """Return the config of a model from the options of `regard train`.
 
-    Without `attention`, a Llama. With it, a decoder of our own: `kv_heads` is the mechanism's
-    option `groups`, `window` is its own option where it has one, and `set` has the others as
-    name=value.
+    Without `attention` the model is a Llama. With it, it is a decoder of this package with that
+    mechanism: `kv_heads` becomes the mechanism's option `groups`, `window` its option of that name
+    if it has one, and `set` has its other options as "name=value".
+
+    Args:
+        options: the options of the command by name.
+        vocab_size: the number of tokens of the vocabulary.
+
+    Returns:
+        The config of a model family.
 
     Raises:
-        ArgumentError: a flag that the mechanism cannot take, by its name; or what the family's
-            config refuses.
+        ArgumentError: the mechanism does not have an option, which the message names, or the
+            family's config refuses a value.
 
     >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
     >>> options |= {"attention": "gqa", "kv_heads": 1, "window": 8}
-    >>> config_of(options, 257).attention_options
+    >>> make_config(options, 257).attention_options
     {'groups': 1}
     """
-    o = options
     sizes = {
         "vocab_size": vocab_size,
-        "hidden_size": o["dim"],
-        "intermediate_size": o["hidden"] or -(-o["dim"] * 8 // 3 // 32) * 32,
-        "num_hidden_layers": o["layers"],
-        "num_attention_heads": o["heads"],
-        "max_position_embeddings": o["context"],
-        "tie_word_embeddings": o["tie"],
+        "hidden_size": options["dim"],
+        "intermediate_size": options["hidden"] or -(-options["dim"] * 8 // 3 // 32) * 32,
+        "num_hidden_layers": options["layers"],
+        "num_attention_heads": options["heads"],
+        "max_position_embeddings": options["context"],
+        "tie_word_embeddings": options["tie"],
     }
-    if o.get("attention") is None:
-        for name, flag in _ONLY.items():
-            if o.get(name):
+    if options.get("attention") is None:
+        for name, flag in _ATTENTION_ONLY.items():
+            if options.get(name):
                 raise ArgumentError(
-                    f"{flag} is for a mechanism of the catalogue; name one, such as --attention gqa"
+                    f"{flag} needs a mechanism of the catalogue; give one, such as --attention gqa"
                 )
-        groups = o.get("kv_heads") or KV_HEADS
-        return llama.Config(**sizes, num_key_value_heads=groups, head_dim=o["dim"] // o["heads"])
-    chosen, window = _options(o)
-    position = o.get("position") or "catalogue"
+        groups = options.get("kv_heads") or KV_HEADS
+        return llama.Config(
+            **sizes, num_key_value_heads=groups, head_dim=options["dim"] // options["heads"]
+        )
+    attention_options, window = _attention_options(options)
+    position = options.get("position") or "catalogue"
     return regard.Config(
         **sizes,
-        attention=o["attention"],
-        attention_options=chosen,
+        attention=options["attention"],
+        attention_options=attention_options,
         position=position,
         window=window,
     )
 
 
-def model_of(config: Any, seed: int) -> nn.Module:
-    """A fresh model of a config; the global random state is set to the seed.
+def make_model(config: Any, seed: int) -> nn.Module:
+    """Return a model of a config with random weights; the global random state is set to the seed.
 
-    >>> config = config_of(dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False), 257)
-    >>> sum(p.numel() for p in model_of(config, 0).parameters())
+    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
+    >>> config = make_config(sizes, 257)
+    >>> sum(p.numel() for p in make_model(config, 0).parameters())
     28832
     """
-    found = family(type_of(config))
-    assert found is not None
+    model_family = family(type_of(config))
+    assert model_family is not None
     torch.manual_seed(seed)
-    return found.build(config)
+    return model_family.build(config)
 
 
-def unreached(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]:
-    """The parameters that the loss on the next token has no gradient for: they stay as they were
-    drawn.
+def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]:
+    """Return the names of the parameters that the next-token loss has no gradient for.
 
-    They choose what others read, such as the indexer of "dsa", which its paper trains by another
-    loss.
+    Such parameters keep their initial values. They select keys, such as the indexer of "dsa", which
+    its paper trains by another loss.
 
-    >>> config = config_of(dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False), 257)
-    >>> unreached(model_of(config, 0), 257, 8)
+    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
+    >>> config = make_config(sizes, 257)
+    >>> parameters_without_gradient(make_model(config, 0), 257, 8)
     ()
     """
     device = next(model.parameters()).device
     with seeded(None, [device] if device.type == "cuda" else ()):
         rows = torch.arange(length + 1, device=device)[None] % vocab_size
         torch.autograd.backward(next_token_loss(model, rows))
-    missed = tuple(name for name, p in model.named_parameters() if p.grad is None)
+    untrained = tuple(name for name, p in model.named_parameters() if p.grad is None)
     model.zero_grad(set_to_none=True)
-    return missed
+    return untrained
 
 
-def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The mechanism's own options, and the window that is put over it."""
-    name = o["attention"]
+def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Return the mechanism's own options, and the window that the mask adds to it."""
+    name = options["attention"]
     entry = entry_of(name)
-    own, chosen = names(entry), parse(o.get("set") or (), entry)
+    known_options, chosen = names(entry), parse(options.get("set") or (), entry)
     for key, flag, value in (
-        ("groups", "--kv-heads", o.get("kv_heads")),
-        ("window", "--window", o.get("window")),
+        ("groups", "--kv-heads", options.get("kv_heads")),
+        ("window", "--window", options.get("window")),
     ):
         if value is not None and key in chosen and chosen[key] != value:
-            raise ArgumentError(f"{flag} is {value} and --set {key}={chosen[key]}; keep one")
-        if value is not None and key in own:
+            raise ArgumentError(
+                f"{flag} is {value} and --set {key}={chosen[key]}; give one of the two"
+            )
+        if value is not None and key in known_options:
             chosen[key] = value
         elif value is not None and key == "groups":
-            able = [n for n in decoders() if key in names(VARIANTS[n])]
+            supporting = [n for n in decoders() if key in names(VARIANTS[n])]
             raise ArgumentError(
-                f"{flag} does not go with {name}, whose key/value heads are fixed; it goes with "
-                f"{', '.join(able)}"
+                f"{flag} is not an option of {name}, whose number of key/value heads is fixed; "
+                f"mechanisms that have it are {', '.join(supporting)}"
             )
     if "groups" in required(entry):
         chosen.setdefault("groups", KV_HEADS)
-    if missing := [n for n in required(entry) if n not in chosen]:
+    if missing_options := [n for n in required(entry) if n not in chosen]:
         raise ArgumentError(
-            f"{name} needs {', '.join(missing)}: give {' '.join(f'--set {n}=...' for n in missing)}"
+            f"{name} needs {', '.join(missing_options)}: give "
+            f"{' '.join(f'--set {n}=...' for n in missing_options)}"
         )
-    return chosen, None if "window" in own else o.get("window")
+    return chosen, None if "window" in known_options else options.get("window")
 
 
-class Run:
-    """One run of `regard train`, from the command's options by name to the folder it writes."""
+class PretrainingRun:
+    """One run of `regard train`, from the options of the command to the folder that it writes.
+
+    Args:
+        options: the options of the command by name.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)
@@ -155,24 +172,30 @@ class Run:
         self.out: Path = options["out"]
 
     def run(self) -> tuple[dict[str, Any], int | None]:
-        """Train and write; gives the final figures, and the signal that stopped it, if any."""
+        """Train the model and write its files.
+
+        Returns:
+            The final figures, and the signal that stopped the run, if any.
+        """
         settings, vocab = self.settings(), self.options["vocab"]
-        config_of(self.options, vocab)  # refuses bad sizes before the long part
+        make_config(self.options, vocab)  # refuse wrong sizes before the text is read
         check_device(self.options["device"])
-        checkpoints.prepare(self.out, checkpoints.MARGIN)  # before the text is read
+        checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)  # before the text is read
         with locked(self.out):
             return self._run(settings)
 
     def _run(self, settings: Settings) -> tuple[dict[str, Any], int | None]:
-        """What `run` does in a folder that is its own."""
+        """Train the model and write its files, in a folder that is locked."""
         tokenizer, tokens, validation = self.data()
         model, config = self.model(tokenizer.vocab_size)
         parameters = sum(p.numel() for p in model.parameters())
-        say(f"model: {type_of(config)}, {parameters:,} parameters")
-        if missed := unreached(model, config.vocab_size, self.options["context"]):
-            say(
-                f"note: the loss has no gradient for {', '.join(missed)}: they stay as they were "
-                "drawn"
+        print_status(f"model: {type_of(config)}, {plural(parameters, 'parameter')}")
+        if untrained := parameters_without_gradient(
+            model, config.vocab_size, self.options["context"]
+        ):
+            print_status(
+                f"note: the loss has no gradient for {', '.join(untrained)}; they keep their "
+                "initial values"
             )
         result = fit(
             model,
@@ -181,16 +204,16 @@ class Run:
             validation=validation,
             folder=self.out / "checkpoints",
             log=self.out / "train.csv",
-            progress=show(settings.steps),
-            about=about(config),
+            progress=make_progress(settings.steps),
+            metadata=config_metadata(config),
         )
         if result.stopped_by is None:
             self.export(model, config)
         return self.figures(result, parameters, settings), result.stopped_by
 
     def settings(self) -> Settings:
-        """The settings of the loop."""
-        o = self.options
+        """Return the settings of the training loop."""
+        options = self.options
         names = (
             "steps",
             "lr",
@@ -201,11 +224,11 @@ class Run:
             "bf16",
             "save_every",
         )
-        return Settings(**{name: o[name] for name in names})
+        return Settings(**{name: options[name] for name in names})
 
     def data(self) -> tuple[Tokenizer, Tensor, Tensor]:
-        """The tokenizer, the training stream, and the validation rows."""
-        train, held = split(read(self.options["source"]))
+        """Return the tokenizer, the training stream `[N]`, and the validation rows."""
+        train, validation = split_documents(load_documents(self.options["source"]))
         file = self.out / "tokenizer.json"
         if file.exists():
             tokenizer = Tokenizer.load(file)
@@ -213,27 +236,36 @@ class Run:
             tokenizer = Tokenizer.train((d.text for d in train), self.options["vocab"])
             self.write_command()
             tokenizer.save(file)
-        tokens, other = stream(train, tokenizer), stream(held, tokenizer)
-        say(
-            f"text: {len(train)} documents, {len(tokens):,} tokens; "
-            f"validation: {len(held)} documents, {len(other):,} tokens"
+        tokens, validation_tokens = (
+            token_stream(train, tokenizer),
+            token_stream(validation, tokenizer),
         )
-        return tokenizer, tokens, validation_rows(other, self.options["context"], limit=128)
+        print_status(
+            f"text: {plural(len(train), 'document')}, {plural(len(tokens), 'token')}; validation: "
+            f"{plural(len(validation), 'document')}, {plural(len(validation_tokens), 'token')}"
+        )
+        return (
+            tokenizer,
+            tokens,
+            validation_rows(validation_tokens, self.options["context"], limit=128),
+        )
 
     def batches(self, tokens: Tensor) -> Batches:
-        """The training batches."""
-        o = self.options
+        """Return the batches of the training stream."""
+        options = self.options
         names = ("batch", "context", "seed", "repeat")
-        first = o["repeat_first"] * o["accumulate"]
-        return Batches(tokens, repeat_first=first, **{name: o[name] for name in names})
+        repeat_first = options["repeat_first"] * options["accumulate"]
+        return Batches(tokens, repeat_first=repeat_first, **{name: options[name] for name in names})
 
     def model(self, vocab_size: int) -> tuple[nn.Module, Any]:
-        """A fresh model of that shape, and its config."""
-        config = config_of(self.options, vocab_size)
-        return model_of(config, self.options["seed"]).to(self.options["device"]), config
+        """Return a model with random weights, and its config."""
+        config = make_config(self.options, vocab_size)
+        return make_model(config, self.options["seed"]).to(self.options["device"]), config
 
     def export(self, model: nn.Module, config: Any) -> None:
-        """The final weights and config, each put in place whole."""
+        """Write the final weights and the config, each file under its final name only when
+        complete.
+        """
         try:
             with workplace(self.out / "final") as temporary:
                 save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
@@ -245,26 +277,25 @@ class Run:
                 sync(self.out)
         except (OSError, SafetensorError) as error:
             raise FileError(
-                f"{self.out}: cannot write the weights: {told(error)}; the checkpoints are "
-                "intact: free some space, "
-                "and go on with --resume"
+                f"{self.out}: cannot write the weights: {told(error)}; the checkpoints are intact: "
+                "free some space and continue with --resume"
             ) from error
 
     def write_command(self) -> None:
-        """command.txt: the command with every option written out, and what it ran on."""
+        """Write command.txt: the command with every option, and the versions of Python, torch."""
         parts = ["regard", "train", self.options["source"]]
         for name, value in self.options.items():
             flag = "--" + name.replace("_", "-")
             if name == "source" or value is None or value is False:
                 continue
-            for one in value if isinstance(value, list) else [value]:
-                parts += [flag] if one is True else [flag, str(one)]
+            for item in value if isinstance(value, list) else [value]:
+                parts += [flag] if item is True else [flag, str(item)]
         versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
-        with replacing(self.out / "command.txt") as place:
-            place.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
+        with replacing(self.out / "command.txt") as path:
+            path.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
 
-    def figures(self, result: Result, parameters: int, settings: Settings) -> dict[str, Any]:
-        """What the command prints at the end."""
+    def figures(self, result: TrainResult, parameters: int, settings: Settings) -> dict[str, Any]:
+        """Return the numbers that the command prints at the end."""
         return {
             "step": result.step,
             "steps": settings.steps,
@@ -276,10 +307,10 @@ class Run:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there.
+    """Check that tensors can be created on a device.
 
     Raises:
-        ArgumentError: with torch's reason.
+        ArgumentError: the device cannot be used; the message has torch's reason.
 
     >>> check_device("cpu")
     """
@@ -290,14 +321,14 @@ def check_device(device: str) -> None:
         raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
 
 
-def about(config: Any) -> dict[str, Any]:
-    """What a model is, as plain values: a run goes on with the same only."""
-    found: dict[str, Any] = json.loads(
+def config_metadata(config: Any) -> dict[str, Any]:
+    """Return a config as plain values; a run resumes only with equal values."""
+    metadata: dict[str, Any] = json.loads(
         json.dumps({"model_type": type_of(config), **asdict(config)})
     )
-    return found
+    return metadata
 
 
-def say(text: str) -> None:
-    """A line for the person who waits, on standard error."""
+def print_status(text: str) -> None:
+    """Print a line on standard error."""
     print(inert(text, keep=LINES), file=sys.stderr, flush=True)

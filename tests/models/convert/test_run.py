@@ -25,7 +25,7 @@ from regard.models.convert import run as subject
 from regard.models.convert import run as writing
 from regard.models.convert.report import windows
 from regard.models.model import Model
-from regard.train.finetune import heal
+from regard.train.finetune import finetune
 from tests.models import small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -143,7 +143,7 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
 @pytest.mark.full
 def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
     before = state(source)
-    how = partial(heal, steps=30, lr=3e-3, batch=4)
+    how = partial(finetune, steps=30, lr=3e-3, batch=4)
     report = convert(
         source, tmp_path / "out", Wanted(to="mla", rank=12), text=TEXT, length=16, heal=how
     )
@@ -167,7 +167,7 @@ def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
 
 def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
     ids, _ = windows(regard.load(source, kind=Model), TEXT, 16, 4096)
-    how, told = partial(heal, steps=2), list[str]()
+    how, told = partial(finetune, steps=2), list[str]()
     wanted = Wanted(kv_heads=2)
     done = convert(
         source, tmp_path / "a", wanted, text=TEXT, length=16, heal=how, tell=told.append
@@ -192,14 +192,14 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
 
 def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ArgumentError, match=r"the weights are torch\.bfloat16, in which a small step is lost"
+        ArgumentError, match=r"the weights are torch\.bfloat16, which rounds small steps away"
     ):
         convert(
             source,
             tmp_path / "out",
             Wanted(dtype="bfloat16"),
             text=TEXT,
-            heal=partial(heal, steps=1),
+            heal=partial(finetune, steps=1),
         )
     assert not (tmp_path / "out").exists()
 
@@ -210,7 +210,7 @@ def test_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
     assert math.isnan(report.measured.loss_after)
     assert report.measured.relative > 0
     with pytest.raises(ArgumentError, match="healing needs a text, and the model has no tokenizer"):
-        convert(source, tmp_path / "other", Wanted(kv_heads=2), heal=partial(heal, steps=1))
+        convert(source, tmp_path / "other", Wanted(kv_heads=2), heal=partial(finetune, steps=1))
 
 
 def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""The models that a task may be given to, by name, and the sizes at which each learns it in
-minutes.
-"""
+"""The models that can learn a task, by name, and sizes with which each learns it in minutes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,32 +15,36 @@ from regard.models.families import family, type_of
 from regard.models.rnn import CELLS
 from regard.nn.blocks import PreNorm
 from regard.suggest import suggest
-from regard.train.pretraining import config_of
+from regard.train.pretraining import make_config
 from regard.train.tasks.task import Task
 
 ATTENTIONS = ("bahdanau", "luong")
-PAIRS = (
+SEQ2SEQ_MODELS = (
     *CELLS,
     *(f"{cell}+{attention}" for cell in CELLS for attention in ATTENTIONS),
     "transformer",
 )
-"""Models that read a source and say a target."""
+"""Models for "seq2seq" tasks, which map a source to a target."""
 
-ROWS = ("decoder", *CELLS)
-"""Models that continue a row."""
+CAUSAL_MODELS = ("decoder", *CELLS)
+"""Models for "causal" tasks, which predict the next token."""
 
-MECHANISM = ("attention", "kv_heads", "position", "window", "set")
-"""Options of a recipe that choose the attention of a decoder."""
+ATTENTION_OPTIONS = ("attention", "kv_heads", "position", "window", "set")
+"""Attributes of a recipe that choose the attention of model "decoder"."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes of a model, and how it is trained.
+    """The sizes of a model, and how it is trained.
 
-    dim: of embeddings, and of a Transformer's layers. hidden: of a recurrent state, or of
-        feed-forward layers.
-    attention, kv_heads, position, window, set: of a decoder, as `regard train` has them; None and
-        () are a Llama's.
+    Attributes:
+        dim: the embedding dim; of a Transformer also the model dim.
+        hidden: the state of a recurrent network, or the inner dim of feed-forward layers.
+        layers, heads, dropout: of the network.
+        steps, batch, lr, warmup: the training settings, see `regard.train.Settings`.
+        smoothing: eps of the label smoothing.
+        attention, kv_heads, position, window, set: options of model "decoder", see `regard train
+            --help`. With None and () the model is a Llama.
 
     >>> Recipe().layers
     2
@@ -63,47 +66,55 @@ class Recipe:
     window: int | None = None
     set: tuple[str, ...] = ()
 
-    def with_(self, given: dict[str, Any]) -> Recipe:
-        """The same with what a person has given in place of it; None is nothing given."""
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
+        """Return the recipe with other values, for those that are not None.
+
+        Args:
+            overrides: values by name; names that a recipe does not have are ignored.
+
+        Returns:
+            The new recipe.
+        """
         known = {f.name for f in fields(self)}
-        found = {k: v for k, v in given.items() if k in known and v is not None}
-        return replace(self, **found | ({"set": tuple(found["set"])} if "set" in found else {}))
+        values = {k: v for k, v in overrides.items() if k in known and v is not None}
+        return replace(self, **values | ({"set": tuple(values["set"])} if "set" in values else {}))
 
 
-def names(task: Task) -> tuple[str, ...]:
-    """The models that a task may be given to.
+def models_for(task: Task) -> tuple[str, ...]:
+    """Return the names of the models that can learn a task.
 
     >>> from regard.train.tasks import TASKS
-    >>> names(TASKS["mqar"])
+    >>> models_for(TASKS["mqar"])
     ('decoder', 'rnn', 'gru', 'lstm')
     """
-    return PAIRS if task.kind == "pairs" else ROWS
+    return SEQ2SEQ_MODELS if task.kind == "seq2seq" else CAUSAL_MODELS
 
 
 def check_model(task: Task, name: str) -> None:
-    """Refuse a model that cannot do a task.
+    """Check that a model can learn a task.
 
     Raises:
-        ArgumentError: names what it lacks, or the near ones.
+        ArgumentError: the model cannot learn the task, or does not exist; the message says why.
     """
-    allowed = names(task)
+    allowed = models_for(task)
     if name in allowed:
         return
-    if name in (*PAIRS, *ROWS):
-        why = (
-            "is one row to be continued, and has no source for an encoder or for attention to it"
-            if task.kind == "rows"
-            else "has a source and a target, which a model of one row does not tell apart"
+    if name in (*SEQ2SEQ_MODELS, *CAUSAL_MODELS):
+        reason = (
+            "predicts the next token of one sequence and has no source for an encoder"
+            if task.kind == "causal"
+            else "maps a source to a target, and a model of one sequence does not separate them"
         )
         raise ArgumentError(
-            f"task {task.name!r} {why}: model {name!r} cannot do it; choose {', '.join(allowed)}"
+            f"task {task.name!r} {reason}: model {name!r} cannot learn it; choose "
+            f"{', '.join(allowed)}"
         )
     hint = suggest(name, allowed, most=2, otherwise=f"; choose {', '.join(allowed)}")
     raise ArgumentError(f"there is no model {name!r}{hint}")
 
 
 def recipe(task: Task, name: str) -> Recipe:
-    """Sizes and steps with which a model learns a task in minutes on two cores."""
+    """Return sizes and steps with which a model learns a task in minutes on two cores."""
     check_model(task, name)
     if name == "transformer":
         return Recipe(hidden=256, lr=1.5e-3, warmup=200, steps=2000)
@@ -114,10 +125,18 @@ def recipe(task: Task, name: str) -> Recipe:
 
 
 def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
-    """A fresh model for a task, its weights from torch's random state.
+    """Return a model for a task with random weights, from torch's global random state.
+
+    Args:
+        task: the task.
+        name: the name of a model, see `models_for`.
+        sizes: the sizes of the model.
+
+    Returns:
+        The model.
 
     Raises:
-        ArgumentError: the model cannot do the task, or a size does not fit.
+        ArgumentError: the model cannot learn the task, or a size is not allowed.
 
     >>> from regard.train.tasks import TASKS
     >>> copy = TASKS["copy"]
@@ -125,11 +144,11 @@ def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
     'RecurrentEncoderDecoder'
     """
     check_model(task, name)
-    for option in MECHANISM:
+    for option in ATTENTION_OPTIONS:
         if name != "decoder" and getattr(sizes, option):
             raise ArgumentError(
-                f"--{option.replace('_', '-')} is for the mechanism of a decoder, and model "
-                f"{name!r} is none; leave it out"
+                f"--{option.replace('_', '-')} is an option of model 'decoder', and the model is "
+                f"{name!r}; leave it out"
             )
     V = len(task.vocabulary)
     if name == "transformer":
@@ -145,36 +164,41 @@ def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
     if name == "decoder":
         return _decoder(task, V, sizes)
     cell, _, attention = name.partition("+")
-    if task.kind == "rows":
-        return RecurrentDecoder(cell, V, sizes.dim, sizes.hidden, sizes.layers)
+    if task.kind == "causal":
+        return RecurrentLanguageModel(cell, V, sizes.dim, sizes.hidden, sizes.layers)
     return recurrent(
         V, sizes.dim, sizes.hidden, cell=cell, layers=sizes.layers, attention=attention or None
     )
 
 
 def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
-    """A Llama with a key/value head per head, or what `regard train --attention` makes of a
-    mechanism.
-    """
+    """Return a Llama with as many key/value heads as heads, or a decoder with `sizes.attention`."""
     options = asdict(sizes) | {"context": task.lengths[1], "tie": False}
     if sizes.attention is None:
         if sizes.dim % (2 * sizes.heads):
             raise ArgumentError(
-                f"dim {sizes.dim} / heads {sizes.heads} must be even: it is a head's width"
+                f"dim {sizes.dim} / heads {sizes.heads} is the dim of a head and must be even"
             )
         options["kv_heads"] = sizes.kv_heads or sizes.heads
-    config = config_of(options, vocabulary)
-    found = family(type_of(config))
-    assert found is not None
-    return found.build(config)
+    config = make_config(options, vocabulary)
+    model_family = family(type_of(config))
+    assert model_family is not None
+    return model_family.build(config)
 
 
-class RecurrentDecoder(nn.Module):
-    """A recurrent network that continues a row: ids -> embedding -> network -> logits; without any
-    attention.
+class RecurrentLanguageModel(nn.Module):
+    """A recurrent language model without attention: ids -> embedding -> recurrent network ->
+    logits.
+
+    Args:
+        cell: a key of `regard.models.rnn.CELLS`: "rnn", "gru" or "lstm".
+        vocabulary: the number of tokens.
+        dim: the embedding dim.
+        hidden: the dim of the state.
+        layers: recurrent layers.
 
     >>> import torch
-    >>> RecurrentDecoder("gru", 11, 8, 16, 1)(torch.tensor([[1, 2]])).shape
+    >>> RecurrentLanguageModel("gru", 11, 8, 16, 1)(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 11])
     """
 
@@ -185,6 +209,6 @@ class RecurrentDecoder(nn.Module):
         self.head = nn.Linear(hidden, vocabulary)
 
     def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of ids [B,T]."""
+        """Return the logits `[B, T, V]` of the token after each of `ids`, `[B, T]`."""
         logits: Tensor = self.head(self.network(self.embedding(ids))[0])
         return logits

@@ -1,6 +1,4 @@
-"""What `regard train --task` does: examples, model, training, questions, and the folder that comes
-out.
-"""
+"""What `regard train --task` does: train a model on a task, evaluate it, and write a folder."""
 
 from __future__ import annotations
 
@@ -28,35 +26,43 @@ from regard.files.strict import read_json
 from regard.files.write import replacing
 from regard.foreign import LINES, inert, shown, told
 from regard.train import checkpoints
-from regard.train.loop import Result, fit
-from regard.train.losses import AnswerLoss, PairLoss
+from regard.train.loop import TrainResult, fit
+from regard.train.losses import AnswerLoss, Seq2SeqLoss
 from regard.train.pretraining import check_device
-from regard.train.progress import show
+from regard.train.progress import make_progress
 from regard.train.settings import Settings
 from regard.train.tasks import find_task
-from regard.train.tasks.report import Report, examine, lines, read_series, write_report
-from regard.train.tasks.task import Made, Task, pad
+from regard.train.tasks.report import (
+    TaskReport,
+    evaluate_task,
+    read_accuracy,
+    terminal_lines,
+    write_report,
+)
+from regard.train.tasks.task import Task, TaskBatches, pad
 from regard.train.tasks.task_models import Recipe, build, recipe
+from regard.units import plural
 from regard.view.charts import Accuracy
 
 VALIDATION = 128
-"""Examples on which the loss is measured during training."""
+"""How many examples the validation loss is measured on during training."""
 
 RECIPE = "task.json"
 WEIGHTS = "model.safetensors"
 
 
-class TaskRun:
-    """One run of `regard train --task`, from the command's options by name to the folder it writes.
+class TaskTrainingRun:
+    """One run of `regard train --task`, from the options of the command to the folder that it
+    writes.
 
     Args:
-        options: out, task and model; what else is given and is not None takes the place of the
-            recipe's: the fields of `Recipe`, accumulate, seed, save_every, bf16, device, examples,
-            beams, beside.
+        options: the options of the command by name: out, task and model; and accumulate, seed,
+            save_every, bf16, device, examples, beams, beside, and the attributes of `Recipe`, whose
+            values replace those of the recipe unless they are None.
 
     Raises:
-        ArgumentError: there is no such task or model, the model cannot do the task, or a number is
-            out of range.
+        ArgumentError: the task or the model does not exist, the model cannot learn the task, or a
+            number is out of range.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -71,117 +77,128 @@ class TaskRun:
         self.out = Path(self.options["out"])
         self.task: Task = find_task(self.options["task"])
         self.name: str = self.options["model"]
-        self.recipe: Recipe = recipe(self.task, self.name).with_(self.options)
-        self.report: Report | None = None
-        if self.options["beams"] != 1 and self.task.kind == "rows":
+        self.recipe: Recipe = recipe(self.task, self.name).with_overrides(self.options)
+        self.report: TaskReport | None = None
+        if self.options["beams"] != 1 and self.task.kind == "causal":
             raise ArgumentError(
-                f"task {self.task.name!r} asks for single tokens and searches nothing; leave "
-                "beams at 1"
+                f"beams is {self.options['beams']}; task {self.task.name!r} predicts single "
+                "tokens, so beams must be 1"
             )
 
     def run(self) -> tuple[dict[str, Any], int | None]:
-        """Train, examine and write; gives the final figures, and the signal that stopped it, if
-        any.
+        """Train and evaluate the model, and write the report.
+
+        Returns:
+            The final figures, and the signal that stopped the run, if any.
         """
         check_device(self.options["device"])
-        settings, model, o = self.settings(), self.model(), self.options
-        loss = (PairLoss if self.task.kind == "pairs" else AnswerLoss)(self.recipe.smoothing)
-        beside = [read_series(Path(folder)) for folder in o["beside"]]
-        made = Made(self.task, batch=self.recipe.batch, seed=o["seed"])
-        with ExitStack() as held:
-            self.start(held)
-            return self._run(settings, model, loss, made, beside)
+        settings, model, options = self.settings(), self.model(), self.options
+        loss = (Seq2SeqLoss if self.task.kind == "seq2seq" else AnswerLoss)(self.recipe.smoothing)
+        beside = [read_accuracy(Path(folder)) for folder in options["beside"]]
+        batches = TaskBatches(self.task, batch=self.recipe.batch, seed=options["seed"])
+        with ExitStack() as stack:
+            self.start(stack)
+            return self._run(settings, model, loss, batches, beside)
 
     def _run(
         self,
         settings: Settings,
         model: nn.Module,
-        loss: PairLoss | AnswerLoss,
-        made: Made,
+        loss: Seq2SeqLoss | AnswerLoss,
+        batches: TaskBatches,
         beside: Sequence[Accuracy],
     ) -> tuple[dict[str, Any], int | None]:
-        """What `run` does in a folder that is its own."""
-        o = self.options
+        """Train and evaluate the model, and write the report, in a folder that is locked."""
+        options = self.options
         parameters = sum(p.numel() for p in model.parameters())
-        say(
-            f"{self.task.name}: {self.task.sentence}\nmodel: {self.name}, {parameters:,} parameters"
+        print_status(
+            f"{self.task.name}: {self.task.description}\n"
+            f"model: {self.name}, {plural(parameters, 'parameter')}"
         )
         result = fit(
             model,
-            made,
+            batches,
             settings,
             validation=pad(self.task, self.task.examples("validation", VALIDATION, "loss")),
             loss=loss,
             folder=self.out / "checkpoints",
             log=self.out / "train.csv",
-            progress=show(settings.steps),
+            progress=make_progress(settings.steps),
         )
         if result.stopped_by is None:
             try:
-                with replacing(self.out / WEIGHTS) as whole:
-                    save_model(model.cpu(), str(whole))
+                with replacing(self.out / WEIGHTS) as path:
+                    save_model(model.cpu(), str(path))
             except SafetensorError as error:
                 raise FileError(f"{self.out / WEIGHTS} cannot be written: {told(error)}") from error
-            self.report = examine(
-                model, self.task, self.name, examples=o["examples"], beams=o["beams"]
+            self.report = evaluate_task(
+                model, self.task, self.name, examples=options["examples"], beams=options["beams"]
             )
             write_report(self.report, self.out, self.facts(result, parameters), beside)
         return self.figures(result, parameters), result.stopped_by
 
     def settings(self) -> Settings:
-        """The settings of the loop."""
-        r = self.recipe
+        """Return the settings of the training loop."""
+        recipe = self.recipe
         names = ("accumulate", "bf16", "save_every", "clip", "weight_decay")
-        given = {name: self.options[name] for name in names if name in self.options}
-        return Settings(steps=r.steps, lr=r.lr, warmup=r.warmup, **{"weight_decay": 0.01} | given)
+        overrides = {name: self.options[name] for name in names if name in self.options}
+        return Settings(
+            steps=recipe.steps,
+            lr=recipe.lr,
+            warmup=recipe.warmup,
+            **{"weight_decay": 0.01} | overrides,
+        )
 
     def model(self) -> nn.Module:
-        """A fresh model."""
-        torch.manual_seed(self.options["seed"])  # the weights; this process is ours
+        """Return a model with random weights."""
+        torch.manual_seed(self.options["seed"])  # the command has the process for itself
         return build(self.task, self.name, self.recipe).to(self.options["device"])
 
-    def start(self, held: ExitStack) -> None:
-        """Make the folder, with the command and the recipe, and lock it; refuses a folder of
-        another run.
+    def start(self, stack: ExitStack) -> None:
+        """Create and lock the folder, and write the command and the recipe.
+
+        Raises:
+            ArgumentError: the folder belongs to a run with other options.
+            FileError: the folder cannot be written.
         """
         sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
         content = {"task": self.task.name, "model": self.name, "sizes": sizes}
         file = self.out / RECIPE
-        checkpoints.prepare(self.out, checkpoints.MARGIN)
+        checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)
         try:
-            held.enter_context(locked(self.out))
+            stack.enter_context(locked(self.out))
             if not file.exists():
-                with replacing(self.out / "command.txt") as place:
-                    place.write_text(self.command(), encoding="utf-8")
-                with replacing(file) as place:
-                    place.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            known = read_json(file)
+                with replacing(self.out / "command.txt") as path:
+                    path.write_text(self.command(), encoding="utf-8")
+                with replacing(file) as path:
+                    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            saved = read_json(file)
         except OSError as error:
             raise FileError(f"{self.out}: cannot start a run there: {told(error)}") from error
-        if known != content:
-            differ = [name for name in content if known.get(name) != content[name]]
+        if saved != content:
+            different = [name for name in content if saved.get(name) != content[name]]
             raise ArgumentError(
-                f"{file} is of a run with another {' and '.join(differ)}; "
+                f"{file} belongs to a run with another {' and '.join(different)}; "
                 "repeat its options, or choose another folder"
             )
 
     def command(self) -> str:
-        """The command with every option written out, and what it ran on."""
-        given = {"task": self.task.name, "model": self.name} | asdict(self.recipe) | self.options
+        """Return the command with every option, and the versions of Python and torch."""
+        options = {"task": self.task.name, "model": self.name} | asdict(self.recipe) | self.options
         parts = ["regard", "train"]
-        for name, value in given.items():
+        for name, value in options.items():
             flag = "--" + name.replace("_", "-")
             values = value if isinstance(value, (list, tuple)) else [value]
-            for one in values:
-                if one is not False and one is not None:
-                    parts += [flag] if one is True else [flag, str(one)]
+            for item in values:
+                if item is not False and item is not None:
+                    parts += [flag] if item is True else [flag, str(item)]
         return (
             f"{shlex.join(parts)}\n# Python {platform.python_version()}, torch "
             f"{torch.__version__}\n"
         )
 
-    def facts(self, result: Result, parameters: int) -> dict[str, str]:
-        """What stands beside the title of the page."""
+    def facts(self, result: TrainResult, parameters: int) -> dict[str, str]:
+        """Return the lines that are shown beside the title of the page."""
         return {
             "model": self.name,
             "parameters": f"{parameters:,}",
@@ -191,9 +208,9 @@ class TaskRun:
             "search": "greedy" if self.options["beams"] == 1 else f"{self.options['beams']} beams",
         }
 
-    def figures(self, result: Result, parameters: int) -> dict[str, Any]:
-        """What the command prints at the end."""
-        found: dict[str, Any] = {
+    def figures(self, result: TrainResult, parameters: int) -> dict[str, Any]:
+        """Return the numbers that the command prints at the end."""
+        figures: dict[str, Any] = {
             "task": self.task.name,
             "model": self.name,
             "step": result.step,
@@ -205,30 +222,46 @@ class TaskRun:
         }
         if self.report is not None:
             for split in ("validation", "longer"):
-                found[f"right_{split}"] = round(self.report.share(split), 4)
-            found["accuracy"] = [asdict(b) | {"share": round(b.share, 4)} for b in self.report.bins]
-        return found
+                figures[f"right_{split}"] = round(self.report.share(split), 4)
+            figures["accuracy"] = [
+                {
+                    "split": b.split,
+                    "low": b.low,
+                    "high": b.high,
+                    "examples": b.examples,
+                    "right": b.correct,
+                    "share": round(b.share, 4),
+                }
+                for b in self.report.bins
+            ]
+        return figures
 
     def lines(self) -> Iterator[Text]:
-        """The report for a terminal; nothing where the run was stopped."""
+        """Yield the report for a terminal; nothing if the run was stopped."""
         if self.report is not None:
-            yield from lines(self.report)
+            yield from terminal_lines(self.report)
 
 
 def load(folder: str | Path) -> tuple[nn.Module, Task]:
-    """A model that `TaskRun` trained, in evaluation mode, and its task.
+    """Load a model that `regard train --task` trained.
+
+    Args:
+        folder: the folder of the run.
+
+    Returns:
+        The model in evaluation mode, and its task.
 
     Raises:
         FileError: the folder lacks a file of such a run, or one of them is damaged.
     """
     path = Path(folder)
     try:
-        held = read_json(inside(path, RECIPE))
-        task = find_task(held["task"])
+        saved = read_json(inside(path, RECIPE))
+        task = find_task(saved["task"])
         weights, _ = read_tensors(inside(path, WEIGHTS))
-        with torch.device("meta"):  # sizes are believed when the weights have them
-            _check_shapes(build(task, held["model"], _recipe(held["sizes"])), weights)
-        model = build(task, held["model"], _recipe(held["sizes"]))
+        with torch.device("meta"):  # compare the sizes with the weights before allocating memory
+            _check_shapes(build(task, saved["model"], _recipe(saved["sizes"])), weights)
+        model = build(task, saved["model"], _recipe(saved["sizes"]))
         model.load_state_dict(dict(weights), strict=False)
     except (
         OSError,
@@ -249,36 +282,42 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
 
 
 def _recipe(sizes: Any) -> Recipe:
-    """The recipe of a file.
+    """Return the recipe of a saved file.
 
     Raises:
-        ArgumentError: it is no object, or a size is none.
+        ArgumentError: the sizes are not an object, or one of them is out of range.
     """
     if not isinstance(sizes, dict):
         raise ArgumentError(f"sizes is {shown(sizes)}; it must be an object")
     for name in ("dim", "hidden", "heads", "layers"):
         most = 128 if name == "layers" else 1 << 14
-        found = sizes.get(name, 1)
-        if type(found) is not int or not 1 <= found <= most:
-            raise ArgumentError(f"{name} is {shown(found)}; it must be from 1 to {most}")
-    return Recipe().with_(sizes)
+        size = sizes.get(name, 1)
+        if type(size) is not int or not 1 <= size <= most:
+            raise ArgumentError(f"{name} is {shown(size)}; it must be from 1 to {most}")
+    return Recipe().with_overrides(sizes)
 
 
 def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """What is stored is what a model has; of weights that share memory one is stored.
+    """Check that the stored tensors have the names and shapes of a model's parameters.
+
+    Tensors that share memory are stored once.
 
     Raises:
-        ArgumentError: one is missing, unexpected, or of another shape.
+        ArgumentError: a tensor is missing, unexpected, or has another shape.
     """
-    own = model.state_dict(keep_vars=True)
-    stored = {id(own[name]) for name in weights if name in own}
-    for name in sorted(own.keys() | weights.keys()):
-        here = tuple(own[name].shape) if name in own else None
-        there = tuple(weights[name].shape) if name in weights else None
-        if here != there and not (there is None and id(own[name]) in stored):
-            raise ArgumentError(f"{shown(name)} is {there} in the file and {here} in the model")
+    model_tensors = model.state_dict(keep_vars=True)
+    stored = {id(model_tensors[name]) for name in weights if name in model_tensors}
+    for name in sorted(model_tensors.keys() | weights.keys()):
+        model_shape = tuple(model_tensors[name].shape) if name in model_tensors else None
+        stored_shape = tuple(weights[name].shape) if name in weights else None
+        if model_shape != stored_shape and not (
+            stored_shape is None and id(model_tensors[name]) in stored
+        ):
+            raise ArgumentError(
+                f"{shown(name)} is {stored_shape} in the file and {model_shape} in the model"
+            )
 
 
-def say(text: str) -> None:
-    """A line for the person who waits, on standard error."""
+def print_status(text: str) -> None:
+    """Print lines on standard error."""
     print(inert(text, keep=LINES), file=sys.stderr, flush=True)
