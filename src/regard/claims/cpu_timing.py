@@ -1,4 +1,4 @@
-"""What the timed claims share: rounds in turns, ratios round by round, and exponents of time."""
+"""Timing for claims: rounds in turns, ratios round by round, and exponents of time."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ def time_cases(
     sample: float = 0.01,
     limit: float = 20.0,
 ) -> dict[str, list[float]]:
-    """Seconds of each case, round by round, all in this process and in turns, on one thread, in
-    processor time.
+    """Time functions in turns in this process, on one thread, in processor time.
 
-    On one thread that is what a clock on the wall shows on an idle machine; on a busy one it leaves
-    out what the process waits for, so that other work does not turn a verdict round.
+    Processor time excludes waiting, so that other work on a busy machine does not change a verdict.
 
     Args:
-        cases: name -> what is timed.
-        budget: more of it is more rounds.
-        rounds: at a budget of 1.
+        cases: the functions by name.
+        budget: a factor for the number of rounds and for the time limit.
+        rounds: the number of rounds at a budget of 1.
         sample: seconds of one timing.
         limit: seconds of all rounds together, at a budget of 1.
 
-    >>> [len(found) for found in time_cases({"a": lambda: 1}, 0.01, sample=0.0).values()]
+    Returns:
+        Seconds per call, for each function and round.
+
+    >>> [len(rounds) for rounds in time_cases({"a": lambda: 1}, 0.01, sample=0.0).values()]
     [3]
     """
     with torch.inference_mode(), torch_threads(1):
@@ -51,8 +52,9 @@ def time_cases(
 
 
 def round_ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
-    """Time of one case by time of another, round by round: what the machine does meanwhile hits
-    both of a round.
+    """Return the ratio of two functions' times in each round.
+
+    A change of the machine's speed affects both times of a round.
 
     >>> round_ratios({"a": [1.0, 3.0], "b": [5.0, 2.0]}, "b", "a")
     [5.0, 0.6666666666666666]
@@ -61,8 +63,7 @@ def round_ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list
 
 
 def combine_rounds(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The geometric mean over rows, such as lengths, round by round; as many rounds as all of them
-    have.
+    """Return the geometric mean over rows, such as lengths, for each round that all rows have.
 
     >>> combine_rounds([[1.0, 4.0, 9.0], [4.0, 1.0]])
     [2.0, 2.0]
@@ -71,7 +72,7 @@ def combine_rounds(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of log value over log length, by least squares: values ~ length^slope.
+    """Return the least-squares slope of log(value) over log(length): values ~ length^slope.
 
     >>> round(fit_exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
     2.0
@@ -84,7 +85,7 @@ def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
 
 
 def timing_settings() -> dict[str, Any]:
-    """How it was timed: on one thread, in processor time, and that nothing is dropped.
+    """Return the settings of the timing: one thread, processor time, no dropout.
 
     >>> timing_settings()["dropout"]
     0.0
@@ -99,7 +100,7 @@ def timing_settings() -> dict[str, Any]:
 
 
 def timing_lines(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
-    """A curve for each way that was timed: milliseconds of its fastest round, by length.
+    """Return a curve for each function: the milliseconds of its fastest round, by length.
 
     >>> timing_lines({"timing_lines": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
     ((8.0, 500.0),)
@@ -112,13 +113,14 @@ def timing_lines(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
 
 
 def length_exponents(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """The exponent of the length in the times of a case, from each round of all lengths.
+    """Return the exponent of the length in a function's times, for each round.
 
-    >>> length_exponents([{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)], "a")
+    >>> rows = [{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)]
+    >>> length_exponents(rows, "a")
     [1.0, 2.0]
     """
     lengths = [float(row["length"]) for row in rows]
     return [
-        round(fit_exponent(lengths, found), 12)
-        for found in zip(*(row["times"][name] for row in rows), strict=False)
+        round(fit_exponent(lengths, times), 12)
+        for times in zip(*(row["times"][name] for row in rows), strict=False)
     ]

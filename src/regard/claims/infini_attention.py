@@ -1,8 +1,7 @@
-"""Infini-attention's memory on recall across segments, against a window of one segment, and against
-all keys.
+"""Claims about Infini-attention: recall across segments, against a window and against all keys.
 
-pairs, then silence that is longer than what windows reach together, then the keys again: a window
-cannot know the values
+Each example has key-value pairs, then silence that is longer than the windows of all layers reach
+together, then the keys again. A model with a window alone cannot know the values.
 """
 
 from __future__ import annotations
@@ -30,40 +29,43 @@ KINDS_OF: dict[str, tuple[str, dict[str, Any]]] = {
     "all keys": ("gqa", {"groups": 4}),
 }
 RATES = {"window": (3e-3,), "infini": (1e-3, 3e-3, 1e-2), "all keys": (3e-3,)}
-"""A recurrence learns in a narrow range of rates: three are tried."""
+"""The learning rates. A recurrence learns in a narrow range of rates, so three are tried."""
 STEPS = 400
 
 
 def _across(random: Random, _: int) -> Example:
-    """Pairs, silence, and the pairs again in another order."""
+    """Return keys with their values, silence, and the keys with their values again in another
+    order.
+    """
     keys = random.sample(KEYS, PAIRS)
     values = {key: random.choice(VALUES) for key in keys}
-    told = [token for key in keys for token in (key, values[key])]
-    again = [token for key in random.sample(keys, PAIRS) for token in (key, values[key])]
-    start = len(told) + SILENCE
-    asked = {start + 2 * i + 1 for i in range(PAIRS)}
-    return causal_example([*told, *[GAP] * SILENCE, *again], asked)
+    pairs = [token for key in keys for token in (key, values[key])]
+    repeated_pairs = [token for key in random.sample(keys, PAIRS) for token in (key, values[key])]
+    start = len(pairs) + SILENCE
+    answers = {start + 2 * i + 1 for i in range(PAIRS)}
+    return causal_example([*pairs, *[GAP] * SILENCE, *repeated_pairs], answers)
 
 
 LENGTH = 4 * PAIRS + SILENCE - 1
 TASK = Task(
     name="across-segments",
-    description="Three keys and values, a long silence, and the keys again",
-    reference="after Arora et al. 2023 (arXiv 2312.04927), with a silence between",
+    description="Three keys with their values, a long silence, and the keys again",
+    reference="after Arora et al. 2023 (arXiv 2312.04927), with a silence added",
     kind="causal",
     vocabulary=Vocabulary((*KEYS, *VALUES, GAP)),
     draw=_across,
     lengths=(LENGTH, LENGTH, LENGTH + 1),
 )
-"""A window of one segment, twice, does not reach over the silence."""
+"""The task. Two layers with a window of one segment do not reach across the silence."""
 
 
 def _gates(model: Decoder) -> list[float]:
-    """How far each head's gate is open towards the memory."""
+    """Return the gate of each head, from 0 (window only) to 1 (memory only)."""
     return [g for layer in model.layers for g in layer.attention.gate.detach().sigmoid().tolist()]  # type: ignore[union-attr,operator]
 
 
 def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
+    """Return a decoder that was trained on the task."""
     attention, options = KINDS_OF[name]
     torch.manual_seed(seed)
     _, model = small_decoder(
@@ -74,48 +76,49 @@ def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
 
 
 def _added_to(model: Decoder, seed: int) -> Decoder:
-    """A trained model of another mechanism with Infini-attention in its place: every weight that
-    both have, a gate that has not been trained.
+    """Return a trained model in which Infini-attention replaces the mechanism.
+
+    Every weight that both have is copied; the gate is not trained.
     """
     attention, options = KINDS_OF["infini"]
-    _, fresh = small_decoder(
+    _, new_model = small_decoder(
         len(TASK.vocabulary),
         layers=len(model.layers),
         attention=attention,
         options=options,
         seed=seed,
     )
-    left = fresh.load_state_dict(model.state_dict(), strict=False)
-    assert not left.unexpected_keys
-    assert all(key.endswith("gate") for key in left.missing_keys), left.missing_keys
-    return fresh.eval()
+    keys = new_model.load_state_dict(model.state_dict(), strict=False)
+    assert not keys.unexpected_keys
+    assert all(key.endswith("gate") for key in keys.missing_keys), keys.missing_keys
+    return new_model.eval()
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    count, found = num_steps(budget, STEPS), []
+    count, rows = num_steps(budget, STEPS), []
     for name in KINDS_OF:
-        tried = []
+        runs = []
         for rate in RATES[name]:
             model = _trained(name, count, rate, seed)
-            one: dict[str, Any] = {
+            run: dict[str, Any] = {
                 "rate": rate,
                 "right": answer_accuracy(model, TASK, "validation", 128),
             }
             if name == "infini":
-                one["gates"] = _gates(model)
+                run["gates"] = _gates(model)
             else:
-                one["with_memory"] = answer_accuracy(
+                run["with_memory"] = answer_accuracy(
                     _added_to(model, seed), TASK, "validation", 128
                 )
-            tried.append(one)
-        found.append({"name": name, "tried": tried, "right": max(one["right"] for one in tried)})
+            runs.append(run)
+        rows.append({"name": name, "tried": runs, "right": max(run["right"] for run in runs)})
     return {
         "steps": count,
         "pairs": PAIRS,
         "segment": SEGMENT,
         "silence": SILENCE,
         "chance": 1 / KINDS,
-        "by_name": found,
+        "by_name": rows,
     }
 
 
@@ -123,19 +126,18 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     window, memory, dense = (causal_example["right"] for causal_example in numbers["by_name"])
     return [
         Criterion(
-            "values found again across segments: share right, less that of the window alone",
+            "recall across segments: accuracy with the memory minus accuracy of the window alone",
             memory - window,
             low=0.2,
         ),
         Criterion(
-            "the window alone cannot know: its share right, by what guessing among the values "
-            "gives",
+            "the window alone: accuracy / accuracy of guessing among the values",
             window / numbers["chance"],
             high=2.0,
             role="control",
         ),
         Criterion(
-            "share right of a model that sees all keys, less that with the memory",
+            "accuracy of a model that sees all keys minus accuracy with the memory",
             dense - memory,
             role="reported",
         ),
@@ -145,21 +147,22 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
 def _checks_free(numbers: Mapping[str, Any]) -> list[Criterion]:
     window, memory, dense = numbers["by_name"]
     added = window["tried"][0]["with_memory"] - window["right"]
-    kept = dense["tried"][0]["with_memory"] - dense["right"]
+    changed_dense = dense["tried"][0]["with_memory"] - dense["right"]
     return [
         Criterion(
-            "a memory added to a trained window, not trained with it: share right, less that of "
-            "the window alone",
+            "an untrained memory added to a trained window: accuracy minus accuracy of the window "
+            "alone",
             added,
             low=0.2,
         ),
         Criterion(
-            "put into a trained model that saw all keys: share right, less what it had",
-            kept,
+            "an untrained memory in a trained model that saw all keys: accuracy minus its accuracy "
+            "before",
+            changed_dense,
             low=-0.05,
         ),
         Criterion(
-            "trained with its gate it recalls: share right, less that of the window alone",
+            "a memory that is trained with its gate: accuracy minus accuracy of the window alone",
             memory["right"] - window["right"],
             low=0.2,
             role="control",
@@ -175,40 +178,41 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         )
         for causal_example in numbers["by_name"]
     )
-    return Picture("Values found again across segments", "learning rate", "share right", lines, "x")
+    return Picture("Recall across segments", "learning rate", "accuracy", lines, "x")
 
 
 _TOY = (
-    "Three pairs in segments of eight, trained for it. At scale others could not reproduce a "
-    "needle in an earlier segment: this shows that the memory works, not how much it holds."
+    "Three pairs in segments of eight tokens, with models that are trained for this task. At scale, "
+    "others could not reproduce the retrieval of a needle in an earlier segment. This experiment "
+    "shows that the memory works, not how much it can store."
 )
 
 CLAIM = Claim(
     id="infini",
     sources=(NoteSection(OUTLINE, "Infini-attention"),),
-    statement="Infini-attention remembers what lies segments back, in a memory of fixed size.",
-    prediction="Trained with its gate, it answers what a window of the same segment cannot know.",
+    statement="Infini-attention remembers tokens of earlier segments in a memory of fixed size.",
+    prediction="Trained with its gate, it recalls values that a window of one segment cannot see.",
     scope=_TOY,
     measure=_measure,
     checks=_checks,
     picture=_picture,
     measured_with="infini",
-    takeaway="The memory adds up outer products of keys and values: it recalls what was stored with "
-    "keys that stay apart, and blurs the rest.",
+    takeaway="The memory is a sum of outer products of keys and values: it recalls values whose keys "
+    "are nearly orthogonal, and mixes the others.",
 )
 
 FREE = Claim(
     id="infini-free",
     sources=(NoteSection(OUTLINE, "Infini-attention"),),
-    statement="Infini-attention is a free addition to a model that is trained already.",
-    prediction="Put in place of its attention, with the gate as it begins, it recalls across "
-    "segments, and loses nothing that was there.",
+    statement="Infini-attention can be added to a trained model without further training.",
+    prediction="With its initial gate in place of the model's attention, it recalls across segments "
+    "and does not reduce the model's accuracy.",
     scope=_TOY,
     measure=_measure,
     checks=_checks_free,
     picture=_picture,
     measured_with="infini",
-    takeaway="Gates and projections must be trained with it.",
+    takeaway="The gates and the projections must be trained together with the memory.",
 )
 
 CLAIMS = (CLAIM, FREE)

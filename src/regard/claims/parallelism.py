@@ -1,8 +1,8 @@
-"""Claims about work in order and in parallel: recurrence, loops, generation, and the KV cache.
+"""Claims about sequential and parallel work: recurrence, loops, generation, and the KV cache.
 
-Dependent steps are counted along the longest chain of operations that need one another. Times are
-those of an LSTM against attention, of two loops against one matrix product, and of a decoding step
-with a cache of keys and values against one without.
+Sequential steps are counted along the longest chain of operations that depend on each other. Times
+compare an LSTM with attention, two loops with one matrix product, and a decoding step with a KV
+cache with one without.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from regard.compare.speed import decode
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
+from regard.units import plural
 from regard.view.charts import Line, Picture
 
 DIM, BATCH = 64, 4
@@ -47,10 +48,10 @@ COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
 
 
 class DependencyChain(TorchDispatchMode):
-    """Counts the longest chain of operations of which each needs the result of the one before.
+    """Counts the longest chain of operations in which each needs the result of the one before.
 
-    An operation on whole tensors counts as one step, a view as none. What is not made under the
-    mode has depth 0.
+    An operation on whole tensors counts as one step, a view as none. A tensor that was created
+    outside the mode has depth 0.
 
     >>> with DependencyChain() as chain:
     ...     x = torch.ones(3) + 1
@@ -62,10 +63,10 @@ class DependencyChain(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._depths: dict[int, int] = {}
-        self._held: list[Tensor] = []  # so that no storage is given to another tensor
+        self._results: list[Tensor] = []  # kept alive, so that no storage is used again
 
     def depth(self, x: Tensor) -> int:
-        """The steps behind which a tensor is known."""
+        """Return the number of steps after which a tensor is computed."""
         return self._depths.get(x.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(
@@ -75,32 +76,30 @@ class DependencyChain(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and enter its results one step behind the latest of what it was
-        given.
-        """
-        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        """Run an operation, and store the depth of its results: one more than its deepest input."""
+        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         out = func(*args, **(kwargs or {}))
-        known = max(map(self.depth, given), default=0)
+        input_depth = max(map(self.depth, inputs), default=0)
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()._cdata
-                seen = any(storage == y.untyped_storage()._cdata for y in given)
+                is_view = any(storage == y.untyped_storage()._cdata for y in inputs)
                 writes = func._schema.is_mutable
-                if not seen or writes:
-                    self._depths[storage] = max(known + 1, self._depths.get(storage, 0))
-                    self._held.append(x)
+                if not is_view or writes:
+                    self._depths[storage] = max(input_depth + 1, self._depths.get(storage, 0))
+                    self._results.append(x)
         return out
 
 
 def _steps_of(run: Callable[[], Tensor]) -> int:
-    """The longest chain of a call, up to its result."""
+    """Return the longest chain of operations up to the result of a function."""
     chain = DependencyChain()
     with torch.no_grad(), chain:
         return chain.depth(run())
 
 
 def _attention_of(x: Tensor) -> Tensor:
-    """Causal attention from the definition, on projections of x that are made here."""
+    """Compute causal attention from its definition, with projections that are created here."""
     q, k, v = (x @ torch.eye(x.shape[-1], dtype=x.dtype) for _ in range(3))
     return attend(q[:, None], k[:, None], v[:, None], mask=Causal(), backend="reference")
 
@@ -126,16 +125,16 @@ def _checks_steps(numbers: Mapping[str, Any]) -> list[Criterion]:
     )
     return [
         Criterion(
-            "dependent steps of an LSTM: exponent of n", fit_exponent(lengths, recurrent), 0.9, 1.1
+            "sequential steps of an LSTM: exponent of n", fit_exponent(lengths, recurrent), 0.9, 1.1
         ),
         Criterion(
-            "dependent steps of attention: exponent of n",
+            "sequential steps of attention: exponent of n",
             fit_exponent(lengths, attention),
             -0.05,
             0.05,
         ),
-        Criterion("an LSTM's steps at the longest", recurrent[-1], role="reported"),
-        Criterion("attention's steps at the longest", attention[-1], role="reported"),
+        Criterion("sequential steps of an LSTM at the largest n", recurrent[-1], role="reported"),
+        Criterion("sequential steps of attention at the largest n", attention[-1], role="reported"),
     ]
 
 
@@ -147,23 +146,24 @@ def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
         for name in ("attention", "lstm")
     )
     return Picture(
-        "The longest chain of operations that need one another", "n", "steps", lines, "xy"
+        "Longest chain of operations that depend on each other", "n", "steps", lines, "xy"
     )
 
 
 STEPS = Claim(
     id="order",
     sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OVERVIEW, "5.2"), NoteSection(OUTLINE, "2")),
-    statement="A recurrent network takes its steps one after another, where attention takes the same "
-    "few at any length.",
-    prediction="Counted along the longest chain of operations that need one another: exponents of n "
-    "of 1 and of 0.",
-    scope="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what "
-    "happens inside it may be summed in log n.",
+    statement="The number of sequential steps of a recurrent network grows with the length, and "
+    "that of attention is constant.",
+    prediction="Along the longest chain of operations that depend on each other, the exponents of n "
+    "are 1 and 0.",
+    scope="Exact, up to 256 tokens. An operation on whole tensors counts as one step, although the "
+    "sum inside it may take log n steps.",
     measure=_measure_steps,
     checks=_checks_steps,
     picture=_picture_steps,
-    takeaway="More work, and none of it waits: n^2 products against n steps in order.",
+    takeaway="Attention does more work, n^2 products, but does not have to do it sequentially; a "
+    "recurrence has n sequential steps.",
 )
 
 
@@ -186,38 +186,39 @@ def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
         *(
             median_criterion(
-                f"attention at {r['length']} tokens: its time by the LSTM's",
+                f"{plural(r['length'], 'token')}: attention's time / the LSTM's time",
                 round_ratios(r["times"], "attention", "lstm"),
                 high=1.0,
             )
             for r in rows
         ),
         median_criterion(
-            "the LSTM's time: exponent of n", length_exponents(rows, "lstm"), role="reported"
+            "time of the LSTM: exponent of n", length_exponents(rows, "lstm"), role="reported"
         ),
         median_criterion(
-            "attention's time: exponent of n", length_exponents(rows, "attention"), role="reported"
+            "time of attention: exponent of n", length_exponents(rows, "attention"), role="reported"
         ),
     ]
 
 
 def _picture_time(numbers: Mapping[str, Any]) -> Picture:
     lines = timing_lines(numbers, "attention", "lstm")
-    return Picture("Reading n tokens of width 64, 4 rows", "n", "milliseconds", lines, "xy")
+    return Picture("One layer of width 64 on 4 rows of n tokens", "n", "milliseconds", lines, "xy")
 
 
 TIME = Claim(
     id="order-time",
     sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OUTLINE, "2")),
-    statement="Attention reads a text faster than a recurrent network.",
-    prediction="Less time than an LSTM of the same width at every length.",
-    scope="One layer of width 64 on one thread of this CPU, which has nothing to be parallel "
-    "with: on a GPU the LSTM's steps in order weigh far more.",
+    statement="Attention processes a text faster than a recurrent network.",
+    prediction="Attention takes less time than an LSTM of the same width at every length.",
+    scope="One layer of width 64 on one thread of this CPU, without any parallel hardware; on a GPU "
+    "the sequential steps of the LSTM cost far more.",
     measure=_measure_time,
     checks=_checks_time,
     picture=_picture_time,
     timed=True,
-    takeaway="Few steps in order against more work: with few cores and long rows the work decides.",
+    takeaway="Attention has fewer sequential steps and more work; with few cores and long rows the "
+    "work decides.",
 )
 
 TOKENS = 12
@@ -234,16 +235,16 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
     passes.clear()
     caches, last = model.new_caches(), ids[:, :1]
     with torch.no_grad():
-        for _ in range(TOKENS):  # each needs the token that the one before has said
+        for _ in range(TOKENS):  # each pass needs the token of the pass before
             last = model(last, None, caches)[:, -1:].argmax(-1)
     return {"tokens": TOKENS, "training": training, "generation": len(passes)}
 
 
 def _checks_generation(numbers: Mapping[str, Any]) -> list[Criterion]:
     return [
-        Criterion("passes that train on a row of n tokens", numbers["training"], high=1),
+        Criterion("forward passes to train on a row of n tokens", numbers["training"], high=1),
         Criterion(
-            f"passes that generate {numbers['tokens']} tokens, one after another",
+            f"sequential forward passes to generate {plural(numbers['tokens'], 'token')}",
             numbers["generation"],
             high=1,
             role="limit",
@@ -256,46 +257,47 @@ def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
         Line(name, ((1.0, 1.0), (float(numbers["tokens"]), float(numbers[name]))))
         for name in ("training", "generation")
     )
-    return Picture("Passes through the network", "tokens", "passes in order", lines)
+    return Picture("Sequential forward passes", "tokens", "passes", lines)
 
 
 GENERATION = Claim(
     id="order-generation",
     sources=(NoteSection(OVERVIEW, "1.1"), NoteSection(OVERVIEW, "5.2")),
-    statement="Attention's work is fully parallel.",
-    prediction="One pass, however many tokens: to train on them, and to generate them.",
-    scope="Counted on a small decoder; greedy and one token at a time, as every model of this "
-    "kind speaks unless it drafts.",
+    statement="The work of attention is fully parallel.",
+    prediction="One forward pass suffices for any number of tokens, to train on them and to generate "
+    "them.",
+    scope="Counted on a small decoder with greedy decoding of one token at a time, without "
+    "speculative decoding.",
     measure=_measure_generation,
     checks=_checks_generation,
     picture=_picture_generation,
-    takeaway="Training and prefill are parallel; generation waits for each token, with attention as "
-    "with recurrence.",
+    takeaway="Training and prefill are parallel; generation is sequential, with attention as with "
+    "recurrence.",
 )
 
 
 LOOP_LENGTHS, LOOP_DIM = (6, 16, 48), 3
-"""Six words of three numbers are the notes' own example."""
+"""The numbers of words, and the dim. The example of the notes has six words of three numbers."""
 
 
 def scores_by_loops(x: Tensor) -> Tensor:
-    """s_ij = x_i . x_j, one after another.
+    """Compute the scores s_ij = x_i . x_j in two loops.
 
     >>> x = torch.arange(6.0).view(2, 3)
     >>> torch.equal(scores_by_loops(x), x @ x.T)
     True
     """
     scores = x.new_zeros(len(x), len(x))
-    for i, one in enumerate(x):
-        for j, other in enumerate(x):
-            scores[i, j] = torch.dot(one, other)
+    for i, query in enumerate(x):
+        for j, key in enumerate(x):
+            scores[i, j] = torch.dot(query, key)
     return scores
 
 
 def _measure_loops(budget: float, seed: int) -> Numbers:
-    make, rows = torch.Generator().manual_seed(seed), []
+    generator, rows = torch.Generator().manual_seed(seed), []
     for length in LOOP_LENGTHS:
-        x = torch.randn(length, LOOP_DIM, generator=make)
+        x = torch.randn(length, LOOP_DIM, generator=generator)
         cases: dict[str, Callable[[], object]] = {
             "loops": partial(scores_by_loops, x),
             "product": partial(torch.matmul, x, x.T),
@@ -311,20 +313,20 @@ def _checks_loops(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         Criterion(
-            "both give the same scores: largest difference, in fp64",
+            "largest difference of the scores in fp64",
             max(r["error"] for r in rows),
             high=1e-12,
         ),
         *(
             median_criterion(
-                f"{r['length']} words: time of the loops by that of the product",
+                f"{plural(r['length'], 'word')}: time of the loops / time of the matrix product",
                 round_ratios(r["times"], "loops", "product"),
                 low=2.0,
             )
             for r in rows
         ),
         median_criterion(
-            "the loops' time: exponent of n", length_exponents(rows, "loops"), role="reported"
+            "time of the loops: exponent of n", length_exponents(rows, "loops"), role="reported"
         ),
     ]
 
@@ -338,14 +340,15 @@ LOOPS = Claim(
     id="loops",
     sources=(NoteSection(RASCHKA_NOTES, "4.2"),),
     statement="A matrix product computes all scores faster than two loops do.",
-    prediction="The same scores, and more than twice the time for the loops at every length.",
-    scope="Python's loops over torch's numbers, as the note has them: most of their time is the "
-    "call of each small operation.",
+    prediction="The scores are the same, and the loops take more than twice the time at every "
+    "length.",
+    scope="Loops in Python over torch tensors, as in the note; most of the time is the overhead of "
+    "the small calls.",
     measure=_measure_loops,
     checks=_checks_loops,
     picture=_picture_loops,
     timed=True,
-    takeaway="The arithmetic is the same; what is saved is n^2 calls.",
+    takeaway="The arithmetic is the same; the matrix product saves n^2 calls.",
 )
 
 
@@ -381,30 +384,30 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         Criterion(
-            "the next token is the same: largest difference of a logit",
+            "largest difference of a logit of the next token",
             max(r["error"] for r in rows),
             high=1e-4,
         ),
         *(
             median_criterion(
-                f"a step behind {r['length']} tokens: time without the cache by time with it",
+                f"a step after {plural(r['length'], 'token')}: time without the cache / time with it",
                 round_ratios(r["times"], "no cache", "cache"),
                 low=1.0,
             )
             for r in rows
         ),
         median_criterion(
-            "time of a step without it: exponent of n",
+            "time of a step without the cache: exponent of n",
             length_exponents(rows, "no cache"),
             role="reported",
         ),
         median_criterion(
-            "time of a step with it: exponent of n",
+            "time of a step with the cache: exponent of n",
             length_exponents(rows, "cache"),
             role="reported",
         ),
         Criterion(
-            "the price: bytes of the cache at the longest", rows[-1]["bytes"], role="reported"
+            "bytes of the cache at the largest n", rows[-1]["bytes"], role="reported"
         ),
     ]
 
@@ -419,17 +422,16 @@ def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
 KV_CACHE = Claim(
     id="kv-cache",
     sources=(NoteSection(OVERVIEW, "5.2"),),
-    statement="A cache of keys and values speeds generation up.",
-    prediction="The same tokens in less time, at every length.",
-    scope="A small model on this CPU, up to 1024 tokens; at great lengths a step with a cache "
-    "grows as well, since it reads all keys.",
+    statement="A cache of keys and values makes generation faster.",
+    prediction="The tokens are the same and take less time, at every length.",
+    scope="A small model on this CPU, up to 1024 tokens. For much longer texts the time of a step "
+    "with a cache grows as well, since it reads all keys.",
     measure=_measure_cache,
     checks=_checks_cache,
     picture=_picture_cache,
     timed=True,
-    takeaway="Generation is one pass per token with attention as well: the cache makes each "
-    "pass small, it does not make them parallel. The price is memory that grows with the "
-    "tokens.",
+    takeaway="The cache makes each pass smaller, but generation still has one sequential pass per "
+    "token. The price is memory that grows with the tokens.",
 )
 
 CLAIMS = (STEPS, TIME, GENERATION, LOOPS, KV_CACHE)

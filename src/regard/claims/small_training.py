@@ -1,6 +1,4 @@
-"""What the trained claims share: small decoders, made tasks, bytes of the language's documentation,
-a few hundred steps.
-"""
+"""Small trained models for claims: decoders, tasks, and bytes of Python's documentation."""
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ from regard.train.settings import Settings
 from regard.train.tasks.task import IGNORE_INDEX, Task, TaskBatches, pad
 
 BYTES = 256
+"""The vocabulary of a model that reads bytes."""
 
 
 def small_decoder(
@@ -37,22 +36,27 @@ def small_decoder(
     seed: int = 0,
     window: int | None = None,
 ) -> tuple[Config, Decoder]:
-    """A fresh decoder with one mechanism, and its config; the feed-forward width is 8/3 of dim.
+    """Return a decoder with random weights and one attention mechanism, and its config.
+
+    The dim of the feed-forward layers is 8/3 of `dim`.
 
     Args:
-        vocabulary: ids.
-        dim, layers, heads: sizes.
-        attention, options: of the catalogue; gqa without options has a key/value head for each
-            query head.
-        position, window: as `regard.models.families.regard.Config`.
-        seed: of the weights.
+        vocabulary: the number of tokens.
+        dim, layers, heads: the sizes.
+        attention, options: a mechanism of the catalogue and its options; "gqa" without options has
+            one key/value head per query head.
+        position, window: see `regard.models.families.regard.Config`.
+        seed: the seed of the weights.
+
+    Returns:
+        The config and the decoder.
 
     >>> sum(p.numel() for p in small_decoder(256, layers=1)[1].parameters())
     86208
     """
-    own = dict(options or {})
+    mechanism_options = dict(options or {})
     if attention == "gqa":
-        own.setdefault("groups", heads)
+        mechanism_options.setdefault("groups", heads)
     config = Config(
         vocab_size=vocabulary,
         hidden_size=dim,
@@ -60,7 +64,7 @@ def small_decoder(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         attention=attention,
-        attention_options=own,
+        attention_options=mechanism_options,
         position=position,
         window=window,
     )
@@ -77,11 +81,12 @@ def train_on_task(
     seed: int = 0,
     loss: Loss | None = None,
 ) -> float:
-    """Train on the examples of a task; gives the loss of the last step.
+    """Train on the examples of a task, and return the loss of the last step.
 
     >>> from regard.train.tasks import TASKS
     >>> task = TASKS["mqar"]
-    >>> train_on_task(small_decoder(len(task.vocabulary), dim=16, heads=2)[1], task, 2, batch=2) > 0
+    >>> _, model = small_decoder(len(task.vocabulary), dim=16, heads=2)
+    >>> train_on_task(model, task, 2, batch=2) > 0
     True
     """
     return _fit(model, TaskBatches(task, batch=batch, seed=seed), count, lr, loss or AnswerLoss())
@@ -90,8 +95,7 @@ def train_on_task(
 def train_on_bytes(
     model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
 ) -> float:
-    """Train on the bytes of a text that every Python has, its documentation; gives the loss of the
-    last step.
+    """Train on the bytes of Python's documentation, and return the loss of the last step.
 
     >>> train_on_bytes(small_decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2) > 3
     True
@@ -108,44 +112,45 @@ def train_on_bytes(
 def gradient_norms(
     model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
 ) -> list[float]:
-    """Train on the same text at one rate, without clipping; gives the norm of all gradients of each
+    """Train on the bytes at a constant rate without clipping; return the gradient norm of each
     step.
 
-    >>> [x > 0 for x in gradient_norms(small_decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2)]
+    >>> _, model = small_decoder(BYTES, dim=16, heads=2)
+    >>> [norm > 0 for norm in gradient_norms(model, 2, context=16, batch=2)]
     [True, True]
     """
-    found = []
-    optimiser = torch.optim.AdamW(model.parameters(), lr=lr)
+    norms = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     data = Batches(_documentation_bytes()[0], batch=batch, context=context, seed=seed)
     with torch_threads(1), torch.enable_grad():
         for _ in range(count):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             torch.autograd.backward(next_token_loss(model, next(data)))
-            found.append(
+            norms.append(
                 float(
                     nn.utils.get_total_norm(
                         [p.grad for p in model.parameters() if p.grad is not None]
                     )
                 )
             )
-            optimiser.step()
+            optimizer.step()
     model.eval()
-    return found
+    return norms
 
 
 def byte_loss(model: nn.Module, context: int, rows: int = 64) -> float:
-    """Nats per byte on rows of the text that training does not see.
+    """Return the loss on the validation part of the text, in nats per byte.
 
     >>> byte_loss(small_decoder(BYTES, dim=16, heads=2)[1], 16, rows=2) > 3
     True
     """
-    held = _documentation_bytes()[1]
+    validation = _documentation_bytes()[1]
     width = context + 1
-    return evaluate(model, held[: rows * width].view(-1, width), batch=16)
+    return evaluate(model, validation[: rows * width].view(-1, width), batch=16)
 
 
 def validation_bytes(count: int) -> Int[Tensor, " n"]:
-    """The first bytes of the part that is never trained on.
+    """Return the first bytes of the validation part of the text, `[n]`.
 
     >>> validation_bytes(3).shape
     torch.Size([3])
@@ -157,40 +162,40 @@ def validation_bytes(count: int) -> Int[Tensor, " n"]:
 def answer_accuracy(
     model: nn.Module, task: Task, split: str, examples: int = 256, seed: int | str = 0
 ) -> float:
-    """The share of asked tokens that the model thinks likeliest, each given what is before it.
+    """Return the share of answers that the model predicts, each after the right tokens before it.
 
     >>> from regard.train.tasks import TASKS
     >>> task = TASKS["mqar"]
-    >>> 0 <= answer_accuracy(small_decoder(len(task.vocabulary), dim=16, heads=2)[1], task, "validation", 4) <= 1
+    >>> _, model = small_decoder(len(task.vocabulary), dim=16, heads=2)
+    >>> 0 <= answer_accuracy(model, task, "validation", 4) <= 1
     True
     """
     model.eval()
-    hits = asked = 0
-    for part in pad(task, task.examples(split, examples, seed)).split(32):
-        counted = part.target != IGNORE_INDEX
-        hits += int((model(part.source).argmax(-1) == part.target)[counted].sum())
-        asked += int(counted.sum())
-    return hits / max(1, asked)
+    correct = total = 0
+    for rows in pad(task, task.examples(split, examples, seed)).split(32):
+        counted = rows.target != IGNORE_INDEX
+        correct += int((model(rows.source).argmax(-1) == rows.target)[counted].sum())
+        total += int(counted.sum())
+    return correct / max(1, total)
 
 
 def _fit(model: nn.Module, data: Any, count: int, lr: float, loss: Loss) -> float:
-    """Train, quietly: warm up for a tenth of the steps, on one thread: a second one costs such
-    small products more than it gives.
+    """Train without output, with a warm-up of a tenth of the steps, on one thread.
+
+    A second thread would make matrix products of this size slower.
     """
     settings = Settings(steps=count, lr=lr, warmup=max(1, count // 10), weight_decay=0.01)
     with torch_threads(1):
-        found = fit(model, data, settings, loss=loss)
-    if (
-        found.stopped_by is not None
-    ):  # the loop ends its step and returns: half a training is no result
+        result = fit(model, data, settings, loss=loss)
+    if result.stopped_by is not None:  # a part of the training has no meaningful result
         raise KeyboardInterrupt
     model.eval()
-    return found.loss
+    return result.loss
 
 
 @cache
 def _documentation_bytes() -> tuple[Tensor, Tensor]:
-    """Training and held-out bytes of the topics of `pydoc`."""
+    """Return the training and the validation bytes of the topics of `pydoc`."""
     from pydoc_data.topics import topics
 
     whole = "\n\n".join(topics[name].strip() for name in sorted(topics)).encode()
