@@ -48,14 +48,29 @@ class Problem(ABC):
 
     @abstractmethod
     def reference(self) -> Outputs:
-        """Return the right outputs, computed from the definition in a wider dtype."""
+        """Compute the right outputs from the definition in a wider dtype.
+
+        Returns:
+            The outputs by name.
+        """
 
     @abstractmethod
     def plain(self) -> Outputs:
-        """Return the outputs of a straightforward computation in the problem's own dtype."""
+        """Compute the outputs in a straightforward way in the problem's own dtype.
+
+        Returns:
+            The outputs by name.
+        """
 
     def checked(self, outputs: Outputs) -> Outputs:
-        """Return the part of a peer's outputs that the reference has values for."""
+        """Select the part of a peer's outputs that the reference has values for.
+
+        Args:
+            outputs: the peer's outputs by name.
+
+        Returns:
+            The outputs to compare with the reference.
+        """
         return outputs
 
 
@@ -76,11 +91,25 @@ class ProblemSizes(ABC):
 
     @abstractmethod
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory that the problem and its reference take, in bytes."""
+        """Estimate the memory that the problem and its reference take.
+
+        Args:
+            dtype: the dtype of the inputs.
+
+        Returns:
+            The memory in bytes.
+        """
 
     @abstractmethod
     def problem(self, dtype: torch.dtype, device: torch.device) -> Problem:
-        """Return a problem of these sizes, with the same random inputs each time."""
+        """Create a problem of these sizes, with the same random inputs each time.
+
+        Args:
+            dtype, device: of the inputs.
+
+        Returns:
+            The problem.
+        """
 
 
 P = TypeVar("P", bound=Problem)
@@ -101,12 +130,26 @@ class PreparedCall(NamedTuple):
 
 
 def always_supported(_: Any) -> str | None:
-    """Return None: every problem is supported."""
+    """Accept every problem; the default of `Peer.why_not`.
+
+    Args:
+        _: the problem, which is not used.
+
+    Returns:
+        None.
+    """
     return None
 
 
 def no_extra_bytes(_: Any) -> int:
-    """Return 0: no memory is needed beyond the problem."""
+    """Need no memory beyond the problem; the default of `Peer.bytes`.
+
+    Args:
+        _: the problem, which is not used.
+
+    Returns:
+        0.
+    """
     return 0
 
 
@@ -114,7 +157,7 @@ def no_extra_bytes(_: Any) -> int:
 class Peer(Generic[P]):
     """An implementation that solves problems.
 
-    Attributes:
+    Args:
         name: the name in tables.
         description: one sentence.
         prepare: returns the prepared call for a problem; converts the inputs to the peer's layout.
@@ -136,7 +179,11 @@ class Peer(Generic[P]):
     about = renamed_attribute("description")
 
     def missing(self) -> str | None:
-        """Return a sentence about the modules that are not installed, or None if all are."""
+        """Find the modules that the peer needs and that are not installed.
+
+        Returns:
+            A sentence with their names, or None if all are installed.
+        """
         absent = [name for name in self.needs if not _installed(name)]
         return f"no module {', '.join(absent)}" if absent else None
 
@@ -156,7 +203,7 @@ def _installed(name: str) -> bool:
 class Case:
     """A comparison of several peers on one kind of problem.
 
-    Attributes:
+    Args:
         name, description: shown in tables.
         sizes: the sizes "small", "default" and "paper".
         dtypes: the dtypes that are measured unless others are asked for.

@@ -131,7 +131,7 @@ class BandwidthProbe:
 class Ceilings:
     """The largest rates of the machine, to which measured rates are compared.
 
-    Attributes:
+    Args:
         read: the memory bandwidth of all threads, in bytes per second.
         gemm: FLOPs per second of a matrix product, by dtype.
         probe: the fastest way to read memory; with None, shares are relative to `read`.
@@ -191,12 +191,25 @@ class Ceilings:
         )
 
     def of_read(self, bytes_per_second: float) -> float:
-        """Return a bandwidth as a share of the machine's."""
+        """Return a bandwidth as a share of the machine's.
+
+        Args:
+            bytes_per_second: the bandwidth.
+
+        Returns:
+            The share; 1.0 is the bandwidth of the machine.
+        """
         return bytes_per_second / self.read
 
     def of_gemm(self, flops_per_second: float, dtype: torch.dtype) -> float | None:
-        """Return a FLOP rate as a share of a matrix product's; None for a dtype that was not
-        measured.
+        """Return a FLOP rate as a share of the rate of a matrix product.
+
+        Args:
+            flops_per_second: the FLOP rate.
+            dtype: the dtype of the matrix product.
+
+        Returns:
+            The share, or None for a dtype that was not measured.
         """
         ceiling = self.gemm.get(dtype)
         return None if ceiling is None else flops_per_second / ceiling

@@ -34,7 +34,7 @@ MEMORY_READ = "reading memory"
 class TimingBudget:
     """How long a case is measured.
 
-    Attributes:
+    Args:
         rounds: how many rounds; each round times every peer once.
         seconds: no new round begins after this many seconds of rounds; None is no limit.
         sample: seconds of one timing; short calls are repeated.

@@ -23,7 +23,7 @@ VERDICTS = ("holds", "holds with limits", "undecided", "does not hold")
 class Criterion:
     """One measured number, and the bounds within which it lies if the statement is true.
 
-    Attributes:
+    Args:
         quantity: a description of the number.
         value: the measured value.
         low, high: the bounds. A value equal to a bound is inside; NaN is always outside.
@@ -190,7 +190,7 @@ seed. It returns plain numbers.
 class Claim:
     """One statement, with the experiment that tests it. The verdict is about `statement` alone.
 
-    Attributes:
+    Args:
         id: the name for `--claim`.
         sources: the sections of the notes that make the statement.
         statement: the statement of the notes, in one sentence.
@@ -240,7 +240,7 @@ Claim.__init__ = renamed_parameters(  # type: ignore[method-assign]
 class Outcome:
     """A claim with its measured numbers.
 
-    Attributes:
+    Args:
         claim: the claim.
         numbers: the numbers that `claim.measure` returned.
         budget, seed: the arguments of the measurement.

@@ -233,8 +233,8 @@ SPARSE_TIME = Claim(
     checks=_checks_time,
     picture=_picture_time,
     timed=True,
-    takeaway="The time falls with the number of pairs only if a kernel can skip whole tiles: with a "
-    "window most tiles are empty, with a stride none are.",
+    takeaway="The time falls with the number of pairs only if a kernel can skip whole tiles: with "
+    "a window most tiles are empty, with a stride none are.",
 )
 
 CLAIMS = (FULL, SPARSE, LINEAR, SPARSE_TIME)

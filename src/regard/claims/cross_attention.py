@@ -185,7 +185,7 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     )
 
 
-_MADE = (
+_GENERATED = (
     "Generated sentences of number words, states of dim 96, minutes of training. More training "
     "moves the drop to longer sources and does not remove it."
 )
@@ -197,10 +197,10 @@ FORGETTING = Claim(
         NoteSection(RASCHKA_NOTES, "2"),
         NoteSection(OVERVIEW, "2.1"),
     ),
-    statement="A recurrent encoder and decoder without attention translate long sentences worse than "
-    "short ones.",
+    statement="A recurrent encoder and decoder without attention translate long sentences worse "
+    "than short ones.",
     prediction="The share of right translations falls with the length of the source.",
-    scope=_MADE,
+    scope=_GENERATED,
     measure=_measure,
     checks=_checks,
     picture=_picture,
@@ -216,7 +216,7 @@ BEGINNING = Claim(
     "sentence first.",
     prediction="After the right earlier words, fewer words are predicted correctly at the "
     "beginning of a long translation than at its end.",
-    scope=_MADE
+    scope=_GENERATED
     + " A late word of a translation also depends on how far the translation has come; this "
     "experiment does not separate the two.",
     measure=_measure,
@@ -237,13 +237,13 @@ BACK = Claim(
     statement="With attention long sentences are translated as well as short ones.",
     prediction="With attention, the same network translates short and long sources about equally "
     "well.",
-    scope=_MADE,
+    scope=_GENERATED,
     measure=_measure,
     checks=_checks_back,
     picture=_picture,
     measured_with="forgetting",
-    takeaway="This is true of the lengths that the model was trained on; beyond them attention fails "
-    "too.",
+    takeaway="This is true of the lengths that the model was trained on; beyond them attention "
+    "fails too.",
 )
 
 
@@ -301,11 +301,13 @@ def _picture_image(numbers: Mapping[str, Any]) -> Picture:
 IMAGE_TEXT = Claim(
     id="image-text",
     sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(ATTN_JOURNEY, "5.3")),
-    statement="Between image and text, the image gives keys and values and the text gives the queries.",
+    statement="Between image and text, the image gives keys and values and the text gives the "
+    "queries.",
     prediction="There is one output row for each token of a caption, and for each position of a "
     "generated image.",
-    scope="Exact, since only shapes matter. In Flamingo (2204.14198) the text gives the queries and "
-    "the image the keys; in Stable Diffusion (2112.10752, section 3.3) it is the other way round.",
+    scope="Exact, since only shapes matter. In Flamingo (2204.14198) the text gives the queries "
+    "and the image the keys; in Stable Diffusion (2112.10752, section 3.3) it is the other way "
+    "round.",
     measure=_measure_image,
     checks=_checks_image,
     picture=_picture_image,

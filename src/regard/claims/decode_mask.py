@@ -39,7 +39,9 @@ MOST = 24
 
 
 def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots: bool) -> float:
-    """Return the error of the last call without a mask, where every stored key counts as visible."""
+    """Return the error of the last call without a mask, where every stored key counts as
+    visible.
+    """
     module = mha(8, 2).double()
     start = 0
     for part in x[:, : sum(parts)].split_with_sizes(parts, 1):
@@ -155,7 +157,8 @@ def _checks_always(numbers: Mapping[str, Any]) -> list[Criterion]:
             for row in plain
         ),
         Criterion(
-            "without a cache (the whole prefix is computed again), one layer: error of the last row",
+            "without a cache (the whole prefix is computed again), one layer: error of the last "
+            "row",
             one["error"],
             role="reported",
         ),
@@ -284,8 +287,8 @@ TRAINING = Claim(
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,
-    takeaway="A causal language model needs the mask most in training: without it, the model learns "
-    "to copy the next token, which it can see.",
+    takeaway="A causal language model needs the mask most in training: without it, the model "
+    "learns to copy the next token, which it can see.",
 )
 
 CLAIMS = (CLAIM, ALWAYS, TRAINING)

@@ -82,8 +82,8 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
             high=6.0,
         ),
         Criterion(
-            "standard deviation of row sums: largest relative difference from sqrt(p / (1 - p) "
-            "sum w^2)",
+            "standard deviation of row sums: largest relative difference from sqrt(p / (1 - p) sum "
+            "w^2)",
             max(abs(r["row_sum_std"] / r["row_sum_std_expected"] - 1) for r in rows),
             high=5 / math.sqrt(draws),
         ),
@@ -166,8 +166,8 @@ _SMALL = (
 CLAIM = Claim(
     id="dropout",
     sources=(NoteSection(ATTN_JOURNEY, "3.3"), NoteSection(RASCHKA_NOTES, "6.2")),
-    statement="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and "
-    "does nothing in evaluation.",
+    statement="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), "
+    "and does nothing in evaluation.",
     prediction="A share p of the weights is dropped, the mean over draws is the weight itself, and "
     "two passes in evaluation mode are identical.",
     scope=_SMALL,
@@ -187,8 +187,8 @@ SUMS = Claim(
     checks=_checks_sums,
     picture=_picture,
     measured_with="dropout",
-    takeaway="The weights sum to 1 only on average: a row that is printed in training mode is not a "
-    "distribution.",
+    takeaway="The weights sum to 1 only on average: a row that is printed in training mode is not "
+    "a distribution.",
 )
 
 HALF = Claim(

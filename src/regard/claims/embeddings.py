@@ -130,8 +130,8 @@ CLAIM = Claim(
     statement="Each dim of an embedding stands for a feature of the token.",
     prediction="One dim separates tokens with a feature from tokens without it with an accuracy of "
     "3/4; guessing has 1/2.",
-    scope="The model tiny has 256 dims and 1024 tokens: its embedding has features of spelling, and "
-    "hardly any features of meaning.",
+    scope="The model tiny has 256 dims and 1024 tokens: its embedding has features of spelling, "
+    "and hardly any features of meaning.",
     measure=_measure,
     checks=_checks,
     picture=_picture,

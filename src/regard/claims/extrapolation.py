@@ -239,7 +239,8 @@ def _checks_alibi(numbers: Mapping[str, Any]) -> list[Criterion]:
             high=CLOSE,
         ),
         Criterion(
-            "small model: accuracy of the key at four times its trained length / accuracy within it",
+            "small model: accuracy of the key at four times its trained length / accuracy within "
+            "it",
             alibi[far]["passkey"] / max(alibi["1"]["passkey"], 1e-9),
             low=0.9,
             role="limit",
@@ -300,7 +301,7 @@ def _claim(
     sources: tuple[NoteSection, ...],
     says: str,
     checks: Callable[[Mapping[str, Any]], list[Criterion]],
-    lesson: str,
+    takeaway: str,
     predicts: str = "",
 ) -> Claim:
     """Return a claim about the one experiment of this file."""
@@ -318,7 +319,7 @@ def _claim(
         checks=checks,
         picture=_picture,
         measured_with="longer",
-        takeaway=lesson,
+        takeaway=takeaway,
     )
 
 
@@ -327,24 +328,24 @@ _EXTENSIONS = {
         "Position interpolation",
         (NoteSection(OUTLINE, "position encodings"),),
         (
-            "It needs some fine-tuning on the positions between the trained ones; without it, it is "
-            "nearly as bad as no extension."
+            "It needs some fine-tuning on the positions between the trained ones; without it, it "
+            "is nearly as bad as no extension."
         ),
     ),
     "ntk": (
         "NTK-aware scaling",
         (NoteSection(OUTLINE, "position encodings"),),
         (
-            "It has one base for all lengths, which rotates slow pairs less but leaves some of them "
-            "at angles that they were not trained on."
+            "It has one base for all lengths, which rotates slow pairs less but leaves some of "
+            "them at angles that they were not trained on."
         ),
     ),
     "dynamic": (
         "Dynamic NTK",
         (NoteSection(OUTLINE, "position encodings"),),
         (
-            "The base depends on the length of the text, and is the trained one for short texts; it "
-            "is a different method from NTK-aware scaling."
+            "The base depends on the length of the text, and is the trained one for short texts; "
+            "it is a different method from NTK-aware scaling."
         ),
     ),
     "yarn": (
@@ -374,9 +375,9 @@ CLAIMS = (
             sources,
             f"{title} lets a model work beyond its trained length without training.",
             _checks_of(name),
-            lesson,
+            takeaway,
         )
-        for name, (title, sources, lesson) in _EXTENSIONS.items()
+        for name, (title, sources, takeaway) in _EXTENSIONS.items()
     ),
     _claim(
         "longer-alibi",
@@ -391,7 +392,7 @@ CLAIMS = (
         "YaRN needs fine-tuning.",
         _checks_tuning,
         "It gains from some fine-tuning and works without it.",
-        f"Without fine-tuning, the loss at four times the trained length is {CLOSE:g} nats per token "
-        "higher or more.",
+        f"Without fine-tuning, the loss at four times the trained length is {CLOSE:g} nats per "
+        "token higher or more.",
     ),
 )

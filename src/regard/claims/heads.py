@@ -136,8 +136,8 @@ CLAIM = Claim(
     ),
     statement="Several heads attend to several places at once, which one head as wide as all of "
     "them cannot.",
-    prediction="Several heads learn a task whose answers depend on two places, and one wide head is "
-    "no better than guessing.",
+    prediction="Several heads learn a task whose answers depend on two places, and one wide head "
+    "is no better than guessing.",
     scope="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn it in "
     "this time. One head may still mix two places with different weights, so that later layers can "
     "separate them.",
@@ -181,8 +181,8 @@ def _checks_text(numbers: Mapping[str, Any]) -> list[Criterion]:
             for row in several
         ),
         median_criterion(
-            f"{several[-2]['heads']} heads: loss minus the loss of {several[-1]['heads']} heads, "
-            "nats per byte, for each seed",
+            f"{plural(several[-2]['heads'], 'head')}: loss minus the loss of "
+            f"{plural(several[-1]['heads'], 'head')}, nats per byte, for each seed",
             _gains(several[-2], several[-1]),
             role="reported",
         ),

@@ -182,9 +182,9 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 
 _TOY = (
-    "Three pairs in segments of eight tokens, with models that are trained for this task. At scale, "
-    "others could not reproduce the retrieval of a needle in an earlier segment. This experiment "
-    "shows that the memory works, not how much it can store."
+    "Three pairs in segments of eight tokens, with models that are trained for this task. At "
+    "scale, others could not reproduce the retrieval of a needle in an earlier segment. This "
+    "experiment shows that the memory works, not how much it can store."
 )
 
 CLAIM = Claim(
@@ -197,16 +197,16 @@ CLAIM = Claim(
     checks=_checks,
     picture=_picture,
     measured_with="infini",
-    takeaway="The memory is a sum of outer products of keys and values: it recalls values whose keys "
-    "are nearly orthogonal, and mixes the others.",
+    takeaway="The memory is a sum of outer products of keys and values: it recalls values whose "
+    "keys are nearly orthogonal, and mixes the others.",
 )
 
 FREE = Claim(
     id="infini-free",
     sources=(NoteSection(OUTLINE, "Infini-attention"),),
     statement="Infini-attention can be added to a trained model without further training.",
-    prediction="With its initial gate in place of the model's attention, it recalls across segments "
-    "and does not reduce the model's accuracy.",
+    prediction="With its initial gate in place of the model's attention, it recalls across "
+    "segments and does not reduce the model's accuracy.",
     scope=_TOY,
     measure=_measure,
     checks=_checks_free,

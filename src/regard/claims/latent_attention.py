@@ -237,7 +237,8 @@ STEP = Claim(
     picture=_picture,
     timed=True,
     measured_with="mla-absorbed",
-    takeaway="MLA reads fewer bytes and computes more; the machine decides which of the two matters.",
+    takeaway="MLA reads fewer bytes and computes more; the machine decides which of the two "
+    "matters.",
 )
 
 CLAIMS = (CACHE, WORK, ABSORBED, STEP)

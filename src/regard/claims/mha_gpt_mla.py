@@ -143,8 +143,8 @@ def _checks_mla(numbers: Mapping[str, Any]) -> list[Criterion]:
             high=0.95,
         ),
         median_criterion(
-            "training mode, MLA without dropout and MHA with it, as in the note: MLA's time / MHA's "
-            "time",
+            "training mode, MLA without dropout and MHA with it, as in the note: MLA's time / "
+            "MHA's time",
             round_ratios(training, "MLA, dropout 0.0", "MHA"),
             role="reported",
         ),
@@ -182,16 +182,16 @@ CLAIM = Claim(
     timed=True,
     measured_with="fused",
     table=_table,
-    takeaway="A fused matrix saves no arithmetic. A single run without warm-up, in a fixed order and "
-    "with dropout in some of the modules, is not a comparison.",
+    takeaway="A fused matrix saves no arithmetic. A single run without warm-up, in a fixed order "
+    "and with dropout in some of the modules, is not a comparison.",
 )
 
 MLA_TIME = Claim(
     id="mla-time",
     sources=(NoteSection(ATTN_JOURNEY, "6.1"), NoteSection(ATTN_JOURNEY, "code")),
     statement="MLA is faster than standard multi-head attention.",
-    prediction="MLA takes at most 0.95 of the time, with the same dropout in both and in evaluation "
-    "mode.",
+    prediction="MLA takes at most 0.95 of the time, with the same dropout in both and in "
+    "evaluation mode.",
     scope=_SETTING
     + " The note timed MLA with dropout 0.0 and the others with 0.1; MLA's values have 16 dims per "
     "head, those of the others 32.",
@@ -201,13 +201,15 @@ MLA_TIME = Claim(
     timed=True,
     measured_with="fused",
     table=_table,
-    takeaway="With smaller values MLA computes less for a prompt. Most of the difference in the note "
-    "is due to the missing dropout. For decoding see `mla-step`.",
+    takeaway="With smaller values MLA computes less for a prompt. Most of the difference in the "
+    "note is due to the missing dropout. For decoding see `mla-step`.",
 )
 
 
 def _pair() -> tuple[Attention, Attention]:
-    """Return attention with a fused projection, and with separate ones, both with the same weights."""
+    """Return attention with a fused projection, and with separate ones, both with the same
+    weights.
+    """
     fused, separate = gpt(DIM, HEADS, bias=False).eval(), mha(DIM, HEADS, is_causal=True).eval()
     fused_project, separate_project = fused.project, separate.project
     assert isinstance(fused_project, Fused)
@@ -275,8 +277,8 @@ def _checks_mask(numbers: Mapping[str, Any]) -> list[Criterion]:
             role="limit",
         ),
         Criterion(
-            "kernel that regard chooses, with a window of 128 in 4096 tokens: FLOPs / FLOPs without "
-            "a mask",
+            "kernel that regard chooses, with a window of 128 in 4096 tokens: FLOPs / FLOPs "
+            "without a mask",
             share["window"]["ours"],
             low=0.99,
             role="limit",

@@ -91,7 +91,9 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
             role="limit",
         ),
         Criterion(
-            "regard: largest output of a row without visible keys", numbers["empty_row"], role="reported"
+            "regard: largest output of a row without visible keys",
+            numbers["empty_row"],
+            role="reported",
         ),
     ]
 
@@ -168,8 +170,8 @@ CLAIM = Claim(
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    takeaway="For a row without visible keys the softmax of minus infinity alone is NaN, not 0. Such "
-    "a row needs a definition; in regard its output is 0.",
+    takeaway="For a row without visible keys the softmax of minus infinity alone is NaN, not 0. "
+    "Such a row needs a definition; in regard its output is 0.",
 )
 
 HIDES = Claim(

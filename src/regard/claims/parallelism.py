@@ -155,8 +155,8 @@ STEPS = Claim(
     sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OVERVIEW, "5.2"), NoteSection(OUTLINE, "2")),
     statement="The number of sequential steps of a recurrent network grows with the length, and "
     "that of attention is constant.",
-    prediction="Along the longest chain of operations that depend on each other, the exponents of n "
-    "are 1 and 0.",
+    prediction="Along the longest chain of operations that depend on each other, the exponents of "
+    "n are 1 and 0.",
     scope="Exact, up to 256 tokens. An operation on whole tensors counts as one step, although the "
     "sum inside it may take log n steps.",
     measure=_measure_steps,
@@ -211,8 +211,8 @@ TIME = Claim(
     sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OUTLINE, "2")),
     statement="Attention processes a text faster than a recurrent network.",
     prediction="Attention takes less time than an LSTM of the same width at every length.",
-    scope="One layer of width 64 on one thread of this CPU, without any parallel hardware; on a GPU "
-    "the sequential steps of the LSTM cost far more.",
+    scope="One layer of width 64 on one thread of this CPU, without any parallel hardware; on a "
+    "GPU the sequential steps of the LSTM cost far more.",
     measure=_measure_time,
     checks=_checks_time,
     picture=_picture_time,
@@ -264,8 +264,8 @@ GENERATION = Claim(
     id="order-generation",
     sources=(NoteSection(OVERVIEW, "1.1"), NoteSection(OVERVIEW, "5.2")),
     statement="The work of attention is fully parallel.",
-    prediction="One forward pass suffices for any number of tokens, to train on them and to generate "
-    "them.",
+    prediction="One forward pass suffices for any number of tokens, to train on them and to "
+    "generate them.",
     scope="Counted on a small decoder with greedy decoding of one token at a time, without "
     "speculative decoding.",
     measure=_measure_generation,
@@ -390,7 +390,8 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
         ),
         *(
             median_criterion(
-                f"a step after {plural(r['length'], 'token')}: time without the cache / time with it",
+                f"a step after {plural(r['length'], 'token')}: time without the cache / time with "
+                "it",
                 round_ratios(r["times"], "no cache", "cache"),
                 low=1.0,
             )
@@ -406,9 +407,7 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
             length_exponents(rows, "cache"),
             role="reported",
         ),
-        Criterion(
-            "bytes of the cache at the largest n", rows[-1]["bytes"], role="reported"
-        ),
+        Criterion("bytes of the cache at the largest n", rows[-1]["bytes"], role="reported"),
     ]
 
 

@@ -142,7 +142,9 @@ def _checks_distance(numbers: Mapping[str, Any]) -> list[Criterion]:
             high=1e-5,
         ),
         Criterion(
-            "sinusoidal, without tokens: change of the scores when all positions are shifted", moved["sinusoidal alone"], role="reported"
+            "sinusoidal, without tokens: change of the scores when all positions are shifted",
+            moved["sinusoidal alone"],
+            role="reported",
         ),
         Criterion(
             "rotary: largest difference from its formula 2/d sum cos(m theta)",
@@ -180,7 +182,8 @@ _UNTRAINED = (
 CLAIM = Claim(
     id="positions",
     sources=(NoteSection(OUTLINE, "position encodings"),),
-    statement="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far ones.",
+    statement="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far "
+    "ones.",
     prediction="The score of a query and a key that match is smaller at a distance, with each of "
     "the three.",
     scope=_UNTRAINED,
@@ -276,8 +279,8 @@ ORDER_INFORMATION = Claim(
     sources=(NoteSection(OVERVIEW, "1.2"),),
     statement="A Transformer without position encodings has no information about the order of its "
     "tokens.",
-    prediction="When two tokens are swapped, the last row stays the same, with and without a causal "
-    "mask, for any number of layers.",
+    prediction="When two tokens are swapped, the last row stays the same, with and without a "
+    "causal mask, for any number of layers.",
     scope="Exact; the size of the change depends on the random weights, width 16 and six tokens.",
     measure=_measure_order,
     checks=_checks_order,
@@ -460,8 +463,8 @@ INVERSE = Claim(
     checks=_checks_values_inverse,
     picture=_picture_values,
     measured_with="values",
-    takeaway="The inverse rotation R(-i) of the output is a few lines of code, and makes the values "
-    "relative too.",
+    takeaway="The inverse rotation R(-i) of the output is a few lines of code, and makes the "
+    "values relative too.",
 )
 
 CLAIMS = (ORDER_INFORMATION, CLAIM, DISTANCE, VALUES, INVERSE)

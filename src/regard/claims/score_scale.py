@@ -115,16 +115,16 @@ CLAIM = Claim(
         NoteSection(ATTN_JOURNEY, "3.1"),
         NoteSection(RASCHKA_NOTES, "5.1"),
     ),
-    statement="Without the division by sqrt(d_k), and only without it, the scores grow with d_k and "
-    "the softmax saturates.",
-    prediction="The standard deviation of the scores is sqrt(d). Without the scale nearly all weight "
-    "is on one key at a large d; with it the entropy is the same at every d.",
+    statement="Without the division by sqrt(d_k), and only without it, the scores grow with d_k "
+    "and the softmax saturates.",
+    prediction="The standard deviation of the scores is sqrt(d). Without the scale nearly all "
+    "weight is on one key at a large d; with it the entropy is the same at every d.",
     scope=_UNTRAINED,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    takeaway="A sum of d products of variance 1 has variance d; the division removes this effect of "
-    "the size of the head.",
+    takeaway="A sum of d products of variance 1 has variance d; the division removes this effect "
+    "of the size of the head.",
 )
 
 GRADIENT_DIMS, TOKENS, DRAWS = (16, 64, 256, 1024), 64, 5
@@ -190,8 +190,8 @@ def _checks_vanish(numbers: Mapping[str, Any]) -> list[Criterion]:
             high=0.2,
         ),
         median_criterion(
-            "largest d: gradient norm of a query, median over the queries, without the scale / with "
-            "it",
+            "largest d: gradient norm of a query, median over the queries, without the scale / "
+            "with it",
             _unscaled_to_scaled(last, "per_query_median"),
             high=0.2,
         ),
@@ -280,9 +280,9 @@ EXPLODE = Claim(
     checks=_checks_explode,
     picture=_picture_gradients,
     measured_with="scale-vanish",
-    takeaway="The gradient of the scores does not explode, since the slope of the softmax is at most "
-    "1/2. The gradient of the weights has the factor d score / d q = k, which the scale divides by "
-    "sqrt(d).",
+    takeaway="The gradient of the scores does not explode, since the slope of the softmax is at "
+    "most 1/2. The gradient of the weights has the factor d score / d q = k, which the scale "
+    "divides by sqrt(d).",
 )
 
 TRAINED_DIMS, WIDTH, SEEDS, STEPS = (16, 256), 64, 3, 100
@@ -379,8 +379,8 @@ TRAINING = Claim(
     statement="Without the scale training becomes unstable.",
     prediction="Without the scale the same model on the same data has higher gradient peaks and a "
     "higher loss after as many steps; at a small d the effect is small.",
-    scope="Two layers of width 64 with one head of 16 or 256, three seeds, a hundred steps on text. "
-    "No run diverged, since AdamW normalises the size of a gradient.",
+    scope="Two layers of width 64 with one head of 16 or 256, three seeds, a hundred steps on "
+    "text. No run diverged, since AdamW normalises the size of a gradient.",
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,

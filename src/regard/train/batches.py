@@ -143,8 +143,10 @@ class Batches:
         return segment.gather(1, self._offsets % period)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the random generator and a fingerprint of the data, as plain values
-        for JSON.
+        """Return the state of the random generator and a fingerprint of the data.
+
+        Returns:
+            Plain values for JSON.
         """
         return {
             "drawn": self._drawn,

@@ -47,7 +47,7 @@ log_warning = logging.getLogger("regard.train").warning
 class TrainingCheckpoint:
     """The content of one checkpoint.
 
-    Attributes:
+    Args:
         step: the optimizer step.
         tensors: for each file the named tensors.
         state: JSON values: settings, random state, data order, and the state of the run.
@@ -101,8 +101,8 @@ def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -
             f"{target}: the checkpoint was written and reads back with other content: {problem}; "
             "check the disk"
         )
-    older = [path for path in _checkpoint_folders(parent) if path.name <= target.name]
-    for old in older[keep:]:
+    checkpoints = [path for path in _checkpoint_folders(parent) if path.name <= target.name]
+    for old in checkpoints[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 

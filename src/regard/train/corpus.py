@@ -52,6 +52,10 @@ _SKIPPED_FOLDERS = {
 class TextDocument:
     """A text with a name that says where it comes from.
 
+    Args:
+        name: the path of the file, or the name of a topic or module of Python.
+        text: the content.
+
     >>> TextDocument("note", "Attention!").name
     'note'
     """

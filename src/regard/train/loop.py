@@ -70,7 +70,7 @@ class NonFiniteLoss(RegardError, FloatingPointError):
 class TrainResult:
     """The end of a training run.
 
-    Attributes:
+    Args:
         step: the last step.
         loss: the loss of the last step, in nats.
         validation: the last validation loss; None without validation.
@@ -252,7 +252,7 @@ class _TrainingLoop:
         )
 
     def validate(self, rows: ExampleBatch) -> None:
-        """Measure the validation loss."""
+        """Measure the loss on the validation rows."""
         with self.pause_clock(), self.autocast():
             self.validation = evaluate(self.model, rows, batch=self.batches.batch, loss=self.loss)
 

@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 class Settings:
     """The settings of a training run.
 
-    Attributes:
+    Args:
         steps: optimizer steps.
         lr: the peak learning rate.
         warmup: steps of linear warm-up to the peak.

@@ -41,7 +41,7 @@ def attention(problem: AttentionProblem) -> PreparedCall:
 
 
 def _compiled() -> Callable[..., Any]:
-    """Return flex_attention, compiled."""
+    """Return torch's flex_attention in compiled form."""
     # after a number of compilations torch runs the function uncompiled, with a warning: reset the
     # compiler for each case
     torch.compiler.reset()

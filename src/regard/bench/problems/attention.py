@@ -114,7 +114,7 @@ always computed.
 class AttentionSizes(ProblemSizes):
     """The sizes of attention in which the last T of S tokens attend causally.
 
-    Attributes:
+    Args:
         B, H, G, D: batch rows, query heads, key/value heads, and the dim of a head.
         S, T: keys and queries; T None is as many queries as keys.
         window: how many keys a query sees, its own included; None is all.
@@ -175,6 +175,10 @@ class AttentionProblem(Problem):
 
     The outputs are "out" `[B, H, T, D]`, and in training "dq", "dk" and "dv".
 
+    Args:
+        sizes: the sizes.
+        dtype, device: of the inputs.
+
     Attributes:
         quantized: keys and values as the cache stores them, if it is quantised.
         pads: the number of padding tokens of each row; padded queries have no right output.
@@ -218,11 +222,22 @@ class AttentionProblem(Problem):
         return (2.0 ** (-8 * h / self.sizes.H)) * self.sizes.alibi
 
     def visible(self) -> Bool[Tensor, "b 1 T S"]:
-        """Return which keys each query sees, as a dense mask; b is 1 unless rows are padded."""
+        """Return which keys each query sees, as a dense mask.
+
+        Returns:
+            A bool mask `[b, 1, T, S]`; b is 1 unless rows are padded.
+        """
         return self.visible_rows(slice(0, self.sizes.queries))
 
     def visible_rows(self, rows: slice) -> Bool[Tensor, "b 1 t S"]:
-        """Return which keys some of the queries see."""
+        """Return which keys some of the queries see.
+
+        Args:
+            rows: the queries.
+
+        Returns:
+            A bool mask `[b, 1, t, S]`; b is 1 unless rows are padded.
+        """
         S, T, W = self.sizes.S, self.sizes.queries, self.sizes.window
         i = torch.arange(S - T, S, device=self.device)[rows, None]
         j = torch.arange(S, device=self.device)[None]
@@ -235,11 +250,23 @@ class AttentionProblem(Problem):
         return (visible & (j >= pads) & (i >= pads))[:, None]
 
     def bias(self) -> Float[Tensor, "1 H T S"]:
-        """Return ALiBi's bias, -slope (i - j), in the problem's dtype."""
+        """Return ALiBi's bias, -slope (i - j), in the problem's dtype.
+
+        Returns:
+            The bias, `[1, H, T, S]`.
+        """
         return self.bias_rows(slice(0, self.sizes.queries), self.dtype)
 
     def bias_rows(self, rows: slice, dtype: torch.dtype) -> Float[Tensor, "1 H t S"]:
-        """Return ALiBi's bias for some of the queries."""
+        """Return ALiBi's bias for some of the queries.
+
+        Args:
+            rows: the queries.
+            dtype: the dtype of the bias.
+
+        Returns:
+            The bias, `[1, H, t, S]`.
+        """
         S, T = self.sizes.S, self.sizes.queries
         i, j = torch.arange(S - T, S)[rows, None], torch.arange(S)[None]
         return (self.slopes[:, None, None] * (j - i))[None].to(self.device, dtype)
@@ -297,7 +324,14 @@ class AttentionProblem(Problem):
         return self.checked_rows(selected)
 
     def checked_rows(self, outputs: Outputs) -> Outputs:
-        """Return outputs with 0 in the rows of padded queries."""
+        """Set the rows of padded queries to 0.
+
+        Args:
+            outputs: outputs by name, `[B, heads, T, D]`.
+
+        Returns:
+            The outputs, in which padded rows are 0.
+        """
         if not any(self.pads):
             return outputs
         is_token = torch.arange(self.sizes.S - self.sizes.queries, self.sizes.S, device=self.device)

@@ -16,7 +16,7 @@ from regard.pages import settled
 class LatentSizes(ProblemSizes):
     """The sizes of latent attention with S cached latents; the defaults are those of DeepSeek-V3.
 
-    Attributes:
+    Args:
         S, B, H: cached tokens, batch rows, and heads.
         rank, rope: the dims of the latent and of the rotary key.
         nope, value: the dims of a head's key without rotary positions, and of its value.
@@ -70,6 +70,10 @@ class LatentProblem(Problem):
     The inputs are q_nope `[B, H, 1, d]`, q_rope `[B, H, 1, e]`, latents `[B, 1, S, r]`, rope `[B,
     1, S, e]` and the weight `[H (d + E), r]` that maps a latent to keys and values, with the rows
     of a head next to each other. `memory` `[B, 1, S, r + e]` has latents and rope in one buffer.
+
+    Args:
+        sizes: the sizes.
+        dtype, device: of the inputs.
 
     >>> sizes = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))

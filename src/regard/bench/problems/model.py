@@ -123,7 +123,7 @@ PROMPT_TOKENS = 4
 class ModelSizes(ProblemSizes):
     """The sizes of a model with S tokens in the cache; the defaults are those of Qwen2-0.5B.
 
-    Attributes:
+    Args:
         S, B: cached tokens, and batch rows.
         layers, dim, inner, H, G, vocabulary: the sizes of the model.
 
@@ -170,7 +170,11 @@ class ModelSizes(ProblemSizes):
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
     def config(self) -> qwen2.Config:
-        """Return the config of a checkpoint of these sizes."""
+        """Return the config of a checkpoint of these sizes.
+
+        Returns:
+            The config of a Qwen2.
+        """
         return qwen2.Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,
@@ -202,6 +206,10 @@ class ModelProblem(Problem):
     attention weights uneven, so that the logits depend on the keys. Peers share the decoder's
     parameters where they can.
 
+    Args:
+        sizes: the sizes.
+        dtype, device: of the parameters.
+
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
     >>> {name: tuple(x.shape) for name, x in problem.reference().items()}
@@ -220,7 +228,14 @@ class ModelProblem(Problem):
         self.prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator).to(device)
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values `[B, G, S, D]` of a layer, generated anew at each call."""
+        """Generate the random cache of a layer; each call generates it anew.
+
+        Args:
+            layer: the number of the layer.
+
+        Returns:
+            Rotated keys and values, `[B, G, S, D]` each.
+        """
         s = self.sizes
         generator = torch.Generator().manual_seed(1 + layer)
         values = 3 * torch.randn(2, s.B, s.G, s.S, s.head_dim, generator=generator)
@@ -228,7 +243,14 @@ class ModelProblem(Problem):
         return k, v
 
     def caches(self, dtype: torch.dtype) -> list[Fixed]:
-        """Return filled caches for the decoder, with room for one more token."""
+        """Create filled caches for the decoder, with room for one more token.
+
+        Args:
+            dtype: the dtype of keys and values.
+
+        Returns:
+            One cache per layer.
+        """
         caches = [Fixed(self.sizes.S + 1) for _ in range(self.sizes.layers)]
         for layer, cache in enumerate(caches):
             k, v = self.memory(layer)
@@ -265,7 +287,11 @@ class ModelProblem(Problem):
         }
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the config with the keys of Hugging Face."""
+        """Return the config with the keys of Hugging Face.
+
+        Returns:
+            The values by key.
+        """
         return asdict(self.config)
 
 

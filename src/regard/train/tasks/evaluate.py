@@ -18,6 +18,7 @@ from regard.nn.rnn import Carried
 from regard.tap import Trace
 from regard.train.losses import padded_positions
 from regard.train.tasks.task import BOS, EOS, IGNORE_INDEX, Example, PaddedBatch, Task, pad
+from regard.units import plural
 
 Seq2SeqModel = EncoderDecoder | RecurrentEncoderDecoder
 """A model that maps a source to a target."""
@@ -334,7 +335,9 @@ def alignment(
     best = (
         max(heads, key=lambda place: float(heads[place].amax(-1).mean())) if head is None else head
     )
-    choice = f", the sharpest of {len(heads)} heads" if len(heads) > 1 and head is None else ""
+    choice = (
+        f", the sharpest of {plural(len(heads), 'head')}" if len(heads) > 1 and head is None else ""
+    )
     return Alignment(outcome, best, best + choice, columns, rows, heads[best])
 
 

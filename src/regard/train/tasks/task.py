@@ -127,7 +127,7 @@ VALIDATION_DIVISOR = 10
 class Example:
     """One example of a task, in words.
 
-    Attributes:
+    Args:
         source: the input sequence.
         target: for a "seq2seq" task the output sequence. For a "causal" task one entry per source
             token: the token that must come next, or "" where no prediction is asked for.
@@ -405,7 +405,7 @@ class TaskBatches:
         return self
 
     def __next__(self) -> PaddedBatch:
-        """Return the next batch."""
+        """Return the next batch of examples."""
         pool, i = divmod(self._drawn, POOL_BATCHES)
         if self._current_pool[0] != pool:
             self._current_pool = (pool, self._pool(pool))

@@ -204,7 +204,7 @@ class TaskTrainingRun:
             "parameters": f"{parameters:,}",
             "steps": f"{result.step:,} of {self.recipe.batch} examples",
             "seed": str(self.options["seed"]),
-            "trained on sources of up to": f"{self.task.lengths[1]} tokens",
+            "trained on sources of up to": plural(self.task.lengths[1], "token"),
             "search": "greedy" if self.options["beams"] == 1 else f"{self.options['beams']} beams",
         }
 
