@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,35 @@ def test_the_checks_would_find_an_offender(tmp_path: Path) -> None:
     )
     line = next(iter(HOMES))
     assert len(re.findall(line, Source(offender).code)) == 1  # the docstring does not count
+
+
+ROOT_FILES = {
+    ".ci",
+    ".gitignore",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "DESIGN.md",
+    "LICENSE",
+    "LOG.md",
+    "Makefile",
+    "README.md",
+    "README.zh-CN.md",
+    "SECURITY.md",
+    "constraints.txt",
+    "docs",
+    "pyproject.toml",
+    "src",
+    "tests",
+}
+
+
+def test_the_checkout_holds_no_file_that_an_example_wrote(root: Path) -> None:
+    """Examples that run in the checkout must not leave files there that a commit then picks up."""
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        pytest.skip("this is no checkout of git")
+    listed = subprocess.run([git, "ls-files"], cwd=root, capture_output=True, text=True, check=True)
+    names = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    assert names <= ROOT_FILES, f"unexpected: {sorted(names - ROOT_FILES)}"
+    assert {"src", "tests", "pyproject.toml"} <= names
