@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from regard.bench.timing import quartiles
 from regard.compare.experiment import Numbers
@@ -77,7 +77,7 @@ class Criterion:
             return f"at most {self.high:.4g}"
         return f"{self.low:.4g} to {self.high:.4g}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Numbers:
         """Return the criterion as plain values for JSON.
 
         Returns:
@@ -212,12 +212,12 @@ class Claim:
     prediction: str
     scope: str
     measure: MeasureFunction = field(repr=False, compare=False)
-    checks: Callable[[Mapping[str, Any]], list[Criterion]] = field(repr=False, compare=False)
-    picture: Callable[[Mapping[str, Any]], Picture] = field(repr=False, compare=False)
+    checks: Callable[[Numbers], list[Criterion]] = field(repr=False, compare=False)
+    picture: Callable[[Numbers], Picture] = field(repr=False, compare=False)
     timed: bool = False
     takeaway: str = ""
     measured_with: str = ""
-    table: Callable[[Mapping[str, Any]], list[list[str]]] | None = field(
+    table: Callable[[Numbers], list[list[str]]] | None = field(
         default=None, repr=False, compare=False
     )
     says = renamed_attribute("statement")
@@ -273,7 +273,7 @@ class Outcome:
         """The table of the measured numbers, header first; [] if the claim has no table."""
         return [] if self.claim.table is None else self.claim.table(self.numbers)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Numbers:
         """Return the claim and its outcome as plain values for JSON.
 
         Returns:

@@ -7,9 +7,8 @@ stride of sqrt(n). Linear attention has a state of fixed size per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -67,12 +66,12 @@ def _pairs(mask: Mask, length: int) -> int:
     )
 
 
-def _slope(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+def _slope(rows: Sequence[Numbers], name: str) -> float:
     """Return the exponent of n in the number of pairs of a mask."""
     return fit_exponent([r["length"] for r in rows], [r["pairs"][name] for r in rows])
 
 
-def _checks_full(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_full(numbers: Numbers) -> list[Criterion]:
     return [
         Criterion(
             "query-key pairs: exponent of n",
@@ -83,7 +82,7 @@ def _checks_full(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_sparse(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_sparse(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
 
     def growth(name: str) -> float:
@@ -110,13 +109,13 @@ def _checks_sparse(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_linear(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_linear(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     grows = fit_exponent([r["length"] for r in rows], [r["linear"] for r in rows])
     return [Criterion("counted FLOPs of a layer: exponent of n", grows, 0.95, 1.05)]
 
 
-def _picture_pairs(numbers: Mapping[str, Any]) -> Picture:
+def _picture_pairs(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             name, tuple((float(r["length"]), float(r["pairs"][name])) for r in numbers["by_length"])
@@ -192,7 +191,7 @@ def _measure_time(budget: float, seed: int) -> Numbers:
     return {**timing_settings(), "heads": H, "head_dim": D, "window": WINDOW, "by_length": rows}
 
 
-def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_time(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     last = rows[-1]["times"]
     return [
@@ -218,7 +217,7 @@ def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_time(numbers: Mapping[str, Any]) -> Picture:
+def _picture_time(numbers: Numbers) -> Picture:
     lines = timing_lines(numbers, "full", "window", "strided", "linear")
     return Picture("A prompt of n tokens, 2 heads of 64", "n", "milliseconds", lines, "xy")
 

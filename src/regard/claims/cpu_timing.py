@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean
-from typing import Any
 
 import torch
 
 from regard.bench.runner import torch_threads
 from regard.bench.timing import interleaved
 from regard.claims.claim import num_steps
+from regard.compare.experiment import Numbers
 from regard.view.charts import Line
 
 
@@ -84,7 +84,7 @@ def fit_exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     )
 
 
-def timing_settings() -> dict[str, Any]:
+def timing_settings() -> Numbers:
     """Return the settings of the timing: one thread, processor time, no dropout.
 
     >>> timing_settings()["dropout"]
@@ -99,7 +99,7 @@ def timing_settings() -> dict[str, Any]:
     }
 
 
-def timing_lines(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
+def timing_lines(numbers: Numbers, *names: str) -> tuple[Line, ...]:
     """Return a curve for each function: the milliseconds of its fastest round, by length.
 
     >>> timing_lines({"timing_lines": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
@@ -112,7 +112,7 @@ def timing_lines(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
     )
 
 
-def length_exponents(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def length_exponents(rows: Sequence[Numbers], name: str) -> list[float]:
     """Return the exponent of the length in a function's times, for each round.
 
     >>> rows = [{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)]

@@ -7,9 +7,8 @@ row per query, so that the shape of the output shows which of the two gives the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +47,7 @@ def _measure(budget: float, seed: int) -> Numbers:
         torch.manual_seed(seed)
         model = build(TASK, name, SIZES)
         loss = train_on_task(model, TASK, count, batch=BATCH, seed=seed, loss=Seq2SeqLoss())
-        row: dict[str, Any] = {"model": name, "loss": loss, "bins": []}
+        row: Numbers = {"model": name, "loss": loss, "bins": []}
         for split in ("validation", "longer"):
             answers = answer_examples(model, TASK, TASK.examples(split, examples, seed))
             bins = accuracy_by_length(TASK, split, answers)
@@ -93,18 +92,18 @@ def _thirds(model: nn.Module, examples: Sequence[Example]) -> list[list[int]]:
     return thirds
 
 
-def _shares(row: Mapping[str, Any], low: int, high: int) -> float:
+def _shares(row: Numbers, low: int, high: int) -> float:
     """Return the share of correct translations of sources with `low` to `high` tokens."""
     inside = [b for b in row["bins"] if b["low"] >= low and b["high"] <= high]
     return float(sum(b["right"] for b in inside) / max(1, sum(b["examples"] for b in inside)))
 
 
-def _drop(row: Mapping[str, Any], trained: int) -> float:
+def _drop(row: Numbers, trained: int) -> float:
     """Return the accuracy on short sources minus that on long ones, within the trained lengths."""
     return _shares(row, 1, trained // 2) - _shares(row, trained // 2 + 1, trained)
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     no_attention, _ = numbers["models"]
     return [
         Criterion(
@@ -121,7 +120,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_back(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_back(numbers: Numbers) -> list[Criterion]:
     no_attention, attention = numbers["models"]
     trained = numbers["trained"]
     return [
@@ -150,7 +149,7 @@ def _checks_back(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_beginning(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_beginning(numbers: Numbers) -> list[Criterion]:
     first, _, last = (right / max(1, count) for right, count in numbers["models"][0]["thirds"])
     return [
         Criterion(
@@ -164,7 +163,7 @@ def _checks_beginning(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             r["model"],
@@ -260,7 +259,7 @@ def _measure_image(_budget: float, seed: int) -> Numbers:
     return {"text": TEXT, "image": IMAGE, "rows": rows}
 
 
-def _checks_image(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_image(numbers: Numbers) -> list[Criterion]:
     rows = numbers["rows"]["text"]  # as the note has it: the text gives the queries
     return [
         Criterion(
@@ -285,7 +284,7 @@ def _checks_image(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_image(numbers: Mapping[str, Any]) -> Picture:
+def _picture_image(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(f"queries from the {name}", ((0.0, float(rows)), (1.0, float(rows))))
         for name, rows in numbers["rows"].items()

@@ -6,8 +6,7 @@ query, and no more keys than the mask would let it see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -122,7 +121,7 @@ def _max_difference(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max())
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     step_criteria = [
         Criterion(
             f"{row['step']}: error without a mask",
@@ -148,7 +147,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_always(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_always(numbers: Numbers) -> list[Criterion]:
     plain = [row for row in numbers["steps"] if not row["needs"]]
     one, *more = numbers["no_cache"]
     return [
@@ -170,7 +169,7 @@ def _checks_always(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     points = tuple((float(r["layers"]), r["error"]) for r in numbers["no_cache"])
     return Picture(
         "Decoding without a cache and without a mask",
@@ -241,7 +240,7 @@ def _measure_training(budget: float, seed: int) -> Numbers:
     return {"steps": num_steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
 
 
-def _checks_training(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_training(numbers: Numbers) -> list[Criterion]:
     causal, none = numbers["by_mask"]
     return [
         Criterion(
@@ -261,7 +260,7 @@ def _checks_training(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_training(numbers: Mapping[str, Any]) -> Picture:
+def _picture_training(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             f"trained {'without a mask' if r['trained'] == 'none' else 'with the causal mask'}",

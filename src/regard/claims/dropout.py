@@ -7,8 +7,6 @@ E[sum_j d_ij w_ij v_j] = sum_j w_ij v_j,  Var[sum_j d_ij w_ij] = p / (1 - p) sum
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -67,7 +65,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     rows, draws = numbers["by_rate"], numbers["draws"]
     return [
         Criterion(
@@ -96,7 +94,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _share_off(numbers: Mapping[str, Any]) -> float:
+def _share_off(numbers: Numbers) -> float:
     """Return the largest difference of the dropped share from p, in standard errors."""
     count = numbers["draws"] * T * T
     return max(
@@ -105,12 +103,12 @@ def _share_off(numbers: Mapping[str, Any]) -> float:
     )
 
 
-def _half(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+def _half(numbers: Numbers) -> Numbers:
     """Return the row for p = 0.5."""
     return next(r for r in numbers["by_rate"] if r["rate"] == 0.5)
 
 
-def _checks_sums(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_sums(numbers: Numbers) -> list[Criterion]:
     return [
         Criterion(
             "standard deviation of row sums at p = 0.5",
@@ -125,7 +123,7 @@ def _checks_sums(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_half(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_half(numbers: Numbers) -> list[Criterion]:
     half = _half(numbers)
     return [
         Criterion(
@@ -142,7 +140,7 @@ def _checks_half(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, tuple((r["rate"], r[key]) for r in numbers["by_rate"]))
         for name, key in (

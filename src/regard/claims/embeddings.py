@@ -6,8 +6,7 @@ half of the tokens; it is tested on the other half. The embedding is that of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def _measure(_budget: float, seed: int) -> Numbers:
     return {"tokens": len(texts), "splits": SPLITS, "dims": table.shape[1], "by_feature": rows}
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_feature"]
     directions = sum(row["direction"] for row in rows) / len(rows)
     return [
@@ -110,7 +109,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, tuple((float(i), row[key]) for i, row in enumerate(numbers["by_feature"])))
         for name, key in (

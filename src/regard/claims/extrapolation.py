@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
 from regard.models.convert.context import Extension, to_context
 from regard.models.convert.layer import Checkpoint
+from regard.models.decoder import Decoder
 from regard.models.families import llama
 from regard.positions import critical_dimension
 from regard.train.corpus import load_documents, split_documents
@@ -79,7 +80,7 @@ def passkey_of_length(length: int) -> Task:
     return replace(TASK, draw=draw, lengths=(shortest, *split_documents))
 
 
-def _trained(seed: int, count: int) -> tuple[Any, nn.Module, nn.Module]:
+def _trained(seed: int, count: int) -> tuple[llama.Config, Decoder, Decoder]:
     """Return a trained Llama with the small base, its config, and a trained decoder with ALiBi."""
     V = len(TASK.vocabulary)
     config = llama.Config(
@@ -121,13 +122,13 @@ def _read(model: nn.Module, length: int, examples: int) -> dict[str, float]:
 def _measure(budget: float, seed: int) -> Numbers:
     examples, count = num_steps(budget, 40, least=4), num_steps(budget, STEPS)
     config, rope, alibi = _trained(seed, count)
-    by_method: dict[str, dict[str, Any]] = {"unscaled": {}, "alibi": {}, **{m: {} for m in METHODS}}
+    by_method: dict[str, Numbers] = {"unscaled": {}, "alibi": {}, **{m: {} for m in METHODS}}
     for times in TIMES:
         length = times * T
         by_method["unscaled"][str(times)] = _read(rope, length, examples)
         by_method["alibi"][str(times)] = _read(alibi, length, examples)
         for method in METHODS if times > 1 else ():
-            checkpoint = Checkpoint(rope, config)  # type: ignore[arg-type]
+            checkpoint = Checkpoint(rope, config)
             by_method[method][str(times)] = _read(
                 to_context(checkpoint, length, method)[0].network, length, examples
             )
@@ -148,7 +149,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     }
 
 
-def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
+def _on_text(windows: int, methods: Sequence[Extension]) -> Numbers:
     """Return the loss of the model "tiny" in nats per token, on text that it was not trained on."""
     tiny = regard.load("tiny")
     validation = split_documents(load_documents())[1]
@@ -168,19 +169,19 @@ def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
 
 
 def _tuned(
-    rope: nn.Module, config: Any, method: Extension, count: int, examples: int, seed: int
+    rope: Decoder, config: llama.Config, method: Extension, count: int, examples: int, seed: int
 ) -> dict[str, float]:
     """Return the results of an extension to twice the length after some training steps at that
     length.
     """
-    checkpoint = Checkpoint(copy.deepcopy(rope), config)  # type: ignore[arg-type]
+    checkpoint = Checkpoint(copy.deepcopy(rope), config)
     model = to_context(checkpoint, 2 * T, method)[0].network.requires_grad_(True)
     longer = replace(TASK, lengths=(T, 2 * T, 2 * T + 1))
     train_on_task(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
     return _read(model, 2 * T, examples)
 
 
-def _checks_bare(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_bare(numbers: Numbers) -> list[Criterion]:
     within, beyond = numbers["tiny"]["nats"]["unscaled"]
     return [
         Criterion(
@@ -196,8 +197,8 @@ def _checks_bare(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Criterion]]:
-    def checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_of(method: str) -> Callable[[Numbers], list[Criterion]]:
+    def checks(numbers: Numbers) -> list[Criterion]:
         text, small_model = numbers["tiny"]["nats"], numbers["by_method"]
         return [
             Criterion(
@@ -229,7 +230,7 @@ def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Criterion]]:
     return checks
 
 
-def _checks_alibi(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_alibi(numbers: Numbers) -> list[Criterion]:
     alibi, far = numbers["by_method"]["alibi"], str(max(TIMES))
     return [
         Criterion(
@@ -248,7 +249,7 @@ def _checks_alibi(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_tuning(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_tuning(numbers: Numbers) -> list[Criterion]:
     text = numbers["tiny"]["nats"]
     small_model = numbers["by_method"]
     return [
@@ -267,7 +268,7 @@ def _checks_tuning(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     on_text = numbers["tiny"]
     lines = tuple(
         Line(
@@ -300,7 +301,7 @@ def _claim(
     id_: str,
     sources: tuple[NoteSection, ...],
     says: str,
-    checks: Callable[[Mapping[str, Any]], list[Criterion]],
+    checks: Callable[[Numbers], list[Criterion]],
     takeaway: str,
     predicts: str = "",
 ) -> Claim:

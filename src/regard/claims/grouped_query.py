@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +28,15 @@ from regard.claims.small_training import (
 )
 from regard.compare.experiment import Numbers
 from regard.compare.speed import cache_bytes
+from regard.models.decoder import Decoder
+from regard.models.families.regard import Config
 from regard.train.tasks import TASKS
 from regard.view.charts import Line, Picture
 
 DIM, HEADS, SEEDS, CONTEXT = 64, 4, 2, 96
 TOKENS, LENGTHS = 64, (64, 256, 1024)
 STEPS, RECALL = 400, 300
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS: dict[str, tuple[str, dict[str, int]]] = {
     "mha": ("gqa", {"groups": HEADS}),
     "gqa": ("gqa", {"groups": 2}),
     "mqa": ("mqa", {}),
@@ -44,7 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 TASK = replace(TASKS["mqar"], lengths=(7, 32, 64))
 
 
-def _decoder(name: str, vocabulary: int, seed: int) -> tuple[Any, Any]:
+def _decoder(name: str, vocabulary: int, seed: int) -> tuple[Config, Decoder]:
     """Return the config and a decoder of a kind of attention."""
     attention, options = KINDS[name]
     return small_decoder(
@@ -76,7 +77,7 @@ def _measure_counts(_budget: float, seed: int) -> Numbers:
 def _measure(budget: float, seed: int) -> Numbers:
     rows = []
     for name in KINDS:
-        row: dict[str, Any] = {"name": name, "text": [], "recall": []}
+        row: Numbers = {"name": name, "text": [], "recall": []}
         for trial in range(seed, seed + num_seeds(budget, SEEDS)):
             _, model = _decoder(name, BYTES, trial)
             train_on_bytes(model, num_steps(budget, STEPS), context=CONTEXT, seed=trial)
@@ -105,12 +106,12 @@ def _score_flops(model: Any) -> int:
     return total
 
 
-def _by_name(numbers: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _by_name(numbers: Numbers) -> dict[str, Numbers]:
     """Return the rows by the name of the attention."""
     return {row["name"]: row for row in numbers["by_name"]}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_cache(numbers: Numbers) -> list[Criterion]:
     by, heads = _by_name(numbers), numbers["heads"]
 
     def saved(name: str) -> float:
@@ -130,7 +131,7 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_linear(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_linear(numbers: Numbers) -> list[Criterion]:
     by = _by_name(numbers)
     lengths = [float(n) for n in numbers["lengths"]]
     return [
@@ -148,7 +149,7 @@ def _checks_linear(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _extra_loss(numbers: Mapping[str, Any], name: str) -> list[float]:
+def _extra_loss(numbers: Numbers, name: str) -> list[float]:
     """Return the loss minus MHA's loss in nats per byte, for each seed.
 
     Both models of a seed are trained on the same text in the same order.
@@ -157,7 +158,7 @@ def _extra_loss(numbers: Mapping[str, Any], name: str) -> list[float]:
     return [a - b for a, b in zip(by[name]["text"], by["mha"]["text"], strict=True)]
 
 
-def _checks_quality(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_quality(numbers: Numbers) -> list[Criterion]:
     by = _by_name(numbers)
 
     def lost_recall(name: str) -> float:
@@ -189,7 +190,7 @@ def _checks_quality(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_bytes(numbers: Mapping[str, Any]) -> Picture:
+def _picture_bytes(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(row["name"], ((0.0, 0.0), (float(numbers["tokens"]), float(row["bytes"]))))
         for row in numbers["by_name"]
@@ -197,7 +198,7 @@ def _picture_bytes(numbers: Mapping[str, Any]) -> Picture:
     return Picture("The cache of 2 layers of width 64, 4 heads", "tokens", "bytes", lines)
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(row["name"], tuple((float(i), loss) for i, loss in enumerate(row["text"])))
         for row in numbers["by_name"]

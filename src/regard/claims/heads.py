@@ -6,10 +6,9 @@ which each answer depends on tokens at two places at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from statistics import mean
-from typing import Any
 
 from regard.claims.claim import (
     ATTN_JOURNEY,
@@ -90,7 +89,7 @@ def _measure_places(budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks_places(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_places(numbers: Numbers) -> list[Criterion]:
     one, *several = numbers["by_heads"]
     best = max(several, key=lambda row: max(row["places"]))
     return [
@@ -111,7 +110,7 @@ def _checks_places(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_places(numbers: Mapping[str, Any]) -> Picture:
+def _picture_places(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, tuple((float(r["heads"]), take(r["places"])) for r in numbers["by_heads"]))
         for name, take in (("best", max), ("mean", mean), ("worst", min))
@@ -160,7 +159,7 @@ def _measure_text(budget: float, seed: int) -> Numbers:
     return {"dim": DIM, "steps": num_steps(budget, TEXT_STEPS), "by_heads": rows}
 
 
-def _gains(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[float]:
+def _gains(first: Numbers, second: Numbers) -> list[float]:
     """Return the first loss minus the second one in nats per byte, for each seed.
 
     Both models of a seed are trained on the same text in the same order.
@@ -168,7 +167,7 @@ def _gains(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[float]:
     return [a - b for a, b in zip(first["text"], second["text"], strict=True)]
 
 
-def _checks_text(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_text(numbers: Numbers) -> list[Criterion]:
     one, *several = numbers["by_heads"]
     return [
         *(
@@ -189,7 +188,7 @@ def _checks_text(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_text(numbers: Mapping[str, Any]) -> Picture:
+def _picture_text(numbers: Numbers) -> Picture:
     line = Line(
         "text: nats per byte",
         tuple((float(r["heads"]), mean(r["text"])) for r in numbers["by_heads"]),
@@ -226,7 +225,7 @@ def _measure_cost(_budget: float, _seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         split, listed = mha(DIM, heads), mha_per_head(DIM, heads, head_dim=DIM)
-        row: dict[str, Any] = {"heads": heads}
+        row: Numbers = {"heads": heads}
         for name, module in (("split", split), ("list", listed)):
             description = module.describe(CONTEXT)
             row[name] = {
@@ -237,12 +236,12 @@ def _measure_cost(_budget: float, _seed: int) -> Numbers:
     return {"dim": DIM, "context": CONTEXT, "by_heads": rows}
 
 
-def _ratio_to_one_head(rows: Sequence[Mapping[str, Any]], way: str, quantity: str) -> float:
+def _ratio_to_one_head(rows: Sequence[Numbers], way: str, quantity: str) -> float:
     """Return the value for the largest number of heads divided by the value for one head."""
     return float(rows[-1][way][quantity] / rows[0][way][quantity])
 
 
-def _checks_cost(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_cost(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_heads"]
     return [
         Criterion(
@@ -258,7 +257,7 @@ def _checks_cost(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_more(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_more(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_heads"]
     return [
         Criterion(
@@ -275,7 +274,7 @@ def _checks_more(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_cost(numbers: Mapping[str, Any]) -> Picture:
+def _picture_cost(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(title, tuple((float(r["heads"]), float(r[way]["flops"])) for r in numbers["by_heads"]))
         for way, title in (("split", "heads that split a width"), ("list", "heads of the same dim"))

@@ -6,9 +6,7 @@ together, then the keys again. A model with a window alone cannot know the value
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from random import Random
-from typing import Any
 
 import torch
 
@@ -23,7 +21,7 @@ from regard.view.charts import Line, Picture
 KINDS, PAIRS, SEGMENT, LAYERS = 8, 3, 8, 2
 SILENCE = LAYERS * SEGMENT
 KEYS, VALUES = (tuple(f"{letter}{i}" for i in range(KINDS)) for letter in "kv")
-KINDS_OF: dict[str, tuple[str, dict[str, Any]]] = {
+KINDS_OF: dict[str, tuple[str, dict[str, int]]] = {
     "window": ("sliding_window", {"groups": 4, "window": SEGMENT}),
     "infini": ("infini", {"segment": SEGMENT}),
     "all keys": ("gqa", {"groups": 4}),
@@ -100,7 +98,7 @@ def _measure(budget: float, seed: int) -> Numbers:
         runs = []
         for rate in RATES[name]:
             model = _trained(name, count, rate, seed)
-            run: dict[str, Any] = {
+            run: Numbers = {
                 "rate": rate,
                 "right": answer_accuracy(model, TASK, "validation", 128),
             }
@@ -122,7 +120,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     window, memory, dense = (causal_example["right"] for causal_example in numbers["by_name"])
     return [
         Criterion(
@@ -144,7 +142,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_free(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_free(numbers: Numbers) -> list[Criterion]:
     window, memory, dense = numbers["by_name"]
     added = window["tried"][0]["with_memory"] - window["right"]
     changed_dense = dense["tried"][0]["with_memory"] - dense["right"]
@@ -170,7 +168,7 @@ def _checks_free(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             causal_example["name"],

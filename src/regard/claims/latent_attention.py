@@ -6,7 +6,7 @@ the absorbed form the queries are projected to the latent space instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     return {**timing_settings(), "dim": DIM, "heads": HEADS, "by_length": rows}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_cache(numbers: Numbers) -> list[Criterion]:
     values_per_token = numbers["kept"]
     return [
         Criterion(
@@ -108,7 +108,7 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_work(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_work(numbers: Numbers) -> list[Criterion]:
     work = numbers["pair_flops"]
     criteria = [
         Criterion(
@@ -122,7 +122,7 @@ def _checks_work(numbers: Mapping[str, Any]) -> list[Criterion]:
     return criteria
 
 
-def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_absorbed(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         Criterion(
@@ -143,7 +143,7 @@ def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_step(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_step(numbers: Numbers) -> list[Criterion]:
     *_, last = numbers["by_length"]
     return [
         median_criterion(
@@ -160,7 +160,7 @@ def _checks_step(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = timing_lines(numbers, "MHA", "MLA, naive", "MLA, absorbed")
     return Picture(
         "One token after a full cache, width 512, 8 heads",
@@ -171,7 +171,7 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     )
 
 
-def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
+def _picture_cache(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, ((0.0, 0.0), (4096.0, 4.0 * 4096 * values)))
         for name, values in numbers["kept"].items()

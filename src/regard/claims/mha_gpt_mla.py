@@ -7,10 +7,8 @@ in evaluation mode; MLA is also timed in training mode without dropout, as in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +24,7 @@ from regard.view.charts import Line, Picture
 
 DIM, HEADS, BATCH, TOKENS = 512, 16, 4, 128
 DROPOUT = 0.1
-LATENT: dict[str, Any] = {"kv_rank": 64, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}
+LATENT: dict[str, int] = {"kv_rank": 64, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}
 """The options of MLA. Its values have 16 dims per head and those of MHA and GPT 32, as in the
 note.
 """
@@ -84,7 +82,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     }
 
 
-def _table(numbers: Mapping[str, Any]) -> list[list[str]]:
+def _table(numbers: Numbers) -> list[list[str]]:
     """Return a table with the shape, mean, standard deviation and time of each module's output."""
     rows = [["", "mode", "shape", "mean", "std", "ms"]]
     for row in numbers["by_mode"]:
@@ -104,7 +102,7 @@ def _table(numbers: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     criteria = [
         median_criterion(
             f"{row['mode']} mode: GPT's time / MHA's time",
@@ -129,7 +127,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_mla(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_mla(numbers: Numbers) -> list[Criterion]:
     training, evaluation = (row["times"] for row in numbers["by_mode"])
     return [
         median_criterion(
@@ -151,7 +149,7 @@ def _checks_mla(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     names = list(numbers["by_mode"][0]["times"])
     lines = tuple(
         Line(
@@ -253,7 +251,7 @@ def _measure_work(_budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks_work(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_work(numbers: Numbers) -> list[Criterion]:
     flops, parameters = numbers["flops"], numbers["parameters"]
     return [
         Criterion("largest difference of the outputs", numbers["error"], high=1e-4, role="control"),
@@ -262,7 +260,7 @@ def _checks_work(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_mask(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_mask(numbers: Numbers) -> list[Criterion]:
     share = numbers["done"]
     return [
         Criterion(
@@ -286,7 +284,7 @@ def _checks_mask(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_work(numbers: Mapping[str, Any]) -> Picture:
+def _picture_work(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             name,

@@ -7,8 +7,6 @@ are 0; with a number c they are proportional to exp(c - m), where m is the large
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +79,7 @@ def _measure(_budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     return [
         Criterion("largest weight of a masked key, over all scales", numbers["ours"], high=0.0),
         Criterion(
@@ -98,7 +96,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_hides(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_hides(numbers: Numbers) -> list[Criterion]:
     return [
         Criterion("largest weight of a masked key", numbers["ours"], high=0.0),
         Criterion(
@@ -115,7 +113,7 @@ def _checks_hides(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_large(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_large(numbers: Numbers) -> list[Criterion]:
     weights = {(r["scale"], f["fill"]): f["weight"] for r in numbers["leaks"] for f in r["fills"]}
     return [
         Criterion(
@@ -144,7 +142,7 @@ def _checks_large(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(f"queries x {r['scale']:g}", tuple((-f["fill"], f["weight"]) for f in r["fills"]))
         for r in numbers["leaks"]

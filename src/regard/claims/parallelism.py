@@ -7,7 +7,7 @@ cache with one without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,7 @@ def _measure_steps(_budget: float, seed: int) -> Numbers:
     return {"dim": DIM, "by_length": rows}
 
 
-def _checks_steps(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_steps(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     lengths = [float(r["length"]) for r in rows]
     recurrent, attention = (
@@ -138,7 +138,7 @@ def _checks_steps(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
+def _picture_steps(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             name, tuple((float(r["length"]), float(r["steps"][name])) for r in numbers["by_length"])
@@ -181,7 +181,7 @@ def _measure_time(budget: float, seed: int) -> Numbers:
     return {**timing_settings(), "dim": DIM, "batch": BATCH, "by_length": rows}
 
 
-def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_time(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         *(
@@ -201,7 +201,7 @@ def _checks_time(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_time(numbers: Mapping[str, Any]) -> Picture:
+def _picture_time(numbers: Numbers) -> Picture:
     lines = timing_lines(numbers, "attention", "lstm")
     return Picture("One layer of width 64 on 4 rows of n tokens", "n", "milliseconds", lines, "xy")
 
@@ -240,7 +240,7 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
     return {"tokens": TOKENS, "training": training, "generation": len(passes)}
 
 
-def _checks_generation(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_generation(numbers: Numbers) -> list[Criterion]:
     return [
         Criterion("forward passes to train on a row of n tokens", numbers["training"], high=1),
         Criterion(
@@ -252,7 +252,7 @@ def _checks_generation(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
+def _picture_generation(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, ((1.0, 1.0), (float(numbers["tokens"]), float(numbers[name]))))
         for name in ("training", "generation")
@@ -309,7 +309,7 @@ def _measure_loops(budget: float, seed: int) -> Numbers:
     return {**timing_settings(), "dim": LOOP_DIM, "by_length": rows}
 
 
-def _checks_loops(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_loops(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         Criterion(
@@ -331,7 +331,7 @@ def _checks_loops(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_loops(numbers: Mapping[str, Any]) -> Picture:
+def _picture_loops(numbers: Numbers) -> Picture:
     lines = timing_lines(numbers, "loops", "product")
     return Picture("All scores of n words of three numbers", "words", "milliseconds", lines, "xy")
 
@@ -380,7 +380,7 @@ def _measure_cache(budget: float, seed: int) -> Numbers:
     return {**timing_settings(), "dim": 256, "layers": 4, "by_length": rows}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_cache(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         Criterion(
@@ -411,7 +411,7 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
+def _picture_cache(numbers: Numbers) -> Picture:
     lines = timing_lines(numbers, "cache", "no cache")
     return Picture(
         "One more token, 4 layers of width 256", "tokens so far", "milliseconds", lines, "xy"

@@ -11,9 +11,7 @@ depend on the order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +89,7 @@ def _falls(values: list[float]) -> float:
     return sum(b < a for a, b in pairwise(values)) / (len(values) - 1)
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     def near_minus_far(name: str) -> float:
         return float(sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64)
 
@@ -127,7 +125,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_distance(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_distance(numbers: Numbers) -> list[Criterion]:
     moved = numbers["moved"]
     return [
         Criterion(
@@ -155,7 +153,7 @@ def _checks_distance(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     def line(name: str, values: list[float]) -> Line:
         return Line(name, tuple((float(m), max(value, -1.5)) for m, value in enumerate(values)))
 
@@ -243,7 +241,7 @@ def _measure_order(_budget: float, seed: int) -> Numbers:
     return {"dim": ORDER_DIM, "tokens": ORDER_TOKENS, "by_layers": rows}
 
 
-def _checks_order(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_order(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_layers"]
     return [
         Criterion(
@@ -261,7 +259,7 @@ def _checks_order(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_order(numbers: Mapping[str, Any]) -> Picture:
+def _picture_order(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(title, tuple((float(r["layers"]), r[name]) for r in numbers["by_layers"]))
         for name, title in (("all", "no mask"), ("causal", "causal"))
@@ -381,7 +379,7 @@ def _measure_values(budget: float, seed: int) -> Numbers:
     }
 
 
-def _checks_values(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_values(numbers: Numbers) -> list[Criterion]:
     plain, back, bare = numbers["by_way"]
     gains = [a - b for a, b in zip(plain["losses"], back["losses"], strict=True)]
     worse = [a - b for a, b in zip(bare["losses"], plain["losses"], strict=True)]
@@ -400,7 +398,7 @@ def _checks_values(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_values_inverse(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_values_inverse(numbers: Numbers) -> list[Criterion]:
     plain, back, bare = numbers["by_way"]
     return [
         Criterion(
@@ -424,7 +422,7 @@ def _checks_values_inverse(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_values(numbers: Mapping[str, Any]) -> Picture:
+def _picture_values(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(row["way"], tuple((float(i), loss) for i, loss in enumerate(row["losses"])))
         for row in numbers["by_way"]

@@ -8,9 +8,7 @@ ds_ij/dq_i = scale k_j:  its norm is scale sqrt(d), which grows with d without t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -50,7 +48,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     for dim in DIMS:
         q = torch.randn(1, 1, rows, dim, generator=generator, dtype=torch.float64)
         k = torch.randn(1, 1, KEYS, dim, generator=generator, dtype=torch.float64)
-        row: dict[str, Any] = {"dim": dim, "spread": float((q @ k.mT).std())}
+        row: Numbers = {"dim": dim, "spread": float((q @ k.mT).std())}
         for way in WAYS:
             weights = attention_weights(q, k, scale=_scale(way, dim))[0, 0]
             row[way] = {
@@ -61,11 +59,11 @@ def _measure(budget: float, seed: int) -> Numbers:
     return {"rows": rows, "keys": KEYS, "by_dim": rows_by_dim}
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     rows, last = numbers["by_dim"], numbers["by_dim"][-1]
     n, m = numbers["rows"], numbers["keys"]
 
-    def standard_errors(row: Mapping[str, Any]) -> float:
+    def standard_errors(row: Numbers) -> float:
         """Return the difference of the spread from sqrt(d), in standard errors.
 
         The standard error is that of n m products, whose queries and keys have random lengths.
@@ -93,7 +91,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(f"{quantity}, {way}", tuple((r["dim"], r[way][quantity]) for r in numbers["by_dim"]))
         for quantity in ("entropy", "largest")
@@ -168,19 +166,19 @@ def _measure_gradients(_budget: float, seed: int) -> Numbers:
         draws = [
             _gradients(dim, torch.Generator().manual_seed(1000 * seed + i)) for i in range(DRAWS)
         ]
-        row: dict[str, Any] = {"dim": dim}
+        row: Numbers = {"dim": dim}
         for way in WAYS:
             row[way] = {name: [norms[way][name] for norms in draws] for name in draws[0][way]}
         rows.append(row)
     return {"tokens": TOKENS, "draws": DRAWS, "by_dim": rows}
 
 
-def _unscaled_to_scaled(row: Mapping[str, Any], name: str) -> list[float]:
+def _unscaled_to_scaled(row: Numbers, name: str) -> list[float]:
     """Return the value without the scale divided by the value with it, for each draw."""
     return [a / b for a, b in zip(row["unscaled"][name], row["scaled"][name], strict=True)]
 
 
-def _checks_vanish(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_vanish(numbers: Numbers) -> list[Criterion]:
     last = numbers["by_dim"][-1]
     return [
         median_criterion(
@@ -204,7 +202,7 @@ def _checks_vanish(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _checks_explode(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_explode(numbers: Numbers) -> list[Criterion]:
     first, last = numbers["by_dim"][0], numbers["by_dim"][-1]
     grows = [
         b / a
@@ -234,7 +232,7 @@ def _checks_explode(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_gradients(numbers: Mapping[str, Any]) -> Picture:
+def _picture_gradients(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             f"{title}, {way}",
@@ -316,7 +314,7 @@ def _measure_training(budget: float, seed: int) -> Numbers:
     count, rows = num_steps(budget, STEPS, least=4), []
     seeds = range(seed, seed + num_seeds(budget, SEEDS))
     for dim in TRAINED_DIMS:
-        row: dict[str, Any] = {"dim": dim}
+        row: Numbers = {"dim": dim}
         for way in WAYS:
             runs = [_trained(dim, way, trial, count) for trial in seeds]
             row[way] = {name: [result[name] for result in runs] for name in runs[0]}
@@ -324,10 +322,10 @@ def _measure_training(budget: float, seed: int) -> Numbers:
     return {"steps": count, "width": WIDTH, "seeds": len(seeds), "by_dim": rows}
 
 
-def _checks_training(numbers: Mapping[str, Any]) -> list[Criterion]:
+def _checks_training(numbers: Numbers) -> list[Criterion]:
     small, large = numbers["by_dim"]
 
-    def extra_loss(row: Mapping[str, Any]) -> list[float]:
+    def extra_loss(row: Numbers) -> list[float]:
         return [a - b for a, b in zip(row["unscaled"]["loss"], row["scaled"]["loss"], strict=True)]
 
     return [
@@ -355,7 +353,7 @@ def _checks_training(numbers: Mapping[str, Any]) -> list[Criterion]:
     ]
 
 
-def _picture_training(numbers: Mapping[str, Any]) -> Picture:
+def _picture_training(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             f"{way}, d {row['dim']}",

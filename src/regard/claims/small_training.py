@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -14,7 +13,7 @@ from regard.bench.runner import torch_threads
 from regard.compare.mechanisms import decoder as fresh
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
-from regard.train.batches import Batches
+from regard.train.batches import Batches, BatchSource
 from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.settings import Settings
@@ -31,7 +30,7 @@ def small_decoder(
     layers: int = 2,
     heads: int = 4,
     attention: str = "gqa",
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, int] | None = None,
     position: str = "catalogue",
     seed: int = 0,
     window: int | None = None,
@@ -179,7 +178,7 @@ def answer_accuracy(
     return correct / max(1, total)
 
 
-def _fit(model: nn.Module, data: Any, count: int, lr: float, loss: Loss) -> float:
+def _fit(model: nn.Module, data: BatchSource, count: int, lr: float, loss: Loss) -> float:
     """Train without output, with a warm-up of a tenth of the steps, on one thread.
 
     A second thread would make matrix products of this size slower.
