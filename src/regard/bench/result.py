@@ -60,7 +60,8 @@ def check_outputs(outputs: Outputs, reference: Outputs, plain: Outputs) -> Outpu
         The comparison of the worst output.
 
     >>> one = {"out": torch.ones(2)}
-    >>> check_outputs(one, one, one).right, check_outputs({"out": torch.ones(3)}, one, one).why
+    >>> wrong = {"out": torch.ones(3)}
+    >>> check_outputs(one, one, one).correct, check_outputs(wrong, one, one).why
     (True, 'out is (3,), not (2,)')
     """
     names = [name for name in outputs if name in reference]

@@ -49,8 +49,8 @@ class TimingBudget:
 class PreparedPeer:
     """A peer whose outputs are right, with its prepared call."""
 
-    way: PreparedCall
-    verdict: OutputCheck
+    call: PreparedCall
+    check: OutputCheck
 
 
 def measure(
@@ -97,7 +97,7 @@ def measure(
         return result.refuse(
             f"{case.name} needs {units.size(needed)}, {units.size(available)} are free"
         )
-    say(f"{case.name}, {sizes}, {result.dtype_name}: the right answer")
+    say(f"{case.name}, {sizes}, {result.dtype_name}: computing the reference")
     problem = sizes.problem(dtype, device)
     result = result.with_work(problem.work)
     reference, plain = problem.reference(), problem.plain()
@@ -117,11 +117,11 @@ def measure(
             ready[peer.name] = prepared
     del reference, plain
     gc.collect()
-    say(f"{case.name}, {result.dtype_name}: {len(ready)} in turns")
+    say(f"{case.name}, {result.dtype_name}: timing {units.plural(len(ready), 'peer')} in turns")
     times: dict[str, list[float]] = {}
     interrupted = False
     try:
-        steps = {name: candidate.way.step for name, candidate in ready.items()}
+        steps = {name: candidate.call.step for name, candidate in ready.items()}
         if ceilings.probe is not None:
             steps[MEMORY_READ] = ceilings.probe.step
         interleaved(
@@ -138,14 +138,14 @@ def measure(
     for name, candidate in ready.items():
         rows[name] = timed_result(
             name,
-            candidate.way.kernel,
-            candidate.verdict,
+            candidate.call.kernel,
+            candidate.check,
             RoundTimes(times.get(name, []), times.get(ours), times.get(MEMORY_READ)),
             result,
             ceilings,
         )
         if peak is not None and not interrupted:
-            say(f"{case.name}, {result.dtype_name}: memory of {name}")
+            say(f"{case.name}, {result.dtype_name}: measuring the memory of {name}")
             rows[name] = replace(rows[name], peak_bytes=peak(name))
     return result.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
 

@@ -102,7 +102,7 @@ def timing_settings() -> Numbers:
 def timing_lines(numbers: Numbers, *names: str) -> tuple[Line, ...]:
     """Return a curve for each function: the milliseconds of its fastest round, by length.
 
-    >>> timing_lines({"timing_lines": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
+    >>> timing_lines({"by_length": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
     ((8.0, 500.0),)
     """
     rows = numbers["by_length"]

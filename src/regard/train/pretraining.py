@@ -269,9 +269,8 @@ class PretrainingRun:
         try:
             with workplace(self.out / "final") as temporary:
                 save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
-                for file in sorted(
-                    temporary.iterdir(), reverse=True
-                ):  # the weights before the config
+                # the weights are replaced before the config
+                for file in sorted(temporary.iterdir(), reverse=True):
                     sync(file)
                     file.replace(self.out / file.name)
                 sync(self.out)

@@ -235,7 +235,7 @@ def test_the_list_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_terminal_shows_bars_and_where_it_looks(made: Path) -> None:
     said = (made.parent / "said.txt").read_text("utf-8")
     assert "longer than trained" in said
-    assert "where it looks (decoder; the answer is wrong)" in said
+    assert "alignment (decoder; the answer is wrong)" in said
     assert re.search(r" \d+ - \d+ .*% \( *\d+ to +\d+\)", said)
     assert "right_validation" in said
     assert "accuracy" not in said

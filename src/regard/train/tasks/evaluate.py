@@ -111,7 +111,7 @@ class TaskAnswer:
         predicted: the words that the model gave.
         expected: the right words.
 
-    >>> TaskAnswer(Example(("a",), ("a",)), ("b",), ("a",)).right
+    >>> TaskAnswer(Example(("a",), ("a",)), ("b",), ("a",)).correct
     False
     """
 

@@ -396,9 +396,7 @@ class TaskBatches:
         self.examples = None if examples is None else tuple(examples)
         first_pool = self._pool(0)
         predicted = sum(sum(map(bool, e.target)) for part in first_pool for e in part)
-        self.context = max(
-            1, round(predicted / (POOL_BATCHES * batch))
-        )  # tokens per example that are learned
+        self.context = max(1, round(predicted / (POOL_BATCHES * batch)))
         self._drawn, self._current_pool = 0, (0, first_pool)
 
     def __iter__(self) -> TaskBatches:
