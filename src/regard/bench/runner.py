@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from regard import units
-from regard.bench.interfaces import Case, Peer, PreparedCall, Problem, ProblemSizes
+from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
 from regard.bench.machine import Ceilings, free_memory, make_synchronize
 from regard.bench.result import (
     CaseResult,
@@ -163,7 +163,7 @@ def _reason_to_skip(peer: Peer[Any], problem: Problem) -> tuple[str, str] | None
 
 
 def _prepare(
-    peer: Peer[Any], problem: Problem, reference: Any, plain: Any
+    peer: Peer[Any], problem: Problem, reference: Outputs, plain: Outputs
 ) -> PreparedPeer | PeerResult:
     """Return a peer with its prepared call, or the result of one that fails or is wrong."""
     try:

@@ -76,8 +76,8 @@ def passkey_of_length(length: int) -> Task:
         return example
 
     shortest = 1 if length > T else TASK.lengths[0]
-    split_documents = (length - 8, length) if length > T else (T, T + 1)
-    return replace(TASK, draw=draw, lengths=(shortest, *split_documents))
+    split_lengths = (length - 8, length) if length > T else (T, T + 1)
+    return replace(TASK, draw=draw, lengths=(shortest, *split_lengths))
 
 
 def _trained(seed: int, count: int) -> tuple[llama.Config, Decoder, Decoder]:
@@ -106,8 +106,8 @@ def _read(model: nn.Module, length: int, examples: int) -> dict[str, float]:
     """Return the loss of the text in nats per token, and the accuracy of the key's digits, at a
     length.
     """
-    task, split_documents = passkey_of_length(length), "longer" if length > T else "validation"
-    rows = pad(task, task.examples(split_documents, examples, "read"))
+    task, split = passkey_of_length(length), "longer" if length > T else "validation"
+    rows = pad(task, task.examples(split, examples, "read"))
     model.eval()
     loss_function = TextAndAnswerLoss()
     with torch.no_grad():
@@ -115,7 +115,7 @@ def _read(model: nn.Module, length: int, examples: int) -> dict[str, float]:
         answers = evaluate(model, rows, loss=AnswerLoss())
     return {
         "nats": total_loss - answers,
-        "passkey": answer_accuracy(model, task, split_documents, examples, "read"),
+        "passkey": answer_accuracy(model, task, split, examples, "read"),
     }
 
 

@@ -121,7 +121,7 @@ def _measure(budget: float, seed: int) -> Numbers:
 
 
 def _checks(numbers: Numbers) -> list[Criterion]:
-    window, memory, dense = (causal_example["right"] for causal_example in numbers["by_name"])
+    window, memory, dense = (row["right"] for row in numbers["by_name"])
     return [
         Criterion(
             "recall across segments: accuracy with the memory minus accuracy of the window alone",
@@ -171,10 +171,10 @@ def _checks_free(numbers: Numbers) -> list[Criterion]:
 def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
-            causal_example["name"],
-            tuple((one["rate"], one["right"]) for one in causal_example["tried"]),
+            row["name"],
+            tuple((one["rate"], one["right"]) for one in row["tried"]),
         )
-        for causal_example in numbers["by_name"]
+        for row in numbers["by_name"]
     )
     return Picture("Recall across segments", "learning rate", "accuracy", lines, "x")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from regard.view.charts import Line, Picture
 
 DIM, HEADS, BATCH, TOKENS = 512, 16, 4, 128
 DROPOUT = 0.1
-LATENT: dict[str, int] = {"kv_rank": 64, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}
+LATENT: dict[str, Any] = {"kv_rank": 64, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}
 """The options of MLA. Its values have 16 dims per head and those of MHA and GPT 32, as in the
 note.
 """
