@@ -102,7 +102,7 @@ def test_a_page_or_figure_on_a_full_disk_leaves_the_old_one(
         ),
         (
             ("train", "--out", "out"),
-            "out: cannot make the folder: Read-only file system; choose another",
+            "out: cannot create the folder: Read-only file system; choose another",
         ),
     ],
 )

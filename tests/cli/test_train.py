@@ -292,7 +292,7 @@ def test_a_file_of_options_under_the_flags(text: Path, tmp_path: Path) -> None:
         ("[model]\nlayers = 0", [], "layers is '0': "),
         ("[train]\nsteps = 1.5", [], "steps is '1.5': "),
         ("[train]\nbf16 = 3", [], "bf16 is '3'"),
-        ("[model]\nattention = 'mqa'", ["--kv-heads", "2"], "--kv-heads does not go with mqa"),
+        ("[model]\nattention = 'mqa'", ["--kv-heads", "2"], "--kv-heads is not an option of mqa"),
         ("[model]\nattention = 'mqa'\noptions.bass = 3", [], "did you mean 'base'?"),
         ("[model", [], "is not TOML"),
     ],
@@ -337,7 +337,7 @@ def test_failures_are_1(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert train(tmp_path / "none.txt", tmp_path / "out") == 1
     assert "none.txt is missing" in shown(capsys)
     assert train(text, text / "under a file") == 1
-    assert "cannot make the folder" in shown(capsys)
+    assert "cannot create the folder" in shown(capsys)
     assert train(text, tmp_path / "nan", "--lr", "1e38") == 1
     assert "the weights were not updated" in shown(capsys)
 

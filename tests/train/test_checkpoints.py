@@ -317,7 +317,7 @@ def test_a_failing_disk_and_an_impossible_folder(
         ):
             checkpoints.save(tmp_path, make(1))
     monkeypatch.setattr(checkpoints, "find_damage", lambda _: "state.json is missing")
-    with pytest.raises(FileError, match=r"does not read back: state.json is missing; is the disk"):
+    with pytest.raises(FileError, match=r"other content: state.json is missing; check the disk"):
         checkpoints.save(tmp_path, make(1))
 
 

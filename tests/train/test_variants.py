@@ -416,7 +416,8 @@ def test_flags_become_a_config() -> None:
         (
             {"attention": "mha", "kv_heads": 2},
             (
-                "--kv-heads does not go with mha, whose key/value heads are fixed; it goes with "
+                "--kv-heads is not an option of mha, whose number of key/value heads is fixed; "
+                "mechanisms that have it are "
                 "chunked, "
             ),
         ),

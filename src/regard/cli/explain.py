@@ -366,7 +366,7 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
     def named(ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(known[i] for i in ids)
 
-    name, words = Path(folder).name, task.vocabulary.encode(task.read(text))
+    name, words = Path(folder).name, task.vocabulary.encode(task.tokenize(text))
     if task.kind == "causal":
         if target is not None:
             raise typer.BadParameter(

@@ -170,7 +170,7 @@ def test_resume_with_other_settings_is_refused(
         assert train(made, "--resume", *change) == 2
         assert "belongs to a run with another" in shown(capsys)
     assert train(made, "--resume", "--seed", "3") == 2
-    assert "drawn from another task, batch or seed" in shown(capsys)
+    assert "belongs to another task, batch size or seed" in shown(capsys)
     assert all(torch.equal(x, weights(made)[name]) for name, x in before.items())
 
 
