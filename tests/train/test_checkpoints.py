@@ -221,7 +221,7 @@ def save_and_die(folder: Path, calls: int) -> None:
     for owner, name in (
         (checkpoints, "sync"),
         (checkpoints, "save_file"),
-        (checkpoints, "describe"),
+        (checkpoints, "size_and_checksum"),
         (Path, "write_text"),
         (Path, "rename"),
         (os, "unlink"),

@@ -301,7 +301,7 @@ def test_every_model_can_be_built_and_says_what_it_cannot() -> None:
     ):
         check_model(MQAR, "lstm+luong")
     with pytest.raises(
-        ArgumentError, match=r"task 'copy' has a source and a target.*'decoder' cannot"
+        ArgumentError, match=r"task 'copy' maps a source to a target.*'decoder' cannot"
     ):
         check_model(COPY, "decoder")
     with pytest.raises(
@@ -309,10 +309,12 @@ def test_every_model_can_be_built_and_says_what_it_cannot() -> None:
     ):
         build(COPY, "lstm+bahdnau", SMALL)
     with pytest.raises(
-        ArgumentError, match="--kv-heads is for the mechanism of a decoder, and model 'gru'"
+        ArgumentError, match="--kv-heads is an option of model 'decoder', and the model is 'gru'"
     ):
         build(MQAR, "gru", replace(SMALL, kv_heads=2))
-    with pytest.raises(ArgumentError, match="dim 6 / heads 2 must be even"):
+    with pytest.raises(
+        ArgumentError, match="dim 6 / heads 2 is the dim of a head and must be even"
+    ):
         build(MQAR, "decoder", Recipe(dim=6, heads=2))
 
 
