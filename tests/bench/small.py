@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from regard.bench import Sizes
+from regard.bench import ProblemSizes
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
-from regard.bench.programs import CheckpointSizes, PageSizes, StartSizes
+from regard.bench.program_cases import CheckpointSizes, PageSizes, StartSizes
 
 CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}
 
-SMALL: dict[str, Sizes] = {
+SMALL: dict[str, ProblemSizes] = {
     "decode": AttentionSizes(**HEADS, S=40, T=1),
     "decode-int8": AttentionSizes(**HEADS, S=40, T=1, bits=8),
     "mla-decode": LatentSizes(S=21, B=2, H=4, rank=16, rope=4, nope=8, value=6),

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from regard.bench.memory import ALLOCATOR, PROCESS, in_child, peak, peer_peak, resident
+from regard.bench.peak_memory import (
+    ALLOCATOR,
+    PROCESS,
+    call_in_subprocess,
+    peak_bytes,
+    peer_peak_bytes,
+    resident_bytes,
+)
 from regard.errors import RegardError
 
 MIB = 1 << 20
@@ -19,7 +26,7 @@ TELLS = (PROCESS / "clear_refs").exists()
 def fresh(code: str) -> list[int]:
     """What a new process prints, with the allocator as it is measured with."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from regard.bench.memory import peak\n{code}"],
+        [sys.executable, "-c", f"from regard.bench.peak_memory import peak_bytes\n{code}"],
         env={**os.environ, **ALLOCATOR},
         capture_output=True,
         text=True,
@@ -35,8 +42,8 @@ def test_what_is_allocated_is_the_peak() -> None:
     does not count.
     """
     used, held = fresh(
-        f"work = lambda: len(bytearray({64 * MIB}))\nwork()\nprint(peak(work))\n"
-        f"held = bytearray({64 * MIB})\nprint(peak(lambda: None))"
+        f"work = lambda: len(bytearray({64 * MIB}))\nwork()\nprint(peak_bytes(work))\n"
+        f"held = bytearray({64 * MIB})\nprint(peak_bytes(lambda: None))"
     )
     # Linux adds up pages in batches, so that a count is some hundred KiB behind
     assert 63 * MIB <= used < 68 * MIB
@@ -44,19 +51,19 @@ def test_what_is_allocated_is_the_peak() -> None:
 
 
 def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
-    assert resident(process=tmp_path / "none") is None
-    assert peak(lambda: None, tmp_path / "none") is None
+    assert resident_bytes(process=tmp_path / "none") is None
+    assert peak_bytes(lambda: None, tmp_path / "none") is None
 
 
 def test_a_function_is_called_in_another_process() -> None:
-    assert in_child("builtins:sorted", [3, 1, 2]) == [1, 2, 3]
+    assert call_in_subprocess("builtins:sorted", [3, 1, 2]) == [1, 2, 3]
     noisy = [sys.executable, "-c", "print('noise'); print(7)"]
-    assert in_child("any:thing", {}, command=noisy) == 7
+    assert call_in_subprocess("any:thing", {}, command=noisy) == 7
     failing = [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"]
     with pytest.raises(RegardError, match=r"ended with 3: no room; try less$"):
-        in_child("any:thing", {}, advice="try less", command=failing)
+        call_in_subprocess("any:thing", {}, advice="try less", command=failing)
     with pytest.raises(RegardError, match=r"ended with 3: no room$"):
-        in_child("any:thing", {}, command=failing)
+        call_in_subprocess("any:thing", {}, command=failing)
 
 
 @pytest.mark.skipif(not TELLS, reason="this system does not tell")
@@ -64,7 +71,9 @@ def test_the_kernel_that_holds_every_score_takes_more_than_the_tiled_one() -> No
     settings = {"case": "kernels", "size": "small", "length": 2048, "batch": None}
     settings |= {"dtype": "float32", "threads": 1}
     whole, tiled = (
-        in_child("regard.bench.memory:peer_peak", {**settings, "peer": f"regard {name}"})
+        call_in_subprocess(
+            "regard.bench.peak_memory:peer_peak_bytes", {**settings, "peer": f"regard {name}"}
+        )
         for name in ("reference", "tiled")
     )
     scores = 4 * 2048**2
@@ -73,11 +82,13 @@ def test_the_kernel_that_holds_every_score_takes_more_than_the_tiled_one() -> No
 
 def test_a_peer_is_found_by_its_names() -> None:
     settings = {"case": "kernels", "size": "small", "length": 16, "batch": None}
-    found = peer_peak({**settings, "dtype": "float32", "threads": 1, "peer": "regard reference"})
+    found = peer_peak_bytes(
+        {**settings, "dtype": "float32", "threads": 1, "peer": "regard reference"}
+    )
     assert found is None or found >= 0
 
 
 def test_work_of_other_processes_is_not_counted() -> None:
     settings = {"case": "startup", "size": "small", "length": None, "batch": None}
     peer = {"dtype": "float32", "threads": 1, "peer": "python"}
-    assert peer_peak({**settings, **peer}) is None
+    assert peer_peak_bytes({**settings, **peer}) is None

@@ -14,13 +14,20 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import regard
 from regard.bench import CASES, Case, Peer
-from regard.bench.peers import llama_cpp, onnx_runtime, ours, torch_flex, torch_sdpa, x_transformers
+from regard.bench.peers import (
+    llama_cpp,
+    onnx_runtime,
+    regard_kernels,
+    torch_flex,
+    torch_sdpa,
+    x_transformers,
+)
 from regard.bench.problems import AttentionSizes, ModelSizes
-from regard.bench.programs import DRAW_PAGE, READ_CHECKPOINT, STARTUP, browser
-from regard.bench.result import compare
+from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP, find_browser
+from regard.bench.result import check_outputs
 from tests.bench.small import CPU, SMALL
 
-FLEX = next(peer for peer in ours.KERNELS if peer.name == "regard flex")
+FLEX = next(peer for peer in regard_kernels.KERNELS if peer.name == "regard flex")
 SLOW = (torch_flex.ATTENTION, FLEX)  # compiled for seconds; below torch's runs as it stands
 PAIRS = [
     pytest.param(case, peer, id=f"{case.name}-{peer.name}")
@@ -38,8 +45,8 @@ def solve(case: Case, peer: Peer[Any], dtype: torch.dtype) -> str | None:
         way = peer.prepare(problem)
         first, second = (problem.checked(way.read(way.step())) for _ in range(2))
         for found in (first, second):  # a step leaves everything as it was
-            verdict = compare(found, problem.reference(), problem.plain())
-            assert verdict.right, verdict.why
+            verdict = check_outputs(found, problem.reference(), problem.plain())
+            assert verdict.correct, verdict.why
         assert peer.bytes(problem) >= 0
     return why
 
@@ -48,14 +55,19 @@ def solve(case: Case, peer: Peer[Any], dtype: torch.dtype) -> str | None:
 @pytest.mark.parametrize(("case", "peer"), PAIRS)
 def test_an_installed_peer_is_right(case: Case, peer: Peer[Any]) -> None:
     reasons = {solve(case, peer, dtype) for dtype in case.dtypes}
-    if peer is case.peers[0] and (case is not DRAW_PAGE or browser() is not None):
+    if peer is case.peers[0] and (case is not DRAW_PAGE or find_browser() is not None):
         assert reasons == {None}, "ours solves every case"
 
 
 def test_ours_are_first_and_names_are_unique() -> None:
     for name, case in CASES.items():
         assert case.name == name
-        firsts = (ours.ATTENTION, ours.LATENT, ours.MODEL, ours.OVER_SDPA)
+        firsts = (
+            regard_kernels.ATTENTION,
+            regard_kernels.LATENT,
+            regard_kernels.MODEL,
+            regard_kernels.OVER_SDPA,
+        )
         assert case in (STARTUP, READ_CHECKPOINT, DRAW_PAGE) or case.peers[0] in firsts
         assert len({peer.name for peer in case.peers}) == len(case.peers)
         assert set(case.sizes) == {"small", "default", "paper"}
@@ -82,13 +94,13 @@ def test_flex_attention_has_no_gradient_and_needs_a_compiler() -> None:
 def test_every_kernel_of_regard_is_a_peer() -> None:
     q = torch.randn(1, 1, 2, 4)
     names = {f"regard {choice.kernel}" for choice in regard.plan(q, q, q).choices}
-    assert {peer.name for peer in ours.KERNELS} == names
+    assert {peer.name for peer in regard_kernels.KERNELS} == names
 
 
 def test_a_kernel_that_refuses_says_why() -> None:
     sizes = AttentionSizes(B=1, H=2, G=1, D=4, S=8, train=True)
     problem = sizes.problem(torch.float64, CPU)
-    reasons = {peer.name: peer.why_not(problem) for peer in ours.KERNELS}
+    reasons = {peer.name: peer.why_not(problem) for peer in regard_kernels.KERNELS}
     assert reasons["regard reference"] is None
     assert "float64" in (reasons["regard cpu"] or "")
 
@@ -96,18 +108,18 @@ def test_a_kernel_that_refuses_says_why() -> None:
 @pytest.mark.parametrize("window", [1, 5, 19, 40])
 def test_a_window_in_chunks_is_the_window(window: int) -> None:
     problem = AttentionSizes(B=2, H=4, G=2, D=8, S=19, window=window).problem(torch.float32, CPU)
-    assert torch_sdpa.no_chunks(problem) is None
-    found = torch_sdpa.in_chunks(problem)
-    verdict = compare(found.read(found.step()), problem.reference(), problem.plain())
-    assert verdict.right, verdict.why
+    assert torch_sdpa.why_not_chunked(problem) is None
+    found = torch_sdpa.chunked(problem)
+    verdict = check_outputs(found.read(found.step()), problem.reference(), problem.plain())
+    assert verdict.correct, verdict.why
     for name in ("causal-prefill", "decode", "alibi", "left-padded"):
-        assert torch_sdpa.no_chunks(SMALL[name].problem(torch.float32, CPU)) is not None
+        assert torch_sdpa.why_not_chunked(SMALL[name].problem(torch.float32, CPU)) is not None
 
 
 def test_folding_is_for_one_query_that_sees_all() -> None:
-    assert torch_sdpa.no_fold(SMALL["decode"].problem(torch.float32, CPU)) is None
+    assert torch_sdpa.why_not_folded(SMALL["decode"].problem(torch.float32, CPU)) is None
     for name in ("causal-prefill", "alibi", "left-padded", "training-step"):
-        assert torch_sdpa.no_fold(SMALL[name].problem(torch.float32, CPU)) is not None
+        assert torch_sdpa.why_not_folded(SMALL[name].problem(torch.float32, CPU)) is not None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from regard.bench.problems import (
     LatentSizes,
     ModelSizes,
 )
-from regard.bench.programs import ProgramSizes
+from regard.bench.program_cases import ProgramSizes
 from tests.bench.small import CPU, HEADS, SMALL
 
 DOUBLE = 1e-12

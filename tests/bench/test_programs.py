@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from regard.bench import Budget, Case, Ceilings, Peer, Way, measure
-from regard.bench.programs import (
+from regard.bench import Case, Ceilings, Peer, PreparedCall, TimingBudget, measure
+from regard.bench.program_cases import (
     READ_CHECKPOINT,
     STARTUP,
     CheckpointProblem,
@@ -19,9 +19,9 @@ from regard.bench.programs import (
     _open,
     _run,
     _start,
-    browser,
+    find_browser,
 )
-from regard.bench.result import compare
+from regard.bench.result import check_outputs
 from tests.bench.small import CPU, SMALL
 
 
@@ -34,7 +34,7 @@ def test_a_command_that_fails_is_wrong_and_nothing_is_counted() -> None:
         StartSizes(),
         torch.float32,
         CPU,
-        budget=Budget(rounds=1, sample=0.0),
+        budget=TimingBudget(rounds=1, sample=0.0),
         ceilings=Ceilings(1e9),
     )
     assert [row.status for row in found.rows] == ["timed", "wrong"]
@@ -76,26 +76,26 @@ def test_a_checkpoint_has_the_bytes_that_are_counted_and_goes_with_its_problem()
 def test_a_reader_that_reads_other_numbers_is_wrong(peer: Peer[CheckpointProblem]) -> None:
     problem = small_checkpoint()
     way = peer.prepare(problem)
-    assert compare(way.read(way.step()), problem.reference(), {}).right
+    assert check_outputs(way.read(way.step()), problem.reference(), {}).correct
     content = bytearray(problem.file.read_bytes())
     content[-1] ^= 1  # the last number of the last tensor
     problem.file.write_bytes(content)
-    assert not compare(way.read(way.step()), problem.reference(), {}).right
+    assert not check_outputs(way.read(way.step()), problem.reference(), {}).correct
 
 
 @pytest.mark.full
-@pytest.mark.skipif(browser() is None, reason="no browser is on the PATH")
+@pytest.mark.skipif(find_browser() is None, reason="no browser is on the PATH")
 def test_a_page_that_never_draws_is_wrong() -> None:
     problem = SMALL["draw-page"].problem(torch.float32, CPU)
     for name, mark, right in (
         ("page.html", b'data-ready="yes"', True),
         ("empty.html", b'data-ready="yes"', False),
     ):
-        way: Way = _open(name, mark, problem)  # type: ignore[arg-type]
-        assert compare(way.read(way.step()), problem.reference(), {}).right is right
+        way: PreparedCall = _open(name, mark, problem)  # type: ignore[arg-type]
+        assert check_outputs(way.read(way.step()), problem.reference(), {}).correct is right
 
 
 def test_work_that_is_not_done_is_wrong() -> None:
     reference = ProgramProblem(torch.float32, CPU).reference()
-    assert compare({"done": torch.ones(1)}, reference, {}).right
-    assert not compare({"done": torch.zeros(1)}, reference, {}).right
+    assert check_outputs({"done": torch.ones(1)}, reference, {}).correct
+    assert not check_outputs({"done": torch.zeros(1)}, reference, {}).correct

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from regard.bench import Budget, Case, Ceilings, Peer, Way, measure
-from regard.bench.case import Outputs, Work
-from regard.bench.machine import Reading
-from regard.bench.peers import ours
+from regard.bench import Case, Ceilings, Peer, PreparedCall, TimingBudget, measure
+from regard.bench.interfaces import MinimumWork, Outputs
+from regard.bench.machine import BandwidthProbe
+from regard.bench.peers import regard_kernels
 from regard.bench.problems import AttentionProblem
-from regard.bench.result import Measured, Times, Verdict, as_json, timed
-from regard.bench.runner import threads
-from regard.bench.table import header, table
+from regard.bench.render import case_table, header
+from regard.bench.result import CaseResult, OutputCheck, RoundTimes, as_json, timed_result
+from regard.bench.runner import torch_threads
 from tests.bench.small import CPU, SMALL
 
 SIZES = SMALL["causal-prefill"]
@@ -28,9 +28,9 @@ TOP = Ceilings(1e9, {torch.float32: 1e9})
 def peer(name: str, change: Callable[[Outputs], Outputs] = dict, **more: Any) -> Peer[Any]:
     """Ours, with its outputs changed."""
 
-    def prepare(problem: AttentionProblem) -> Way:
-        way = ours.attention(problem)
-        return Way(way.step, lambda found: change(way.read(found)), "some kernel")
+    def prepare(problem: AttentionProblem) -> PreparedCall:
+        way = regard_kernels.attention(problem)
+        return PreparedCall(way.step, lambda found: change(way.read(found)), "some kernel")
 
     return Peer(name, "For a test.", prepare, **more)
 
@@ -47,21 +47,21 @@ class Clock:
         return self.now
 
     def peer(self, name: str, seconds: float) -> Peer[Any]:
-        def prepare(problem: AttentionProblem) -> Way:
+        def prepare(problem: AttentionProblem) -> PreparedCall:
             out = problem.reference()
 
             def step() -> Outputs:
                 self.now += seconds
                 return out
 
-            return Way(step, lambda found: found)
+            return PreparedCall(step, lambda found: found)
 
         return Peer(name, "Takes its time.", prepare)
 
 
 def run(
     *peers: Peer[Any], dtype: torch.dtype = torch.float32, top: Ceilings = TOP, **budget: Any
-) -> Measured:
+) -> CaseResult:
     case = Case("test", "A test.", {}, (), peers)
     said: list[str] = []
     found = measure(
@@ -69,7 +69,7 @@ def run(
         SIZES,
         dtype,
         CPU,
-        budget=Budget(**{"rounds": 3, "sample": 0.0, **budget}),
+        budget=TimingBudget(**{"rounds": 3, "sample": 0.0, **budget}),
         ceilings=top,
         say=said.append,
     )
@@ -80,19 +80,19 @@ def run(
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_wrong_peer_is_not_timed(dtype: torch.dtype) -> None:
-    def later(outputs: Outputs) -> Outputs:  # the causal mask is off by one
+    def later(outputs: Outputs) -> Outputs:  # the causal mask is shifted by one
         return {"out": outputs["out"].roll(1, dims=2)}
 
     found = run(peer("regard"), peer("late", later), dtype=dtype)
     right, wrong = found.rows
     assert (right.status, wrong.status) == ("timed", "wrong")
     assert wrong.seconds is None
-    assert wrong.why.startswith("out is off by")
+    assert wrong.why.startswith("out has an error of")
     assert wrong.error is not None
     assert wrong.allowed is not None
     assert wrong.error > wrong.allowed
     assert found.failed
-    assert "wrong: out is off by" in table(found)
+    assert "wrong: out has an error of" in case_table(found)
 
 
 def test_a_small_error_is_found_too() -> None:
@@ -125,7 +125,7 @@ def test_rounds_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_everything_that_is_not_timed_says_why() -> None:
-    def broken(problem: AttentionProblem) -> Way:
+    def broken(problem: AttentionProblem) -> PreparedCall:
         raise ZeroDivisionError("first line\nsecond line")
 
     found = run(
@@ -143,14 +143,14 @@ def test_everything_that_is_not_timed_says_why() -> None:
     assert told["broken"] == ("failed", "ZeroDivisionError: first line")
     assert found.failed
     assert not run(peer("regard"), peer("absent", needs=("no_such_module",))).failed
-    lines = table(found).splitlines()
+    lines = case_table(found).splitlines()
     assert all(any(f"{s}: {why}" in line for line in lines) for s, why in told.values() if why)
 
 
 def test_a_case_that_does_not_fit_is_refused_by_name() -> None:
     huge = SIZES.resized(length=1 << 40)
     case = Case("large-case", "A test.", {}, (), (peer("regard"),))
-    found = measure(case, huge, torch.float32, CPU, budget=Budget(), ceilings=TOP)
+    found = measure(case, huge, torch.float32, CPU, budget=TimingBudget(), ceilings=TOP)
     assert found.refused.startswith("large-case needs ")
     assert found.failed
     assert found.rows == ()
@@ -159,8 +159,8 @@ def test_a_case_that_does_not_fit_is_refused_by_name() -> None:
 def interrupter(after: int) -> Peer[Any]:
     calls = 0
 
-    def prepare(problem: AttentionProblem) -> Way:
-        way = ours.attention(problem)
+    def prepare(problem: AttentionProblem) -> PreparedCall:
+        way = regard_kernels.attention(problem)
 
         def step() -> Any:
             nonlocal calls
@@ -169,7 +169,7 @@ def interrupter(after: int) -> Peer[Any]:
                 raise KeyboardInterrupt
             return way.step()
 
-        return Way(step, way.read)
+        return PreparedCall(step, way.read)
 
     return Peer("stopped", "Interrupts.", prepare)
 
@@ -179,7 +179,7 @@ def test_an_interrupt_keeps_complete_rounds() -> None:
     found = run(peer("regard"), interrupter(5), rounds=9)
     assert found.interrupted
     assert [row.rounds for row in found.rows] == [2, 2]
-    assert "interrupted" in table(found)
+    assert "interrupted" in case_table(found)
     none = run(peer("regard"), interrupter(3), rounds=9)
     assert [row.status for row in none.rows] == ["interrupted", "interrupted"]
     with pytest.raises(KeyboardInterrupt):
@@ -240,13 +240,13 @@ def test_memory_is_measured_of_those_that_were_right() -> None:
         SIZES,
         torch.float32,
         CPU,
-        budget=Budget(rounds=1, sample=0.0),
+        budget=TimingBudget(rounds=1, sample=0.0),
         ceilings=TOP,
         peak=peak,
     )
     assert asked == ["regard"]
     assert [row.peak_bytes for row in found.rows] == [5_000_000, None]
-    line = next(x for x in table(found).splitlines() if x.startswith("  regard"))
+    line = next(x for x in case_table(found).splitlines() if x.startswith("  regard"))
     assert "4.77 MiB" in line
 
 
@@ -254,22 +254,27 @@ def test_shares_are_of_reading_in_the_same_rounds() -> None:
     """A machine that reads half as fast in one round, and a kernel that then takes twice as long:
     the share stays.
     """
-    about = Measured("demo", "", "", torch.float32, "cpu", Work(flops=8, bytes=300))
-    top = Ceilings(1e9, {}, Reading(100, lambda: None))
-    verdict = Verdict(right=True, error=0.0, allowed=1.0, why="")
-    row = timed(
-        "one", "", verdict, Times([8.0, 4.0, 8.0], [4.0, 4.0, 2.0], [2.0, 1.0, 2.0]), about, top
+    about = CaseResult("demo", "", "", torch.float32, "cpu", MinimumWork(flops=8, bytes=300))
+    top = Ceilings(1e9, {}, BandwidthProbe(100, lambda: None))
+    verdict = OutputCheck(correct=True, error=0.0, allowed=1.0, why="")
+    row = timed_result(
+        "one",
+        "",
+        verdict,
+        RoundTimes([8.0, 4.0, 8.0], [4.0, 4.0, 2.0], [2.0, 1.0, 2.0]),
+        about,
+        top,
     )
     assert row.of_read == 300 / 8 / (100 / 2)
     assert (row.seconds, row.ratio, row.bytes_per_second) == (8.0, 2.0, 300 / 8)
-    row = timed("one", "", verdict, Times([8.0]), about, top)
+    row = timed_result("one", "", verdict, RoundTimes([8.0]), about, top)
     assert row.of_read == 300 / 8 / 1e9
     assert row.ratio is None
 
 
 def test_reading_is_timed_in_turns_and_no_peer() -> None:
     calls: list[int] = []
-    top = Ceilings(1e9, {}, Reading(100, lambda: calls.append(1)))
+    top = Ceilings(1e9, {}, BandwidthProbe(100, lambda: calls.append(1)))
     found = run(peer("a"), peer("b"), top=top)
     assert len(calls) > 2
     assert [row.peer for row in found.rows] == ["a", "b"]
@@ -289,7 +294,7 @@ def test_ceilings_are_measured_and_shown() -> None:
         "regard": "1",
     }
     text = header({**about, "gpu": "GPU"}, Ceilings(4e10, {torch.bfloat16: 2e11}))
-    assert text.splitlines()[0] == "GPU, CPU, 2 cores, 1 threads, torch 2, regard 1"
+    assert text.splitlines()[0] == "GPU, CPU, 2 cores, 1 thread, torch 2, regard 1"
     assert "reading 40.0 GB/s, bfloat16 products 200 GFLOP/s" in text
 
 
@@ -298,7 +303,7 @@ def test_threads_are_given_back() -> None:
     seen = []
 
     def fail() -> None:
-        with threads(before + 1):
+        with torch_threads(before + 1):
             seen.append(torch.get_num_threads())
             raise ZeroDivisionError
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.bench.peers import llama_cpp, onnx_runtime, x_transformers
 from regard.bench.problems import AttentionSizes, ModelProblem, ModelSizes
 from regard.bench.problems.model import last_logits
-from regard.bench.result import compare
+from regard.bench.result import check_outputs
 from tests.bench.small import CPU, SMALL
 
 
@@ -114,7 +114,7 @@ def test_onnx_runtime(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert isinstance(problem.sizes, AttentionSizes)  # type: ignore[attr-defined]
     way = onnx_runtime.attention(problem)  # type: ignore[arg-type]
     found = problem.checked(way.read(way.step()))
-    assert compare(found, problem.reference(), problem.plain()).right
+    assert check_outputs(found, problem.reference(), problem.plain()).correct
 
 
 class Attend:
@@ -149,7 +149,7 @@ def test_x_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert x_transformers.ATTENTION.missing() is None
     problem = SMALL[name].problem(torch.float32, CPU)
     way = x_transformers.attention(problem)  # type: ignore[arg-type]
-    assert compare(problem.checked(way.read(way.step())), problem.reference(), {}).right
+    assert check_outputs(problem.checked(way.read(way.step())), problem.reference(), {}).correct
 
 
 class Writer:
@@ -199,10 +199,11 @@ class Llama:
     def logits(self, problem: ModelProblem) -> Any:
         """What its weights say of its tokens, by the definition, from the names of the file."""
         weights = {
-            name: torch.from_numpy(self.file[theirs]) for name, theirs in llama_cpp.OUTSIDE.items()
+            name: torch.from_numpy(self.file[theirs])
+            for name, theirs in llama_cpp.MODEL_NAMES.items()
         }
         for layer in range(self.file["block_count"]):
-            for name, theirs in llama_cpp.LAYER.items():
+            for name, theirs in llama_cpp.LAYER_NAMES.items():
                 weights[f"layers.{layer}.{name}"] = torch.from_numpy(
                     self.file[f"blk.{layer}.{theirs}"]
                 )
@@ -240,7 +241,7 @@ def test_llama_cpp(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network.tokens[-1] == int(problem.ids)
     found = way.read(None)
     assert set(found) == {"prompt"}
-    assert compare(found, problem.reference(), problem.plain()).right
+    assert check_outputs(found, problem.reference(), problem.plain()).correct
     heads = (network.file["head_count"], network.file["head_count_kv"])
     assert heads == (sizes.H, sizes.G)
     assert network.file["rope_freq_base"] == 1e6

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from regard.bench.timing import interleaved, median, quartiles, ratio, rotated
+from regard.bench.timing import interleaved, median, median_ratio, quartiles, rotated_order
 
 
 def recorded(names: str, **options: object) -> tuple[list[str], dict[str, list[float]]]:
@@ -25,13 +25,13 @@ def test_every_round_calls_each_once_and_begins_with_another() -> None:
 
 
 def test_over_two_turns_each_follows_each_equally_often() -> None:
-    orders = [rotated("abcd", i) for i in range(8)]
+    orders = [rotated_order("abcd", i) for i in range(8)]
     assert all(sorted(order) == list("abcd") for order in orders)
     firsts = Counter(order[0] for order in orders)
     assert set(firsts.values()) == {2}
     follows = Counter((a, b) for order in orders for a, b in pairwise(order))
     assert follows["a", "b"] == follows["b", "a"]
-    assert rotated([], 3) == []
+    assert rotated_order([], 3) == []
 
 
 class Clock:
@@ -99,6 +99,6 @@ def test_the_device_is_waited_for_before_each_look_at_the_clock() -> None:
 def test_ratios_are_taken_round_by_round() -> None:
     # the machine is ten times slower in the last round: medians apart would say 1.5
     times = {"a": [3.0, 3.0, 40.0], "b": [1.0, 2.0, 20.0]}
-    assert ratio(times, "a", "b") == 2.0
+    assert median_ratio(times, "a", "b") == 2.0
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert quartiles([7.0]) == (7.0, 7.0)

@@ -25,20 +25,27 @@ from regard.claims import (
     experiments,
     find_claim,
     heads,
-    infini,
+    infini_attention,
     minus_infinity,
     parallelism,
     positions,
-    run,
-    scale,
+    run_claims,
+    score_scale,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, held_bytes, learn, right
+from regard.claims.small_training import (
+    BYTES,
+    answer_accuracy,
+    byte_loss,
+    small_decoder,
+    train_on_task,
+    validation_bytes,
+)
 from regard.compare import ExperimentStore, Session
 from regard.errors import ArgumentError
 from regard.nn import SeparateQKV
 from regard.span import Span
 from regard.train.losses import AnswerLoss
-from regard.train.tasks.base import Example, Task
+from regard.train.tasks.task import Example, Task
 
 TINY = 0.004
 EXACT = {
@@ -77,14 +84,14 @@ TRAINED = ("values", "groups-quality", "infini", "scale-training", "training-mas
 
 
 def measured(name: str, budget: float = TINY, seed: int = 0) -> Outcome:
-    (found,) = run(Session(ExperimentStore(None)), [CLAIMS[name]], budget, seed)
+    (found,) = run_claims(Session(ExperimentStore(None)), [CLAIMS[name]], budget, seed)
     return found
 
 
 @functools.cache
 def exact(seed: int) -> dict[str, Outcome]:
     """All exact claims of a seed; those that share an experiment measure it once."""
-    found = run(Session(ExperimentStore(None)), [CLAIMS[name] for name in EXACT], 0.1, seed)
+    found = run_claims(Session(ExperimentStore(None)), [CLAIMS[name] for name in EXACT], 0.1, seed)
     return {one.claim.id: one for one in found}
 
 
@@ -111,7 +118,7 @@ def test_the_seed_decides_the_numbers(name: str) -> None:
 
 @pytest.mark.full
 def test_pairs_are_counted() -> None:
-    found = run(Session(ExperimentStore(None)), [CLAIMS[name] for name in COUNTED])
+    found = run_claims(Session(ExperimentStore(None)), [CLAIMS[name] for name in COUNTED])
     assert {one.claim.id: one.verdict for one in found} == COUNTED
 
 
@@ -127,7 +134,7 @@ def test_every_claim_is_exact_counted_trained_or_timed() -> None:
         "infini-free",
         *TRAINED,
     }
-    longer = {name for name in CLAIMS if CLAIMS[name].shares == "longer"}
+    longer = {name for name in CLAIMS if CLAIMS[name].measured_with == "longer"}
     timed = {name for name, claim in CLAIMS.items() if claim.timed}
     groups = [set(EXACT), set(COUNTED), learned, longer, timed]
     assert sum(map(len, groups)) == len(CLAIMS)
@@ -141,7 +148,7 @@ def test_the_gradients_of_the_scale_are_those_of_the_formula() -> None:
     x, target = torch.randn(2, n, dim, generator=make, dtype=torch.float64)
     maps = torch.randn(3, dim, dim, generator=make, dtype=torch.float64) * dim**-0.5
     q, k, v = (x @ m for m in maps)
-    both = scale._gradients(dim, torch.Generator().manual_seed(5), tokens=n)
+    both = score_scale._gradients(dim, torch.Generator().manual_seed(5), tokens=n)
     for way, factor in (("unscaled", 1.0), ("scaled", dim**-0.5)):
         grads = torch.zeros(n, dim, dtype=torch.float64)
         for i in range(n):
@@ -160,7 +167,7 @@ def test_the_gradients_of_the_scale_are_those_of_the_formula() -> None:
 
 
 def test_dependent_steps_are_counted() -> None:
-    with parallelism.Chain() as chain:
+    with parallelism.DependencyChain() as chain:
         x = torch.zeros(8) + 1
         for _ in range(5):
             x = x * 2
@@ -185,13 +192,13 @@ def test_no_positions_are_needed_under_a_causal_mask_of_two_layers() -> None:
 
 
 def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
-    _, window = decoder(
-        len(infini.TASK.vocabulary),
+    _, window = small_decoder(
+        len(infini_attention.TASK.vocabulary),
         layers=1,
         attention="sliding_window",
         options={"groups": 4, "window": 8},
     )
-    added = infini._added_to(window, 3)
+    added = infini_attention._added_to(window, 3)
     own, old = added.state_dict(), window.state_dict()
     assert [name for name in own if name not in old] == ["layers.0.attention.gate"]
     assert all(torch.equal(own[name], old[name]) for name in old)
@@ -237,12 +244,12 @@ def test_a_broken_part_makes_a_claim_fall(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_what_is_kept_is_not_measured_again(tmp_path: Any) -> None:
     claim = find_claim("minus-infinity")
-    (first,) = run(Session(ExperimentStore(tmp_path)), [claim])
+    (first,) = run_claims(Session(ExperimentStore(tmp_path)), [claim])
     session = Session(ExperimentStore(tmp_path))
-    (second,) = run(session, [claim])
+    (second,) = run_claims(session, [claim])
     assert (first.reused, second.reused) == (False, True)
     assert (session.measured, second.numbers) == (0, first.numbers)
-    (third,) = run(Session(ExperimentStore(tmp_path)), [claim], seed=1)
+    (third,) = run_claims(Session(ExperimentStore(tmp_path)), [claim], seed=1)
     assert not third.reused
 
 
@@ -268,14 +275,14 @@ def test_two_places_asks_for_the_difference() -> None:
 
 
 def test_a_window_does_not_reach_over_the_silence() -> None:
-    example = infini._across(Random(0), 0)
+    example = infini_attention._across(Random(0), 0)
     told = dict(zip(example.source[0:6:2], example.source[1:6:2], strict=True))
     assert [t for t in example.target if t] == [told[k] for k in example.source if k in told][3:]
     asked = [i for i, word in enumerate(example.target) if word]
-    reach = infini.LAYERS * (infini.SEGMENT - 1)
-    last_told = 2 * infini.PAIRS - 1
+    reach = infini_attention.LAYERS * (infini_attention.SEGMENT - 1)
+    last_told = 2 * infini_attention.PAIRS - 1
     assert min(asked) - reach > last_told
-    assert set(example.source[2 * infini.PAIRS : min(asked)]) == {"."}
+    assert set(example.source[2 * infini_attention.PAIRS : min(asked)]) == {"."}
 
 
 def turned_by_loops(v: Tensor, p: Tensor, *, back: bool) -> Tensor:
@@ -311,12 +318,12 @@ def test_turned_values_are_the_formula(back: bool) -> None:
 
 
 def test_text_is_held_out_and_losses_are_counted() -> None:
-    held = held_bytes(100)
+    held = validation_bytes(100)
     assert held.dtype == torch.long
     assert 0 <= int(held.min()) <= int(held.max()) < BYTES
-    _, model = decoder(BYTES, dim=16, heads=2)
+    _, model = small_decoder(BYTES, dim=16, heads=2)
     fresh = byte_loss(model, 16, rows=2)
-    rows = held_bytes(34).view(2, 17)
+    rows = validation_bytes(34).view(2, 17)
     by_hand = (
         -model(rows[:, :-1]).double().log_softmax(-1).gather(-1, rows[:, 1:, None]).detach().mean()
     )
@@ -326,24 +333,24 @@ def test_text_is_held_out_and_losses_are_counted() -> None:
 def test_learning_is_what_makes_it_right() -> None:
     task = Task(
         name="repeat",
-        sentence="Say it again.",
-        origin="here",
-        kind="rows",
+        description="Say it again.",
+        reference="here",
+        kind="causal",
         vocabulary=heads.PLACES.vocabulary,
         lengths=(4, 6, 8),
         draw=lambda random, n: (lambda words: Example(words, words))(
             tuple(random.choices(heads.SYMBOLS, k=n))
         ),
     )
-    _, model = decoder(len(task.vocabulary), dim=16, heads=2, layers=1)
-    before = right(model, task, "validation", 32)
-    learn(model, task, 40, lr=1e-2, batch=8)
+    _, model = small_decoder(len(task.vocabulary), dim=16, heads=2, layers=1)
+    before = answer_accuracy(model, task, "validation", 32)
+    train_on_task(model, task, 40, lr=1e-2, batch=8)
     assert before < 0.5
-    assert right(model, task, "validation", 32) > 0.95
+    assert answer_accuracy(model, task, "validation", 32) > 0.95
 
 
 def test_an_interrupt_in_training_leaves_nothing_behind() -> None:
-    _, model = decoder(len(heads.PLACES.vocabulary), dim=16, heads=2, layers=1)
+    _, model = small_decoder(len(heads.PLACES.vocabulary), dim=16, heads=2, layers=1)
     begun = []
 
     def stop(module: torch.nn.Module, rows: Any) -> Tensor:
@@ -352,5 +359,5 @@ def test_an_interrupt_in_training_leaves_nothing_behind() -> None:
         return AnswerLoss()(module, rows)
 
     with pytest.raises(KeyboardInterrupt):
-        learn(model, heads.PLACES, 50, batch=2, loss=stop)
+        train_on_task(model, heads.PLACES, 50, batch=2, loss=stop)
     assert begun == [1], "one step, on one thread"

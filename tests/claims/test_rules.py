@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from regard.claims import CLAIMS, VERDICTS, Check, Outcome, find_claim, run
+from regard.claims import CLAIMS, VERDICTS, Criterion, Outcome, find_claim, run_claims
 from regard.claims.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
@@ -21,11 +21,17 @@ from regard.claims.claim import (
     OVERVIEW,
     RASCHKA_NOTES,
     Role,
-    scattered,
+    median_criterion,
     verdict,
 )
-from regard.claims.render import as_csv, section, summary, text
-from regard.claims.timing import exponent, ratios, seconds, slopes, together
+from regard.claims.cpu_timing import (
+    combine_rounds,
+    fit_exponent,
+    length_exponents,
+    round_ratios,
+    time_cases,
+)
+from regard.claims.render import as_csv, outcome_section, outcome_text, summary
 from regard.compare import ExperimentStore, Session
 from regard.errors import ArgumentError
 from regard.view.charts import svg
@@ -47,7 +53,7 @@ def test_every_claim_is_listed_under_its_id_and_names_a_section_of_a_note() -> N
         assert claim.sources
         assert {source.note for source in claim.sources} <= NOTES
         assert all(str(source).startswith(f"{source.note}, ") for source in claim.sources)
-        for words in (claim.says, claim.predicts, claim.scale, claim.lesson):
+        for words in (claim.statement, claim.prediction, claim.scope, claim.takeaway):
             assert re.fullmatch(r"\S.+[.:]", words), words
 
 
@@ -82,19 +88,19 @@ def test_an_id_of_a_line_is_found() -> None:
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_says_one_thing(name: str) -> None:
-    assert SENTENCE.fullmatch(CLAIMS[name].says), CLAIMS[name].says
+    assert SENTENCE.fullmatch(CLAIMS[name].statement), CLAIMS[name].statement
 
 
 def test_claims_that_share_an_experiment_measure_the_same() -> None:
     for claim in CLAIMS.values():
-        owner = CLAIMS[claim.shares or claim.id]
+        owner = CLAIMS[claim.measured_with or claim.id]
         assert owner.measure is claim.measure, claim.id
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_numbers_as_predicted_hold(name: str) -> None:
     outcome = Outcome(CLAIMS[name], PLANTED[name]())
-    assert [c.says for c in outcome.checks if c.answer not in ("yes", "told")] == []
+    assert [c.quantity for c in outcome.checks if c.answer not in ("yes", "reported")] == []
     assert any(c.role == "claim" for c in outcome.checks)
     assert outcome.verdict == "holds"
     assert outcome.picture.drawable
@@ -137,11 +143,17 @@ def test_the_verdict_by_the_answers(answers: dict[Role, str], wanted: str) -> No
         "no": (0.0, None),
         "undecided": (1.0, (0.2, 1.4)),
     }
-    checks = [Check("told", -5.0, low=0.5, role="told")]
+    checks = [Criterion("reported", -5.0, low=0.5, role="reported")]
     for role in get_args(Role):
         number, spread = value[answers.get(role, "yes")]
         checks.append(
-            Check(role, number, low=0.5, role="told" if role == "told" else role, spread=spread)
+            Criterion(
+                role,
+                number,
+                low=0.5,
+                role="reported" if role == "reported" else role,
+                spread=spread,
+            )
         )
     assert verdict(checks) == wanted
 
@@ -158,7 +170,7 @@ def test_the_verdict_by_the_answers(answers: dict[Role, str], wanted: str) -> No
     ],
 )
 def test_bounds_are_inside_and_nan_is_not(value: float, answer: str) -> None:
-    check = Check("x", value, 1.0, 2.0)
+    check = Criterion("x", value, 1.0, 2.0)
     assert check.answer == answer
     assert check.as_dict()["value"] == (value if math.isfinite(value) else None)
     assert check.bounds == "1 to 2"
@@ -177,13 +189,13 @@ def test_bounds_are_inside_and_nan_is_not(value: float, answer: str) -> None:
     ],
 )
 def test_a_bound_inside_the_spread_is_not_decided(spread: tuple[float, float], answer: str) -> None:
-    assert Check("x", 1.5, 1.0, 2.0, spread=spread).answer == answer
+    assert Criterion("x", 1.5, 1.0, 2.0, spread=spread).answer == answer
 
 
 def test_what_scatters_is_told_with_its_spread() -> None:
-    check = scattered("x", [1.0, 2.0, 3.0, 4.0, 50.0], high=3.5)
+    check = median_criterion("x", [1.0, 2.0, 3.0, 4.0, 50.0], high=3.5)
     assert (check.value, check.spread, check.answer) == (3.0, (2.0, 4.0), "undecided")
-    few = scattered("seeds", [0.5, 0.1])
+    few = median_criterion("seeds", [0.5, 0.1])
     assert (few.value, few.spread) == (pytest.approx(0.3), (0.1, 0.5))
 
 
@@ -199,17 +211,19 @@ def test_what_is_told() -> None:
         summary([good, bad, open_])
         == "3 claims: 1 hold, 0 hold with limits, 1 undecided, 1 do not hold"
     )
-    lines = text(bad).splitlines()
+    lines = outcome_text(bad).splitlines()
     assert lines[0] == "scale: does not hold (kept from an earlier run)"
     assert lines[3].split()[0] == "no"
     assert "at most 5" in lines[3]
-    assert re.search(r"^  undecided +1\.01 .* \(0\.\d+ to 1\.\d+\)$", text(open_), re.MULTILINE)
+    assert re.search(
+        r"^  undecided +1\.01 .* \(0\.\d+ to 1\.\d+\)$", outcome_text(open_), re.MULTILINE
+    )
     table = as_csv([good, bad]).splitlines()
     assert len(table) == 1 + len(good.checks) + len(bad.checks)
     assert table[1].startswith("fused,holds,")
     assert table[1].endswith(",,0.95,yes,claim")
-    assert [section(one).good for one in (good, bad, open_)] == [True, False, None]
-    assert section(bad).rows[0][0] == "no"
+    assert [outcome_section(one).good for one in (good, bad, open_)] == [True, False, None]
+    assert outcome_section(bad).rows[0][0] == "no"
     told = bad.as_dict()
     assert told["verdict"] == "does not hold"
     assert (told["checks"][0]["answer"], told["checks"][0]["role"]) == ("no", "claim")
@@ -218,7 +232,7 @@ def test_what_is_told() -> None:
 
 def test_mha_gpt_and_mla_stand_side_by_side_in_text_and_page() -> None:
     outcome = Outcome(CLAIMS["fused"], PLANTED["fused"]())
-    lines, page = text(outcome), section(outcome).html()
+    lines, page = outcome_text(outcome), outcome_section(outcome).html()
     for name in ("MHA", "GPT", "MLA", "MLA, dropout 0.0"):
         assert re.search(
             rf"^    {name} +training +4 x 128 x 512 +0\.0000 +0\.2000 +\d+\.\d\d$",
@@ -243,7 +257,7 @@ def test_a_timed_claim_says_how_it_was_timed() -> None:
         "loops",
     }
     threads = torch.get_num_threads()
-    (found,) = run(Session(ExperimentStore(None)), [CLAIMS["loops"]], 0.004)
+    (found,) = run_claims(Session(ExperimentStore(None)), [CLAIMS["loops"]], 0.004)
     assert found.numbers["dropout"] == 0.0
     assert (found.numbers["threads"], found.numbers["clock"]) == (1, "processor time")
     assert torch.get_num_threads() == threads
@@ -252,21 +266,21 @@ def test_a_timed_claim_says_how_it_was_timed() -> None:
 
 def test_waiting_is_not_counted() -> None:
     work = {"waits": lambda: time.sleep(0.02), "works": lambda: sum(range(100_000))}
-    times = seconds(work, 0.01, sample=0.0)
-    assert max(ratios(times, "waits", "works")) < 1, "a wait of 20 ms against a sum of a few"
+    times = time_cases(work, 0.01, sample=0.0)
+    assert max(round_ratios(times, "waits", "works")) < 1, "a wait of 20 ms against a sum of a few"
 
 
 def test_ratios_and_slopes_go_round_by_round() -> None:
-    assert ratios({"a": [1.0, 3.0], "b": [2.0, 2.0]}, "a", "b") == [0.5, 1.5]
-    assert together([[1.0, 4.0], [4.0, 1.0]]) == [2.0, 2.0]
+    assert round_ratios({"a": [1.0, 3.0], "b": [2.0, 2.0]}, "a", "b") == [0.5, 1.5]
+    assert combine_rounds([[1.0, 4.0], [4.0, 1.0]]) == [2.0, 2.0]
     rows = [{"length": n, "times": {"a": [n * 1e-6, n**2 * 1e-6]}} for n in (8, 64)]
-    assert slopes(rows, "a") == [1.0, 2.0]
+    assert length_exponents(rows, "a") == [1.0, 2.0]
 
 
 def test_claims_of_one_experiment_measure_it_once() -> None:
     session = Session(ExperimentStore(None))
     shared = [CLAIMS[name] for name in ("minus-infinity", "minus-infinity-hides", "large-negative")]
-    found = run(session, shared)
+    found = run_claims(session, shared)
     assert session.measured == 1
     assert [one.reused for one in found] == [False, False, False]
     assert found[0].numbers == found[2].numbers
@@ -282,8 +296,8 @@ def test_an_unknown_claim_names_its_neighbour() -> None:
 
 def test_exponent_is_the_slope() -> None:
     lengths, noise = [100.0, 200.0, 400.0, 800.0], [1.1, 0.9, 0.9, 1.1]
-    assert exponent(lengths, [7 * n**1.5 for n in lengths]) == pytest.approx(1.5, abs=1e-12)
+    assert fit_exponent(lengths, [7 * n**1.5 for n in lengths]) == pytest.approx(1.5, abs=1e-12)
     # symmetric noise moves the level and leaves the slope
-    assert exponent(lengths, [n * e for n, e in zip(lengths, noise, strict=True)]) == pytest.approx(
-        1.0, abs=1e-12
-    )
+    assert fit_exponent(
+        lengths, [n * e for n, e in zip(lengths, noise, strict=True)]
+    ) == pytest.approx(1.0, abs=1e-12)

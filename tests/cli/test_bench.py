@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from regard.bench import CASES, Case, Ceilings, Peer, Way
-from regard.bench.peers import ours
-from regard.bench.programs import browser
-from regard.bench.result import Measured, Row
-from regard.bench.table import chart
+from regard.bench import CASES, Case, Ceilings, Peer, PreparedCall
+from regard.bench.peers import regard_kernels
+from regard.bench.program_cases import find_browser
+from regard.bench.render import ratio_chart
+from regard.bench.result import CaseResult, PeerResult
 from regard.cli import main
 from regard.errors import RegardError
 from regard.view import charts
@@ -31,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         peers = tuple(one for one in case.peers if one.name not in COMPILED)
         sizes = dict.fromkeys(case.sizes, SMALL[name])
         monkeypatch.setitem(
-            CASES, name, Case(case.name, case.about, sizes, (torch.float32,), peers)
+            CASES, name, Case(case.name, case.description, sizes, (torch.float32,), peers)
         )
     quick = Ceilings(4e10, {torch.float32: 2e11})
     monkeypatch.setattr(Ceilings, "measure", lambda dtypes, device: quick)
@@ -60,7 +60,7 @@ def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for case in told["cases"]:
         status = {row["peer"]: row["status"] for row in case["rows"]}
         first = CASES[case["case"]].peers[0]
-        if case["case"] != "draw-page" or browser() is not None:
+        if case["case"] != "draw-page" or find_browser() is not None:
             assert status[first.name] == "timed"
         assert set(status.values()) <= {"timed", "missing", "unable"}
         assert f"{case['case']}: " in out
@@ -75,12 +75,14 @@ def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_the_same_results_give_the_same_chart(tmp_path: Path) -> None:
     rows = [
-        Row("regard", "timed", seconds=0.01, ratio=1.0),
-        Row("x", "timed", seconds=0.1, ratio=10.0),
+        PeerResult("regard", "timed", seconds=0.01, ratio=1.0),
+        PeerResult("x", "timed", seconds=0.1, ratio=10.0),
     ]
-    found = Measured("demo", "", "B1", torch.float32, "cpu").with_rows([*rows, Row("y", "missing")])
+    found = CaseResult("demo", "", "B1", torch.float32, "cpu").with_rows(
+        [*rows, PeerResult("y", "missing")]
+    )
     for name in ("a.svg", "b.svg"):
-        charts.write(chart([found], "A title"), tmp_path / name)
+        charts.write(ratio_chart([found], "A title"), tmp_path / name)
     first, second = ((tmp_path / name).read_text("utf-8") for name in ("a.svg", "b.svg"))
     assert first == second
     for words in ("A title", "demo, float32: regard", "10.00x, 100 ms"):
@@ -114,12 +116,12 @@ def test_memory_is_asked_for_by_peer(
     asked: list[dict[str, Any]] = []
 
     def in_child(function: str, settings: dict[str, Any], *, advice: str) -> int:
-        assert function == "regard.bench.memory:peer_peak"
+        assert function == "regard.bench.peak_memory:peer_peak_bytes"
         assert "--memory" in advice
         asked.append(settings)
         return 7_000_000
 
-    monkeypatch.setattr("regard.bench.memory.in_child", in_child)
+    monkeypatch.setattr("regard.bench.peak_memory.call_in_subprocess", in_child)
     arguments = ("decode", "--peer", "torch SDPA", "--length", "9", "--memory", "--json", "-")
     told = json.loads(run(capsys, *arguments, *QUICK)[0])
     assert [row["peak_bytes"] for row in told["cases"][0]["rows"]] == [7_000_000, 7_000_000]
@@ -131,9 +133,11 @@ def test_memory_is_asked_for_by_peer(
 def test_the_list_names_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent: Peer[Any] = Peer("elsewhere", "Not here.", ours.attention, needs=("no_such_module",))
+    absent: Peer[Any] = Peer(
+        "elsewhere", "Not here.", regard_kernels.attention, needs=("no_such_module",)
+    )
     case = CASES["decode"]
-    with_absent = Case(case.name, case.about, case.sizes, case.dtypes, (*case.peers, absent))
+    with_absent = Case(case.name, case.description, case.sizes, case.dtypes, (*case.peers, absent))
     monkeypatch.setitem(CASES, "decode", with_absent)
     out, _ = run(capsys, "--list")
     for name, one in CASES.items():
@@ -144,9 +148,9 @@ def test_the_list_names_what_is_missing(
     assert line.endswith("decode")
 
 
-def wrong(problem: Any) -> Way:
-    way = ours.attention(problem)
-    return Way(way.step, lambda found: {"out": -way.read(found)["out"]})
+def wrong(problem: Any) -> PreparedCall:
+    way = regard_kernels.attention(problem)
+    return PreparedCall(way.step, lambda found: {"out": -way.read(found)["out"]})
 
 
 def test_a_wrong_answer_is_exit_code_1(
@@ -156,7 +160,7 @@ def test_a_wrong_answer_is_exit_code_1(
     peers = (case.peers[0], Peer("wrong", "", wrong))
     monkeypatch.setitem(CASES, "decode", Case(case.name, "", case.sizes, case.dtypes, peers))
     out, _ = run(capsys, "decode", *QUICK, code=1)
-    assert "wrong: out is off by" in out
+    assert "wrong: out has an error of" in out
 
 
 def test_a_case_that_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +171,7 @@ def test_a_case_that_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[s
 def test_an_interrupt_prints_what_there_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(problem: Any) -> Way:
+    def stopped(problem: Any) -> PreparedCall:
         raise KeyboardInterrupt
 
     case = CASES["alibi"]
@@ -209,6 +213,6 @@ def test_no_gpu_is_wrong_usage(
 
 
 def test_a_chart_needs_something_to_draw() -> None:
-    empty = Measured("demo", "", "B1", torch.float32, "cpu")
-    with pytest.raises(RegardError, match="nothing was timed"):
-        chart([empty], "nothing")
+    empty = CaseResult("demo", "", "B1", torch.float32, "cpu")
+    with pytest.raises(RegardError, match="no peer was timed"):
+        ratio_chart([empty], "nothing")

@@ -27,7 +27,7 @@ def test_the_list_has_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
     below = out.partition("\nclaims\n")[2]
     for name, claim in CLAIMS.items():
         assert f"  {name} " in below
-        assert claim.says in below
+        assert claim.statement in below
 
 
 def test_claims_are_run_told_and_written(

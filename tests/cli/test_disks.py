@@ -102,7 +102,7 @@ def test_a_page_or_figure_on_a_full_disk_leaves_the_old_one(
         ),
         (
             ("train", "--out", "out"),
-            "out: cannot make the folder: Read-only file system; choose another",
+            "out: cannot create the folder: Read-only file system; choose another",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_run_on_a_full_disk_does_not_begin_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.MARGIN - 1)
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.EXTRA_BYTES - 1)
     before = tree(text)
     assert run(["train", "--out", "a/b", *more] if more else TRAIN) == 1
     where = "a/b" if more else "out"
@@ -186,7 +186,7 @@ def test_a_run_whose_first_checkpoint_would_not_fit_does_not_train(
     """The tensors alone would fit; what else a checkpoint needs would not, which was told at the
     first save only.
     """
-    monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.MARGIN)
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.EXTRA_BYTES)
     assert run(TRAIN) == 1
     said = capsys.readouterr().err
     assert "needs 2 MiB, 1 MiB free at out/checkpoints" in said

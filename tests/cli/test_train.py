@@ -180,7 +180,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         (["--clip", "0"], "clip is 0.0; it must be positive and finite"),
         (["--weight-decay", "-1"], "weight_decay is -1.0; it must be 0 or more"),
         (["--device", "cuba"], "device 'cuba' cannot be used: "),
-        (["--window", "4"], "--window is for a mechanism of the catalogue; name one"),
+        (["--window", "4"], "--window needs a mechanism of the catalogue; give one"),
         (["--attention", "gqua"], "no mechanism is named 'gqua'; did you mean 'gqa'"),
         (["--attention", "luong"], "luong attends to a second sequence"),
         (
@@ -296,7 +296,7 @@ def test_a_file_of_options_under_the_flags(text: Path, tmp_path: Path) -> None:
         ("[model]\nlayers = 0", [], "layers is '0': "),
         ("[train]\nsteps = 1.5", [], "steps is '1.5': "),
         ("[train]\nbf16 = 3", [], "bf16 is '3'"),
-        ("[model]\nattention = 'mqa'", ["--kv-heads", "2"], "--kv-heads does not go with mqa"),
+        ("[model]\nattention = 'mqa'", ["--kv-heads", "2"], "--kv-heads is not an option of mqa"),
         ("[model]\nattention = 'mqa'\noptions.bass = 3", [], "did you mean 'base'?"),
         ("[model", [], "is not TOML"),
     ],
@@ -341,7 +341,7 @@ def test_failures_are_1(text: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert train(tmp_path / "none.txt", tmp_path / "out") == 1
     assert "none.txt is missing" in shown(capsys)
     assert train(text, text / "under a file") == 1
-    assert "cannot make the folder" in shown(capsys)
+    assert "cannot create the folder" in shown(capsys)
     assert train(text, tmp_path / "nan", "--lr", "1e38") == 1
     assert "the weights were not updated" in shown(capsys)
 

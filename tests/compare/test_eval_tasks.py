@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from regard.compare.quality import EvalTask, RecallTask, TextTask, eval_tasks
 from regard.errors import ArgumentError
-from regard.train.corpus import Document
-from regard.train.tasks.base import IGNORED
+from regard.train.corpus import TextDocument
+from regard.train.tasks.task import IGNORE_INDEX
 
-LETTERS = [Document(f"{i}", f"{chr(97 + i)}" * 900) for i in range(4)]
+LETTERS = [TextDocument(f"{i}", f"{chr(97 + i)}" * 900) for i in range(4)]
 
 
 def table(seed: int) -> nn.Module:
@@ -63,7 +63,7 @@ def _judged_rows(lesson: TextTask) -> Tensor:
 
 def test_text_is_cut_in_three_that_share_no_byte_of_the_source() -> None:
     letters = "".join(chr(33 + i % 90) for i in range(4000))
-    lesson = TextTask([Document("one", letters)], context=8, batch=2)
+    lesson = TextTask([TextDocument("one", letters)], context=8, batch=2)
     train, select, judge = (bytes(s.tolist()).rstrip(b"\0").decode() for s in lesson._streams)
     assert train + select + judge == letters
     assert len(judge) == pytest.approx(2 * len(select), abs=3)
@@ -78,7 +78,7 @@ def test_too_little_text_is_refused() -> None:
         ArgumentError,
         match=r"text here leaves .* bytes for validation, but rows of 100 bytes need 303",
     ):
-        TextTask([Document("a", "b" * 2000)], 100, 2, "here").batches(0)
+        TextTask([TextDocument("a", "b" * 2000)], 100, 2, "here").batches(0)
 
 
 @pytest.mark.parametrize("name,length", [("mqar", 12), ("passkey", 30)])
@@ -118,7 +118,7 @@ def test_rates_are_chosen_by_other_examples_than_models_are_judged_by() -> None:
     trained = {tuple(row.tolist()) for _ in range(20) for row in next(lesson.batches(0)).source}
     chosen = {tuple(row.tolist()) for row in lesson.validation.source}  # type: ignore[attr-defined]
     assert trained.isdisjoint(chosen)
-    assert (lesson.validation.target != IGNORED).sum(1).tolist() == [5] * 256  # type: ignore[attr-defined]
+    assert (lesson.validation.target != IGNORE_INDEX).sum(1).tolist() == [5] * 256  # type: ignore[attr-defined]
 
 
 def test_seeds_draw_other_batches() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from regard.bench.memory import PROCESS
+from regard.bench.peak_memory import PROCESS
 from regard.compare import memory
 from regard.errors import RegardError
 from tests.compare.small import MACHINE, TIMING, plan

@@ -263,13 +263,15 @@ def _use_recording(folder: Path) -> None:
 
 
 def _training(folder: Path) -> None:
-    from regard.train import Checkpoint, checkpoints
+    from regard.train import TrainingCheckpoint, checkpoints
 
     for step in (1, 2):
         x = torch.randn(6, 5)
         checkpoints.save(
             folder,
-            Checkpoint(step, {"model": {"a": x, "t": x}, "optimizer": {"0": x[0]}}, {"at": step}),
+            TrainingCheckpoint(
+                step, {"model": {"a": x, "t": x}, "optimizer": {"0": x[0]}}, {"at": step}
+            ),
         )
 
 
@@ -285,25 +287,28 @@ def _task(folder: Path) -> None:
     from safetensors.torch import save_model
 
     from regard.train.tasks import find_task
-    from regard.train.tasks.models import Recipe, build, recipe
+    from regard.train.tasks.task_models import Recipe, build, recipe
 
     task = find_task("copy")
-    sizes = recipe(task, "gru").with_({"dim": 8})
+    sizes = recipe(task, "gru").with_overrides({"dim": 8})
     (folder / "task.json").write_text(
         json.dumps({"task": task.name, "model": "gru", "sizes": asdict(sizes) | {"set": []}})
     )
-    save_model(build(task, "gru", Recipe().with_(asdict(sizes))), str(folder / "model.safetensors"))
+    save_model(
+        build(task, "gru", Recipe().with_overrides(asdict(sizes))),
+        str(folder / "model.safetensors"),
+    )
     (folder / "accuracy.csv").write_text(
         "split,shortest,longest,examples,right,share,low,high\nvalidation,1,4,10,5,0.5,0.2,0.8\n"
     )
 
 
 def _use_task(folder: Path) -> None:
-    from regard.train.tasks.report import read_series
-    from regard.train.tasks.run import load
+    from regard.train.tasks.report import read_accuracy
+    from regard.train.tasks.task_training import load
 
     load(folder)
-    read_series(folder)
+    read_accuracy(folder)
 
 
 def _settings(folder: Path) -> None:

@@ -179,10 +179,10 @@ def test_a_trained_task_is_explained_in_its_own_words(
     from safetensors.torch import save_model
 
     from regard.train.tasks import find_task
-    from regard.train.tasks.models import build, recipe
+    from regard.train.tasks.task_models import build, recipe
 
     known = find_task(task)
-    sizes = recipe(known, name).with_({"dim": 16, "hidden": 16, "layers": 1})
+    sizes = recipe(known, name).with_overrides({"dim": 16, "hidden": 16, "layers": 1})
     save_model(wild(build(known, name, sizes)), str(tmp_path / "model.safetensors"))
     held = {"task": task, "model": name, "sizes": vars(sizes) | {"set": []}}
     (tmp_path / "task.json").write_text(json.dumps(held))
@@ -191,10 +191,10 @@ def test_a_trained_task_is_explained_in_its_own_words(
     found = explain(read_text(text, str(tmp_path)), query=0)
     assert found.place == place
     assert found.model == tmp_path.name
-    assert found.pieces[:2] == known.read(text)[:2]
+    assert found.pieces[:2] == known.tokenize(text)[:2]
     assert found.weights.sum() == pytest.approx(1)
     assert found.predictions[0][0] in (*known.vocabulary.words, "<eos>", "<pad>", "<bos>")
-    if known.kind == "pairs":
+    if known.kind == "seq2seq":
         assert found.pieces[-1] == "<eos>"
         assert found.query_piece == "<bos>"
         said = explain(

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.bench.runner import threads
+from regard.bench.runner import torch_threads
 from regard.inspect import explain
 from regard.models import minilm
 from regard.models.text_encoder import TextEncoder
 from regard.nn.variants import mha
 from regard.positions import sinusoidal
 from regard.train import Settings, fit
-from regard.train.losses import PairLoss
+from regard.train.losses import Seq2SeqLoss
 from regard.train.tasks import Example
-from regard.train.tasks.base import Made, Task, Vocabulary
-from regard.train.tasks.evaluate import alignment, outcomes
-from regard.train.tasks.models import Recipe, build
+from regard.train.tasks.evaluate import alignment, answer_examples
+from regard.train.tasks.task import Task, TaskBatches, Vocabulary
+from regard.train.tasks.task_models import Recipe, build
 
 # --- "The cat is on the mat.", and where a translation looks at "mat"
 
@@ -43,9 +43,9 @@ def _draw(random: Random, _: int) -> Example:
 WORDS = ("the", "is", ".", *THINGS, *PLACES, "在", "。", *THINGS.values(), *PLACES.values())
 SENTENCES = Task(
     name="places",
-    sentence="Where things are, in English and Chinese",
-    origin="after seed note 1",
-    kind="pairs",
+    description="Where things are, in English and Chinese",
+    reference="after seed note 1",
+    kind="seq2seq",
     vocabulary=Vocabulary(WORDS),
     draw=_draw,
     lengths=(7, 7, 8),
@@ -60,13 +60,20 @@ def test_a_translation_looks_at_the_source_word_and_its_neighbours() -> None:
     torch.manual_seed(0)
     model = build(SENTENCES, "lstm+bahdanau", Recipe(dim=16, hidden=24, layers=1))
     settings = Settings(steps=120, lr=0.02, warmup=10, weight_decay=0.0)
-    with threads(1):  # a second one costs products as small as these more than it gives
-        fit(model, Made(SENTENCES, batch=16, only=given), settings, loss=PairLoss(0.05))
-    (said,) = outcomes(model.eval(), SENTENCES, [asked])
-    assert said.right, "the sentence itself was not trained on"
+    with torch_threads(1):  # a second one costs products as small as these more than it gives
+        fit(
+            model,
+            TaskBatches(SENTENCES, batch=16, examples=given),
+            settings,
+            loss=Seq2SeqLoss(0.05),
+        )
+    (said,) = answer_examples(model.eval(), SENTENCES, [asked])
+    assert said.correct, "the sentence itself was not trained on"
     found = alignment(model, SENTENCES, said)
     assert found is not None
-    at = dict(zip(said.said, found.weights, strict=False))["垫子"]  # over: the cat is on the mat .
+    at = dict(zip(said.predicted, found.weights, strict=False))[
+        "垫子"
+    ]  # over: the cat is on the mat .
     assert int(at.argmax()) in (4, 5, 6), "mat, or the states right beside it"
     assert float(at[3:].sum()) > 0.8, "on the mat"
 

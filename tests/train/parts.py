@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.train import Batches, Result, Settings, fit
+from regard.train import Batches, Settings, TrainResult, fit
 
 TOKENS = torch.randint(0, 11, (400,), generator=torch.Generator().manual_seed(7))
 
@@ -43,7 +43,7 @@ def settings(**change: Any) -> Settings:
     return Settings(**plain | change)
 
 
-def run(model: nn.Module, folder: Path | None = None, **change: Any) -> Result:
+def run(model: nn.Module, folder: Path | None = None, **change: Any) -> TrainResult:
     """`fit` with everything on."""
     keys = ("validation", "loss", "progress", "keep")
     options = {k: change.pop(k) for k in keys if k in change}

@@ -9,8 +9,8 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.models.tokenizer import Tokenizer
-from regard.train import Batches, Document, validation_rows
-from regard.train.batches import stream
+from regard.train import Batches, TextDocument, validation_rows
+from regard.train.batches import token_stream
 
 TOKENS = torch.arange(1000)
 
@@ -98,7 +98,7 @@ def test_resume_goes_on_exactly(done: int) -> None:
 def test_a_state_of_other_data_is_refused(other: dict[str, object]) -> None:
     settings = {"tokens": TOKENS, "batch": 4, "context": 8, "seed": 0, "repeat": 0.3}
     state = Batches(**settings).state_dict()  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="drawn from other tokens, batch, context, seed or rep"):
+    with pytest.raises(ArgumentError, match="belongs to other tokens, batch, context, seed or rep"):
         Batches(**settings | other).load_state_dict(state)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ def test_a_state_of_other_data_is_refused(other: dict[str, object]) -> None:
         ({"context": 0}, "context is 0; it must be 1 or more"),
         ({"repeat": 1.5}, "repeat is 1.5; it is a share"),
         ({"repeat_random": -0.1}, "repeat_random is -0.1; it is a share"),
-        ({"context": 1000}, "tokens has 1000 tokens; a row needs context [+] 1 = 1001"),
+        ({"context": 1000}, "the stream has 1,000 tokens; a row needs context [+] 1 = 1001"),
     ],
 )
 def test_bad_arguments(change: dict[str, float], message: str) -> None:
@@ -127,17 +127,17 @@ def test_validation_rows_are_spread_over_the_whole_stream() -> None:
     with pytest.raises(ArgumentError, match="limit is 0"):
         validation_rows(TOKENS, context=9, limit=0)
     with pytest.raises(
-        ArgumentError, match=r"9 tokens of validation; a row needs context [+] 1 = 10"
+        ArgumentError, match=r"the validation stream has 9 tokens; a row needs context [+] 1 = 10"
     ):
         validation_rows(TOKENS[:9], context=9, limit=1)
 
 
 def test_documents_become_a_stream_with_ends() -> None:
     tokenizer = Tokenizer.train(["x"], vocab_size=257)
-    ids = stream([Document("1", "ab"), Document("2", "<|endoftext|>")], tokenizer)
+    ids = token_stream([TextDocument("1", "ab"), TextDocument("2", "<|endoftext|>")], tokenizer)
     assert ids.dtype == torch.long
     assert (ids == 0).nonzero().flatten().tolist() == [2, len(ids) - 1]
     assert tokenizer.decode(ids.tolist()) == "ab<|endoftext|><|endoftext|><|endoftext|>"
     tokenizer._special.clear()
     with pytest.raises(ArgumentError, match=r"tokenizer has no <.endoftext.> token"):
-        stream([Document("1", "ab")], tokenizer)
+        token_stream([TextDocument("1", "ab")], tokenizer)

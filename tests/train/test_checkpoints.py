@@ -20,20 +20,20 @@ import torch
 
 from regard.errors import ArgumentError, FileError
 from regard.files import atomic_write, folder_lock
-from regard.train import Checkpoint, checkpoints
+from regard.train import TrainingCheckpoint, checkpoints
 from tests.train.parts import Small, run
 
 
-def make(step: int) -> Checkpoint:
+def make(step: int) -> TrainingCheckpoint:
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(40, 50, generator=generator)
     model = {"a": weight, "tied": weight, "half": weight[:3].bfloat16(), "none": torch.empty(0)}
-    return Checkpoint(
+    return TrainingCheckpoint(
         step, {"model": model, "optimizer": {"0.step": torch.tensor(1.5)}}, {"at": step}
     )
 
 
-def same(a: Checkpoint, b: Checkpoint) -> bool:
+def same(a: TrainingCheckpoint, b: TrainingCheckpoint) -> bool:
     pairs = [(a.tensors[f][k], b.tensors[f][k]) for f in b.tensors for k in b.tensors[f]]
     whole = all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
     return whole and (a.step, a.state) == (b.step, b.state) and a.tensors.keys() == b.tensors.keys()
@@ -59,7 +59,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 def test_a_transposed_view_is_not_taken_for_its_base(tmp_path: Path) -> None:
     x = torch.randn(3, 3)
     named = {"x": x, "t": x.t(), "part": x[:2]}
-    back = checkpoints.load(checkpoints.save(tmp_path, Checkpoint(1, {"m": named}, {})))
+    back = checkpoints.load(checkpoints.save(tmp_path, TrainingCheckpoint(1, {"m": named}, {})))
     assert all(torch.equal(back.tensors["m"][name], named[name]) for name in named)
 
 
@@ -74,7 +74,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     found = checkpoints.latest(tmp_path)
     assert found is not None
     assert found.step == 123456789
-    with pytest.raises(ArgumentError, match="keep is 0; at least 1"):
+    with pytest.raises(ArgumentError, match="keep is 0; it must be at least 1"):
         checkpoints.save(tmp_path, make(30), keep=0)
 
 
@@ -113,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: (p / "manifest.json").write_text("[1]"),
         r"cannot be read: .*manifest\.json is a JSON list",
     ),
-    "newer": (lambda p: rewrite(p, format=2), "has format 2, this version reads 1"),
+    "newer": (lambda p: rewrite(p, format=2), "has format 2; this version reads 1"),
     "outside": (lambda p: rewrite(p, files={"../x": {}}), "names '../x', which is outside"),
     "empty": (lambda p: rewrite(p, files={}), "state.json is not in the manifest"),
     "file for folder": (
@@ -146,7 +146,7 @@ def test_damage_is_named_and_passed_over(
 
 def test_the_flipped_bit_s_tensor_is_named(tmp_path: Path) -> None:
     path = checkpoints.save(
-        tmp_path, Checkpoint(1, {"m": {"x": torch.ones(9), "y": torch.ones(9)}})
+        tmp_path, TrainingCheckpoint(1, {"m": {"x": torch.ones(9), "y": torch.ones(9)}})
     )
     flip(path / "m.safetensors", -1)
     with pytest.raises(FileError, match=r"\(tensor 'y'\)"):
@@ -195,7 +195,7 @@ def test_killed_at_every_write_the_old_or_the_new_one_loads(tmp_path: Path) -> N
         found = checkpoints.latest(folder)
         assert found is not None
         assert same(found, make(found.step))
-        checkpoints.sweep(folder)
+        checkpoints.remove_leftovers(folder)
         assert all(path.name.startswith("step-") for path in folder.iterdir())
         if status == 0:
             break
@@ -221,7 +221,7 @@ def save_and_die(folder: Path, calls: int) -> None:
     for owner, name in (
         (checkpoints, "sync"),
         (checkpoints, "save_file"),
-        (checkpoints, "describe"),
+        (checkpoints, "size_and_checksum"),
         (Path, "write_text"),
         (Path, "rename"),
         (os, "unlink"),
@@ -243,7 +243,7 @@ def test_killed_at_random_moments_latest_loads(tmp_path: Path) -> None:
     for _ in range(12):
         status = in_child(lambda step=step: keep_saving(step), draw.uniform(0.005, longest))  # type: ignore[misc]
         assert status == -signal.SIGKILL
-        checkpoints.sweep(tmp_path)
+        checkpoints.remove_leftovers(tmp_path)
         found = checkpoints.latest(tmp_path)
         if found is not None:
             assert same(found, make(found.step))
@@ -307,7 +307,7 @@ def test_a_failing_disk_and_an_impossible_folder(
 ) -> None:
     (tmp_path / "file").write_text("x", "utf-8")
     with pytest.raises(
-        FileError, match=r"file: cannot make the folder: File exists; choose another"
+        FileError, match=r"file: cannot create the folder: File exists; choose another"
     ):
         checkpoints.save(tmp_path / "file", make(1))
     with monkeypatch.context() as patch:
@@ -316,8 +316,8 @@ def test_a_failing_disk_and_an_impossible_folder(
             FileError, match=r"01: cannot write the checkpoint: .*; the ones before"
         ):
             checkpoints.save(tmp_path, make(1))
-    monkeypatch.setattr(checkpoints, "damage", lambda _: "state.json is missing")
-    with pytest.raises(FileError, match=r"does not read back: state.json is missing; is the disk"):
+    monkeypatch.setattr(checkpoints, "find_damage", lambda _: "state.json is missing")
+    with pytest.raises(FileError, match=r"other content: state.json is missing; check the disk"):
         checkpoints.save(tmp_path, make(1))
 
 
@@ -347,7 +347,7 @@ def test_what_is_synced_and_in_which_order(tmp_path: Path, monkeypatch: pytest.M
 def test_leftovers_are_swept(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, make(1))
     (tmp_path / ".writing-step-00000002-99").mkdir()
-    assert checkpoints.sweep(tmp_path) == 1
+    assert checkpoints.remove_leftovers(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -397,7 +397,7 @@ def test_two_runs_do_not_write_in_one_folder(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / ".writing-step-00000009-1"
     left.mkdir()
     handle = folder_lock.try_lock(left)
-    assert checkpoints.sweep(tmp_path / "checkpoints") == 0, "another run is writing it"
+    assert checkpoints.remove_leftovers(tmp_path / "checkpoints") == 0, "another run is writing it"
     os.close(handle)  # type: ignore[arg-type]
     with (
         folder_lock.folder_locked(tmp_path / "checkpoints"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
 from regard.train import Batches, NonFiniteLoss, checkpoints, evaluate, fit, next_token_loss
-from regard.train.loop import interrupts
+from regard.train.loop import catch_signals
 from tests.train.parts import TOKENS, Small, batches, digest, run, settings
 
 
@@ -174,8 +174,8 @@ def test_a_finished_run_is_only_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0.5}, "lr is 0.5, the run to resume has 0.001; repeat its settings"),
-        ({"steps": 21}, "steps is 21, the run to resume has 20"),
+        ({"lr": 0.5}, "lr is 0.5, and the run to resume has 0.001; repeat its settings"),
+        ({"steps": 21}, "steps is 21, and the run to resume has 20"),
     ],
 )
 def test_resume_with_other_settings_is_refused(
@@ -282,7 +282,7 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     seen: list[list[int]] = []
 
     def work() -> None:
-        with interrupts() as caught:
+        with catch_signals() as caught:
             seen.append(caught)
 
     before = signal.getsignal(signal.SIGINT)

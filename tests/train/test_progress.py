@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from regard.train.progress import COLUMNS, Bar, CsvLog, Lines, Row, show
+from regard.train.progress import COLUMNS, CsvLog, LogRow, PlainProgress, ProgressBar, make_progress
 
 
-def row(step: int, **change: float | None) -> Row:
+def row(step: int, **change: float | None) -> LogRow:
     plain = {"loss": 2.5, "validation": None, "lr": 0.001, "grad_norm": 1.0}
-    return Row(step, **plain | change, tokens=64 * step, tokens_per_second=640.0)  # type: ignore[arg-type]
+    return LogRow(step, **plain | change, tokens=64 * step, tokens_per_second=640.0)  # type: ignore[arg-type]
 
 
 def test_rows_reach_the_file_at_once(tmp_path: Path) -> None:
@@ -48,8 +48,8 @@ def test_resume_cuts_what_came_after_its_step(tmp_path: Path) -> None:
 
 def test_plain_lines_when_nobody_looks() -> None:
     out = io.StringIO()
-    progress = show(100, console=Console(file=out, width=60))
-    assert isinstance(progress, Lines)
+    progress = make_progress(100, console=Console(file=out, width=60))
+    assert isinstance(progress, PlainProgress)
     progress.step(row(1))
     progress.row(row(25))
     progress.row(row(50, validation=1.25))
@@ -62,8 +62,8 @@ def test_plain_lines_when_nobody_looks() -> None:
 
 def test_a_bar_on_a_terminal() -> None:
     out = io.StringIO()
-    progress = show(100, 10, console=Console(file=out, force_terminal=True, width=100))
-    assert isinstance(progress, Bar)
+    progress = make_progress(100, 10, console=Console(file=out, force_terminal=True, width=100))
+    assert isinstance(progress, ProgressBar)
     progress.row(row(20, validation=1.25))
     progress.step(row(21))
     progress.close()

@@ -146,13 +146,16 @@ def test_control_another_seed_gives_other_bits(text: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--set", "most=2.0"], "attention_options is {'most': 2.0}, the model to resume has {}"),
-        (["--position", "none"], "position is 'none', the model to resume has 'learned'"),
-        (["--clip", "0.9"], "clip is 0.9, the run to resume has 0.7"),
-        (["--heads", "4"], "num_attention_heads is 4, the model to resume has 2"),
+        (
+            ["--set", "most=2.0"],
+            "attention_options is {'most': 2.0}, and the model to resume has {}",
+        ),
+        (["--position", "none"], "position is 'none', and the model to resume has 'learned'"),
+        (["--clip", "0.9"], "clip is 0.9, and the run to resume has 0.7"),
+        (["--heads", "4"], "num_attention_heads is 4, and the model to resume has 2"),
         (
             ["--attention", "delta_net"],
-            "attention is 'delta_net', the model to resume has 'gated_delta_net'",
+            "attention is 'delta_net', and the model to resume has 'gated_delta_net'",
         ),
     ],
 )
@@ -192,28 +195,30 @@ def test_resumed_in_the_middle_with_accumulation_and_autocast(
     chosen = settings(accumulate=accumulate, bf16=bf16, save_every=4, steps=16)
     whole, first, second = Small(), Small(), Small()
     torch.manual_seed(7)
-    fit(whole, batches(), chosen, folder=tmp_path / "a", about={"kind": "small"})
+    fit(whole, batches(), chosen, folder=tmp_path / "a", metadata={"kind": "small"})
     torch.manual_seed(7)
     deadly = Deadly(TOKENS, batch=4, context=6, seed=3, repeat=0.3)
     with pytest.raises(KeyboardInterrupt):
-        fit(first, deadly, chosen, folder=tmp_path / "b", about={"kind": "small"})
+        fit(first, deadly, chosen, folder=tmp_path / "b", metadata={"kind": "small"})
     kept = checkpoints.latest(tmp_path / "b")
     assert (0 if kept is None else kept.step) == (number - 1) // 4 * 4
     if kept is None:
         torch.manual_seed(7)  # it begins anew
-    fit(second, batches(), chosen, folder=tmp_path / "b", about={"kind": "small"})
+    fit(second, batches(), chosen, folder=tmp_path / "b", metadata={"kind": "small"})
     assert digest(dict(second.named_parameters())) == digest(dict(whole.named_parameters()))
 
 
 def test_what_is_said_of_the_model_is_compared(tmp_path: Path) -> None:
-    fit(Small(), batches(), settings(steps=2), folder=tmp_path, about={"kind": "a", "n": [1]})
+    fit(Small(), batches(), settings(steps=2), folder=tmp_path, metadata={"kind": "a", "n": [1]})
     with pytest.raises(
-        ArgumentError, match="kind is 'b', the model to resume has 'a'; repeat its options"
+        ArgumentError, match="kind is 'b', and the model to resume has 'a'; repeat its options"
     ):
-        fit(Small(), batches(), settings(steps=2), folder=tmp_path, about={"kind": "b", "n": [1]})
-    with pytest.raises(ArgumentError, match="kind is None, the model to resume has 'a'"):
+        fit(
+            Small(), batches(), settings(steps=2), folder=tmp_path, metadata={"kind": "b", "n": [1]}
+        )
+    with pytest.raises(ArgumentError, match="kind is None, and the model to resume has 'a'"):
         fit(Small(), batches(), settings(steps=2), folder=tmp_path)
-    fit(Small(), batches(), settings(steps=2), folder=tmp_path, about={"kind": "a", "n": [1]})
+    fit(Small(), batches(), settings(steps=2), folder=tmp_path, metadata={"kind": "a", "n": [1]})
     other = tmp_path / "other"
     fit(Small(), batches(), settings(steps=2), folder=other)  # a checkpoint that says nothing
-    fit(Small(), batches(), settings(steps=2), folder=other, about={"kind": "a"})
+    fit(Small(), batches(), settings(steps=2), folder=other, metadata={"kind": "a"})

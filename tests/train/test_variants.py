@@ -32,7 +32,7 @@ from regard.nn.variants import VARIANTS, gqa, infini, t5
 from regard.nn.variants.registry import check_options
 from regard.span import Span
 from regard.train import Batches, Settings, fit, next_token_loss
-from regard.train.run import config_of, model_of, unreached
+from regard.train.pretraining import make_config, make_model, parameters_without_gradient
 from tests.nn.catalogue import randomise, tokens
 
 V, LENGTH = 19, 23
@@ -73,7 +73,7 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
     settings = Settings(steps=2, lr=0.01, warmup=0)
     assert math.isfinite(fit(model, Batches(stream, batch=2, context=LENGTH - 1), settings).loss)
     unmoved = {key for key, p in model.named_parameters() if torch.equal(p, before[key])}
-    assert unmoved == set(unreached(model, V, LENGTH - 1))
+    assert unmoved == set(parameters_without_gradient(model, V, LENGTH - 1))
     assert bool(unmoved) == (name == "dsa")  # its paper trains the indexer by another loss
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -390,7 +390,7 @@ OPTIONS = {"dim": 32, "layers": 2, "heads": 4, "hidden": None, "context": 16, "t
 
 
 def of(**more: Any) -> Any:
-    return config_of({**OPTIONS, **more}, V)
+    return make_config({**OPTIONS, **more}, V)
 
 
 def test_flags_become_a_config() -> None:
@@ -415,20 +415,21 @@ def test_flags_become_a_config() -> None:
     [
         (
             {"position": "rope"},
-            "--position is for a mechanism of the catalogue; name one, such as --attention gqa",
+            "--position needs a mechanism of the catalogue; give one, such as --attention gqa",
         ),
-        ({"window": 3}, "--window is for a mechanism"),
-        ({"set": ["base=3"]}, "--set is for a mechanism"),
+        ({"window": 3}, "--window needs a mechanism"),
+        ({"set": ["base=3"]}, "--set needs a mechanism"),
         (
             {"attention": "mha", "kv_heads": 2},
             (
-                "--kv-heads does not go with mha, whose key/value heads are fixed; it goes with "
+                "--kv-heads is not an option of mha, whose number of key/value heads is fixed; "
+                "mechanisms that have it are "
                 "chunked, "
             ),
         ),
         (
             {"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]},
-            "--kv-heads is 2 and --set groups=1; keep one",
+            "--kv-heads is 2 and --set groups=1; give one of the two",
         ),
         (
             {"attention": "mla"},
@@ -462,15 +463,17 @@ def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None
 
 def test_what_the_loss_does_not_reach_is_named() -> None:
     made = config("dsa")
-    missed = unreached(model_of(made, 0), V, 8)
-    assert {name.split(".")[3] for name in missed} == {"selector"}
-    assert unreached(model_of(config("nsa"), 0), V, LENGTH) == ()
+    missed = parameters_without_gradient(make_model(made, 0), V, 8)
+    assert {name.split(".")[3] for name in missed} == {"select"}
+    assert parameters_without_gradient(make_model(config("nsa"), 0), V, LENGTH) == ()
     before = torch.random.get_rng_state()
-    unreached(model_of(config("causal", attention_options={"dropout": 0.5}), 0), V, 8)
+    parameters_without_gradient(
+        make_model(config("causal", attention_options={"dropout": 0.5}), 0), V, 8
+    )
     torch.manual_seed(0)
     model = build(config("causal", attention_options={"dropout": 0.5}))
     state = torch.random.get_rng_state()
-    unreached(model, V, 8)
+    parameters_without_gradient(model, V, 8)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert not torch.equal(before, state)
     assert all(p.grad is None for p in model.parameters())
@@ -493,7 +496,7 @@ with.
 
 def test_a_llama_begins_as_it_always_did() -> None:
     options = {"dim": 16, "layers": 2, "heads": 4, "hidden": 32, "context": 16, "tie": False}
-    model = dict(model_of(config_of(options, 300), 0).named_parameters())
+    model = dict(make_model(make_config(options, 300), 0).named_parameters())
     assert {n: model[n].flatten()[-1].item() for n in FIRST} == pytest.approx(FIRST, abs=2e-6)
 
 

@@ -1,30 +1,47 @@
-"""Benchmarks: regard against other implementations in one process, each answer checked before it is
-timed.
+"""Benchmarks of regard against other implementations, in one process, with every output checked.
 
-A `Case` has `Sizes`, which make a `Problem`; a `Peer` solves problems. `measure` runs what can be
-run, checks every output, times the peers in turns, and gives a row for each, also for those that
-are missing or wrong. Cases of whole programs (`regard.bench.programs`) time this package itself.
-`regard bench` is the command.
+A `Case` has `ProblemSizes`, which create a `Problem`; a `Peer` is an implementation that solves
+problems. `measure` runs every peer that can run, compares its output with a reference, times the
+peers in turns, and returns one row per peer, also for peers that are missing or wrong. The cases
+in `regard.bench.program_cases` time whole programs. `regard bench` is the command.
 """
 
-from regard.bench.case import Case, Peer, Problem, Sizes, Way, Work
 from regard.bench.cases import CASES
+from regard.bench.interfaces import (
+    Case,
+    MinimumWork,
+    Peer,
+    PreparedCall,
+    Problem,
+    ProblemSizes,
+)
 from regard.bench.machine import Ceilings
-from regard.bench.runner import Budget, measure
-from regard.bench.timing import interleaved, median, ratio
+from regard.bench.runner import TimingBudget, measure
+from regard.bench.timing import interleaved, median, median_ratio
+from regard.deprecation import renamed
 
 __all__ = [
     "CASES",
-    "Budget",
     "Case",
     "Ceilings",
+    "MinimumWork",
     "Peer",
+    "PreparedCall",
     "Problem",
-    "Sizes",
-    "Way",
-    "Work",
+    "ProblemSizes",
+    "TimingBudget",
     "interleaved",
     "measure",
     "median",
-    "ratio",
+    "median_ratio",
 ]
+__getattr__ = renamed(
+    __name__,
+    {
+        "Budget": "TimingBudget",
+        "Sizes": "ProblemSizes",
+        "Way": "PreparedCall",
+        "Work": "MinimumWork",
+        "ratio": "median_ratio",
+    },
+)

@@ -1,4 +1,4 @@
-"""The comparisons, with their sizes and peers. A new one is an entry here."""
+"""The benchmark cases, with their sizes and peers. A new case is an entry in this file."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Any
 
 import torch
 
-from regard.bench.case import Case, Peer
+from regard.bench.interfaces import Case, Peer
 from regard.bench.peers import (
     hugging_face,
     llama_cpp,
     onnx_runtime,
-    ours,
+    regard_kernels,
     torch_flex,
     torch_sdpa,
     x_transformers,
 )
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
-from regard.bench.programs import DRAW_PAGE, READ_CHECKPOINT, STARTUP
+from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ("small", "default", "paper")
-"""A second or so; the sizes of docs/benchmarks.md; the longest that papers report."""
+"""Sizes that take about a second; those of docs/benchmarks.md; the largest that papers report."""
 
 ATTENTION: tuple[Peer[Any], ...] = (
-    ours.ATTENTION,
+    regard_kernels.ATTENTION,
     torch_sdpa.ATTENTION,
     torch_sdpa.FOLDED,
     torch_sdpa.CHUNKED,
@@ -33,15 +33,17 @@ ATTENTION: tuple[Peer[Any], ...] = (
     onnx_runtime.ATTENTION,
     x_transformers.ATTENTION,
 )
-LATENT: tuple[Peer[Any], ...] = (ours.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
-BARE: tuple[Peer[Any], ...] = (ours.OVER_SDPA, torch_sdpa.ATTENTION)
-KERNELS: tuple[Peer[Any], ...] = (ours.ATTENTION, *ours.KERNELS)
-MODEL: tuple[Peer[Any], ...] = (ours.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
+LATENT: tuple[Peer[Any], ...] = (regard_kernels.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
+SDPA_OVERHEAD: tuple[Peer[Any], ...] = (regard_kernels.OVER_SDPA, torch_sdpa.ATTENTION)
+KERNELS: tuple[Peer[Any], ...] = (regard_kernels.ATTENTION, *regard_kernels.KERNELS)
+MODEL: tuple[Peer[Any], ...] = (regard_kernels.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
 
 
-def _lengths(small: int, default: int, paper: int, **more: Any) -> dict[str, AttentionSizes]:
-    """32 query heads of 128 over 8 key/value heads, at three lengths."""
-    heads: dict[str, Any] = {"B": 1, "H": 32, "G": 8, "D": 128, **more}
+def _lengths(small: int, default: int, paper: int, **options: Any) -> dict[str, AttentionSizes]:
+    """Return the sizes of attention with 32 query heads of 128 over 8 key/value heads, at three
+    lengths.
+    """
+    heads: dict[str, Any] = {"B": 1, "H": 32, "G": 8, "D": 128, **options}
     lengths = zip(SIZES, (small, default, paper), strict=True)
     return {size: AttentionSizes(**heads, S=S) for size, S in lengths}
 
@@ -56,49 +58,49 @@ _CASES = (
     ),
     Case(
         "decode-int8",
-        "The same against a cache in codes of 8 bits; others read the numbers that they mean.",
+        "One query against an 8-bit quantised cache; other peers read the dequantised numbers.",
         _lengths(2048, 32768, 131_072, T=1, bits=8),
         (BF16,),
-        (ATTENTION[0], ours.CODES, *ATTENTION[1:]),
+        (ATTENTION[0], regard_kernels.QUANTIZED, *ATTENTION[1:]),
     ),
     Case(
         "mla-decode",
-        "One query against DeepSeek-V3's latents, heads included.",
+        "One query against DeepSeek-V3's latents, with the projections of the heads.",
         {size: LatentSizes(S) for size, S in zip(SIZES, (256, 8192, 32768), strict=True)},
         (FP32, BF16),
         LATENT,
     ),
     Case(
         "causal-prefill",
-        "A whole prompt under a causal mask.",
+        "A prompt under a causal mask.",
         _lengths(256, 2048, 16384),
         (FP32, BF16),
         ATTENTION,
     ),
     Case(
         "window-prefill",
-        "A whole prompt under a sliding window.",
+        "A prompt under a sliding window.",
         _lengths(1024, 8192, 65536, window=512),
         (FP32, BF16),
         ATTENTION,
     ),
     Case(
         "window-training",
-        "The same with its gradient.",
+        "A prompt under a sliding window, with its gradient.",
         _lengths(1024, 8192, 65536, window=512, train=True),
         (FP32,),
         ATTENTION,
     ),
     Case(
         "training-step",
-        "A causal call and its gradient.",
+        "A prompt under a causal mask, with its gradient.",
         _lengths(256, 2048, 16384, train=True),
         (FP32, BF16),
         ATTENTION,
     ),
     Case(
         "alibi",
-        "A whole prompt under a causal mask with ALiBi.",
+        "A prompt under a causal mask with ALiBi.",
         _lengths(256, 2048, 8192, alibi=True),
         (FP32, BF16),
         ATTENTION,
@@ -123,10 +125,10 @@ _CASES = (
     ),
     Case(
         "overhead",
-        "What `attend` adds to a bare call of the kernel that it runs.",
+        "The time of `attend` against a direct call of the kernel that it runs.",
         _lengths(16, 512, 2048, H=8, D=64),
         (FP32, BF16),
-        BARE,
+        SDPA_OVERHEAD,
     ),
     Case(
         "kernels",
@@ -137,7 +139,7 @@ _CASES = (
     ),
     Case(
         "kernels-training",
-        "The same with its gradient.",
+        "Each kernel of regard on one causal call of one head, with its gradient.",
         _lengths(512, 8192, 32768, H=1, G=1, D=64, train=True),
         (FP32,),
         KERNELS,
@@ -147,4 +149,4 @@ _CASES = (
     DRAW_PAGE,
 )
 CASES = {case.name: case for case in _CASES}
-"""Name -> case."""
+"""The cases by name."""

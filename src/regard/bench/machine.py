@@ -1,4 +1,4 @@
-"""The machine: what it is, and the memory bandwidth and FLOPs that it reaches at most."""
+"""The machine: a description of it, and its largest memory bandwidth and FLOP rate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 
 import regard
 from regard.bench.timing import interleaved, median
+from regard.deprecation import renamed_attribute
 from regard.huge_pages import to_huge_pages
 
-FEATURES = (
+CPU_FEATURES = (
     "avx2",
     "f16c",
     "fma",
@@ -31,39 +32,46 @@ FEATURES = (
     "bf16",
     "sve",
 )
-"""Flags of a CPU that decide which kernels run."""
+"""The flags of a CPU that decide which kernels run."""
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """The processor, its threads and features, memory, and versions.
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return the processor, its threads and features, the free memory, and the versions of
+    software.
 
-    >>> machine(torch.device("cpu"))["torch"] == torch.__version__
+    Args:
+        device: the device of the benchmark; for "cuda" the name of the GPU is added.
+
+    Returns:
+        Plain values by name.
+
+    >>> describe_machine(torch.device("cpu"))["torch"] == torch.__version__
     True
     """
-    said = _processor()
-    found: dict[str, Any] = {
+    cpuinfo = _read_cpuinfo()
+    facts: dict[str, Any] = {
         "device": device.type,
-        "processor": said.get("model name") or platform.processor() or platform.machine(),
+        "processor": cpuinfo.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
-        "cores": torch.get_num_threads() if not said else _cores(said),
+        "cores": torch.get_num_threads() if not cpuinfo else _count_cores(cpuinfo),
         "threads": torch.get_num_threads(),
-        "features": [flag for flag in FEATURES if flag in said.get("flags", "").split()],
+        "features": [flag for flag in CPU_FEATURES if flag in cpuinfo.get("flags", "").split()],
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "free_memory": free(torch.device("cpu")),
+        "free_memory": free_memory(torch.device("cpu")),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "regard": regard.__version__,
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
 
 
-def free(device: torch.device) -> int:
-    """Bytes of memory that a new allocation may have; 0 where the system does not say.
+def free_memory(device: torch.device) -> int:
+    """Return the free memory of a device in bytes; 0 if the system does not report it.
 
-    >>> free(torch.device("cpu")) >= 0
+    >>> free_memory(torch.device("cpu")) >= 0
     True
     """
     if device.type == "cuda":
@@ -77,8 +85,8 @@ def free(device: torch.device) -> int:
     return 0
 
 
-def _processor() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty where there is none."""
+def _read_cpuinfo() -> dict[str, str]:
+    """Return the entries of the first processor in /proc/cpuinfo; {} if there is no such file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -90,27 +98,28 @@ def _processor() -> dict[str, str]:
     }
 
 
-def _cores(said: dict[str, str]) -> int:
-    return int(said["count"]) or torch.get_num_threads()
+def _count_cores(cpuinfo: dict[str, str]) -> int:
+    """Return the number of processors, or of torch's threads if it is unknown."""
+    return int(cpuinfo["count"]) or torch.get_num_threads()
 
 
 READ_BYTES = 1 << 28
-"""More than any cache of a CPU holds."""
+"""Bytes that are read to measure the bandwidth; more than any CPU cache has."""
 
-SMALLEST, SIDE = 256, 2048
-"""Rows and columns of the matrices that are multiplied: from, to."""
+GEMM_MIN_SIDE, GEMM_MAX_SIDE = 256, 2048
+"""The smallest and the largest side of the square matrices that are multiplied."""
 
-LIMIT = 0.1
-"""Seconds of a product behind which larger ones are not tried."""
+GEMM_SECONDS = 0.1
+"""If one product takes longer than this many seconds, larger ones are not tried."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Reading memory once more, in turns with what is measured: some machines read at half the
-    speed for seconds.
+class BandwidthProbe:
+    """A read of memory that is timed in turns with the peers, since some machines read at half the
+    speed for seconds at a time.
 
     Attributes:
-        bytes: how many are read.
+        bytes: how many bytes are read.
         step: reads them.
     """
 
@@ -120,10 +129,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second that all threads read from memory, and FLOPs per second of a matrix product,
-    by dtype.
+    """The largest rates of the machine, to which measured rates are compared.
 
-    `reading` is the way to read that was the fastest; None where shares are of `read`.
+    Args:
+        read: the memory bandwidth of all threads, in bytes per second.
+        gemm: FLOPs per second of a matrix product, by dtype.
+        probe: the fastest way to read memory; with None, shares are relative to `read`.
 
     >>> top = Ceilings(4e10, {torch.float32: 2e11})
     >>> top.of_read(2e10), top.of_gemm(1e11, torch.float32), top.of_gemm(1e11, torch.float16)
@@ -132,7 +143,8 @@ class Ceilings:
 
     read: float
     gemm: dict[torch.dtype, float] = field(default_factory=dict)
-    reading: Reading | None = field(default=None, compare=False, repr=False)
+    probe: BandwidthProbe | None = field(default=None, compare=False, repr=False)
+    reading = renamed_attribute("probe")
 
     @classmethod
     def measure(
@@ -142,10 +154,22 @@ class Ceilings:
         *,
         rounds: int = 5,
         read_bytes: int = READ_BYTES,
-        side: int = SIDE,
+        side: int = GEMM_MAX_SIDE,
     ) -> Ceilings:
-        """Measure both; reading is the best of several ways to read, since each may have a limit of
-        its own.
+        """Measure the memory bandwidth and the FLOP rates.
+
+        Memory is read in several ways, since each may have a limit of its own; the fastest way
+        counts.
+
+        Args:
+            dtypes: the dtypes of the matrix products.
+            device: the device.
+            rounds: how often each is timed.
+            read_bytes: how many bytes are read.
+            side: the largest side of the matrices.
+
+        Returns:
+            The rates.
 
         >>> small = {"rounds": 1, "read_bytes": 1 << 16, "side": 16}
         >>> top = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
@@ -153,52 +177,71 @@ class Ceilings:
         True
         """
         x = to_huge_pages(torch.ones(read_bytes // 4, device=device))
-        ways: dict[str, Callable[[], object]] = {
+        readers: dict[str, Callable[[], object]] = {
             "sum": x.sum,
             "max": x.amax,
             "dot": lambda: torch.dot(x, x),
             "whole": x.view(torch.int32).sum,
         }
-        times = interleaved(ways, rounds=rounds, synchronise=synchroniser(device))
-        best = min(ways, key=lambda name: median(times[name]))
-        gemm = {dtype: _gemm(dtype, device, rounds, side) for dtype in dtypes}
-        return cls(read_bytes / median(times[best]), gemm, Reading(read_bytes, ways[best]))
+        times = interleaved(readers, rounds=rounds, synchronise=make_synchronize(device))
+        fastest = min(readers, key=lambda name: median(times[name]))
+        gemm = {dtype: _gemm_flops_per_second(dtype, device, rounds, side) for dtype in dtypes}
+        return cls(
+            read_bytes / median(times[fastest]), gemm, BandwidthProbe(read_bytes, readers[fastest])
+        )
 
     def of_read(self, bytes_per_second: float) -> float:
-        """The share of the reading speed."""
+        """Return a bandwidth as a share of the machine's.
+
+        Args:
+            bytes_per_second: the bandwidth.
+
+        Returns:
+            The share; 1.0 is the bandwidth of the machine.
+        """
         return bytes_per_second / self.read
 
     def of_gemm(self, flops_per_second: float, dtype: torch.dtype) -> float | None:
-        """The share of a matrix product's speed; None for a dtype that was not measured."""
-        top = self.gemm.get(dtype)
-        return None if top is None else flops_per_second / top
+        """Return a FLOP rate as a share of the rate of a matrix product.
+
+        Args:
+            flops_per_second: the FLOP rate.
+            dtype: the dtype of the matrix product.
+
+        Returns:
+            The share, or None for a dtype that was not measured.
+        """
+        ceiling = self.gemm.get(dtype)
+        return None if ceiling is None else flops_per_second / ceiling
 
 
-def synchroniser(device: torch.device) -> Callable[[], object]:
-    """What waits for a device.
+def make_synchronize(device: torch.device) -> Callable[[], object]:
+    """Return a function that waits until a device has finished its work.
 
-    >>> synchroniser(torch.device("cpu"))()
+    >>> make_synchronize(torch.device("cpu"))()
     """
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None
 
 
-def _gemm(dtype: torch.dtype, device: torch.device, rounds: int, side: int) -> float:
-    """The fastest of rising sizes: a dtype that the machine has no instructions for is not tried at
-    those that take long.
+def _gemm_flops_per_second(
+    dtype: torch.dtype, device: torch.device, rounds: int, side: int
+) -> float:
+    """Return the best FLOP rate over products of increasing size, as long as one product is fast
+    enough.
     """
-    best, n = 0.0, min(SMALLEST, side)
+    best, n = 0.0, min(GEMM_MIN_SIDE, side)
     while n <= side:
         a, b = torch.randn(2, n, n, device=device).to(dtype).unbind(0)
         times = interleaved(
             {"mm": partial(torch.mm, a, b)},
             rounds=rounds,
-            limit=LIMIT,
-            synchronise=synchroniser(device),
+            limit=GEMM_SECONDS,
+            synchronise=make_synchronize(device),
         )["mm"]
         best = max(best, 2 * n**3 / median(times))
-        if median(times) > LIMIT:
+        if median(times) > GEMM_SECONDS:
             break
         n *= 2
     return best

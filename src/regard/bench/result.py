@@ -1,6 +1,4 @@
-"""Benchmark results as data: whether each peer's output is right, its times, and the JSON of a
-run.
-"""
+"""Benchmark results as data: the check of each peer's outputs, its times, and the JSON of a run."""
 
 from __future__ import annotations
 
@@ -12,103 +10,124 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.bench.case import Outputs, Work
+from regard.bench.interfaces import MinimumWork, Outputs
 from regard.bench.machine import Ceilings
 from regard.bench.timing import median, quartiles
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
-SHARE = 1e-4
-"""fp32 and fp64: the error that is allowed, as a share of the largest number of the answer."""
+RELATIVE_TOLERANCE = 1e-4
+"""The allowed error of fp32 and fp64 outputs, relative to the largest number of the reference."""
 
-SENTENCE = (
-    f"fp32: max|x - ref| <= {SHARE:g} max|ref|; half types: <= {ERROR_FACTOR:g} max|plain - ref| "
+TOLERANCE_RULE = (
+    f"fp32: max|x - ref| <= {RELATIVE_TOLERANCE:g} max|ref|; "
+    f"half types: <= {ERROR_FACTOR:g} max|plain - ref| "
     f"({GRADIENT_ERROR_FACTOR:g} for gradients) + two roundings"
 )
-"""The rule in words; `ref` is the answer in a wider dtype, `plain` straightforward computation in
-the same dtype.
+"""The rule in words: `x` is the output, `ref` the reference in a wider dtype, and `plain` a
+straightforward computation in the same dtype.
 """
 
 
-class Verdict(NamedTuple):
-    """The largest error, and what is allowed, of the output that comes closest to the bound or is
-    furthest behind it.
+class OutputCheck(NamedTuple):
+    """The comparison of outputs with the reference: the output with the largest error for its
+    bound.
+
+    Attributes:
+        correct: whether every output is within its bound.
+        error: the largest absolute error of that output.
+        allowed: its bound.
+        why: what is wrong, or "".
     """
 
-    right: bool
+    correct: bool
     error: float
     allowed: float
     why: str
 
 
-def compare(found: Outputs, reference: Outputs, plain: Outputs) -> Verdict:
-    """Hold outputs against the reference; one that is missing, misshapen or not finite is wrong.
+def check_outputs(outputs: Outputs, reference: Outputs, plain: Outputs) -> OutputCheck:
+    """Compare outputs with the reference.
 
-    Outputs are compared in the reference's dtype. A peer may leave out outputs, but not all of
-    them.
+    An output with a wrong shape, or with NaN or infinity where the reference has none, is wrong. A
+    peer may leave out some outputs, but not all. Outputs are converted to the reference's dtype.
+
+    Args:
+        outputs: a peer's outputs by name.
+        reference: the right outputs.
+        plain: the outputs of a straightforward computation in the same dtype, for half types.
+
+    Returns:
+        The comparison of the worst output.
 
     >>> one = {"out": torch.ones(2)}
-    >>> compare(one, one, one).right, compare({"out": torch.ones(3)}, one, one).why
+    >>> wrong = {"out": torch.ones(3)}
+    >>> check_outputs(one, one, one).correct, check_outputs(wrong, one, one).why
     (True, 'out is (3,), not (2,)')
     """
-    known = [name for name in found if name in reference]
-    if not known:
-        return Verdict(False, float("nan"), 0.0, f"gives none of {', '.join(reference)}")
-    verdicts = [_one(name, found[name], reference[name], plain.get(name)) for name in known]
-    return max(verdicts, key=lambda v: (not v.right, _share(v)))
+    names = [name for name in outputs if name in reference]
+    if not names:
+        return OutputCheck(False, float("nan"), 0.0, f"returns none of {', '.join(reference)}")
+    checks = [
+        _check_output(name, outputs[name], reference[name], plain.get(name)) for name in names
+    ]
+    return max(checks, key=lambda v: (not v.correct, _error_ratio(v)))
 
 
-def _one(name: str, x: Tensor, reference: Tensor, plain: Tensor | None) -> Verdict:
+def _check_output(name: str, x: Tensor, reference: Tensor, plain: Tensor | None) -> OutputCheck:
+    """Compare one output with its reference."""
     if x.shape != reference.shape:
         why = f"{name} is {tuple(x.shape)}, not {tuple(reference.shape)}"
-        return Verdict(False, float("nan"), 0.0, why)
-    allowed = _bound(name, x.dtype, reference, plain)
+        return OutputCheck(False, float("nan"), 0.0, why)
+    allowed = _allowed_error(name, x.dtype, reference, plain)
     error = float((x.to(reference) - reference).abs().max()) if x.numel() else 0.0
-    if not error <= allowed:  # NaN is not
-        return Verdict(
-            False, error, allowed, f"{name} is off by {error:.2g}, allowed {allowed:.2g}"
+    if not error <= allowed:  # also true for NaN
+        return OutputCheck(
+            False, error, allowed, f"{name} has an error of {error:.2g}, allowed is {allowed:.2g}"
         )
-    return Verdict(True, error, allowed, "")
+    return OutputCheck(True, error, allowed, "")
 
 
-def _bound(name: str, dtype: torch.dtype, reference: Tensor, plain: Tensor | None) -> float:
+def _allowed_error(name: str, dtype: torch.dtype, reference: Tensor, plain: Tensor | None) -> float:
+    """Return the largest allowed error of an output, by the rule `TOLERANCE_RULE`."""
     if not reference.numel():
         return 0.0
     if dtype in (torch.float32, torch.float64) or plain is None:
-        return SHARE * float(reference.abs().max())
+        return RELATIVE_TOLERANCE * float(reference.abs().max())
     factor = GRADIENT_ERROR_FACTOR if name.startswith("d") else ERROR_FACTOR
     return allowed_error([plain], reference, factor)
 
 
-def _share(verdict: Verdict) -> float:
+def _error_ratio(verdict: OutputCheck) -> float:
+    """Return the error relative to the allowed error; infinity for NaN."""
     if verdict.error != verdict.error:
         return float("inf")
     return verdict.error / verdict.allowed if verdict.allowed else verdict.error
 
 
 SCHEMA = 1
-"""Version of the JSON; it rises when a name in it changes its meaning or goes away."""
+"""The version of the JSON; it increases when a name is removed or changes its meaning."""
 
-BAD = ("wrong", "failed")
-"""Statuses that make a run fail. Others are "timed", "missing", "unable", "memory" and
-"interrupted".
+FAILURE_STATUSES = ("wrong", "failed")
+"""The statuses with which a run fails. The other ones are "timed", "missing", "unable", "memory"
+and "interrupted".
 """
 
 
 @dataclass(frozen=True)
-class Row:
-    """One peer's result.
+class PeerResult:
+    """The result of one peer.
 
     Attributes:
-        peer, status, why: who, what became of it, and the reason where it was not timed.
-        kernel: which of its kernels ran, where it says so.
-        seconds, quartiles, rounds: the median time of a call, its spread, and how many rounds.
-        ratio: the median over rounds of its time by ours in that round: 2 is twice as slow as ours.
-        bytes_per_second, flops_per_second: the least that the problem takes, by the median time;
-            None where nothing is counted.
-        of_read, of_gemm: these as shares of what the machine does at most: reads in the same
-            rounds, multiplied before them.
-        error, allowed: the largest error of its answer, and the rule's bound.
-        peak_bytes: memory that a call takes at most, its result included, where it was measured.
+        peer, status, why: the name of the peer, its status, and why it was not timed.
+        kernel: the name of the kernel that ran, if the peer reports it.
+        seconds, quartiles, rounds: the median time of a call, its quartiles, and how many rounds.
+        ratio: the median over rounds of its time divided by regard's time in the same round.
+        bytes_per_second, flops_per_second: the minimum work of the problem divided by the median
+            time; None where nothing is counted.
+        of_read, of_gemm: these rates as shares of the machine's: the bandwidth is measured in the
+            same rounds, the FLOP rate before them.
+        error, allowed: the largest error of its outputs, and the bound of the rule.
+        peak_bytes: the peak memory of a call with its result, if it was measured.
     """
 
     peer: str
@@ -129,77 +148,108 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A case at one size in one dtype.
+class CaseResult:
+    """The result of a case at one size in one dtype.
 
-    >>> found = Measured("demo", "", "B1", torch.float32, "cpu").refuse("needs 9.0 GiB")
-    >>> found.failed, found.dtype_name
+    Attributes:
+        case, description: the name and the description of the case.
+        sizes: the sizes as text.
+        dtype, device: of the problem.
+        work: the minimum work; None if the case was not run.
+        refused: why the case was not run, or "".
+        rows: one result per peer.
+        interrupted: whether the run was interrupted before its last round.
+
+    >>> result = CaseResult("demo", "", "B1", torch.float32, "cpu").refuse("needs 9.0 GiB")
+    >>> result.failed, result.dtype_name
     (True, 'float32')
     """
 
     case: str
-    about: str
+    description: str
     sizes: str
     dtype: torch.dtype
     device: str
-    work: Work | None = None
+    work: MinimumWork | None = None
     refused: str = ""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PeerResult, ...] = ()
     interrupted: bool = False
 
     @property
     def dtype_name(self) -> str:
-        """Without "torch."."""
+        """The name of the dtype without "torch."."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def failed(self) -> bool:
-        """It was refused, or a peer gave a wrong answer or none."""
-        return bool(self.refused) or any(row.status in BAD for row in self.rows)
+        """Whether the case was not run, or a peer's outputs are wrong or missing."""
+        return bool(self.refused) or any(row.status in FAILURE_STATUSES for row in self.rows)
 
-    def refuse(self, why: str) -> Measured:
-        """The same, not run."""
+    def refuse(self, why: str) -> CaseResult:
+        """Return the result of a case that was not run, with the reason."""
         return replace(self, refused=why)
 
-    def with_work(self, work: Work) -> Measured:
-        """The same with what it takes at least."""
+    def with_work(self, work: MinimumWork) -> CaseResult:
+        """Return the result with the minimum work."""
         return replace(self, work=work)
 
-    def with_rows(self, rows: Sequence[Row], *, interrupted: bool = False) -> Measured:
-        """The same with results."""
+    def with_rows(self, rows: Sequence[PeerResult], *, interrupted: bool = False) -> CaseResult:
+        """Return the result with the results of the peers."""
         return replace(self, rows=tuple(rows), interrupted=interrupted)
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of a peer, round by round; of ours, and of reading memory, in the same rounds."""
+class RoundTimes:
+    """Times in seconds, one per round.
+
+    Attributes:
+        own: the times of a peer.
+        ours: the times of regard in the same rounds.
+        probe: the times of reading memory in the same rounds.
+    """
 
     own: Sequence[float]
     ours: Sequence[float] | None = None
-    reading: Sequence[float] | None = None
+    probe: Sequence[float] | None = None
 
-    def by(self, others: Sequence[float] | None) -> float | None:
-        """The median of the ratios to others."""
+    def ratio_to(self, others: Sequence[float] | None) -> float | None:
+        """Return the median over rounds of the ratio to other times; None without them."""
         if not others:
             return None
         return median([a / b for a, b in zip(self.own, others, strict=True)])
 
 
-def timed(
-    name: str, kernel: str, verdict: Verdict, times: Times, about: Measured, ceilings: Ceilings
-) -> Row:
-    """The row of a peer that was right."""
-    right = {"kernel": kernel, "error": verdict.error, "allowed": verdict.allowed}
+def timed_result(
+    name: str,
+    kernel: str,
+    verdict: OutputCheck,
+    times: RoundTimes,
+    case: CaseResult,
+    ceilings: Ceilings,
+) -> PeerResult:
+    """Return the result of a peer whose outputs are right.
+
+    Args:
+        name, kernel: the names of the peer and of its kernel.
+        verdict: the check of its outputs.
+        times: its times.
+        case: the result of the case so far, with the minimum work.
+        ceilings: the largest rates of the machine.
+
+    Returns:
+        The result; its status is "interrupted" if no round was completed.
+    """
+    checked = {"kernel": kernel, "error": verdict.error, "allowed": verdict.allowed}
     if not times.own:
-        return Row(name, "interrupted", "no round was complete", **right)  # type: ignore[arg-type]
-    assert about.work is not None
-    seconds, slower = median(times.own), times.by(times.reading)
-    read = about.work.bytes / seconds or None
-    gemm = about.work.flops / seconds or None
-    share = None if read is None else ceilings.of_read(read)
-    if read is not None and ceilings.reading is not None and slower is not None:
-        share = about.work.bytes / ceilings.reading.bytes / slower
-    return Row(
+        return PeerResult(name, "interrupted", "no round was completed", **checked)  # type: ignore[arg-type]
+    assert case.work is not None
+    seconds, ratio_to_probe = median(times.own), times.ratio_to(times.probe)
+    bytes_rate = case.work.bytes / seconds or None
+    flops_rate = case.work.flops / seconds or None
+    of_read = None if bytes_rate is None else ceilings.of_read(bytes_rate)
+    if bytes_rate is not None and ceilings.probe is not None and ratio_to_probe is not None:
+        of_read = case.work.bytes / ceilings.probe.bytes / ratio_to_probe
+    return PeerResult(
         name,
         "timed",
         "",
@@ -207,51 +257,63 @@ def timed(
         seconds,
         quartiles(times.own),
         len(times.own),
-        times.by(times.ours),
-        read,
-        gemm,
-        share,
-        None if gemm is None else ceilings.of_gemm(gemm, about.dtype),
+        times.ratio_to(times.ours),
+        bytes_rate,
+        flops_rate,
+        of_read,
+        None if flops_rate is None else ceilings.of_gemm(flops_rate, case.dtype),
         verdict.error,
         verdict.allowed,
     )
 
 
 def as_json(
-    machine: dict[str, Any], ceilings: Ceilings, found: Sequence[Measured], *, interrupted: bool
+    machine: dict[str, Any], ceilings: Ceilings, results: Sequence[CaseResult], *, interrupted: bool
 ) -> dict[str, Any]:
-    """The whole run; every number is finite or null, times are seconds.
+    """Return a whole run as plain values for JSON; numbers that are not finite are None.
 
-    >>> told = as_json({}, Ceilings(4e10, {torch.float32: 2e11}), [], interrupted=False)
-    >>> told["schema"], told["ceilings"]["gemm_flops_per_second"]
+    Args:
+        machine: the description of the machine.
+        ceilings: its largest rates.
+        results: the results of the cases.
+        interrupted: whether the run was interrupted.
+
+    Returns:
+        Values by name; times are in seconds.
+
+    >>> values = as_json({}, Ceilings(4e10, {torch.float32: 2e11}), [], interrupted=False)
+    >>> values["schema"], values["ceilings"]["gemm_flops_per_second"]
     (1, {'float32': 200000000000.0})
     """
-    gemm = {str(dtype).removeprefix("torch."): top for dtype, top in ceilings.gemm.items()}
+    gemm = {str(dtype).removeprefix("torch."): rate for dtype, rate in ceilings.gemm.items()}
     return {
         "schema": SCHEMA,
         "machine": machine,
-        "rule": SENTENCE,
+        "rule": TOLERANCE_RULE,
         "ceilings": {"read_bytes_per_second": ceilings.read, "gemm_flops_per_second": gemm},
         "interrupted": interrupted,
-        "cases": [_case(one) for one in found],
+        "cases": [_case_as_json(result) for result in results],
     }
 
 
-def _case(one: Measured) -> dict[str, Any]:
+def _case_as_json(result: CaseResult) -> dict[str, Any]:
+    """Return the result of a case as plain values for JSON."""
     return {
-        "case": one.case,
-        "about": one.about,
-        "sizes": one.sizes,
-        "dtype": one.dtype_name,
-        "device": one.device,
-        "flops": None if one.work is None else one.work.flops,
-        "bytes": None if one.work is None else one.work.bytes,
-        "refused": one.refused or None,
-        "interrupted": one.interrupted,
-        "rows": [{name: _number(x) for name, x in vars(row).items()} for row in one.rows],
+        "case": result.case,
+        "about": result.description,
+        "sizes": result.sizes,
+        "dtype": result.dtype_name,
+        "device": result.device,
+        "flops": None if result.work is None else result.work.flops,
+        "bytes": None if result.work is None else result.work.bytes,
+        "refused": result.refused or None,
+        "interrupted": result.interrupted,
+        "rows": [
+            {name: _finite_or_none(x) for name, x in vars(row).items()} for row in result.rows
+        ],
     }
 
 
-def _number(x: Any) -> Any:
-    """NaN and infinity are no JSON."""
+def _finite_or_none(x: Any) -> Any:
+    """Return a value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -1,6 +1,4 @@
-"""Running a case: what is there and able is made ready, checked, and timed in turns; everything
-else says why not.
-"""
+"""Running a case: peers are prepared and checked; those with right outputs are timed in turns."""
 
 from __future__ import annotations
 
@@ -13,25 +11,33 @@ from typing import Any
 import torch
 
 from regard import units
-from regard.bench.case import Case, Peer, Problem, Sizes, Way
-from regard.bench.machine import Ceilings, free, synchroniser
-from regard.bench.result import Measured, Row, Times, Verdict, compare, timed
+from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
+from regard.bench.machine import Ceilings, free_memory, make_synchronize
+from regard.bench.result import (
+    CaseResult,
+    OutputCheck,
+    PeerResult,
+    RoundTimes,
+    check_outputs,
+    timed_result,
+)
 from regard.bench.timing import interleaved
 
-Say = Callable[[str], None]
+ReportStatus = Callable[[str], None]
+"""A function that shows a line of text while a case runs."""
 
-READING = "reading memory"
-"""What is timed beside the peers: the ceiling of this very moment."""
+MEMORY_READ = "reading memory"
+"""The name of the memory read that is timed in turns with the peers."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How long to measure.
+class TimingBudget:
+    """How long a case is measured.
 
-    Attributes:
-        rounds: each times every peer once.
-        seconds: of rounds for a case; no new round begins behind them. None is no limit.
-        sample: seconds of one timing: short calls are repeated.
+    Args:
+        rounds: how many rounds; each round times every peer once.
+        seconds: no new round begins after this many seconds of rounds; None is no limit.
+        sample: seconds of one timing; short calls are repeated.
     """
 
     rounds: int = 15
@@ -40,134 +46,148 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A peer that gave the right answer."""
+class PreparedPeer:
+    """A peer whose outputs are right, with its prepared call."""
 
-    way: Way
-    verdict: Verdict
+    call: PreparedCall
+    check: OutputCheck
 
 
 def measure(
     case: Case,
-    sizes: Sizes,
+    sizes: ProblemSizes,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    budget: Budget,
+    budget: TimingBudget,
     ceilings: Ceilings,
-    say: Say = lambda line: None,
+    say: ReportStatus = lambda line: None,
     peak: Callable[[str], int | None] | None = None,
-) -> Measured:
-    """One case at one size in one dtype: a row for each peer, ours first.
+) -> CaseResult:
+    """Measure a case at one size in one dtype.
+
+    After an interrupt during the rounds, the complete rounds count and the result is marked as
+    interrupted. An interrupt before the first round is raised.
 
     Args:
-        case, sizes, dtype, device: what is measured.
-        budget: how long.
-        ceilings: what shares are of.
-        say: told what is being done.
-        peak: a peer's name -> bytes that a call of it takes at most; None measures no memory.
+        case: the case.
+        sizes, dtype, device: of the problem.
+        budget: how long to measure.
+        ceilings: the largest rates of the machine.
+        say: called with a line of text before each part of the work.
+        peak: returns the peak memory in bytes of a peer's call by the peer's name; None measures no
+            memory.
 
-    An interrupt while rounds run ends them: what is complete counts, and `interrupted` says so.
-    Before, it is raised.
+    Returns:
+        The result, with one row per peer, regard first.
 
     >>> from regard.bench.problems import AttentionSizes
     >>> def zeros(problem):
-    ...     return Way(lambda: problem.q, lambda q: {"out": 0 * q})
+    ...     return PreparedCall(lambda: problem.q, lambda q: {"out": 0 * q})
     >>> case = Case("demo", "", {}, (), (Peer("ours", "", zeros), Peer("other", "", zeros)))
     >>> sizes, cpu = AttentionSizes(B=1, H=1, G=1, D=2, S=3), torch.device("cpu")
-    >>> how = {"budget": Budget(rounds=1), "ceilings": Ceilings(1.0)}
-    >>> found = measure(case, sizes, torch.float32, cpu, **how)
-    >>> [row.status for row in found.rows]
+    >>> options = {"budget": TimingBudget(rounds=1), "ceilings": Ceilings(1.0)}
+    >>> result = measure(case, sizes, torch.float32, cpu, **options)
+    >>> [row.status for row in result.rows]
     ['wrong', 'wrong']
     """
-    needed, there = sizes.bytes(dtype), free(device)
-    about = Measured(case.name, case.about, str(sizes), dtype, device.type)
-    if there and needed > there:
-        return about.refuse(f"{case.name} needs {units.size(needed)}, {units.size(there)} are free")
-    say(f"{case.name}, {sizes}, {about.dtype_name}: the right answer")
+    needed, available = sizes.bytes(dtype), free_memory(device)
+    result = CaseResult(case.name, case.description, str(sizes), dtype, device.type)
+    if available and needed > available:
+        return result.refuse(
+            f"{case.name} needs {units.size(needed)}, {units.size(available)} are free"
+        )
+    say(f"{case.name}, {sizes}, {result.dtype_name}: computing the reference")
     problem = sizes.problem(dtype, device)
-    about = about.with_work(problem.work)
+    result = result.with_work(problem.work)
     reference, plain = problem.reference(), problem.plain()
-    rows: dict[str, Row] = {}
-    ready: dict[str, Ready] = {}
+    rows: dict[str, PeerResult] = {}
+    ready: dict[str, PreparedPeer] = {}
     for peer in case.peers:
-        say(f"{case.name}, {about.dtype_name}: {peer.name}")
-        why = _not_run(peer, problem)
-        found = Row(peer.name, *why) if why else _prepare(peer, problem, reference, plain)
-        if isinstance(found, Row):
-            rows[peer.name] = found
+        say(f"{case.name}, {result.dtype_name}: {peer.name}")
+        skipped = _reason_to_skip(peer, problem)
+        prepared = (
+            PeerResult(peer.name, *skipped)
+            if skipped
+            else _prepare(peer, problem, reference, plain)
+        )
+        if isinstance(prepared, PeerResult):
+            rows[peer.name] = prepared
         else:
-            ready[peer.name] = found
+            ready[peer.name] = prepared
     del reference, plain
     gc.collect()
-    say(f"{case.name}, {about.dtype_name}: {len(ready)} in turns")
+    say(f"{case.name}, {result.dtype_name}: timing {units.plural(len(ready), 'peer')} in turns")
     times: dict[str, list[float]] = {}
     interrupted = False
     try:
-        steps = {name: one.way.step for name, one in ready.items()}
-        if ceilings.reading is not None:
-            steps[READING] = ceilings.reading.step
+        steps = {name: candidate.call.step for name, candidate in ready.items()}
+        if ceilings.probe is not None:
+            steps[MEMORY_READ] = ceilings.probe.step
         interleaved(
             steps,
             rounds=budget.rounds,
             sample=budget.sample,
             limit=budget.seconds,
             into=times,
-            synchronise=synchroniser(device),
+            synchronise=make_synchronize(device),
         )
     except KeyboardInterrupt:
         interrupted = True
     ours = case.peers[0].name
-    for name, one in ready.items():
-        rows[name] = timed(
+    for name, candidate in ready.items():
+        rows[name] = timed_result(
             name,
-            one.way.kernel,
-            one.verdict,
-            Times(times.get(name, []), times.get(ours), times.get(READING)),
-            about,
+            candidate.call.kernel,
+            candidate.check,
+            RoundTimes(times.get(name, []), times.get(ours), times.get(MEMORY_READ)),
+            result,
             ceilings,
         )
         if peak is not None and not interrupted:
-            say(f"{case.name}, {about.dtype_name}: memory of {name}")
+            say(f"{case.name}, {result.dtype_name}: measuring the memory of {name}")
             rows[name] = replace(rows[name], peak_bytes=peak(name))
-    return about.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
+    return result.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
 
 
-def _not_run(peer: Peer[Any], problem: Problem) -> tuple[str, str] | None:
-    """The status of a peer that is not tried, and why."""
-    if why := peer.missing():
-        return "missing", why
-    if why := peer.why_not(problem):
-        return "unable", why
-    needed, there = peer.bytes(problem), free(problem.device)
-    if there and needed > there:
-        return "memory", f"needs {units.size(needed)}, {units.size(there)} are free"
+def _reason_to_skip(peer: Peer[Any], problem: Problem) -> tuple[str, str] | None:
+    """Return the status and the reason for a peer that cannot run; None if it can."""
+    if reason := peer.missing():
+        return "missing", reason
+    if reason := peer.why_not(problem):
+        return "unable", reason
+    needed, available = peer.bytes(problem), free_memory(problem.device)
+    if available and needed > available:
+        return "memory", f"needs {units.size(needed)}, {units.size(available)} are free"
     return None
 
 
-def _prepare(peer: Peer[Any], problem: Problem, reference: Any, plain: Any) -> Ready | Row:
-    """The peer with its verdict, or the row of one that fails or is wrong."""
+def _prepare(
+    peer: Peer[Any], problem: Problem, reference: Outputs, plain: Outputs
+) -> PreparedPeer | PeerResult:
+    """Return a peer with its prepared call, or the result of one that fails or is wrong."""
     try:
-        way = peer.prepare(problem)
-        found = problem.checked(way.read(way.step()))
-    except (
-        Exception
-    ) as error:  # other people's code may raise anything; it is told, and the rest goes on
-        first = (str(error).strip() or "no message").splitlines()[0]
-        return Row(peer.name, "failed", f"{type(error).__name__}: {first}"[:200])
-    verdict = compare(found, reference, plain)
-    if verdict.right:
-        return Ready(way, verdict)
-    return Row(
-        peer.name, "wrong", verdict.why, way.kernel, error=verdict.error, allowed=verdict.allowed
+        call = peer.prepare(problem)
+        outputs = problem.checked(call.read(call.step()))
+    except Exception as error:  # other libraries may raise anything; the error becomes the result
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        return PeerResult(peer.name, "failed", f"{type(error).__name__}: {first_line}"[:200])
+    check = check_outputs(outputs, reference, plain)
+    if check.correct:
+        return PreparedPeer(call, check)
+    return PeerResult(
+        peer.name, "wrong", check.why, call.kernel, error=check.error, allowed=check.allowed
     )
 
 
 @contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """So many threads for torch, and as many as before behind it.
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch's threads for a block, and restore the former number afterwards.
 
-    >>> with threads(1):
+    Args:
+        count: the number of threads; None changes nothing.
+
+    >>> with torch_threads(1):
     ...     torch.get_num_threads()
     1
     """

@@ -1,4 +1,4 @@
-"""Timing of alternatives against each other, in one process, in turns."""
+"""Timing of several functions in one process, in turns."""
 
 from __future__ import annotations
 
@@ -17,49 +17,54 @@ def interleaved(
     synchronise: Callable[[], object] = lambda: None,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each case: every round times each once, so that a drift of the machine
-    hits all.
+    """Time functions in turns: each round times each function once, so that a change of the
+    machine's speed affects all of them.
 
-    Two calls of each warm up. Round r begins with case r, so that none always follows the same
-    other.
+    Each function is called twice before the first round. Each round begins with another function,
+    so that none always follows the same one.
 
     Args:
-        cases: name -> what is timed.
-        rounds: how many; at least one.
-        sample: seconds that one timing should take; short calls are repeated until it does.
-        limit: no new round begins after so many seconds of rounds.
-        into: filled and returned: what a caller still has when it is interrupted. Incomplete rounds
-            are taken out.
-        synchronise: called before the clock is read, for devices that work on their own.
-        clock: in seconds; None is the wall clock; `time.process_time` counts what this process
-            computes, and not what it waits for.
+        cases: the functions by name.
+        rounds: how many rounds; at least one.
+        sample: seconds that one timing takes; short calls are repeated until it does.
+        limit: no new round begins after this many seconds; None is no limit.
+        into: a dict to fill, which has the complete rounds after an interrupt.
+        synchronise: called before the clock is read, for devices that work asynchronously.
+        clock: returns seconds. None is the wall clock; `time.process_time` counts the processor
+            time and excludes waiting.
+
+    Returns:
+        Seconds per call, for each function and round.
 
     >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
-    >>> {name: len(found) for name, found in times.items()}
+    >>> {name: len(rounds) for name, rounds in times.items()}
     {'a': 3, 'b': 3}
     """
     clock = time.perf_counter if clock is None else clock
     times = {} if into is None else into
     times.update({name: [] for name in cases})
-    repeats = {name: _repeats(case, sample, synchronise, clock) for name, case in cases.items()}
+    repeats = {
+        name: _calibrate_repeats(case, sample, synchronise, clock) for name, case in cases.items()
+    }
     names, start = list(cases), time.perf_counter()
     try:
-        for round_ in range(rounds):
-            if round_ and limit is not None and time.perf_counter() - start > limit:
+        for index in range(rounds):
+            if index and limit is not None and time.perf_counter() - start > limit:
                 break
-            for name in rotated(names, round_):
-                times[name].append(_time(cases[name], repeats[name], synchronise, clock))
+            for name in rotated_order(names, index):
+                times[name].append(_time_calls(cases[name], repeats[name], synchronise, clock))
     finally:
         complete = min(map(len, times.values()), default=0)
-        for found in times.values():
-            del found[complete:]
+        for seconds in times.values():
+            del seconds[complete:]
     return times
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The names, beginning with the one at `by`, and backwards every other time around.
+def rotated_order(names: Sequence[str], by: int) -> list[str]:
+    """Return the order of the names in a round: it starts at name `by`, in turns forwards and
+    backwards.
 
-    >>> [rotated("abc", i) for i in range(4)]
+    >>> [rotated_order("abc", i) for i in range(4)]
     [['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'], ['a', 'c', 'b']]
     """
     if not names:
@@ -69,17 +74,30 @@ def rotated(names: Sequence[str], by: int) -> list[str]:
     return [names[(first + step * i) % len(names)] for i in range(len(names))]
 
 
-def ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> float:
-    """The median of the round-by-round ratios.
+def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> float:
+    """Return the median over rounds of the ratio of two functions' times.
 
-    >>> ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
+    Args:
+        times: the result of `interleaved`.
+        of, to: the names of the two functions.
+
+    Returns:
+        The median of `times[of][i] / times[to][i]`.
+
+    >>> median_ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
     2.0
     """
     return statistics.median(a / b for a, b in zip(times[of], times[to], strict=True))
 
 
 def median(times: Sequence[float]) -> float:
-    """The median.
+    """Return the median of times in seconds.
+
+    Args:
+        times: at least one number.
+
+    Returns:
+        The median.
 
     >>> median([1.0, 9.0, 2.0])
     2.0
@@ -88,7 +106,7 @@ def median(times: Sequence[float]) -> float:
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile; a single number is both.
+    """Return the first and the third quartile; a single number is both.
 
     >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
     (2.0, 4.0)
@@ -99,22 +117,24 @@ def quartiles(times: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _repeats(
+def _calibrate_repeats(
     case: Callable[[], object],
     sample: float,
     synchronise: Callable[[], object],
     clock: Callable[[], float],
 ) -> int:
+    """Return how many calls take about `sample` seconds."""
     case()
-    return max(1, int(sample / max(_time(case, 1, synchronise, clock), 1e-9)))
+    return max(1, int(sample / max(_time_calls(case, 1, synchronise, clock), 1e-9)))
 
 
-def _time(
+def _time_calls(
     case: Callable[[], object],
     repeats: int,
     synchronise: Callable[[], object],
     clock: Callable[[], float],
 ) -> float:
+    """Return the seconds of one call, averaged over `repeats` calls."""
     synchronise()
     start = clock()
     for _ in range(repeats):

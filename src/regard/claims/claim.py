@@ -1,57 +1,60 @@
-"""A claim: one sentence about attention, its measurement, and the bounds that decide."""
+"""What a claim is: one statement about attention, its measurement, and the bounds that decide."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from regard.bench.timing import quartiles
 from regard.compare.experiment import Numbers
+from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.view.charts import Picture
 
-Role: TypeAlias = Literal["claim", "limit", "control", "told"]
+Role: TypeAlias = Literal["claim", "limit", "control", "reported"]
 
 VERDICTS = ("holds", "holds with limits", "undecided", "does not hold")
-"""What can come of a claim, from the best to the worst for it."""
+"""The possible verdicts on a claim, from the most to the least favourable."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """One measured number, and the bounds that it keeps if the sentence is true.
+class Criterion:
+    """One measured number, and the bounds within which it lies if the statement is true.
 
-    Attributes:
-        says: what the number is, in words.
-        value: what was measured.
-        low, high: the bounds; a value on one of them is inside, NaN never is.
-        role: "claim" where the sentence falls with it; "limit" where it is a case in which a
-            sentence that is true in general may fail; "control" where it says whether the
-            measurement can decide at all; "told" decides nothing.
-        spread: the range that the measurements scatter over (quartiles of rounds, least and largest
-            of seeds), or None. A bound that lies inside it cannot be decided.
+    Args:
+        quantity: a description of the number.
+        value: the measured value.
+        low, high: the bounds. A value equal to a bound is inside; NaN is always outside.
+        role: "claim": the statement is false if this criterion fails. "limit": a special case; if
+            it fails, the statement holds with limits. "control": if it fails, the measurement
+            cannot decide. "reported": the number is shown and decides nothing.
+        spread: the range of the repeated measurements (the quartiles of the rounds, or the least
+            and the largest value over the seeds), or None. A bound inside the range leaves the
+            criterion undecided.
 
-    >>> Check("twice as fast", 2.4, low=2.0).answer, Check("no slower", 2.4, high=1.0).answer
+    >>> Criterion("speed-up", 2.4, low=2.0).answer, Criterion("slow-down", 2.4, high=1.0).answer
     ('yes', 'no')
-    >>> Check("no slower", 1.02, high=1.0, spread=(0.97, 1.06)).answer
+    >>> Criterion("slow-down", 1.02, high=1.0, spread=(0.97, 1.06)).answer
     'undecided'
     """
 
-    says: str
+    quantity: str
     value: float
     low: float = -math.inf
     high: float = math.inf
     role: Role = "claim"
     spread: tuple[float, float] | None = None
+    says = renamed_attribute("quantity")
 
     @property
     def answer(self) -> str:
-        """What it says: "yes" when all of the spread lies inside the bounds, "no" when none does,
-        else "undecided"; or "told".
+        """The answer: "yes" if the whole spread lies inside the bounds, "no" if none of it does,
+        "undecided" otherwise; always "reported" for that role.
         """
-        if self.role == "told":
-            return "told"
+        if self.role == "reported":
+            return "reported"
         least, most = self.spread or (self.value, self.value)
         if self.low <= least and most <= self.high:
             return "yes"
@@ -59,11 +62,11 @@ class Check:
 
     @property
     def bounds(self) -> str:
-        """The bounds in words; a number that is only told has none.
+        """The bounds in words; empty for a number without bounds.
 
-        >>> Check("", 0.0, low=1.0).bounds, Check("", 0.0, high=3e-7).bounds
+        >>> Criterion("", 0.0, low=1.0).bounds, Criterion("", 0.0, high=3e-7).bounds
         ('at least 1', 'at most 3e-07')
-        >>> Check("", 0.0, 1.0, 2.0).bounds
+        >>> Criterion("", 0.0, 1.0, 2.0).bounds
         '1 to 2'
         """
         if math.isinf(self.low) and math.isinf(self.high):
@@ -74,15 +77,21 @@ class Check:
             return f"at most {self.high:.4g}"
         return f"{self.low:.4g} to {self.high:.4g}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values; a bound or a value that is not finite is None."""
+    def as_dict(self) -> Numbers:
+        """Return the criterion as plain values for JSON.
+
+        Returns:
+            The attributes and the answer. A value or a bound that is not finite is None. "says" is
+            the former name of "quantity" and goes with the next release.
+        """
         finite = {
             name: value if math.isfinite(value) else None
             for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
         }
         spread = None if self.spread is None else list(self.spread)
         return {
-            "says": self.says,
+            "quantity": self.quantity,
+            "says": self.quantity,
             **finite,
             "spread": spread,
             "answer": self.answer,
@@ -90,39 +99,56 @@ class Check:
         }
 
 
-def scattered(
-    says: str,
+Criterion.__init__ = renamed_parameters(says="quantity")(  # type: ignore[method-assign]
+    Criterion.__init__
+)
+
+
+def median_criterion(
+    quantity: str,
     values: Sequence[float],
     low: float = -math.inf,
     high: float = math.inf,
     role: Role = "claim",
-) -> Check:
-    """A check of the median of several measurements, whose spread runs from the first to the third
-    quartile.
+) -> Criterion:
+    """Return a criterion for the median of repeated measurements.
 
-    Up to three measurements (seeds, say) have no quartiles worth the name: their spread is all of
-    them.
+    Args:
+        quantity: a description of the number.
+        values: the measurements, one for each round or seed.
+        low, high: the bounds of the median.
+        role: see `Criterion`.
 
-    >>> scattered("seeds", [0.2, 0.4]).spread
+    Returns:
+        The criterion. Its spread is the first and the third quartile, or for fewer than four
+        measurements the least and the largest one.
+
+    >>> median_criterion("seeds", [0.2, 0.4]).spread
     (0.2, 0.4)
-    >>> scattered("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
+    >>> median_criterion("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
     (2.0, 4.0)
     """
     spread = (min(values), max(values)) if len(values) < 4 else quartiles(values)
-    return Check(says, median(values), low, high, role, spread)
+    return Criterion(quantity, median(values), low, high, role, spread)
 
 
-def verdict(checks: Sequence[Check]) -> str:
-    """A word of `VERDICTS`, by the answers to the checks.
+def verdict(criteria: Sequence[Criterion]) -> str:
+    """Return the verdict that follows from the answers to the criteria.
 
-    A control that fails leaves the claim undecided; a check of the claim itself that fails makes it
-    fall, and one that is undecided leaves it so; else it holds, and with limits if a limit is not
-    kept.
+    If a control fails, the claim is undecided. Otherwise the claim does not hold if one of its own
+    criteria fails, and is undecided if one of them is undecided. Otherwise it holds: with limits if
+    a limit is not met.
 
-    >>> verdict([Check("a", 1.0, low=0.0), Check("b", 1.0, low=2.0, role="limit")])
+    Args:
+        criteria: all criteria of the claim.
+
+    Returns:
+        One of `VERDICTS`.
+
+    >>> verdict([Criterion("a", 1.0, low=0.0), Criterion("b", 1.0, low=2.0, role="limit")])
     'holds with limits'
     """
-    answers = {role: {c.answer for c in checks if c.role == role} for role in get_args(Role)}
+    answers = {role: {c.answer for c in criteria if c.role == role} for role in get_args(Role)}
     if answers["control"] - {"yes"}:
         return VERDICTS[2]
     if "no" in answers["claim"]:
@@ -140,10 +166,10 @@ OUTLINE = "the outline"
 """Short names of the public notes whose statements are tested; docs/claims.md has their titles."""
 
 
-class Source(NamedTuple):
-    """A note, and the section of it that says what a claim says.
+class NoteSection(NamedTuple):
+    """A section of a public note that makes the statement of a claim.
 
-    >>> str(Source(ATTN_JOURNEY, "3.1")), str(Source(OUTLINE, "long contexts"))
+    >>> str(NoteSection(ATTN_JOURNEY, "3.1")), str(NoteSection(OUTLINE, "long contexts"))
     ('AttnJourney, section 3.1', 'the outline, long contexts')
     """
 
@@ -154,56 +180,70 @@ class Source(NamedTuple):
         return f"{self.note}, {'section ' * self.section[0].isdigit()}{self.section}"
 
 
-Measure = Callable[[float, int], Numbers]
-"""From a budget (1 is the default, 2 is twice the training or the timing) and a seed to plain
-numbers.
+MeasureFunction = Callable[[float, int], Numbers]
+"""A function of a budget (1 is the default; 2 doubles the training or the timing) and a random
+seed. It returns plain numbers.
 """
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement as an experiment. The verdict is about `says`, and about nothing else.
+    """One statement, with the experiment that tests it. The verdict is about `statement` alone.
 
-    Attributes:
-        id: how it is asked for.
-        sources: the sections of the notes that say it.
-        says: what is said, as the notes say it, in one sentence.
-        predicts: what would be measured if that sentence were true.
-        scale: what an experiment of this size can and cannot show.
-        measure: budget and seed -> numbers, as JSON can hold them.
-        checks: numbers -> what decides; the same numbers give the same verdict.
-        picture: numbers -> what is drawn.
-        timed: whether times decide it, which differ from machine to machine.
-        lesson: what is right, in a sentence, whatever comes out.
-        shares: the claim whose numbers it is decided by, where several sentences are about one
-            experiment; "" is its own.
-        table: numbers -> a table that is shown with it, heads first; None is none.
+    Args:
+        id: the name for `--claim`.
+        sources: the sections of the notes that make the statement.
+        statement: the statement of the notes, in one sentence.
+        prediction: the measurements that would confirm the statement.
+        scope: what an experiment of this size can and cannot show.
+        measure: a function of budget and seed; returns numbers that JSON can hold.
+        checks: a function of the numbers; returns the criteria that decide.
+        picture: a function of the numbers; returns the plot.
+        timed: whether the verdict depends on times, which differ between machines.
+        takeaway: what is right, in one sentence, whatever the verdict is.
+        measured_with: the id of the claim whose measurement this one uses, where several statements
+            are about one experiment; "" is its own measurement.
+        table: a function of the numbers; returns a table, header first. None is no table.
     """
 
     id: str
-    sources: tuple[Source, ...]
-    says: str
-    predicts: str
-    scale: str
-    measure: Measure = field(repr=False, compare=False)
-    checks: Callable[[Mapping[str, Any]], list[Check]] = field(repr=False, compare=False)
-    picture: Callable[[Mapping[str, Any]], Picture] = field(repr=False, compare=False)
+    sources: tuple[NoteSection, ...]
+    statement: str
+    prediction: str
+    scope: str
+    measure: MeasureFunction = field(repr=False, compare=False)
+    checks: Callable[[Numbers], list[Criterion]] = field(repr=False, compare=False)
+    picture: Callable[[Numbers], Picture] = field(repr=False, compare=False)
     timed: bool = False
-    lesson: str = ""
-    shares: str = ""
-    table: Callable[[Mapping[str, Any]], list[list[str]]] | None = field(
+    takeaway: str = ""
+    measured_with: str = ""
+    table: Callable[[Numbers], list[list[str]]] | None = field(
         default=None, repr=False, compare=False
     )
+    says = renamed_attribute("statement")
+    predicts = renamed_attribute("prediction")
+    scale = renamed_attribute("scope")
+    lesson = renamed_attribute("takeaway")
+    shares = renamed_attribute("measured_with")
+
+
+Claim.__init__ = renamed_parameters(  # type: ignore[method-assign]
+    says="statement",
+    predicts="prediction",
+    scale="scope",
+    lesson="takeaway",
+    shares="measured_with",
+)(Claim.__init__)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A claim and what was measured.
+    """A claim with its measured numbers.
 
-    Attributes:
+    Args:
         claim: the claim.
-        numbers: what its `measure` gave.
-        budget, seed: with which it was run.
+        numbers: the numbers that `claim.measure` returned.
+        budget, seed: the arguments of the measurement.
         reused: whether the numbers come from an earlier run.
     """
 
@@ -214,33 +254,45 @@ class Outcome:
     reused: bool = False
 
     @property
-    def checks(self) -> list[Check]:
-        """The bounds, with the values measured."""
+    def checks(self) -> list[Criterion]:
+        """The criteria with the measured values."""
         return self.claim.checks(self.numbers)
 
     @property
     def verdict(self) -> str:
-        """A word of `VERDICTS`."""
+        """The verdict, one of `VERDICTS`."""
         return verdict(self.checks)
 
     @property
     def picture(self) -> Picture:
-        """What is drawn."""
+        """The plot of the measured numbers."""
         return self.claim.picture(self.numbers)
 
     @property
     def table(self) -> list[list[str]]:
-        """The table that is shown with it, heads first; [] is none."""
+        """The table of the measured numbers, header first; [] if the claim has no table."""
         return [] if self.claim.table is None else self.claim.table(self.numbers)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the claim and its outcome as plain values."""
+    def as_dict(self) -> Numbers:
+        """Return the claim and its outcome as plain values for JSON.
+
+        Returns:
+            The texts of the claim, the verdict, the criteria, the numbers, the table and the plot.
+            "says", "predicts", "scale" and "lesson" are the former names of "statement",
+            "prediction", "scope" and "takeaway", and go with the next release.
+        """
         claim = self.claim
-        said = {
+        texts = {
             name: getattr(claim, name)
-            for name in ("id", "says", "predicts", "scale", "lesson", "timed")
+            for name in ("id", "statement", "prediction", "scope", "takeaway", "timed")
         }
-        return said | {
+        texts |= {
+            "says": claim.statement,
+            "predicts": claim.prediction,
+            "scale": claim.scope,
+            "lesson": claim.takeaway,
+        }
+        return texts | {
             "sources": [str(source) for source in claim.sources],
             "verdict": self.verdict,
             "budget": self.budget,
@@ -252,19 +304,19 @@ class Outcome:
         }
 
 
-def trials(budget: float, count: int) -> int:
-    """How many seeds a budget has: `count` from a budget of 1 on, fewer below, and at least one.
+def num_seeds(budget: float, count: int) -> int:
+    """Return how many seeds are trained: `count` for a budget of at least 1, fewer below, min. 1.
 
-    >>> trials(4.0, 3), trials(1.0, 3), trials(0.01, 3)
+    >>> num_seeds(4.0, 3), num_seeds(1.0, 3), num_seeds(0.01, 3)
     (3, 3, 1)
     """
     return max(1, min(count, round(count * budget)))
 
 
-def steps(budget: float, count: int, least: int = 2) -> int:
-    """How many steps a budget has: count times the budget, and at least `least`.
+def num_steps(budget: float, count: int, least: int = 2) -> int:
+    """Return how many steps or rounds are run: `count * budget`, and at least `least`.
 
-    >>> steps(2.0, 300), steps(0.001, 300)
+    >>> num_steps(2.0, 300), num_steps(0.001, 300)
     (600, 2)
     """
     return max(least, round(count * budget))

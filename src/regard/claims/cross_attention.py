@@ -1,15 +1,14 @@
 """Claims about attention between two sequences: a translation, and an image with its caption.
 
-The translation of numbers in words compares an encoder that must put all into one state with one
-whose every state the decoder attends to. Between an image and a text, cross-attention gives a row
-for each query, so that the shape of the output says who asks.
+The translation of number words compares an encoder that compresses the source into one state with
+one whose states the decoder attends to. Between an image and a text, cross-attention returns one
+row per query, so that the shape of the output shows which of the two gives the queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,147 +18,152 @@ from regard.claims.claim import (
     DEEPSEEK_NOTE,
     OVERVIEW,
     RASCHKA_NOTES,
-    Check,
     Claim,
-    Source,
-    steps,
+    Criterion,
+    NoteSection,
+    num_steps,
 )
-from regard.claims.training import learn
+from regard.claims.small_training import train_on_task
 from regard.compare.experiment import Numbers
 from regard.nn.variants import cross_attention
-from regard.train.losses import PairLoss, where
+from regard.train.losses import Seq2SeqLoss, padded_positions
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import EOS, Example, pad
-from regard.train.tasks.evaluate import by_length, outcomes
-from regard.train.tasks.models import Recipe, build
+from regard.train.tasks.evaluate import accuracy_by_length, answer_examples
+from regard.train.tasks.task import EOS, Example, pad
+from regard.train.tasks.task_models import Recipe, build
 from regard.view.charts import Line, Picture
 
 TASK = replace(TASKS["translate"], lengths=(1, 24, 48))
-"""Shorter than `regard train --task translate`, so that minutes are enough."""
+"""The task of `regard train --task translate` with shorter sources, to be learned in minutes."""
 MODELS = ("lstm", "lstm+bahdanau")
 SIZES = Recipe(dim=48, hidden=96, layers=1)
 STEPS, BATCH = 700, 48
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    count, asked = steps(budget, STEPS), steps(budget, 160, least=24)
-    found = []
+    count, examples = num_steps(budget, STEPS), num_steps(budget, 160, least=24)
+    rows = []
     for name in MODELS:
         torch.manual_seed(seed)
         model = build(TASK, name, SIZES)
-        loss = learn(model, TASK, count, batch=BATCH, seed=seed, loss=PairLoss())
-        row: dict[str, Any] = {"model": name, "loss": loss, "bins": []}
+        loss = train_on_task(model, TASK, count, batch=BATCH, seed=seed, loss=Seq2SeqLoss())
+        row: Numbers = {"model": name, "loss": loss, "bins": []}
         for split in ("validation", "longer"):
-            part = outcomes(model, TASK, TASK.examples(split, asked, seed))
-            bins = by_length(TASK, split, part)
-            row[split] = sum(b.right for b in bins) / sum(b.examples for b in bins)
+            answers = answer_examples(model, TASK, TASK.examples(split, examples, seed))
+            bins = accuracy_by_length(TASK, split, answers)
+            row[split] = sum(b.correct for b in bins) / sum(b.examples for b in bins)
             row["bins"] += [
-                {"low": b.low, "high": b.high, "right": b.right, "examples": b.examples}
+                {"low": b.low, "high": b.high, "right": b.correct, "examples": b.examples}
                 for b in bins
             ]
         row["thirds"] = _thirds(
             model,
             [
                 e
-                for e in TASK.examples("validation", asked, seed)
+                for e in TASK.examples("validation", examples, seed)
                 if e.length > TASK.lengths[1] // 2
             ],
         )
-        found.append(row)
+        rows.append(row)
     return {
         "steps": count,
         "batch": BATCH,
-        "asked": asked,
+        "asked": examples,
         "trained": TASK.lengths[1],
-        "models": found,
+        "models": rows,
     }
 
 
 @torch.no_grad()
 def _thirds(model: nn.Module, examples: Sequence[Example]) -> list[list[int]]:
-    """Right words and words of the first, second and last third of long targets, each word given
-    the right ones before it.
+    """Return [correct, total] words for the first, second and last third of long targets.
+
+    Each word is predicted after the right words before it.
     """
-    found = [[0, 0], [0, 0], [0, 0]]
+    thirds = [[0, 0], [0, 0], [0, 0]]
     for rows in pad(TASK, examples).split(32):
-        best = model(rows.source, rows.target[:, :-1], where(rows.source)).argmax(-1)
-        for said, wanted in zip(best.tolist(), rows.target[:, 1:].tolist(), strict=True):
-            words = wanted[: wanted.index(EOS)]
+        best = model(rows.source, rows.target[:, :-1], padded_positions(rows.source)).argmax(-1)
+        for predicted, expected in zip(best.tolist(), rows.target[:, 1:].tolist(), strict=True):
+            words = expected[: expected.index(EOS)]
             for i, word in enumerate(words):
-                third = found[min(2, 3 * i // len(words))]
-                third[0] += said[i] == word
+                third = thirds[min(2, 3 * i // len(words))]
+                third[0] += predicted[i] == word
                 third[1] += 1
-    return found
+    return thirds
 
 
-def _shares(row: Mapping[str, Any], low: int, high: int) -> float:
+def _shares(row: Numbers, low: int, high: int) -> float:
+    """Return the share of correct translations of sources with `low` to `high` tokens."""
     inside = [b for b in row["bins"] if b["low"] >= low and b["high"] <= high]
     return float(sum(b["right"] for b in inside) / max(1, sum(b["examples"] for b in inside)))
 
 
-def _drop(row: Mapping[str, Any], trained: int) -> float:
-    """The share right of short sources less that of long ones, within the lengths that were
-    trained.
-    """
+def _drop(row: Numbers, trained: int) -> float:
+    """Return the accuracy on short sources minus that on long ones, within the trained lengths."""
     return _shares(row, 1, trained // 2) - _shares(row, trained // 2 + 1, trained)
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
-    state, _ = numbers["models"]
+def _checks(numbers: Numbers) -> list[Criterion]:
+    no_attention, _ = numbers["models"]
     return [
-        Check(
-            "share right of short sources less that of long ones, as trained",
-            _drop(state, numbers["trained"]),
+        Criterion(
+            "accuracy on short sources minus accuracy on long ones, within the trained lengths",
+            _drop(no_attention, numbers["trained"]),
             low=0.15,
         ),
-        Check(
-            "it has learned the task at short lengths: share right",
-            _shares(state, 1, 6),
+        Criterion(
+            "accuracy on sources of up to 6 tokens (the model has learned the task)",
+            _shares(no_attention, 1, 6),
             low=0.3,
             role="control",
         ),
     ]
 
 
-def _checks_back(numbers: Mapping[str, Any]) -> list[Check]:
-    state, attention = numbers["models"]
+def _checks_back(numbers: Numbers) -> list[Criterion]:
+    no_attention, attention = numbers["models"]
     trained = numbers["trained"]
     return [
-        Check(
-            "with attention: share right of long sources, as trained",
+        Criterion(
+            "with attention: accuracy on long sources, within the trained lengths",
             _shares(attention, trained // 2 + 1, trained),
             low=0.7,
         ),
-        Check(
-            "... and share right of short sources less that of long ones",
+        Criterion(
+            "with attention: accuracy on short sources minus accuracy on long ones",
             _drop(attention, trained),
             high=0.15,
         ),
-        Check(
-            "without it the same lengths are hard: share right of short less that of long ones",
-            _drop(state, trained),
+        Criterion(
+            "without attention: accuracy on short sources minus accuracy on long ones",
+            _drop(no_attention, trained),
             low=0.15,
             role="control",
         ),
-        Check("beyond the trained length: share right", attention["longer"], low=0.5, role="limit"),
+        Criterion(
+            "with attention: accuracy beyond the trained length",
+            attention["longer"],
+            low=0.5,
+            role="limit",
+        ),
     ]
 
 
-def _checks_beginning(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_beginning(numbers: Numbers) -> list[Criterion]:
     first, _, last = (right / max(1, count) for right, count in numbers["models"][0]["thirds"])
     return [
-        Check(
-            "words right in the last third of a long translation less those in the first, each "
-            "given the right words before it",
+        Criterion(
+            "share of correct words in the last third of a long translation minus that in the "
+            "first third, each predicted after the right words before it",
             last - first,
             low=0.05,
         ),
-        Check("words right in the first third", first, role="told"),
-        Check("words right in the last third", last, role="told"),
+        Criterion("share of correct words in the first third", first, role="reported"),
+        Criterion("share of correct words in the last third", last, role="reported"),
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             r["model"],
@@ -172,7 +176,7 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         for r in numbers["models"]
     )
     return Picture(
-        "Number words to numerals: every word right",
+        "Number words to numerals: share of translations with every word right",
         "tokens of the source",
         "share",
         lines,
@@ -180,59 +184,70 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     )
 
 
-_MADE = (
-    "Made sentences of number words, states of 96 numbers, minutes of training: more training "
-    "moves the curve to the right, it does not lift its end."
+_GENERATED = (
+    "Generated sentences of number words, states of dim 96, minutes of training. More training "
+    "moves the drop to longer sources and does not remove it."
 )
 
 FORGETTING = Claim(
     id="forgetting",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.1"), Source(RASCHKA_NOTES, "2"), Source(OVERVIEW, "2.1")),
-    says="A recurrent encoder and decoder without attention translate long sentences worse than "
-    "short ones.",
-    predicts="The share of right translations falls with the length of the source.",
-    scale=_MADE,
+    sources=(
+        NoteSection(DEEPSEEK_NOTE, "1.1.1"),
+        NoteSection(RASCHKA_NOTES, "2"),
+        NoteSection(OVERVIEW, "2.1"),
+    ),
+    statement="A recurrent encoder and decoder without attention translate long sentences worse "
+    "than short ones.",
+    prediction="The share of right translations falls with the length of the source.",
+    scope=_GENERATED,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="forgetting",
-    lesson="What fades forward is not what vanishes backward: forgetting and vanishing gradients "
-    "are two things.",
+    measured_with="forgetting",
+    takeaway="A state that forgets its early inputs and gradients that vanish are two different "
+    "effects.",
 )
 
 BEGINNING = Claim(
     id="forgetting-beginning",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.1"),),
-    says="What a recurrent translator loses of a long sentence is its beginning.",
-    predicts="With all earlier words given right, fewer words are right at the beginning of a "
-    "long translation than at its end.",
-    scale=_MADE
-    + " A word late in a translation also needs to know how far the translation has come, which "
-    "this does not take apart.",
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.1"),),
+    statement="A recurrent translation model without attention forgets the beginning of a long "
+    "sentence first.",
+    prediction="After the right earlier words, fewer words are predicted correctly at the "
+    "beginning of a long translation than at its end.",
+    scope=_GENERATED
+    + " A late word of a translation also depends on how far the translation has come; this "
+    "experiment does not separate the two.",
     measure=_measure,
     checks=_checks_beginning,
     picture=_picture,
-    shares="forgetting",
-    lesson="A state is dominated by recent input unless a gate keeps it; what a decoder "
-    "makes of it is another question.",
+    measured_with="forgetting",
+    takeaway="A state mostly reflects recent inputs unless a gate preserves older ones; how a "
+    "decoder uses the state is another question.",
 )
 
 BACK = Claim(
     id="looking-back",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.2"), Source(RASCHKA_NOTES, "3"), Source(OVERVIEW, "2.1")),
-    says="With attention long sentences are translated as well as short ones.",
-    predicts="The same network with attention: hardly a difference between short and long sources.",
-    scale=_MADE,
+    sources=(
+        NoteSection(DEEPSEEK_NOTE, "1.1.2"),
+        NoteSection(RASCHKA_NOTES, "3"),
+        NoteSection(OVERVIEW, "2.1"),
+    ),
+    statement="With attention long sentences are translated as well as short ones.",
+    prediction="With attention, the same network translates short and long sources about equally "
+    "well.",
+    scope=_GENERATED,
     measure=_measure,
     checks=_checks_back,
     picture=_picture,
-    shares="forgetting",
-    lesson="At the lengths that it was trained on: beyond them attention fails too.",
+    measured_with="forgetting",
+    takeaway="This is true of the lengths that the model was trained on; beyond them attention "
+    "fails too.",
 )
 
 
 TEXT, IMAGE, DIM, HEADS = 7, 64, 32, 4
-"""Seven tokens of a text, and an image of 8 x 8 places."""
+"""The sizes: seven tokens of text, an image of 8 x 8 positions, the dim, and the heads."""
 
 
 @torch.no_grad()
@@ -244,37 +259,38 @@ def _measure_image(_budget: float, seed: int) -> Numbers:
     return {"text": TEXT, "image": IMAGE, "rows": rows}
 
 
-def _checks_image(numbers: Mapping[str, Any]) -> list[Check]:
-    rows = numbers["rows"]["text"]  # as it is said: queries from the text
+def _checks_image(numbers: Numbers) -> list[Criterion]:
+    rows = numbers["rows"]["text"]  # as the note has it: the text gives the queries
     return [
-        Check(
-            "captioning: rows that come out, by the tokens of the text that is made",
+        Criterion(
+            "captioning: output rows / tokens of the generated text",
             rows / numbers["text"],
             1.0,
             1.0,
         ),
-        Check(
-            "text to image: rows that come out, by the places of the image that is made",
+        Criterion(
+            "text to image: output rows / positions of the generated image",
             rows / numbers["image"],
             1.0,
             1.0,
             role="limit",
         ),
-        Check(
-            "... with queries from the image and keys and values from the text",
+        Criterion(
+            "text to image, with queries from the image and keys and values from the text: output "
+            "rows / positions",
             numbers["rows"]["image"] / numbers["image"],
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _picture_image(numbers: Mapping[str, Any]) -> Picture:
+def _picture_image(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(f"queries from the {name}", ((0.0, float(rows)), (1.0, float(rows))))
         for name, rows in numbers["rows"].items()
     )
     return Picture(
-        "Rows that cross-attention gives: 7 tokens of text, 64 places of an image",
+        "Output rows of cross-attention: 7 tokens of text, 64 positions of an image",
         "",
         "rows",
         lines,
@@ -283,17 +299,19 @@ def _picture_image(numbers: Mapping[str, Any]) -> Picture:
 
 IMAGE_TEXT = Claim(
     id="image-text",
-    sources=(Source(OVERVIEW, "5.1"), Source(ATTN_JOURNEY, "5.3")),
-    says="Between image and text, the image gives keys and values and the text gives the queries.",
-    predicts="A row comes out for everything that is made: tokens of a caption, places of a "
-    "picture.",
-    scale="Exact: a matter of shapes. Which models do which: Flamingo (2204.14198) asks an image "
-    "from the text, Stable Diffusion (2112.10752, section 3.3) a text from the image.",
+    sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(ATTN_JOURNEY, "5.3")),
+    statement="Between image and text, the image gives keys and values and the text gives the "
+    "queries.",
+    prediction="There is one output row for each token of a caption, and for each position of a "
+    "generated image.",
+    scope="Exact, since only shapes matter. In Flamingo (2204.14198) the text gives the queries "
+    "and the image the keys; in Stable Diffusion (2112.10752, section 3.3) it is the other way "
+    "round.",
     measure=_measure_image,
     checks=_checks_image,
     picture=_picture_image,
-    lesson="What is made asks, and what it is made from answers: right for captioning, reversed "
-    "for text to image.",
+    takeaway="The generated sequence gives the queries, and the sequence that it is generated from "
+    "gives keys and values: true of captioning, and the reverse for text to image.",
 )
 
 CLAIMS = (FORGETTING, BEGINNING, BACK, IMAGE_TEXT)

@@ -1,21 +1,20 @@
-"""Is a mask needed when a model decodes? Every kind of step, with its mask and without any.
+"""Claims about whether a model needs a mask when it decodes, and when it trains.
 
-A step is right without a mask exactly when its queries may see every key that it is given: one
-query, and no more keys than the mask shows it.
+A step without a mask is right exactly if its queries may see every key that they are given: one
+query, and no more keys than the mask would let it see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from regard import attend
 from regard.caches import Cache, Fixed, Growing, Ring
-from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Check, Claim, Source, steps
-from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Claim, Criterion, NoteSection, num_steps
+from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention
@@ -32,39 +31,46 @@ STEPS: dict[str, tuple[Callable[[], Cache], tuple[int, ...], Mask, bool]] = {
     "one token under a window, all keys kept": (Growing, (9, 1), WINDOW, True),
     "one token, a buffer with empty slots": (lambda: Fixed(16), (6, 1), Causal(), True),
 }
-"""Name -> cache, tokens of each call, the right mask, and whether the last call needs it."""
+"""The kinds of step: the cache, the tokens of each call, the right mask, and whether the last call
+needs the mask.
+"""
 MOST = 24
 
 
 def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots: bool) -> float:
-    """How far the last call is from right when it has no mask: all keys that are stored count as
-    seen.
+    """Return the error of the last call without a mask, where every stored key counts as
+    visible.
     """
     module = mha(8, 2).double()
-    at = 0
+    start = 0
     for part in x[:, : sum(parts)].split_with_sizes(parts, 1):
-        where = Span(at, part.shape[1])
-        memory, held = cache.update(module.project.remember(part, where), where)
-        at += part.shape[1]
-    q, (k, v) = module.project.query(part, where), module.project.recall(memory, held)
-    right = attend(q, k, v, mask=mask, q_positions=where, k_positions=held)
-    if slots:  # the whole buffer, as a fixed shape would give it: zeros where nothing was written
+        positions = Span(start, part.shape[1])
+        memory, memory_positions = cache.update(module.project.remember(part, positions), positions)
+        start += part.shape[1]
+    q, (k, v) = (
+        module.project.query(part, positions),
+        module.project.recall(memory, memory_positions),
+    )
+    expected = attend(q, k, v, mask=mask, q_positions=positions, k_positions=memory_positions)
+    if slots:  # the whole buffer, as with fixed shapes: zeros in the slots that are empty
         k, v = _buffer(k), _buffer(v)
     else:
-        hole = (as_tensor(held, q.device) < 0)[:, None, :, None]
-        k, v = k.masked_fill(hole, 0), v.masked_fill(hole, 0)
-    return _apart(attend(q, k, v), right)
+        is_empty = (as_tensor(memory_positions, q.device) < 0)[:, None, :, None]
+        k, v = k.masked_fill(is_empty, 0), v.masked_fill(is_empty, 0)
+    return _max_difference(attend(q, k, v), expected)
 
 
 def _buffer(x: Tensor) -> Tensor:
-    """Sixteen slots, the first of which hold x."""
+    """Return a buffer of sixteen slots whose first slots hold x."""
     whole = x.new_zeros(*x.shape[:2], 16, x.shape[3])
     whole[:, :, : x.shape[2]] = x
     return whole
 
 
 def _without_cache(layers: int, x: Tensor) -> float:
-    """All tokens again for each new one: what the last row loses when the mask is left out."""
+    """Return the error of the last row without a mask, when all tokens are computed again for each
+    new one.
+    """
     stack = [mha(8, 2, is_causal=True).double() for _ in range(layers)]
 
     def last(mask: Mask | None) -> Tensor:
@@ -74,23 +80,25 @@ def _without_cache(layers: int, x: Tensor) -> float:
             y = y + 4 * module(y)
         return y[:, -1]
 
-    return _apart(last(None), last(Causal()))
+    return _max_difference(last(None), last(Causal()))
 
 
 def _padded(x: Tensor) -> tuple[float, float]:
-    """A row behind padding, with positions that say so and without."""
+    """Return the errors of a row after padding: with the right positions, and without positions."""
     module: Attention = mha(8, 2, is_causal=True).double()
     alone = module(x)[:, -1]
-    row = torch.cat([x.flip(1)[:, :3], x], 1)
-    where = torch.cat((torch.full((1, 3), -1), torch.arange(x.shape[1])[None]), 1)
-    return _apart(module(row, where)[:, -1], alone), _apart(module(row)[:, -1], alone)
+    padded_row = torch.cat([x.flip(1)[:, :3], x], 1)
+    positions = torch.cat((torch.full((1, 3), -1), torch.arange(x.shape[1])[None]), 1)
+    return _max_difference(module(padded_row, positions)[:, -1], alone), _max_difference(
+        module(padded_row)[:, -1], alone
+    )
 
 
 @torch.no_grad()
 def _measure(_budget: float, seed: int) -> Numbers:
-    make = torch.Generator().manual_seed(seed)
-    x = 2 * torch.randn(1, MOST, 8, generator=make, dtype=torch.float64)
-    found = [
+    generator = torch.Generator().manual_seed(seed)
+    x = 2 * torch.randn(1, MOST, 8, generator=generator, dtype=torch.float64)
+    rows = [
         {
             "step": name,
             "error": _step(cache(), parts, mask, x, slots="empty slots" in name),
@@ -98,18 +106,24 @@ def _measure(_budget: float, seed: int) -> Numbers:
         }
         for name, (cache, parts, mask, needs) in STEPS.items()
     ]
-    told, untold = _padded(x[:, :6])
+    with_positions, without_positions = _padded(x[:, :6])
     layers = [{"layers": n, "error": _without_cache(n, 2 * x)} for n in (1, 2, 3)]
-    return {"steps": found, "no_cache": layers, "padded": told, "padded_without_positions": untold}
+    return {
+        "steps": rows,
+        "no_cache": layers,
+        "padded": with_positions,
+        "padded_without_positions": without_positions,
+    }
 
 
-def _apart(x: Tensor, y: Tensor) -> float:
+def _max_difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest absolute difference of two tensors."""
     return float((x - y).abs().max())
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
-    found = [
-        Check(
+def _checks(numbers: Numbers) -> list[Criterion]:
+    step_criteria = [
+        Criterion(
             f"{row['step']}: error without a mask",
             row["error"],
             high=1e-13,
@@ -118,38 +132,44 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
         for row in numbers["steps"]
     ]
     return [
-        *found,
-        Check(
-            "one token, padding on the left whose positions are told: error",
+        *step_criteria,
+        Criterion(
+            "one token after padding on the left, with positions of -1 for padding: error",
             numbers["padded"],
-            role="told",
+            role="reported",
         ),
-        Check(
-            "... and not told: error", numbers["padded_without_positions"], high=1e-13, role="limit"
+        Criterion(
+            "one token after padding on the left, without positions: error",
+            numbers["padded_without_positions"],
+            high=1e-13,
+            role="limit",
         ),
     ]
 
 
-def _checks_always(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_always(numbers: Numbers) -> list[Criterion]:
     plain = [row for row in numbers["steps"] if not row["needs"]]
     one, *more = numbers["no_cache"]
     return [
         *(
-            Check(f"{row['step']}: what goes wrong without a mask", row["error"], low=1e-6)
+            Criterion(f"{row['step']}: error without a mask", row["error"], low=1e-6)
             for row in plain
         ),
-        Check(
-            "no cache, the whole prefix again, one layer: error of the last row",
+        Criterion(
+            "without a cache (the whole prefix is computed again), one layer: error of the last "
+            "row",
             one["error"],
-            role="told",
+            role="reported",
         ),
-        Check(
-            "... from two layers on: the least error", min(r["error"] for r in more), role="told"
+        Criterion(
+            "without a cache, two or three layers: smallest error",
+            min(r["error"] for r in more),
+            role="reported",
         ),
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     points = tuple((float(r["layers"]), r["error"]) for r in numbers["no_cache"])
     return Picture(
         "Decoding without a cache and without a mask",
@@ -160,35 +180,35 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     )
 
 
-_EXACT = "Exact statements; the sizes of the errors are those of random weights."
+_EXACT = "Exact; the sizes of the errors depend on the random weights."
 
 CLAIM = Claim(
     id="decode-mask",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="With a cache of keys and values a step of decoding needs no mask.",
-    predicts="Without the mask a step gives what it gives with it.",
-    scale=_EXACT,
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="With a cache of keys and values a decoding step needs no mask.",
+    prediction="A step gives the same output with and without the mask.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="decode-mask",
-    lesson="True of one query against exactly the keys that it may see; several tokens at once, a "
-    "window over a longer cache, empty slots and padding need one.",
+    measured_with="decode-mask",
+    takeaway="True of one query with exactly the keys that it may see. Several tokens at once, a "
+    "window over a longer cache, empty slots and padding need a mask.",
 )
 
 ALWAYS = Claim(
     id="decode-mask-always",
-    sources=(Source(OVERVIEW, "6"),),
-    says="At inference each step needs the causal mask, to hide the tokens that are not generated "
-    "yet.",
-    predicts="Without the mask a step of one token goes wrong.",
-    scale=_EXACT,
+    sources=(NoteSection(OVERVIEW, "6"),),
+    statement="At inference each step needs the causal mask, to hide the tokens that are not "
+    "generated yet.",
+    prediction="Without the mask a step of one token has an error.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks_always,
     picture=_picture,
-    shares="decode-mask",
-    lesson="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask "
-    "hides later tokens from earlier ones, which a second layer reads.",
+    measured_with="decode-mask",
+    takeaway="Such tokens do not exist yet, so with a cache there is nothing to hide. Without a "
+    "cache the mask hides later tokens from earlier ones, whose outputs the second layer reads.",
 )
 
 STEPS_OF_TRAINING = 120
@@ -197,46 +217,50 @@ STEPS_OF_TRAINING = 120
 def _measure_training(budget: float, seed: int) -> Numbers:
     rows = []
     for name in ("causal", "none"):
-        _, model = decoder(BYTES, dim=48, layers=2, heads=2, seed=seed)
+        _, model = small_decoder(BYTES, dim=48, layers=2, heads=2, seed=seed)
         layers = [module for module in model.modules() if isinstance(module, Attention)]
-        right_masks = [layer.mask for layer in layers]
+        causal_masks = [layer.mask for layer in layers]
         if name == "none":
             for layer in layers:
                 layer.mask = None
-        found = read_bytes(model, steps(budget, STEPS_OF_TRAINING), context=48, seed=seed)
-        as_trained = byte_loss(model, 48, rows=16)
-        for layer, mask in zip(layers, right_masks, strict=True):
+        last_loss = train_on_bytes(
+            model, num_steps(budget, STEPS_OF_TRAINING), context=48, seed=seed
+        )
+        loss_as_trained = byte_loss(model, 48, rows=16)
+        for layer, mask in zip(layers, causal_masks, strict=True):
             layer.mask = mask
         rows.append(
             {
                 "trained": name,
-                "last": found,
-                "as_trained": as_trained,
+                "last": last_loss,
+                "as_trained": loss_as_trained,
                 "in_use": byte_loss(model, 48, rows=16),
             }
         )
-    return {"steps": steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
+    return {"steps": num_steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
 
 
-def _checks_training(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_training(numbers: Numbers) -> list[Criterion]:
     causal, none = numbers["by_mask"]
     return [
-        Check(
-            "nats per byte lost in use, where each token sees what is before it: trained without "
-            "the mask less trained with it",
+        Criterion(
+            "loss with the causal mask, in nats per byte: trained without the mask minus trained "
+            "with it",
             none["in_use"] - causal["in_use"],
             high=0.05,
         ),
-        Check(
-            "what it seemed to have learned, with the next byte in sight: nats per byte",
+        Criterion(
+            "trained and evaluated without the mask (the next byte is visible): nats per byte",
             none["as_trained"],
-            role="told",
+            role="reported",
         ),
-        Check("what the other has learned: nats per byte", causal["in_use"], role="told"),
+        Criterion(
+            "trained and evaluated with the mask: nats per byte", causal["in_use"], role="reported"
+        ),
     ]
 
 
-def _picture_training(numbers: Mapping[str, Any]) -> Picture:
+def _picture_training(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             f"trained {'without a mask' if r['trained'] == 'none' else 'with the causal mask'}",
@@ -246,7 +270,7 @@ def _picture_training(numbers: Mapping[str, Any]) -> Picture:
     )
     return Picture(
         "Loss on text that was not trained on",
-        "0 masked as in training, 1 masked as in use",
+        "0 evaluated as trained, 1 evaluated with the causal mask",
         "nats per byte",
         lines,
     )
@@ -254,15 +278,16 @@ def _picture_training(numbers: Mapping[str, Any]) -> Picture:
 
 TRAINING = Claim(
     id="training-mask",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="Training needs no mask.",
-    predicts="A language model that was trained without one predicts the next token as well.",
-    scale="Two layers of width 48 and 120 steps on bytes.",
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="Training needs no mask.",
+    prediction="A language model that was trained without a mask predicts the next token equally "
+    "well.",
+    scope="Two layers of width 48 and 120 steps on bytes.",
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,
-    lesson="Training is where a causal language model needs it most: without it, it learns to "
-    "copy the answer that it can see.",
+    takeaway="A causal language model needs the mask most in training: without it, the model "
+    "learns to copy the next token, which it can see.",
 )
 
 CLAIMS = (CLAIM, ALWAYS, TRAINING)

@@ -1,99 +1,107 @@
-"""Do dims of an embedding stand for features of a token? One dim against a direction, on the
-embedding of tiny.
+"""The claim that each dim of an embedding stands for a feature: one dim against a direction.
 
-a direction is the difference of means, w = mean(E[has it]) - mean(E[has it not]), of one half of
-the tokens; the other half is asked
+A direction is the difference of means w = mean(E[with the feature]) - mean(E[without it]) over one
+half of the tokens; it is tested on the other half. The embedding is that of the model "tiny".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import regard
-from regard.claims.claim import OVERVIEW, Check, Claim, Source
+from regard.claims.claim import OVERVIEW, Claim, Criterion, NoteSection
 from regard.compare.experiment import Numbers
 from regard.view.charts import Line, Picture
 
 SPLITS = 16
-"""Ways to part the tokens in two, over which shares are averaged."""
+"""The number of random splits of the tokens into halves; accuracies are averaged over them."""
 FEATURES: dict[str, Callable[[str], bool]] = {
     "begins a word": lambda text: text.startswith(" "),
     "has a capital": lambda text: any(letter.isupper() for letter in text),
     "has letters": lambda text: any(letter.isalpha() for letter in text),
 }
-"""What the text of a token shows without any model."""
+"""Features of the text of a token."""
 
 
-def _sides(score: Tensor, has: Tensor, known: Tensor) -> float:
-    """Balanced accuracy on the unknown half, the threshold halfway between the means of the known
-    half.
+def _balanced_accuracy(score: Tensor, has: Tensor, known: Tensor) -> float:
+    """Return the balanced accuracy on the unknown half.
+
+    The threshold is halfway between the two means of the known half.
     """
-    middle = (score[known & has].mean() + score[known & ~has].mean()) / 2
+    threshold = (score[known & has].mean() + score[known & ~has].mean()) / 2
     sign = score[known & has].mean() > score[known & ~has].mean()
-    said = (score > middle) == sign
-    asked = ~known
-    return float((said[asked & has].double().mean() + (~said[asked & ~has]).double().mean()) / 2)
+    predicted = (score > threshold) == sign
+    unknown = ~known
+    return float(
+        (predicted[unknown & has].double().mean() + (~predicted[unknown & ~has]).double().mean())
+        / 2
+    )
 
 
 def _direction(x: Tensor, has: Tensor) -> Tensor:
-    """From the mean of those that have it not to the mean of those that have it."""
+    """Return the mean of the rows with the feature minus the mean of those without it."""
     return x[has].mean(0) - x[~has].mean(0)
 
 
-def _told(table: Tensor, shuffled: Tensor, has: Tensor, known: Tensor) -> dict[str, float]:
-    """The shares right on the unknown half: of a direction, of one made of other tokens' rows, of
-    the best dim.
+def _accuracies(table: Tensor, shuffled: Tensor, has: Tensor, known: Tensor) -> dict[str, float]:
+    """Return the accuracies on the unknown half: of a direction, of a direction in shuffled rows,
+    and of the best single dim.
     """
-    found = {
-        what: _sides(vectors @ _direction(vectors[known], has[known]), has, known)
-        for what, vectors in (("direction", table), ("shuffled", shuffled))
+    accuracies = {
+        name: _balanced_accuracy(vectors @ _direction(vectors[known], has[known]), has, known)
+        for name, vectors in (("direction", table), ("shuffled", shuffled))
     }
-    apart = _direction(table[known], has[known]).abs() / table[known].std(0)
-    return {**found, "best_dim": _sides(table[:, int(apart.argmax())], has, known)}
+    separation = _direction(table[known], has[known]).abs() / table[known].std(0)
+    return {
+        **accuracies,
+        "best_dim": _balanced_accuracy(table[:, int(separation.argmax())], has, known),
+    }
 
 
 def _measure(_budget: float, seed: int) -> Numbers:
     tiny = regard.load("tiny")
     table = tiny.decoder.embed.embedding.weight.detach().double()
     texts = [tiny.tokenizer.decode([i]) for i in range(len(table))]
-    plain = torch.tensor([bool(text) and "\ufffd" not in text for text in texts])
-    texts = [text for text, good in zip(texts, plain.tolist(), strict=True) if good]
-    table = table[plain] - table[plain].mean(0)
-    make = torch.Generator().manual_seed(seed)
-    splits = [torch.rand(len(table), generator=make) < 0.5 for _ in range(SPLITS)]
-    shuffled = table[torch.randperm(len(table), generator=make)]
+    plain_tokens = torch.tensor([bool(text) and "\ufffd" not in text for text in texts])
+    texts = [text for text, is_plain in zip(texts, plain_tokens.tolist(), strict=True) if is_plain]
+    table = table[plain_tokens] - table[plain_tokens].mean(0)
+    generator = torch.Generator().manual_seed(seed)
+    splits = [torch.rand(len(table), generator=generator) < 0.5 for _ in range(SPLITS)]
+    shuffled = table[torch.randperm(len(table), generator=generator)]
     rows = []
     for name, rule in FEATURES.items():
         has = torch.tensor([rule(text) for text in texts])
-        told = [_told(table, shuffled, has, known) for known in splits]
-        means = {key: sum(one[key] for one in told) / SPLITS for key in told[0]}
+        accuracies = [_accuracies(table, shuffled, has, known) for known in splits]
+        means = {
+            key: sum(split_accuracies[key] for split_accuracies in accuracies) / SPLITS
+            for key in accuracies[0]
+        }
         rows.append({"name": name, "share": float(has.double().mean()), **means})
     return {"tokens": len(texts), "splits": SPLITS, "dims": table.shape[1], "by_feature": rows}
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_feature"]
     directions = sum(row["direction"] for row in rows) / len(rows)
     return [
-        Check(
-            "the best dim tells a feature of tokens that it was not chosen by: share right, the "
-            "best of the features",
+        Criterion(
+            "balanced accuracy of the best dim on tokens that it was not chosen by, for the best "
+            "feature",
             max(row["best_dim"] for row in rows),
             low=0.75,
         ),
-        Check(
-            "the features are in the embedding: mean share right of a direction, on tokens that "
-            "it was not made of",
+        Criterion(
+            "mean balanced accuracy of a direction on tokens that it was not computed from (the "
+            "features are in the embedding)",
             directions,
             low=0.6,
             role="control",
         ),
-        Check(
-            "... and nothing is told by shuffled rows: largest distance from one half",
+        Criterion(
+            "balanced accuracy of a direction in shuffled rows: largest difference from one half",
             max(abs(row["shuffled"] - 0.5) for row in rows),
             high=0.15,
             role="control",
@@ -101,7 +109,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, tuple((float(i), row[key]) for i, row in enumerate(numbers["by_feature"])))
         for name, key in (
@@ -111,22 +119,22 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         )
     )
     names = ", ".join(f"{i} {row['name']}" for i, row in enumerate(numbers["by_feature"]))
-    return Picture("Told from the embedding of a token", names, "share right (balanced)", lines)
+    title = "Features of a token predicted from its embedding"
+    return Picture(title, names, "balanced accuracy", lines)
 
 
 CLAIM = Claim(
     id="features",
-    sources=(Source(OVERVIEW, "1.2"),),
-    says="Each dim of an embedding stands for a feature of the token.",
-    predicts="One dim tells three of four tokens that have a feature from those that have not; "
-    "guessing tells half.",
-    scale="tiny has 256 dims and 1024 tokens: features of spelling are within its reach, those of "
-    "meaning hardly.",
+    sources=(NoteSection(OVERVIEW, "1.2"),),
+    statement="Each dim of an embedding stands for a feature of the token.",
+    prediction="One dim separates tokens with a feature from tokens without it with an accuracy of "
+    "3/4; guessing has 1/2.",
+    scope="The model tiny has 256 dims and 1024 tokens: its embedding has features of spelling, "
+    "and hardly any features of meaning.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="What stands for a feature is a direction; which dims carry it is an accident of "
-    "training.",
+    takeaway="A direction stands for a feature; which dims it spans is an accident of training.",
 )
 
 CLAIMS = (CLAIM,)

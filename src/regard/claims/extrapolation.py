@@ -1,37 +1,39 @@
-"""Beyond the trained length: rotary positions as they are and extended five ways, and ALiBi;
-perplexity and a passkey.
+"""Claims about contexts beyond the trained length: rotary positions with five extensions, and
+ALiBi.
 
-tiny, a trained model of text, for perplexity; and two toys, rotary and ALiBi, that learn a passkey.
-The toy's base is b = (T / 2 pi)^(d / d_extra) with d_extra / d = 92 / 128: as many dims have turned
-fully within the trained length T as in Llama 2. With b = 10000 a toy's dims had hardly turned at
-all, and every effect of an extension would be confounded.
+Perplexity is measured on text with the model "tiny", and retrieval with two small models, rotary
+and ALiBi, that are trained to find a passkey. The rotary base of the small model is b = (T / 2
+pi)^(d / d_extra) with d_extra / d = 92 / 128: within the trained length T as many dims rotate by a
+full turn as in Llama 2. With b = 10000 hardly any dim of a model this small would rotate, which
+would confound every effect of an extension.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import nn
 
 import regard
-from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
-from regard.claims.training import decoder, learn, right
+from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
+from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.context_length import Extension, extend_context
+from regard.models.decoder import Decoder
 from regard.models.families import llama
 from regard.positions import critical_dimension
-from regard.train.corpus import read, split
+from regard.train.corpus import load_documents, split_documents
 from regard.train.losses import AnswerLoss, evaluate
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import Example, Padded, Task, pad
+from regard.train.tasks.task import Example, PaddedBatch, Task, pad
 from regard.view.charts import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)
@@ -40,29 +42,31 @@ STEPS, TUNED = 420, 40
 BASE = (T / math.tau) ** (128 / 92)
 TASK = replace(TASKS["passkey"], lengths=(27, T, max(TIMES) * T))
 CLOSE = 0.3
-"""Nats per token within which a model reads as well: a perplexity of at most 1.35 times."""
+"""The largest loss in nats per token that counts as no loss: a perplexity of at most 1.35 times."""
 METHODS: tuple[Extension, ...] = tuple(get_args(Extension))
 
 
-class TalkLoss:
-    """The loss of every next token, of talk and of answers; the answers count as much as all of the
-    talk.
+class TextAndAnswerLoss:
+    """The loss of every next token plus the loss of the answers, so that the few answers count as
+    much.
     """
 
-    def __call__(self, model: nn.Module, rows: Padded) -> torch.Tensor:
-        """The mean over tokens, plus the mean over answers."""
+    def __call__(self, model: nn.Module, rows: PaddedBatch) -> torch.Tensor:
+        """Return the mean over all tokens plus the mean over the answers."""
         logits = model(rows.source)
-        talk = nn.functional.cross_entropy(
+        text = nn.functional.cross_entropy(
             logits[:, :-1].transpose(1, 2), rows.source[:, 1:], ignore_index=0
         )
         answers = nn.functional.cross_entropy(logits.transpose(1, 2), rows.target)
-        return talk + answers
+        return text + answers
 
 
-def at_length(length: int) -> Task:
-    """The passkey in exactly so many tokens, or as near as whole sentences come, and never more.
+def passkey_of_length(length: int) -> Task:
+    """Return the passkey task with examples of `length` tokens, or slightly fewer.
 
-    >>> {example.length <= 112 for example in at_length(112).examples("longer", 4)}
+    Examples consist of whole sentences and are never longer than `length`.
+
+    >>> {example.length <= 112 for example in passkey_of_length(112).examples("longer", 4)}
     {True}
     """
 
@@ -72,12 +76,12 @@ def at_length(length: int) -> Task:
         return example
 
     shortest = 1 if length > T else TASK.lengths[0]
-    split = (length - 8, length) if length > T else (T, T + 1)
-    return replace(TASK, draw=draw, lengths=(shortest, *split))
+    split_lengths = (length - 8, length) if length > T else (T, T + 1)
+    return replace(TASK, draw=draw, lengths=(shortest, *split_lengths))
 
 
-def _trained(seed: int, count: int) -> tuple[Any, nn.Module, nn.Module]:
-    """A Llama with the toy base, and a decoder with ALiBi."""
+def _trained(seed: int, count: int) -> tuple[llama.Config, Decoder, Decoder]:
+    """Return a trained Llama with the small base, its config, and a trained decoder with ALiBi."""
     V = len(TASK.vocabulary)
     config = llama.Config(
         vocab_size=V,
@@ -92,124 +96,132 @@ def _trained(seed: int, count: int) -> tuple[Any, nn.Module, nn.Module]:
     )
     torch.manual_seed(seed)
     rope = llama.build(config)
-    _, alibi = decoder(V, dim=DIM, layers=LAYERS, heads=HEADS, position="alibi", seed=seed)
+    _, alibi = small_decoder(V, dim=DIM, layers=LAYERS, heads=HEADS, position="alibi", seed=seed)
     for model in (rope, alibi):
-        learn(model, TASK, count, batch=BATCH, seed=seed, loss=TalkLoss())
+        train_on_task(model, TASK, count, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
     return config, rope, alibi
 
 
-def _read(model: nn.Module, length: int, asked: int) -> dict[str, float]:
-    """Nats per token of talk, and the share of key digits that are right, in rows of one length."""
-    task, split = at_length(length), "longer" if length > T else "validation"
-    rows = pad(task, task.examples(split, asked, "read"))
+def _read(model: nn.Module, length: int, examples: int) -> dict[str, float]:
+    """Return the loss of the text in nats per token, and the accuracy of the key's digits, at a
+    length.
+    """
+    task, split = passkey_of_length(length), "longer" if length > T else "validation"
+    rows = pad(task, task.examples(split, examples, "read"))
     model.eval()
-    talk = TalkLoss()
+    loss_function = TextAndAnswerLoss()
     with torch.no_grad():
-        whole = evaluate(model, rows, loss=talk)
+        total_loss = evaluate(model, rows, loss=loss_function)
         answers = evaluate(model, rows, loss=AnswerLoss())
-    return {"nats": whole - answers, "passkey": right(model, task, split, asked, "read")}
+    return {
+        "nats": total_loss - answers,
+        "passkey": answer_accuracy(model, task, split, examples, "read"),
+    }
 
 
 def _measure(budget: float, seed: int) -> Numbers:
-    asked, count = steps(budget, 40, least=4), steps(budget, STEPS)
+    examples, count = num_steps(budget, 40, least=4), num_steps(budget, STEPS)
     config, rope, alibi = _trained(seed, count)
-    found: dict[str, dict[str, Any]] = {"unscaled": {}, "alibi": {}, **{m: {} for m in METHODS}}
+    by_method: dict[str, Numbers] = {"unscaled": {}, "alibi": {}, **{m: {} for m in METHODS}}
     for times in TIMES:
         length = times * T
-        found["unscaled"][str(times)] = _read(rope, length, asked)
-        found["alibi"][str(times)] = _read(alibi, length, asked)
+        by_method["unscaled"][str(times)] = _read(rope, length, examples)
+        by_method["alibi"][str(times)] = _read(alibi, length, examples)
         for method in METHODS if times > 1 else ():
-            held = Checkpoint(rope, config)  # type: ignore[arg-type]
-            found[method][str(times)] = _read(
-                extend_context(held, length, method)[0].network, length, asked
+            checkpoint = Checkpoint(rope, config)
+            by_method[method][str(times)] = _read(
+                extend_context(checkpoint, length, method)[0].network, length, examples
             )
-    real = _on_text(steps(budget, 8), METHODS)
+    on_text = _on_text(num_steps(budget, 8), METHODS)
     for method in ("linear", "yarn"):
-        found[f"{method}, tuned"] = {
-            "2": _tuned(rope, config, method, steps(budget, TUNED), asked, seed)
+        by_method[f"{method}, tuned"] = {
+            "2": _tuned(rope, config, method, num_steps(budget, TUNED), examples, seed)
         }
     return {
         "trained": T,
         "base": BASE,
         "steps": count,
-        "asked": asked,
+        "asked": examples,
         "critical_dimension": critical_dimension(DIM // HEADS, BASE, T),
         "head_dim": DIM // HEADS,
-        "by_method": found,
-        "tiny": real,
+        "by_method": by_method,
+        "tiny": on_text,
     }
 
 
-def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
-    """Nats per token of the model that comes with regard, on text that it was not trained on."""
+def _on_text(windows: int, methods: Sequence[Extension]) -> Numbers:
+    """Return the loss of the model "tiny" in nats per token, on text that it was not trained on."""
     tiny = regard.load("tiny")
-    held = split(read())[1]
-    ids = tiny.encode("\n\n".join(document.text for document in held)[:40_000])[0]
+    validation = split_documents(load_documents())[1]
+    ids = tiny.encode("\n\n".join(document.text for document in validation)[:40_000])[0]
     trained = tiny.config.max_position_embeddings
     lengths = [trained, max(TIMES) * trained]
-    made = {"unscaled": tiny.decoder}
+    networks = {"unscaled": tiny.decoder}
     for method in methods:
-        made[method] = extend_context(Checkpoint(tiny.decoder, tiny.config), lengths[-1], method)[
-            0
-        ].network
-    found = {
+        networks[method] = extend_context(
+            Checkpoint(tiny.decoder, tiny.config), lengths[-1], method
+        )[0].network
+    nats = {
         name: losses(model, ids, lengths, counted=64, windows=windows).tolist()
-        for name, model in made.items()
+        for name, model in networks.items()
     }
-    return {"trained": trained, "lengths": lengths, "windows": windows, "nats": found}
+    return {"trained": trained, "lengths": lengths, "windows": windows, "nats": nats}
 
 
 def _tuned(
-    rope: nn.Module, config: Any, method: Extension, count: int, asked: int, seed: int
+    rope: Decoder, config: llama.Config, method: Extension, count: int, examples: int, seed: int
 ) -> dict[str, float]:
-    """An extension to twice the length, and a few steps on rows that long."""
-    held = Checkpoint(copy.deepcopy(rope), config)  # type: ignore[arg-type]
-    model = extend_context(held, 2 * T, method)[0].network.requires_grad_(True)
+    """Return the results of an extension to twice the length after some training steps at that
+    length.
+    """
+    checkpoint = Checkpoint(copy.deepcopy(rope), config)
+    model = extend_context(checkpoint, 2 * T, method)[0].network.requires_grad_(True)
     longer = replace(TASK, lengths=(T, 2 * T, 2 * T + 1))
-    learn(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TalkLoss())
-    return _read(model, 2 * T, asked)
+    train_on_task(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
+    return _read(model, 2 * T, examples)
 
 
-def _checks_bare(numbers: Mapping[str, Any]) -> list[Check]:
-    short, long = numbers["tiny"]["nats"]["unscaled"]
+def _checks_bare(numbers: Numbers) -> list[Criterion]:
+    within, beyond = numbers["tiny"]["nats"]["unscaled"]
     return [
-        Check(
-            "tiny, at four times its trained length: nats per token more than within it",
-            long - short,
+        Criterion(
+            "tiny at four times its trained length: loss minus the loss within it, nats per token",
+            beyond - within,
             high=CLOSE,
         ),
-        Check(
-            "the toy finds the key at twice its trained length: share right",
+        Criterion(
+            "small model at twice its trained length: accuracy of the key",
             numbers["by_method"]["unscaled"]["2"]["passkey"],
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Check]]:
-    def checks(numbers: Mapping[str, Any]) -> list[Check]:
-        text, toy = numbers["tiny"]["nats"], numbers["by_method"]
+def _checks_of(method: str) -> Callable[[Numbers], list[Criterion]]:
+    def checks(numbers: Numbers) -> list[Criterion]:
+        text, small_model = numbers["tiny"]["nats"], numbers["by_method"]
         return [
-            Check(
-                "tiny, at four times its trained length, no weight changed: nats per token more "
-                "than within it",
+            Criterion(
+                "tiny at four times its trained length, without training: loss minus the loss "
+                "within it, nats per token",
                 text[method][1] - text["unscaled"][0],
                 high=CLOSE,
             ),
-            Check(
-                "it breaks there without an extension: nats more",
+            Criterion(
+                "the same without an extension: loss minus the loss within it, nats per token",
                 text["unscaled"][1] - text["unscaled"][0],
                 low=CLOSE,
                 role="control",
             ),
-            Check(
-                "less than without an extension: nats",
+            Criterion(
+                "loss without the extension minus loss with it, nats per token",
                 text["unscaled"][1] - text[method][1],
-                role="told",
+                role="reported",
             ),
-            Check(
-                "the toy finds the key at twice its trained length: share right, by that within it",
-                toy[method]["2"]["passkey"] / max(toy["unscaled"]["1"]["passkey"], 1e-9),
+            Criterion(
+                "small model: accuracy of the key at twice its trained length / accuracy within it",
+                small_model[method]["2"]["passkey"]
+                / max(small_model["unscaled"]["1"]["passkey"], 1e-9),
                 low=0.5,
                 role="limit",
             ),
@@ -218,16 +230,18 @@ def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Check]]:
     return checks
 
 
-def _checks_alibi(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_alibi(numbers: Numbers) -> list[Criterion]:
     alibi, far = numbers["by_method"]["alibi"], str(max(TIMES))
     return [
-        Check(
-            "the toy, at four times its trained length: nats per token more than within it",
+        Criterion(
+            "small model at four times its trained length: loss minus the loss within it, nats per "
+            "token",
             alibi[far]["nats"] - alibi["1"]["nats"],
             high=CLOSE,
         ),
-        Check(
-            "it finds the key there: share right, by that within the trained length",
+        Criterion(
+            "small model: accuracy of the key at four times its trained length / accuracy within "
+            "it",
             alibi[far]["passkey"] / max(alibi["1"]["passkey"], 1e-9),
             low=0.9,
             role="limit",
@@ -235,151 +249,151 @@ def _checks_alibi(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_tuning(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_tuning(numbers: Numbers) -> list[Criterion]:
     text = numbers["tiny"]["nats"]
-    toy = numbers["by_method"]
+    small_model = numbers["by_method"]
     return [
-        Check(
-            "YaRN without any tuning, tiny at four times its length: nats per token more than "
-            "within it",
+        Criterion(
+            "YaRN without fine-tuning, tiny at four times its trained length: loss minus the loss "
+            "within it, nats per token",
             text["yarn"][1] - text["unscaled"][0],
             low=CLOSE,
         ),
-        Check(
-            "what a few steps of tuning give the toy at twice its length: nats less",
-            toy["yarn"]["2"]["nats"] - toy["yarn, tuned"]["2"]["nats"],
-            role="told",
+        Criterion(
+            "small model at twice its trained length: loss without fine-tuning minus loss after a "
+            "few steps of it, nats per token",
+            small_model["yarn"]["2"]["nats"] - small_model["yarn, tuned"]["2"]["nats"],
+            role="reported",
         ),
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
-    told = numbers["tiny"]
+def _picture(numbers: Numbers) -> Picture:
+    on_text = numbers["tiny"]
     lines = tuple(
         Line(
             name,
             tuple(
-                (float(n), math.exp(min(x, 20))) for n, x in zip(told["lengths"], nats, strict=True)
+                (float(n), math.exp(min(x, 20)))
+                for n, x in zip(on_text["lengths"], nats, strict=True)
             ),
         )
-        for name, nats in told["nats"].items()
+        for name, nats in on_text["nats"].items()
     )
     return Picture(
-        "Perplexity of tiny, as trained and at four times its length, no weight changed",
+        "Perplexity of tiny at its trained length and at four times that, without training",
         "tokens",
         "perplexity",
         lines,
         "xy",
-        told["trained"],
+        on_text["trained"],
     )
 
 
-_TOYS = (
-    "tiny (3.5 million parameters, 256 tokens) for perplexity; for the key, models of 0.1 "
-    "million, trained on 56 tokens of made talk with a key in it: the order of methods shows, "
-    "the figures do not carry over."
+_SMALL_MODELS = (
+    "The model tiny (3.5 million parameters, 256 tokens) for perplexity; models of 0.1 million "
+    "parameters, trained on 56 tokens, for the key. The order of the methods is meaningful; the "
+    "figures do not apply to large models."
 )
 
 
 def _claim(
     id_: str,
-    sources: tuple[Source, ...],
+    sources: tuple[NoteSection, ...],
     says: str,
-    checks: Callable[[Mapping[str, Any]], list[Check]],
-    lesson: str,
+    checks: Callable[[Numbers], list[Criterion]],
+    takeaway: str,
     predicts: str = "",
 ) -> Claim:
-    """A claim over the one experiment that all of this file share."""
-    close = (
-        f"Within {CLOSE:g} nats per token of what it is at the trained length, at four times "
-        "that length."
+    """Return a claim about the one experiment of this file."""
+    default_prediction = (
+        f"At four times the trained length the loss is at most {CLOSE:g} nats per token higher "
+        "than within it."
     )
     return Claim(
         id=id_,
         sources=sources,
-        says=says,
-        predicts=predicts or close,
-        scale=_TOYS,
+        statement=says,
+        prediction=predicts or default_prediction,
+        scope=_SMALL_MODELS,
         measure=_measure,
         checks=checks,
         picture=_picture,
-        shares="longer",
-        lesson=lesson,
+        measured_with="longer",
+        takeaway=takeaway,
     )
 
 
-_SPOKEN = {
+_EXTENSIONS = {
     "linear": (
         "Position interpolation",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
-            "Positions between those that were trained want a little tuning: untuned it is nearly "
-            "as bad as nothing."
+            "It needs some fine-tuning on the positions between the trained ones; without it, it "
+            "is nearly as bad as no extension."
         ),
     ),
     "ntk": (
         "NTK-aware scaling",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
-            "One base for all lengths: it turns the slow pairs less and leaves some of them beyond "
-            "what they were trained on."
+            "It has one base for all lengths, which rotates slow pairs less but leaves some of "
+            "them at angles that they were not trained on."
         ),
     ),
     "dynamic": (
         "Dynamic NTK",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         (
-            "The base follows the length of the text, and stays as trained for short ones; it is "
-            "another method than NTK-aware scaling."
+            "The base depends on the length of the text, and is the trained one for short texts; "
+            "it is a different method from NTK-aware scaling."
         ),
     ),
     "yarn": (
         "YaRN",
-        (Source(OUTLINE, "position encodings"),),
-        (
-            "Interpolation by parts and a temperature: slow pairs are interpolated, fast ones left "
-            "alone."
-        ),
+        (NoteSection(OUTLINE, "position encodings"),),
+        ("It interpolates slow pairs, leaves fast pairs unchanged, and adds a temperature."),
     ),
     "llama3": (
         "Llama 3's scaling",
-        (Source(OUTLINE, "long contexts"),),
-        "Interpolation by parts as well, with a ramp of its own.",
+        (NoteSection(OUTLINE, "long contexts"),),
+        "It also interpolates slow pairs only, with a different transition between slow and fast.",
     ),
 }
 
 CLAIMS = (
     _claim(
         "longer",
-        (Source(OUTLINE, "long contexts"),),
-        "A model with rotary positions reads beyond its trained length as it is.",
+        (NoteSection(OUTLINE, "long contexts"),),
+        "A model with rotary positions works beyond its trained length without any change.",
         _checks_bare,
-        "It does not: angles that training never showed break it. That is what the extensions are "
-        "for.",
+        "It fails, because it meets angles that never occurred in training; the extensions avoid "
+        "them.",
     ),
     *(
         _claim(
             f"longer-{name}",
             sources,
-            f"{title} lets a model read beyond its trained length without training.",
+            f"{title} lets a model work beyond its trained length without training.",
             _checks_of(name),
-            lesson,
+            takeaway,
         )
-        for name, (title, sources, lesson) in _SPOKEN.items()
+        for name, (title, sources, takeaway) in _EXTENSIONS.items()
     ),
     _claim(
         "longer-alibi",
-        (Source(OUTLINE, "position encodings"),),
-        "A model with ALiBi reads beyond its trained length.",
+        (NoteSection(OUTLINE, "position encodings"),),
+        "A model with ALiBi works beyond its trained length.",
         _checks_alibi,
-        "Perplexity is not retrieval: far tokens are read and hardly seen.",
+        "A good perplexity does not imply good retrieval: far tokens get very small weights.",
     ),
     _claim(
         "yarn-tuning",
-        (Source(OUTLINE, "position encodings"),),
+        (NoteSection(OUTLINE, "position encodings"),),
         "YaRN needs fine-tuning.",
         _checks_tuning,
-        "It gains from some, and works without.",
-        f"Untuned it loses {CLOSE:g} nats per token or more at four times the trained length.",
+        "It gains from some fine-tuning and works without it.",
+        f"Without fine-tuning, the loss at four times the trained length is {CLOSE:g} nats per "
+        "token higher or more.",
     ),
 )

@@ -1,15 +1,14 @@
-"""Several heads against one wide head: the same width, parameters and FLOPs, trained on text and on
-a task of two places.
+"""Claims about several heads against one wide head of the same width, parameters and FLOPs.
 
-two places: y_t = (x_{t-1} - x_{t-4}) mod V: what is asked for stands at two places at once
+The models are trained on text and on a task with two places: y_t = (x_{t-1} - x_{t-4}) mod V, in
+which each answer depends on tokens at two places at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from statistics import mean
-from typing import Any
 
 from regard.claims.claim import (
     ATTN_JOURNEY,
@@ -17,17 +16,25 @@ from regard.claims.claim import (
     OUTLINE,
     OVERVIEW,
     RASCHKA_NOTES,
-    Check,
     Claim,
-    Source,
-    scattered,
-    steps,
-    trials,
+    Criterion,
+    NoteSection,
+    median_criterion,
+    num_seeds,
+    num_steps,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.small_training import (
+    BYTES,
+    answer_accuracy,
+    byte_loss,
+    small_decoder,
+    train_on_bytes,
+    train_on_task,
+)
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha, mha_per_head
-from regard.train.tasks.base import Example, Task, Vocabulary
+from regard.train.tasks.task import Example, Task, Vocabulary
+from regard.units import plural
 from regard.view.charts import Line, Picture
 
 KINDS, BACK = 8, (1, 4)
@@ -39,68 +46,79 @@ TEXT_STEPS, TEXT_SEEDS = 160, 3
 
 
 def _places(random: Random, length: int) -> Example:
-    drawn = [random.randrange(KINDS) for _ in range(length)]
-    near, far = BACK
-    asked = [
-        "" if t < far else SYMBOLS[(drawn[t - near] - drawn[t - far]) % KINDS]
+    """Return random symbols, with the difference of two earlier ones as the target."""
+    symbols = [random.randrange(KINDS) for _ in range(length)]
+    near_offset, far_offset = BACK
+    targets = [
+        ""
+        if t < far_offset
+        else SYMBOLS[(symbols[t - near_offset] - symbols[t - far_offset]) % KINDS]
         for t in range(length)
     ]
-    return Example(tuple(SYMBOLS[i] for i in drawn), tuple(asked))
+    return Example(tuple(SYMBOLS[i] for i in symbols), tuple(targets))
 
 
 PLACES = Task(
     name="two-places",
-    sentence="Say the difference of the symbols one and four places back",
-    origin="made here, for the claim of several heads",
-    kind="rows",
+    description="Compute the difference of the symbols one and four places back",
+    reference="designed for this claim",
+    kind="causal",
     vocabulary=Vocabulary(SYMBOLS),
     draw=_places,
     lengths=(16, 32, 48),
 )
-"""What one distribution over places has to mix, two can hold apart."""
+"""A task in which one attention distribution has to mix two places, and two can separate them."""
 
 
 def _measure_places(budget: float, seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
-        shares = []
-        for trial in range(seed, seed + trials(budget, PLACES_SEEDS)):
-            _, small = decoder(len(PLACES.vocabulary), dim=DIM, layers=1, heads=heads, seed=trial)
-            learn(small, PLACES, steps(budget, PLACES_STEPS), lr=5e-3, seed=trial)
-            shares.append(right(small, PLACES, "validation", 64))
-        rows.append({"heads": heads, "places": shares})
-    return {"dim": DIM, "chance": 1 / KINDS, "steps": steps(budget, PLACES_STEPS), "by_heads": rows}
+        accuracies = []
+        for trial in range(seed, seed + num_seeds(budget, PLACES_SEEDS)):
+            _, model = small_decoder(
+                len(PLACES.vocabulary), dim=DIM, layers=1, heads=heads, seed=trial
+            )
+            train_on_task(model, PLACES, num_steps(budget, PLACES_STEPS), lr=5e-3, seed=trial)
+            accuracies.append(answer_accuracy(model, PLACES, "validation", 64))
+        rows.append({"heads": heads, "places": accuracies})
+    return {
+        "dim": DIM,
+        "chance": 1 / KINDS,
+        "steps": num_steps(budget, PLACES_STEPS),
+        "by_heads": rows,
+    }
 
 
-def _checks_places(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_places(numbers: Numbers) -> list[Criterion]:
     one, *several = numbers["by_heads"]
     best = max(several, key=lambda row: max(row["places"]))
     return [
-        Check(
-            "one wide head answers what stands at two places: its best share right, by what "
-            "guessing gives",
+        Criterion(
+            "one wide head: best accuracy / accuracy of guessing",
             max(one["places"]) / numbers["chance"],
             high=2.0,
         ),
-        Check(f"{best['heads']} heads do: their best share right", max(best["places"]), low=0.5),
+        Criterion(f"{plural(best['heads'], 'head')}: best accuracy", max(best["places"]), low=0.5),
         *(
-            scattered(
-                f"share right of {r['heads']} heads, over the seeds", r["places"], role="told"
+            median_criterion(
+                f"{plural(r['heads'], 'head')}: accuracy over the seeds",
+                r["places"],
+                role="reported",
             )
             for r in numbers["by_heads"]
         ),
     ]
 
 
-def _picture_places(numbers: Mapping[str, Any]) -> Picture:
+def _picture_places(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, tuple((float(r["heads"]), take(r["places"])) for r in numbers["by_heads"]))
         for name, take in (("best", max), ("mean", mean), ("worst", min))
     )
     return Picture(
-        "What stands at two places at once, one layer of width 64",
+        "Task with two places at once, one layer of width 64",
         "heads",
-        "share right",
+        "accuracy",
         lines,
         "x",
     )
@@ -109,22 +127,23 @@ def _picture_places(numbers: Mapping[str, Any]) -> Picture:
 CLAIM = Claim(
     id="heads",
     sources=(
-        Source(DEEPSEEK_NOTE, "1.1.4"),
-        Source(ATTN_JOURNEY, "4"),
-        Source(OVERVIEW, "4"),
-        Source(OVERVIEW, "4.2"),
-        Source(OUTLINE, "3"),
+        NoteSection(DEEPSEEK_NOTE, "1.1.4"),
+        NoteSection(ATTN_JOURNEY, "4"),
+        NoteSection(OVERVIEW, "4"),
+        NoteSection(OVERVIEW, "4.2"),
+        NoteSection(OUTLINE, "3"),
     ),
-    says="Several heads look at several places at once, which one head as wide as all of them "
-    "cannot.",
-    predicts="What stands at two places is answered by several heads, and by one wide head no "
-    "better than by guessing.",
-    scale="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn to in "
-    "that time; one head may still mix two places unevenly and take them apart behind it.",
+    statement="Several heads attend to several places at once, which one head as wide as all of "
+    "them cannot.",
+    prediction="Several heads learn a task whose answers depend on two places, and one wide head "
+    "is no better than guessing.",
+    scope="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn it in "
+    "this time. One head may still mix two places with different weights, so that later layers can "
+    "separate them.",
     measure=_measure_places,
     checks=_checks_places,
     picture=_picture_places,
-    lesson="What several heads buy is several distributions.",
+    takeaway="The advantage of several heads is that they have several attention distributions.",
 )
 
 
@@ -132,47 +151,50 @@ def _measure_text(budget: float, seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         losses = []
-        for trial in range(seed, seed + trials(budget, TEXT_SEEDS)):
-            _, model = decoder(BYTES, dim=DIM, layers=1, heads=heads, seed=trial)
-            read_bytes(model, steps(budget, TEXT_STEPS), context=96, seed=trial)
+        for trial in range(seed, seed + num_seeds(budget, TEXT_SEEDS)):
+            _, model = small_decoder(BYTES, dim=DIM, layers=1, heads=heads, seed=trial)
+            train_on_bytes(model, num_steps(budget, TEXT_STEPS), context=96, seed=trial)
             losses.append(byte_loss(model, 96, rows=32))
         rows.append({"heads": heads, "text": losses})
-    return {"dim": DIM, "steps": steps(budget, TEXT_STEPS), "by_heads": rows}
+    return {"dim": DIM, "steps": num_steps(budget, TEXT_STEPS), "by_heads": rows}
 
 
-def _gains(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
-    """Nats per byte that the second is better, seed by seed: both of a seed read the same text in
-    the same order.
+def _gains(first: Numbers, second: Numbers) -> list[float]:
+    """Return the first loss minus the second one in nats per byte, for each seed.
+
+    Both models of a seed are trained on the same text in the same order.
     """
-    return [a - b for a, b in zip(one["text"], other["text"], strict=True)]
+    return [a - b for a, b in zip(first["text"], second["text"], strict=True)]
 
 
-def _checks_text(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_text(numbers: Numbers) -> list[Criterion]:
     one, *several = numbers["by_heads"]
     return [
         *(
-            scattered(
-                f"{row['heads']} heads: nats per byte better than one head, seed by seed",
+            median_criterion(
+                f"{plural(row['heads'], 'head')}: loss of one head minus loss, nats per byte, for "
+                "each seed",
                 _gains(one, row),
                 low=0.01,
             )
             for row in several
         ),
-        scattered(
-            "the most heads are better still than the second most",
+        median_criterion(
+            f"{plural(several[-2]['heads'], 'head')}: loss minus the loss of "
+            f"{plural(several[-1]['heads'], 'head')}, nats per byte, for each seed",
             _gains(several[-2], several[-1]),
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _picture_text(numbers: Mapping[str, Any]) -> Picture:
+def _picture_text(numbers: Numbers) -> Picture:
     line = Line(
         "text: nats per byte",
         tuple((float(r["heads"]), mean(r["text"])) for r in numbers["by_heads"]),
     )
     return Picture(
-        "One layer of width 64, its heads cut from the same width",
+        "One layer of width 64 that is split into heads",
         "heads",
         "nats per byte",
         (line,),
@@ -182,15 +204,20 @@ def _picture_text(numbers: Mapping[str, Any]) -> Picture:
 
 TEXT = Claim(
     id="heads-text",
-    sources=(Source(ATTN_JOURNEY, "4"), Source(OVERVIEW, "4.2"), Source(OUTLINE, "3")),
-    says="Several heads model text better than one head as wide as all of them.",
-    predicts="Less loss with the same parameters, data and steps, by more than the seeds differ.",
-    scale="One layer of width 64, three seeds and 160 steps: it does not say how many heads a "
-    "large model wants.",
+    sources=(
+        NoteSection(ATTN_JOURNEY, "4"),
+        NoteSection(OVERVIEW, "4.2"),
+        NoteSection(OUTLINE, "3"),
+    ),
+    statement="Several heads model text better than one head as wide as all of them.",
+    prediction="With the same parameters, data and steps, the loss is lower by more than the seeds "
+    "differ.",
+    scope="One layer of width 64, three seeds and 160 steps; this does not show how many heads are "
+    "best for a large model.",
     measure=_measure_text,
     checks=_checks_text,
     picture=_picture_text,
-    lesson="Heads of 8 numbers are small: more heads are not always better.",
+    takeaway="More heads are not always better: here 8 heads have a dim of only 8.",
 )
 
 
@@ -198,80 +225,89 @@ def _measure_cost(_budget: float, _seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         split, listed = mha(DIM, heads), mha_per_head(DIM, heads, head_dim=DIM)
-        row: dict[str, Any] = {"heads": heads}
+        row: Numbers = {"heads": heads}
         for name, module in (("split", split), ("list", listed)):
-            told = module.describe(CONTEXT)
-            row[name] = {"parameters": told.parameters.value, "flops": told.flops_per_token.value}
+            description = module.describe(CONTEXT)
+            row[name] = {
+                "parameters": description.parameters.value,
+                "flops": description.flops_per_token.value,
+            }
         rows.append(row)
     return {"dim": DIM, "context": CONTEXT, "by_heads": rows}
 
 
-def _most(rows: Sequence[Mapping[str, Any]], way: str, what: str) -> float:
-    """What the most heads need by what one needs."""
-    return float(rows[-1][way][what] / rows[0][way][what])
+def _ratio_to_one_head(rows: Sequence[Numbers], way: str, quantity: str) -> float:
+    """Return the value for the largest number of heads divided by the value for one head."""
+    return float(rows[-1][way][quantity] / rows[0][way][quantity])
 
 
-def _checks_cost(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_cost(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_heads"]
     return [
-        Check(
-            "FLOPs of one wide head by those of several that share its width",
-            1 / _most(rows, "split", "flops"),
+        Criterion(
+            "FLOPs of one wide head / FLOPs of 8 heads that split its width",
+            1 / _ratio_to_one_head(rows, "split", "flops"),
             low=1.01,
         ),
-        Check("parameters, likewise", 1 / _most(rows, "split", "parameters"), low=1.01),
+        Criterion(
+            "parameters of one wide head / parameters of 8 heads that split its width",
+            1 / _ratio_to_one_head(rows, "split", "parameters"),
+            low=1.01,
+        ),
     ]
 
 
-def _checks_more(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_more(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_heads"]
     return [
-        Check(
-            "a list of heads of one size: FLOPs of the most heads by those of one",
-            _most(rows, "list", "flops"),
+        Criterion(
+            "a list of heads of the same dim: FLOPs of 8 heads / FLOPs of one",
+            _ratio_to_one_head(rows, "list", "flops"),
             low=1.01,
         ),
-        Check(
-            "heads cut from a fixed width: likewise",
-            _most(rows, "split", "flops"),
+        Criterion(
+            "heads that split a fixed width: FLOPs of 8 heads / FLOPs of one",
+            _ratio_to_one_head(rows, "split", "flops"),
             low=1.01,
             role="limit",
         ),
     ]
 
 
-def _picture_cost(numbers: Mapping[str, Any]) -> Picture:
+def _picture_cost(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(title, tuple((float(r["heads"]), float(r[way]["flops"])) for r in numbers["by_heads"]))
-        for way, title in (("split", "cut from one width"), ("list", "a list of heads of one size"))
+        for way, title in (("split", "heads that split a width"), ("list", "heads of the same dim"))
     )
     return Picture("FLOPs per token of one layer of width 64", "heads", "FLOPs", lines, "xy")
 
 
 WIDE = Claim(
     id="heads-wide",
-    sources=(Source(OVERVIEW, "6"),),
-    says="One wide head costs more than several heads that share its width.",
-    predicts="More FLOPs or more parameters for the one.",
-    scale="Counted exactly, at width 64 and 96 tokens; the same at any size.",
+    sources=(NoteSection(OVERVIEW, "6"),),
+    statement="One wide head costs more than several heads that share its width.",
+    prediction="The one wide head has more FLOPs or more parameters.",
+    scope="Counted exactly, at width 64 and 96 tokens; the same at any size.",
     measure=_measure_cost,
     checks=_checks_cost,
     picture=_picture_cost,
-    shares="heads-wide",
-    lesson="One wide head costs what several do; what several buy is several distributions.",
+    measured_with="heads-wide",
+    takeaway="One wide head costs the same as several heads; the advantage of several is that they "
+    "have several attention distributions.",
 )
 
 MORE = Claim(
     id="heads-more",
-    sources=(Source(RASCHKA_NOTES, "7"),),
-    says="More heads cost more.",
-    predicts="FLOPs that grow with the number of heads.",
-    scale="Counted exactly, at width 64 and 96 tokens; the same at any size.",
+    sources=(NoteSection(RASCHKA_NOTES, "7"),),
+    statement="More heads cost more.",
+    prediction="The FLOPs grow with the number of heads.",
+    scope="Counted exactly, at width 64 and 96 tokens; the same at any size.",
     measure=_measure_cost,
     checks=_checks_more,
     picture=_picture_cost,
-    shares="heads-wide",
-    lesson="In a list, where each head brings matrices of its own; not where a fixed width is cut.",
+    measured_with="heads-wide",
+    takeaway="True of a list of heads, each with matrices of its own; false if the heads split a "
+    "fixed width.",
 )
 
 CLAIMS = (CLAIM, TEXT, WIDE, MORE)

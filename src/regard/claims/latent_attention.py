@@ -1,44 +1,52 @@
-"""What latent attention saves, and what it costs: numbers per token in a cache, FLOPs of a step,
-and time of a step.
+"""Claims about multi-head latent attention (MLA): its cache, its FLOPs, and the time of a step.
 
-Naive: the cache is expanded to keys and values of every head at each step. Absorbed: queries go
-    down to the latent instead.
+In the expanded (naive) form the cache is expanded to keys and values of every head at each step. In
+the absorbed form the queries are projected to the latent space instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard import attend
-from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
-from regard.claims.timing import by_length, ratios, seconds, setting
+from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
+from regard.claims.cpu_timing import round_ratios, time_cases, timing_lines, timing_settings
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.projections import select_form
 from regard.nn.variants import mha, mla
 from regard.span import Span
+from regard.units import plural
 from regard.view.charts import Line, Picture
 
 DIM, HEADS = 512, 8
-RANK, TURNED = 128, 32
+RANK, ROPE_DIM = 128, 32
 LENGTHS = (256, 1024, 4096)
 
 
 def _step(module: Attention, form: Any, x: Tensor) -> Callable[[], Tensor]:
-    """One token behind a cache that is full: the form decides how memory becomes keys."""
+    """Return a function that decodes one token with a full cache, in a form of the projection."""
     S = x.shape[1]
     memory = module.project.remember(x, Span(0, S))
-    last, at, held = x[:, -1:], Span(S - 1, 1), Span(0, S)
+    last, last_position, positions = x[:, -1:], Span(S - 1, 1), Span(0, S)
 
     def step() -> Tensor:
-        module.project.remember(last, at)  # what a cache would keep of it
-        q, (k, v) = form.query(last, at), form.recall(memory, held)
-        z = attend(q, k, v, mask=Causal(), scale=module.scale, q_positions=at, k_positions=held)
+        module.project.remember(last, last_position)  # the new entry of a cache
+        q, (k, v) = form.query(last, last_position), form.recall(memory, positions)
+        z = attend(
+            q,
+            k,
+            v,
+            mask=Causal(),
+            scale=module.scale,
+            q_positions=last_position,
+            k_positions=positions,
+        )
         out: Tensor = module.output(form.postprocess(z, last).transpose(1, 2).flatten(2))
         return out
 
@@ -46,15 +54,16 @@ def _step(module: Attention, form: Any, x: Tensor) -> Callable[[], Tensor]:
 
 
 def _pair(seed: int) -> tuple[Attention, Attention]:
+    """Return multi-head attention and latent attention with random weights."""
     torch.manual_seed(seed)
     heads = mha(DIM, HEADS, is_causal=True).eval()
-    latent = mla(DIM, HEADS, kv_rank=RANK, nope_dim=64, rope_dim=TURNED, value_dim=64).eval()
+    latent = mla(DIM, HEADS, kv_rank=RANK, nope_dim=64, rope_dim=ROPE_DIM, value_dim=64).eval()
     return heads, latent
 
 
 def _measure_counts(_budget: float, seed: int) -> Numbers:
     heads, latent = _pair(seed)
-    E, R, P, V = RANK, TURNED, DIM // HEADS, DIM // HEADS
+    E, R, P, V = RANK, ROPE_DIM, DIM // HEADS, DIM // HEADS
     return {
         "kv_rank": E,
         "rope_dim": R,
@@ -82,48 +91,51 @@ def _measure(budget: float, seed: int) -> Numbers:
             "MLA, absorbed": _step(latent, absorbed, x),
         }
         error = float((cases["MLA, naive"]() - cases["MLA, absorbed"]()).abs().max())
-        rows.append({"length": length, "times": seconds(cases, budget, rounds=9), "error": error})
-    return {**setting(), "dim": DIM, "heads": HEADS, "by_length": rows}
+        rows.append(
+            {"length": length, "times": time_cases(cases, budget, rounds=9), "error": error}
+        )
+    return {**timing_settings(), "dim": DIM, "heads": HEADS, "by_length": rows}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
-    kept = numbers["kept"]
+def _checks_cache(numbers: Numbers) -> list[Criterion]:
+    values_per_token = numbers["kept"]
     return [
-        Check(
-            "numbers that a cache keeps per token: MHA's by MLA's",
-            kept["MHA"] / kept["MLA"],
+        Criterion(
+            "values cached per token: MHA / MLA",
+            values_per_token["MHA"] / values_per_token["MLA"],
             low=2.0,
         )
     ]
 
 
-def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_work(numbers: Numbers) -> list[Criterion]:
     work = numbers["pair_flops"]
-    found = [
-        Check(
-            f"FLOPs per pair of query and key and head: {name} by MHA",
+    criteria = [
+        Criterion(
+            f"FLOPs per query-key pair and head: {name} / MHA",
             work[name] / work["MHA"],
             high=0.999,
         )
         for name in work
         if name != "MHA"
     ]
-    return found
+    return criteria
 
 
-def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_absorbed(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
-        Check(
-            "both give the same: largest difference",
+        Criterion(
+            "largest difference of the outputs of the two forms",
             max(r["error"] for r in rows),
             high=1e-3,
             role="control",
         ),
         *(
-            scattered(
-                f"a step behind {r['length']} tokens: time absorbed by time expanded",
-                ratios(r["times"], "MLA, absorbed", "MLA, naive"),
+            median_criterion(
+                f"a step after {plural(r['length'], 'token')}: time of absorbed MLA / time of "
+                "expanded MLA",
+                round_ratios(r["times"], "MLA, absorbed", "MLA, naive"),
                 high=0.9,
             )
             for r in rows
@@ -131,27 +143,27 @@ def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _checks_step(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_step(numbers: Numbers) -> list[Criterion]:
     *_, last = numbers["by_length"]
     return [
-        scattered(
-            f"a step behind {last['length']} tokens: absorbed MLA by MHA",
-            ratios(last["times"], "MLA, absorbed", "MHA"),
+        median_criterion(
+            f"a step after {plural(last['length'], 'token')}: time of absorbed MLA / time of MHA",
+            round_ratios(last["times"], "MLA, absorbed", "MHA"),
             high=0.95,
         ),
-        scattered(
-            "... and MLA that expands its cache, by MHA",
-            ratios(last["times"], "MLA, naive", "MHA"),
+        median_criterion(
+            f"a step after {plural(last['length'], 'token')}: time of expanded MLA / time of MHA",
+            round_ratios(last["times"], "MLA, naive", "MHA"),
             high=0.95,
             role="limit",
         ),
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "MHA", "MLA, naive", "MLA, absorbed")
+def _picture(numbers: Numbers) -> Picture:
+    lines = timing_lines(numbers, "MHA", "MLA, naive", "MLA, absorbed")
     return Picture(
-        "One token behind a full cache, width 512, 8 heads",
+        "One token after a full cache, width 512, 8 heads",
         "tokens in the cache",
         "milliseconds",
         lines,
@@ -159,73 +171,74 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     )
 
 
-def _picture_kept(numbers: Mapping[str, Any]) -> Picture:
+def _picture_cache(numbers: Numbers) -> Picture:
     lines = tuple(
-        Line(name, ((0.0, 0.0), (4096.0, 4.0 * 4096 * kept)))
-        for name, kept in numbers["kept"].items()
+        Line(name, ((0.0, 0.0), (4096.0, 4.0 * 4096 * values)))
+        for name, values in numbers["kept"].items()
     )
-    return Picture("What one layer keeps, in fp32, width 512, 8 heads", "tokens", "bytes", lines)
+    return Picture("Cache of one layer in fp32, width 512, 8 heads", "tokens", "bytes", lines)
 
 
 _SIZE = (
-    "One layer of width 512 with 8 heads and a rank of 128. At DeepSeek-V3's shape the cache "
-    "is 57 times smaller than MHA's of the same heads."
+    "One layer of width 512 with 8 heads and a rank of 128. With DeepSeek-V3's sizes the cache is "
+    "57 times smaller than that of MHA with as many heads."
 )
 
 CACHE = Claim(
     id="mla-cache",
-    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
-    says="MLA's cache is smaller than that of multi-head attention.",
-    predicts="Half of the numbers per token, or fewer.",
-    scale=_SIZE + " Counted.",
+    sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
+    statement="MLA's cache is smaller than that of multi-head attention.",
+    prediction="At most half as many values are cached per token.",
+    scope=_SIZE + " Counted.",
     measure=_measure_counts,
     checks=_checks_cache,
-    picture=_picture_kept,
-    shares="mla-cache",
-    lesson="One latent and one rotary key per token, in place of a key and a value for every head.",
+    picture=_picture_cache,
+    measured_with="mla-cache",
+    takeaway="The cache has one latent and one rotary key per token, in place of a key and a value "
+    "for every head.",
 )
 
 WORK = Claim(
     id="mla-work",
-    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
-    says="MLA computes less than multi-head attention, because its dimensions are smaller.",
-    predicts="Fewer FLOPs per pair of query and key and head.",
-    scale=_SIZE + " Counted.",
+    sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
+    statement="MLA computes less than multi-head attention, because its dimensions are smaller.",
+    prediction="Fewer FLOPs per query-key pair and head.",
+    scope=_SIZE + " Counted.",
     measure=_measure_counts,
     checks=_checks_work,
-    picture=_picture_kept,
-    shares="mla-cache",
-    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic.",
+    picture=_picture_cache,
+    measured_with="mla-cache",
+    takeaway="MLA computes more per pair in either form; it trades arithmetic for memory traffic.",
 )
 
 ABSORBED = Claim(
     id="mla-absorbed",
-    sources=(Source(ATTN_JOURNEY, "6"),),
-    says="A step of decoding is faster when queries are absorbed than when the cache is expanded "
+    sources=(NoteSection(ATTN_JOURNEY, "6"),),
+    statement="A decoding step is faster when queries are absorbed than when the cache is expanded "
     "to all heads.",
-    predicts="At most 0.9 of the time, behind 256 tokens and behind 4096.",
-    scale=_SIZE + " Timed on this CPU.",
+    prediction="The absorbed form takes at most 0.9 of the time, after 256 to 4096 tokens.",
+    scope=_SIZE + " Timed on this CPU.",
     measure=_measure,
     checks=_checks_absorbed,
     picture=_picture,
     timed=True,
-    shares="mla-absorbed",
-    lesson="Absorption saves against expanding the cache, not against MHA.",
+    measured_with="mla-absorbed",
+    takeaway="Absorption saves time relative to expanding the cache, not relative to MHA.",
 )
 
 STEP = Claim(
     id="mla-step",
-    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
-    says="A step of decoding is faster with MLA than with multi-head attention.",
-    predicts="At most 0.95 of the time behind a long cache.",
-    scale=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
+    sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
+    statement="A decoding step is faster with MLA than with multi-head attention.",
+    prediction="MLA takes at most 0.95 of the time with a long cache.",
+    scope=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
     measure=_measure,
     checks=_checks_step,
     picture=_picture,
     timed=True,
-    shares="mla-absorbed",
-    lesson="It reads fewer bytes and computes more: which of the two decides depends on the "
-    "machine.",
+    measured_with="mla-absorbed",
+    takeaway="MLA reads fewer bytes and computes more; the machine decides which of the two "
+    "matters.",
 )
 
 CLAIMS = (CACHE, WORK, ABSORBED, STEP)

@@ -1,14 +1,12 @@
-"""The notes' timing of MHA, GPT's attention and MLA side by side, warm and in turns; and what a
-fused matrix and a mask save.
+"""Claims about the time of MHA, GPT's attention and MLA, about fused projections, and about masks.
 
-The note timed MHA and GPT with a dropout of 0.1 and MLA with 0.0, once each and cold, MHA first.
-Here every kind runs with dropout 0.1 in training mode, in evaluation mode, and MLA also in training
-mode without dropout, as the note had it.
+The note timed MHA and GPT with a dropout of 0.1 and MLA with 0.0, once each without warm-up, and
+MHA first. Here every kind is timed in turns after a warm-up: with dropout 0.1 in training mode, and
+in evaluation mode; MLA is also timed in training mode without dropout, as in the note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,8 +15,8 @@ import torch
 from torch import nn
 
 from regard import plan
-from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
-from regard.claims.timing import ratios, seconds, setting
+from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
+from regard.claims.cpu_timing import round_ratios, time_cases, timing_settings
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
 from regard.nn import Attention, FusedQKV, SeparateQKV
@@ -28,12 +26,14 @@ from regard.view.charts import Line, Picture
 DIM, HEADS, BATCH, TOKENS = 512, 16, 4, 128
 DROPOUT = 0.1
 LATENT: dict[str, Any] = {"kv_rank": 64, "nope_dim": 16, "rope_dim": 16, "value_dim": 16}
-"""Values of 16 numbers a head, where those of MHA and GPT have 32, as in the note."""
+"""The options of MLA. Its values have 16 dims per head and those of MHA and GPT 32, as in the
+note.
+"""
 MODES = ("training", "evaluation")
 
 
 def _kinds() -> dict[str, nn.Module]:
-    """Name -> module: standard attention sees everything, GPT's sees the past, as in the note."""
+    """Return the modules by name. As in the note, MHA has no mask and GPT a causal mask."""
     latent = mla(DIM, HEADS, **LATENT)
     latent.dropout = DROPOUT
     return {
@@ -47,93 +47,110 @@ def _kinds() -> dict[str, nn.Module]:
 
 def _measure(budget: float, seed: int) -> Numbers:
     torch.manual_seed(seed)
-    x, made = torch.randn(BATCH, TOKENS, DIM), _kinds()
+    x, modules = torch.randn(BATCH, TOKENS, DIM), _kinds()
     rows = []
     for mode in MODES:
         cases = {}
-        for name, module in made.items():
+        for name, module in modules.items():
             module.train(mode == "training")
             cases[name] = partial(module, x)
-        times = seconds(cases, budget, rounds=15)
+        times = time_cases(cases, budget, rounds=15)
         with torch.inference_mode():
-            out = {name: case() for name, case in cases.items()}
+            outputs = {name: case() for name, case in cases.items()}
         rows.append(
             {
                 "mode": mode,
                 "times": times,
                 "out": [
                     {
-                        "name": n,
+                        "name": kind,
                         "shape": list(z.shape),
                         "mean": float(z.mean()),
                         "std": float(z.std()),
                     }
-                    for n, z in out.items()
+                    for kind, z in outputs.items()
                 ],
             }
         )
-    told = setting() | {"dropout": DROPOUT, "mode": "both"}
-    return {**told, "dim": DIM, "heads": HEADS, "batch": BATCH, "tokens": TOKENS, "by_mode": rows}
+    settings = timing_settings() | {"dropout": DROPOUT, "mode": "both"}
+    return {
+        **settings,
+        "dim": DIM,
+        "heads": HEADS,
+        "batch": BATCH,
+        "tokens": TOKENS,
+        "by_mode": rows,
+    }
 
 
-def _table(numbers: Mapping[str, Any]) -> list[list[str]]:
-    """MHA, GPT and MLA side by side: shape, mean, deviation and time of what each gives."""
-    found = [["", "mode", "shape", "mean", "std", "ms"]]
+def _table(numbers: Numbers) -> list[list[str]]:
+    """Return a table with the shape, mean, standard deviation and time of each module's output."""
+    rows = [["", "mode", "shape", "mean", "std", "ms"]]
     for row in numbers["by_mode"]:
-        for one in row["out"]:
-            shape = " x ".join(map(str, one["shape"]))
-            ms = f"{1e3 * median(row['times'][one['name']]):.2f}"
-            found.append(
-                [one["name"], row["mode"], shape, f"{one['mean']:.4f}", f"{one['std']:.4f}", ms]
+        for output in row["out"]:
+            shape = " x ".join(map(str, output["shape"]))
+            ms = f"{1e3 * median(row['times'][output['name']]):.2f}"
+            rows.append(
+                [
+                    output["name"],
+                    row["mode"],
+                    shape,
+                    f"{output['mean']:.4f}",
+                    f"{output['std']:.4f}",
+                    ms,
+                ]
             )
-    return found
+    return rows
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
-    found = [
-        scattered(
-            f"in {row['mode']} mode: GPT's time by MHA's",
-            ratios(row["times"], "GPT", "MHA"),
+def _checks(numbers: Numbers) -> list[Criterion]:
+    criteria = [
+        median_criterion(
+            f"{row['mode']} mode: GPT's time / MHA's time",
+            round_ratios(row["times"], "GPT", "MHA"),
             high=0.95,
         )
         for row in numbers["by_mode"]
     ]
     last = numbers["by_mode"][-1]["times"]
     return [
-        *found,
-        scattered(
-            "... by that of MHA with the same mask, in evaluation mode",
-            ratios(last, "GPT", "MHA, causal"),
-            role="told",
+        *criteria,
+        median_criterion(
+            "evaluation mode: GPT's time / time of MHA with the same mask",
+            round_ratios(last, "GPT", "MHA, causal"),
+            role="reported",
         ),
-        scattered(
-            "what the mask does to MHA: its time by that without a mask, in evaluation mode",
-            ratios(last, "MHA, causal", "MHA"),
-            role="told",
+        median_criterion(
+            "evaluation mode: time of MHA with a causal mask / time without a mask",
+            round_ratios(last, "MHA, causal", "MHA"),
+            role="reported",
         ),
     ]
 
 
-def _checks_mla(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_mla(numbers: Numbers) -> list[Criterion]:
     training, evaluation = (row["times"] for row in numbers["by_mode"])
     return [
-        scattered(
-            "in training mode, dropout 0.1 in both: MLA's time by MHA's",
-            ratios(training, "MLA", "MHA"),
+        median_criterion(
+            "training mode, dropout 0.1 in both: MLA's time / MHA's time",
+            round_ratios(training, "MLA", "MHA"),
             high=0.95,
         ),
-        scattered(
-            "in evaluation mode: MLA's time by MHA's", ratios(evaluation, "MLA", "MHA"), high=0.95
+        median_criterion(
+            "evaluation mode: MLA's time / MHA's time",
+            round_ratios(evaluation, "MLA", "MHA"),
+            high=0.95,
         ),
-        scattered(
-            "as the note timed it, MLA without dropout and MHA with it",
-            ratios(training, "MLA, dropout 0.0", "MHA"),
-            role="told",
+        median_criterion(
+            "training mode, MLA without dropout and MHA with it, as in the note: MLA's time / "
+            "MHA's time",
+            round_ratios(training, "MLA, dropout 0.0", "MHA"),
+            role="reported",
         ),
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     names = list(numbers["by_mode"][0]["times"])
     lines = tuple(
         Line(
@@ -147,131 +164,141 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 
 _SETTING = (
-    "One layer on one thread of this CPU, warm, in turns, in processor time, with the "
-    "quartiles of the ratios of rounds; a difference below 5 % does not count as faster."
+    "One layer on one thread of this CPU, after a warm-up, in turns, in processor time, with the "
+    "quartiles of the ratios over rounds. A difference below 5 % does not count as faster."
 )
 
 CLAIM = Claim(
     id="fused",
-    sources=(Source(ATTN_JOURNEY, "6.2"), Source(ATTN_JOURNEY, "code")),
-    says="GPT's attention is faster than standard multi-head attention.",
-    predicts="At most 0.95 of its time, in training mode with a dropout of 0.1 in both, and in "
-    "evaluation mode.",
-    scale=_SETTING + " On a GPU, where a call costs more, one fused matrix saves more.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.2"), NoteSection(ATTN_JOURNEY, "code")),
+    statement="GPT's attention is faster than standard multi-head attention.",
+    prediction="GPT's attention takes at most 0.95 of the time, in training mode with a dropout of "
+    "0.1 in both, and in evaluation mode.",
+    scope=_SETTING + " On a GPU a call costs more, so that one fused matrix saves more.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
     timed=True,
-    shares="fused",
+    measured_with="fused",
     table=_table,
-    lesson="No arithmetic is saved. A cold, single run in a fixed order, with dropout in "
-    "some of the kinds, compares nothing.",
+    takeaway="A fused matrix saves no arithmetic. A single run without warm-up, in a fixed order "
+    "and with dropout in some of the modules, is not a comparison.",
 )
 
 MLA_TIME = Claim(
     id="mla-time",
-    sources=(Source(ATTN_JOURNEY, "6.1"), Source(ATTN_JOURNEY, "code")),
-    says="MLA is faster than standard multi-head attention.",
-    predicts="At most 0.95 of its time with the same dropout in both, and in evaluation mode.",
-    scale=_SETTING
-    + " The note timed MLA with dropout 0.0 against 0.1 of the others, and values of 16 numbers a "
-    "head against 32.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.1"), NoteSection(ATTN_JOURNEY, "code")),
+    statement="MLA is faster than standard multi-head attention.",
+    prediction="MLA takes at most 0.95 of the time, with the same dropout in both and in "
+    "evaluation mode.",
+    scope=_SETTING
+    + " The note timed MLA with dropout 0.0 and the others with 0.1; MLA's values have 16 dims per "
+    "head, those of the others 32.",
     measure=_measure,
     checks=_checks_mla,
     picture=_picture,
     timed=True,
-    shares="fused",
+    measured_with="fused",
     table=_table,
-    lesson="With narrower values it computes less in a prompt. Most of what the note measured is "
-    "the missing dropout, and in decoding it is another question: `mla-step`.",
+    takeaway="With smaller values MLA computes less for a prompt. Most of the difference in the "
+    "note is due to the missing dropout. For decoding see `mla-step`.",
 )
 
 
 def _pair() -> tuple[Attention, Attention]:
-    """Fused and separate, with the same weights."""
-    fused, apart = gpt(DIM, HEADS, bias=False).eval(), mha(DIM, HEADS, is_causal=True).eval()
-    rows, parts = fused.project, apart.project
-    assert isinstance(rows, FusedQKV)
-    assert isinstance(parts, SeparateQKV)
+    """Return attention with a fused projection, and with separate ones, both with the same
+    weights.
+    """
+    fused, separate = gpt(DIM, HEADS, bias=False).eval(), mha(DIM, HEADS, is_causal=True).eval()
+    fused_project, separate_project = fused.project, separate.project
+    assert isinstance(fused_project, FusedQKV)
+    assert isinstance(separate_project, SeparateQKV)
     with torch.no_grad():
-        rows.linear.weight.copy_(
-            torch.cat([part.linear.weight for part in (parts.q, parts.k, parts.v)])
+        fused_project.linear.weight.copy_(
+            torch.cat(
+                [
+                    part.linear.weight
+                    for part in (separate_project.q, separate_project.k, separate_project.v)
+                ]
+            )
         )
-    fused.output.load_state_dict(apart.output.state_dict())
-    return fused, apart
+    fused.output.load_state_dict(separate.output.state_dict())
+    return fused, separate
 
 
 def _measure_work(_budget: float, seed: int) -> Numbers:
     torch.manual_seed(seed)
-    fused, apart = _pair()
+    fused, separate = _pair()
     x = torch.randn(2, 7, DIM)
     with torch.no_grad():
-        error = float((fused(x) - apart(x)).abs().max())
-    work = [fused.describe(TOKENS), apart.describe(TOKENS)]
+        error = float((fused(x) - separate(x)).abs().max())
+    descriptions = [fused.describe(TOKENS), separate.describe(TOKENS)]
     q = torch.zeros(1, 1, 4096, 32)
-    every = plan(q, q, q).flops
-    done = {}
+    full_flops = plan(q, q, q).flops
+    flops_share = {}
     for name, mask in (("causal", Causal()), ("window", Causal() & Window(128))):
-        told = plan(q, q, q, mask=mask)
-        done[name] = {
-            "plain": told["reference"].flops / every,
-            "ours": told[told.kernel].flops / every,
+        kernel_plan = plan(q, q, q, mask=mask)
+        flops_share[name] = {
+            "plain": kernel_plan["reference"].flops / full_flops,
+            "ours": kernel_plan[kernel_plan.kernel].flops / full_flops,
         }
     return {
         "dim": DIM,
         "heads": HEADS,
         "error": error,
-        "done": done,
-        "flops": [one.flops_per_token.value for one in work],
-        "parameters": [one.parameters.value for one in work],
+        "done": flops_share,
+        "flops": [description.flops_per_token.value for description in descriptions],
+        "parameters": [description.parameters.value for description in descriptions],
     }
 
 
-def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_work(numbers: Numbers) -> list[Criterion]:
     flops, parameters = numbers["flops"], numbers["parameters"]
     return [
-        Check(
-            "both compute the same: largest difference", numbers["error"], high=1e-4, role="control"
-        ),
-        Check("FLOPs of the fused one by those of the other", flops[0] / flops[1], high=0.99),
-        Check("parameters, likewise", parameters[0] / parameters[1], role="told"),
+        Criterion("largest difference of the outputs", numbers["error"], high=1e-4, role="control"),
+        Criterion("FLOPs: fused / separate", flops[0] / flops[1], high=0.99),
+        Criterion("parameters: fused / separate", parameters[0] / parameters[1], role="reported"),
     ]
 
 
-def _checks_mask(numbers: Mapping[str, Any]) -> list[Check]:
-    done = numbers["done"]
+def _checks_mask(numbers: Numbers) -> list[Criterion]:
+    share = numbers["done"]
     return [
-        Check(
-            "of the plain computation, with a causal mask: FLOPs by those without a mask",
-            done["causal"]["plain"],
+        Criterion(
+            "plain computation with a causal mask: FLOPs / FLOPs without a mask",
+            share["causal"]["plain"],
             low=0.99,
         ),
-        Check(
-            "of the kernel that regard chooses, with a causal mask",
-            done["causal"]["ours"],
+        Criterion(
+            "kernel that regard chooses, with a causal mask: FLOPs / FLOPs without a mask",
+            share["causal"]["ours"],
             low=0.99,
             role="limit",
         ),
-        Check(
-            "... and with a window of 128 in 4096", done["window"]["ours"], low=0.99, role="limit"
+        Criterion(
+            "kernel that regard chooses, with a window of 128 in 4096 tokens: FLOPs / FLOPs "
+            "without a mask",
+            share["window"]["ours"],
+            low=0.99,
+            role="limit",
         ),
     ]
 
 
-def _picture_work(numbers: Mapping[str, Any]) -> Picture:
+def _picture_work(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             name,
             (
                 (0.0, 1.0),
-                (1.0, numbers["done"]["causal"][who]),
-                (2.0, numbers["done"]["window"][who]),
+                (1.0, numbers["done"]["causal"][key]),
+                (2.0, numbers["done"]["window"][key]),
             ),
         )
-        for name, who in (("plain", "plain"), ("regard's kernel", "ours"))
+        for name, key in (("plain", "plain"), ("regard's kernel", "ours"))
     )
     return Picture(
-        "FLOPs of 4096 queries and keys, by those without a mask",
+        "FLOPs of 4096 queries and keys, relative to those without a mask",
         "0 no mask, 1 causal, 2 window of 128",
         "share",
         lines,
@@ -280,30 +307,29 @@ def _picture_work(numbers: Mapping[str, Any]) -> Picture:
 
 WORK = Claim(
     id="fused-work",
-    sources=(Source(ATTN_JOURNEY, "6.2"),),
-    says="One matrix for queries, keys and values computes less than three.",
-    predicts="Fewer FLOPs for the same result.",
-    scale="Counted exactly, at width 512; the same at any size.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.2"),),
+    statement="One matrix for queries, keys and values computes less than three.",
+    prediction="The fused projection has fewer FLOPs for the same result.",
+    scope="Counted exactly, at width 512; the same at any size.",
     measure=_measure_work,
     checks=_checks_work,
     picture=_picture_work,
-    shares="fused-work",
-    lesson="The same arithmetic in one call: what it can save is calls and readings of the input.",
+    measured_with="fused-work",
+    takeaway="One call does the same arithmetic; it can save calls and reads of the input.",
 )
 
 MASK = Claim(
     id="mask-work",
-    sources=(Source(ATTN_JOURNEY, "6.2"),),
-    says="A mask saves no multiplications.",
-    predicts="As many FLOPs with a mask as without one.",
-    scale="Counted by regard.plan at 4096 tokens.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.2"),),
+    statement="A mask saves no multiplications.",
+    prediction="There are as many FLOPs with a mask as without one.",
+    scope="Counted by regard.plan at 4096 tokens.",
     measure=_measure_work,
     checks=_checks_mask,
     picture=_picture_work,
-    shares="fused-work",
-    lesson="True of code that multiplies everything and fills in minus infinity afterwards; a "
-    "kernel that skips masked tiles does half of the causal work, and a twentieth with a "
-    "window.",
+    measured_with="fused-work",
+    takeaway="True of code that computes every score and then writes minus infinity. A kernel that "
+    "skips masked tiles does half of the work with a causal mask, and a twentieth with a window.",
 )
 
 CLAIMS = (CLAIM, MLA_TIME, WORK, MASK)

@@ -1,20 +1,25 @@
-"""Minus infinity against a large negative number, as what a hidden key scores.
+"""Claims about minus infinity, or a large negative number, as the score of a masked key.
 
-weights = softmax(s + fill on hidden keys)
-with -inf they are 0;  with a number c they are exp(c - m) against the visible ones
+weights = softmax(scores, with a fill value for masked keys). With -inf the weights of masked keys
+are 0; with a number c they are proportional to exp(c - m), where m is the largest score.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard import attend, attention_weights
-from regard.claims.claim import ATTN_JOURNEY, DEEPSEEK_NOTE, RASCHKA_NOTES, Check, Claim, Source
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    RASCHKA_NOTES,
+    Claim,
+    Criterion,
+    NoteSection,
+)
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.masks import Dense as DenseMask
@@ -22,109 +27,114 @@ from regard.view.charts import Line, Picture
 
 FILLS = (-1.0, -10.0, -100.0, -1e4, -1e9)
 SCALES = (1.0, 10.0, 100.0)
-"""What queries are multiplied with: scores of a trained layer may be large."""
+"""Factors for the queries, since the scores of a trained layer may be large."""
 
 
 def _leak(q: Tensor, k: Tensor, fill: float) -> float:
-    """The largest weight of a key in the future, when it is filled with a number."""
+    """Return the largest weight of a future key when its score is filled with a number."""
     future = ~Causal().allows(torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None])
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, fill)
     return float(scores.softmax(-1).masked_select(future).max())
 
 
 def _measure(_budget: float, seed: int) -> Numbers:
-    make = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(1, 8, 32, 64, generator=make, dtype=torch.float64) for _ in range(3))
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, 8, 32, 64, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     leaks = [
         {"scale": s, "fills": [{"fill": f, "weight": _leak(s * q, k, f)} for f in FILLS]}
         for s in SCALES
     ]
-    ours = max(
+    largest_masked_weight = max(
         float(attention_weights(s * q, k, mask=Causal())[0].triu(1).abs().max()) for s in SCALES
     )
-    # a row that may see nothing: padding in front, say
-    nothing = torch.ones(32, 32, dtype=torch.bool)
-    nothing[0] = False
-    empty = attend(q, k, v, mask=DenseMask(nothing))[:, :, 0]
-    scores = (q @ k.mT * 64**-0.5).masked_fill(~nothing, -1e9)
-    averaged = (scores.softmax(-1) @ v)[:, :, 0]
-    bare = (q @ k.mT * 64**-0.5).masked_fill(~nothing, -math.inf).softmax(-1)[:, :, 0]
-    half = torch.tensor(-1e9).to(torch.float16)
-    # garbage behind the mask: multiplied by a weight of 0 it is NaN, selected away it is nothing
-    bad = v.clone()
-    bad[:, :, -1] = math.nan
-    hidden = torch.ones(32, 32, dtype=torch.bool)
-    hidden[:, -1] = False
-    zeros = attention_weights(q, k, mask=DenseMask(hidden))
+    # the first query sees no key, as a padding token does
+    visible = torch.ones(32, 32, dtype=torch.bool)
+    visible[0] = False
+    empty = attend(q, k, v, mask=DenseMask(visible))[:, :, 0]
+    scores = (q @ k.mT * 64**-0.5).masked_fill(~visible, -1e9)
+    filled_row = (scores.softmax(-1) @ v)[:, :, 0]
+    nan_row = (q @ k.mT * 64**-0.5).masked_fill(~visible, -math.inf).softmax(-1)[:, :, 0]
+    fill_in_fp16 = torch.tensor(-1e9).to(torch.float16)
+    # NaN in a masked value: multiplied by a weight of 0 it is NaN, but if it is selected away it
+    # has no effect
+    v_with_nan = v.clone()
+    v_with_nan[:, :, -1] = math.nan
+    last_key_masked = torch.ones(32, 32, dtype=torch.bool)
+    last_key_masked[:, -1] = False
+    weights_with_zero = attention_weights(q, k, mask=DenseMask(last_key_masked))
     return {
         "leaks": leaks,
-        "ours": ours,
+        "ours": largest_masked_weight,
         "empty_row": float(empty.abs().max()),
-        "filled_row_off_mean": float((averaged - v.mean(2)).abs().max()),
-        "filled_row": float(averaged.abs().max()),
-        "bare_softmax_is_nan": float(bare.isnan().all()),
-        "fill_is_finite_in_fp16": float(half.isfinite()),
-        "nan_after_multiplying": float((zeros @ bad).isnan().float().mean()),
+        "filled_row_off_mean": float((filled_row - v.mean(2)).abs().max()),
+        "filled_row": float(filled_row.abs().max()),
+        "bare_softmax_is_nan": float(nan_row.isnan().all()),
+        "fill_is_finite_in_fp16": float(fill_in_fp16.isfinite()),
+        "nan_after_multiplying": float((weights_with_zero @ v_with_nan).isnan().float().mean()),
         "nan_after_masking": float(
-            attend(q, k, bad, mask=DenseMask(hidden)).isnan().float().mean()
+            attend(q, k, v_with_nan, mask=DenseMask(last_key_masked)).isnan().float().mean()
         ),
     }
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks(numbers: Numbers) -> list[Criterion]:
     return [
-        Check(
-            "the largest weight behind the mask, at any of the scales", numbers["ours"], high=0.0
-        ),
-        Check(
-            "softmax over -inf alone gives weights too (1 = it is NaN)",
+        Criterion("largest weight of a masked key, over all scales", numbers["ours"], high=0.0),
+        Criterion(
+            "softmax of a row that is -inf throughout (1 = NaN)",
             numbers["bare_softmax_is_nan"],
             high=0.0,
             role="limit",
         ),
-        Check("a row that sees nothing, behind regard's masks", numbers["empty_row"], role="told"),
+        Criterion(
+            "regard: largest output of a row without visible keys",
+            numbers["empty_row"],
+            role="reported",
+        ),
     ]
 
 
-def _checks_hides(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_hides(numbers: Numbers) -> list[Criterion]:
     return [
-        Check("the largest weight behind the mask", numbers["ours"], high=0.0),
-        Check(
-            "a NaN in a hidden value stays hidden: share of the outputs that it reaches when its "
-            "weight of 0 is multiplied",
+        Criterion("largest weight of a masked key", numbers["ours"], high=0.0),
+        Criterion(
+            "NaN in a masked value, multiplied by its weight of 0: share of outputs that are NaN",
             numbers["nan_after_multiplying"],
             high=0.0,
         ),
-        Check(
-            "the same, where what is masked is selected away, as regard does",
+        Criterion(
+            "NaN in a masked value that is selected away, as in regard: share of outputs that are "
+            "NaN",
             numbers["nan_after_masking"],
-            role="told",
+            role="reported",
         ),
     ]
 
 
-def _checks_large(numbers: Mapping[str, Any]) -> list[Check]:
-    at = {(r["scale"], f["fill"]): f["weight"] for r in numbers["leaks"] for f in r["fills"]}
+def _checks_large(numbers: Numbers) -> list[Criterion]:
+    weights = {(r["scale"], f["fill"]): f["weight"] for r in numbers["leaks"] for f in r["fills"]}
     return [
-        Check(
-            "-1e9 gives weights of 0 where something is seen, at any of the scales",
-            max(at[s, -1e9] for s in SCALES),
+        Criterion(
+            "largest weight of a masked key with -1e9, in rows with a visible key, over all scales",
+            max(weights[s, -1e9] for s in SCALES),
             high=0.0,
         ),
-        Check(
-            "the measure sees a leak where there is one: the weight with -10, at the largest scale",
-            at[100.0, -10.0],
+        Criterion(
+            "largest weight of a masked key with -10 at the largest scale (a leak is detected)",
+            weights[100.0, -10.0],
             low=1e-3,
             role="control",
         ),
-        Check(
-            "a row that sees nothing gives 0 as well (it is the mean of all values)",
+        Criterion(
+            "largest output of a row without visible keys with -1e9 (it is the mean of all values)",
             numbers["filled_row"],
             high=1e-6,
             role="limit",
         ),
-        Check(
-            "-1e9 is a finite number in fp16 too (1 = it is)",
+        Criterion(
+            "-1e9 in fp16 (1 = finite)",
             numbers["fill_is_finite_in_fp16"],
             low=1.0,
             role="limit",
@@ -132,63 +142,62 @@ def _checks_large(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(f"queries x {r['scale']:g}", tuple((-f["fill"], f["weight"]) for f in r["fills"]))
         for r in numbers["leaks"]
     )
     title = (
-        "The largest weight of a hidden key, when it scores a number instead of -inf (0 is "
-        "not drawn)"
+        "Largest weight of a masked key whose score is a number instead of -inf (0 is not drawn)"
     )
     return Picture(title, "minus the number", "weight", lines, "xy")
 
 
-_EXACT = "Exact statements about arithmetic: they do not depend on the scale."
+_EXACT = "Exact statements about arithmetic, which do not depend on the size of a model."
 
 CLAIM = Claim(
     id="minus-infinity",
     sources=(
-        Source(DEEPSEEK_NOTE, "1.1.3"),
-        Source(ATTN_JOURNEY, "3.2"),
-        Source(RASCHKA_NOTES, "6.1"),
+        NoteSection(DEEPSEEK_NOTE, "1.1.3"),
+        NoteSection(ATTN_JOURNEY, "3.2"),
+        NoteSection(RASCHKA_NOTES, "6.1"),
     ),
-    says="A key that scores minus infinity has a weight of exactly 0.",
-    predicts="Zeros behind the mask, whatever the size of the other scores.",
-    scale=_EXACT,
+    statement="A key whose score is minus infinity has a weight of exactly 0.",
+    prediction="The weights of masked keys are zero, whatever the size of the other scores.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0: the "
-    "empty row wants a definition, and ours is 0.",
+    takeaway="For a row without visible keys the softmax of minus infinity alone is NaN, not 0. "
+    "Such a row needs a definition; in regard its output is 0.",
 )
 
 HIDES = Claim(
     id="minus-infinity-hides",
-    sources=(Source(ATTN_JOURNEY, "3.2"),),
-    says="Scores of minus infinity keep every trace of the masked positions out of the output.",
-    predicts="Whatever stands in a masked value, the output does not change.",
-    scale=_EXACT,
+    sources=(NoteSection(ATTN_JOURNEY, "3.2"),),
+    statement="Scores of minus infinity remove every effect of the masked positions on the output.",
+    prediction="The output does not change with the content of a masked value.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks_hides,
     picture=_picture,
-    shares="minus-infinity",
-    lesson="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not "
-    "multiplied.",
+    measured_with="minus-infinity",
+    takeaway="A weight of 0 times NaN or infinity is NaN, so masked values must be selected away, "
+    "not multiplied by 0.",
 )
 
 LARGE = Claim(
     id="large-negative",
-    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
-    says="A large negative number does the same as minus infinity.",
-    predicts="Weights of exactly 0 behind the mask, and the same rows everywhere else.",
-    scale=_EXACT,
+    sources=(NoteSection(DEEPSEEK_NOTE, "1.1.3"),),
+    statement="A large negative number does the same as minus infinity.",
+    prediction="The weights of masked keys are exactly 0, and all other rows are the same.",
+    scope=_EXACT,
     measure=_measure,
     checks=_checks_large,
     picture=_picture,
-    shares="minus-infinity",
-    lesson="The two agree exactly where something is seen; an empty row becomes a silent average, "
-    "and in fp16 -1e9 is no number.",
+    measured_with="minus-infinity",
+    takeaway="The two agree exactly in rows with a visible key. A row without one becomes the mean "
+    "of all values, and in fp16 -1e9 is not finite.",
 )
 
 CLAIMS = (CLAIM, HIDES, LARGE)

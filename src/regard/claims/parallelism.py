@@ -1,13 +1,13 @@
-"""Claims about work in order and in parallel: recurrence, loops, generation, and the KV cache.
+"""Claims about sequential and parallel work: recurrence, loops, generation, and the KV cache.
 
-Dependent steps are counted along the longest chain of operations that need one another. Times are
-those of an LSTM against attention, of two loops against one matrix product, and of a decoding step
-with a cache of keys and values against one without.
+Sequential steps are counted along the longest chain of operations that depend on each other. Times
+compare an LSTM with attention, two loops with one matrix product, and a decoding step with a KV
+cache with one without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,27 +17,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard import attend
-from regard.claims.claim import OUTLINE, OVERVIEW, RASCHKA_NOTES, Check, Claim, Source, scattered
-from regard.claims.timing import by_length, exponent, ratios, seconds, setting, slopes
-from regard.claims.training import decoder
+from regard.claims.claim import (
+    OUTLINE,
+    OVERVIEW,
+    RASCHKA_NOTES,
+    Claim,
+    Criterion,
+    NoteSection,
+    median_criterion,
+)
+from regard.claims.cpu_timing import (
+    fit_exponent,
+    length_exponents,
+    round_ratios,
+    time_cases,
+    timing_lines,
+    timing_settings,
+)
+from regard.claims.small_training import small_decoder
 from regard.compare.experiment import Numbers
 from regard.compare.speed import decode
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
+from regard.units import plural
 from regard.view.charts import Line, Picture
 
 DIM, BATCH = 64, 4
 COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
 
 
-class Chain(TorchDispatchMode):
-    """Counts the longest chain of operations of which each needs the result of the one before.
+class DependencyChain(TorchDispatchMode):
+    """Counts the longest chain of operations in which each needs the result of the one before.
 
-    An operation on whole tensors counts as one step, a view as none. What is not made under the
-    mode has depth 0.
+    An operation on whole tensors counts as one step, a view as none. A tensor that was created
+    outside the mode has depth 0.
 
-    >>> with Chain() as chain:
+    >>> with DependencyChain() as chain:
     ...     x = torch.ones(3) + 1
     ...     y = (x * 2) + (x * 3)
     >>> chain.depth(x), chain.depth(y)
@@ -47,10 +63,10 @@ class Chain(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._depths: dict[int, int] = {}
-        self._held: list[Tensor] = []  # so that no storage is given to another tensor
+        self._results: list[Tensor] = []  # kept alive, so that no storage is used again
 
     def depth(self, x: Tensor) -> int:
-        """The steps behind which a tensor is known."""
+        """Return the number of steps after which a tensor is computed."""
         return self._depths.get(x.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(
@@ -60,32 +76,30 @@ class Chain(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and enter its results one step behind the latest of what it was
-        given.
-        """
-        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        """Run an operation, and store the depth of its results: one more than its deepest input."""
+        inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         out = func(*args, **(kwargs or {}))
-        known = max(map(self.depth, given), default=0)
+        input_depth = max(map(self.depth, inputs), default=0)
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()._cdata
-                seen = any(storage == y.untyped_storage()._cdata for y in given)
+                is_view = any(storage == y.untyped_storage()._cdata for y in inputs)
                 writes = func._schema.is_mutable
-                if not seen or writes:
-                    self._depths[storage] = max(known + 1, self._depths.get(storage, 0))
-                    self._held.append(x)
+                if not is_view or writes:
+                    self._depths[storage] = max(input_depth + 1, self._depths.get(storage, 0))
+                    self._results.append(x)
         return out
 
 
 def _steps_of(run: Callable[[], Tensor]) -> int:
-    """The longest chain of a call, up to its result."""
-    chain = Chain()
+    """Return the longest chain of operations up to the result of a function."""
+    chain = DependencyChain()
     with torch.no_grad(), chain:
         return chain.depth(run())
 
 
 def _attention_of(x: Tensor) -> Tensor:
-    """Causal attention from the definition, on projections of x that are made here."""
+    """Compute causal attention from its definition, with projections that are created here."""
     q, k, v = (x @ torch.eye(x.shape[-1], dtype=x.dtype) for _ in range(3))
     return attend(q[:, None], k[:, None], v[:, None], mask=Causal(), backend="reference")
 
@@ -103,23 +117,28 @@ def _measure_steps(_budget: float, seed: int) -> Numbers:
     return {"dim": DIM, "by_length": rows}
 
 
-def _checks_steps(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_steps(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     lengths = [float(r["length"]) for r in rows]
     recurrent, attention = (
         [float(r["steps"][name]) for r in rows] for name in ("lstm", "attention")
     )
     return [
-        Check("dependent steps of an LSTM: exponent of n", exponent(lengths, recurrent), 0.9, 1.1),
-        Check(
-            "dependent steps of attention: exponent of n", exponent(lengths, attention), -0.05, 0.05
+        Criterion(
+            "sequential steps of an LSTM: exponent of n", fit_exponent(lengths, recurrent), 0.9, 1.1
         ),
-        Check("an LSTM's steps at the longest", recurrent[-1], role="told"),
-        Check("attention's steps at the longest", attention[-1], role="told"),
+        Criterion(
+            "sequential steps of attention: exponent of n",
+            fit_exponent(lengths, attention),
+            -0.05,
+            0.05,
+        ),
+        Criterion("sequential steps of an LSTM at the largest n", recurrent[-1], role="reported"),
+        Criterion("sequential steps of attention at the largest n", attention[-1], role="reported"),
     ]
 
 
-def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
+def _picture_steps(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(
             name, tuple((float(r["length"]), float(r["steps"][name])) for r in numbers["by_length"])
@@ -127,23 +146,24 @@ def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
         for name in ("attention", "lstm")
     )
     return Picture(
-        "The longest chain of operations that need one another", "n", "steps", lines, "xy"
+        "Longest chain of operations that depend on each other", "n", "steps", lines, "xy"
     )
 
 
 STEPS = Claim(
     id="order",
-    sources=(Source(OVERVIEW, "2.1"), Source(OVERVIEW, "5.2"), Source(OUTLINE, "2")),
-    says="A recurrent network takes its steps one after another, where attention takes the same "
-    "few at any length.",
-    predicts="Counted along the longest chain of operations that need one another: exponents of n "
-    "of 1 and of 0.",
-    scale="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what "
-    "happens inside it may be summed in log n.",
+    sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OVERVIEW, "5.2"), NoteSection(OUTLINE, "2")),
+    statement="The number of sequential steps of a recurrent network grows with the length, and "
+    "that of attention is constant.",
+    prediction="Along the longest chain of operations that depend on each other, the exponents of "
+    "n are 1 and 0.",
+    scope="Exact, up to 256 tokens. An operation on whole tensors counts as one step, although the "
+    "sum inside it may take log n steps.",
     measure=_measure_steps,
     checks=_checks_steps,
     picture=_picture_steps,
-    lesson="More work, and none of it waits: n^2 products against n steps in order.",
+    takeaway="Attention does more work, n^2 products, but does not have to do it sequentially; a "
+    "recurrence has n sequential steps.",
 )
 
 
@@ -157,50 +177,55 @@ def _measure_time(budget: float, seed: int) -> Numbers:
     for length in TIMED:
         x = torch.randn(BATCH, length, DIM)
         cases = {"attention": partial(attention, x), "lstm": partial(network, x)}
-        rows.append({"length": length, "times": seconds(cases, budget, rounds=9)})
-    return {**setting(), "dim": DIM, "batch": BATCH, "by_length": rows}
+        rows.append({"length": length, "times": time_cases(cases, budget, rounds=9)})
+    return {**timing_settings(), "dim": DIM, "batch": BATCH, "by_length": rows}
 
 
-def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_time(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
         *(
-            scattered(
-                f"attention at {r['length']} tokens: its time by the LSTM's",
-                ratios(r["times"], "attention", "lstm"),
+            median_criterion(
+                f"{plural(r['length'], 'token')}: attention's time / the LSTM's time",
+                round_ratios(r["times"], "attention", "lstm"),
                 high=1.0,
             )
             for r in rows
         ),
-        scattered("the LSTM's time: exponent of n", slopes(rows, "lstm"), role="told"),
-        scattered("attention's time: exponent of n", slopes(rows, "attention"), role="told"),
+        median_criterion(
+            "time of the LSTM: exponent of n", length_exponents(rows, "lstm"), role="reported"
+        ),
+        median_criterion(
+            "time of attention: exponent of n", length_exponents(rows, "attention"), role="reported"
+        ),
     ]
 
 
-def _picture_time(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "attention", "lstm")
-    return Picture("Reading n tokens of width 64, 4 rows", "n", "milliseconds", lines, "xy")
+def _picture_time(numbers: Numbers) -> Picture:
+    lines = timing_lines(numbers, "attention", "lstm")
+    return Picture("One layer of width 64 on 4 rows of n tokens", "n", "milliseconds", lines, "xy")
 
 
 TIME = Claim(
     id="order-time",
-    sources=(Source(OVERVIEW, "2.1"), Source(OUTLINE, "2")),
-    says="Attention reads a text faster than a recurrent network.",
-    predicts="Less time than an LSTM of the same width at every length.",
-    scale="One layer of width 64 on one thread of this CPU, which has nothing to be parallel "
-    "with: on a GPU the LSTM's steps in order weigh far more.",
+    sources=(NoteSection(OVERVIEW, "2.1"), NoteSection(OUTLINE, "2")),
+    statement="Attention processes a text faster than a recurrent network.",
+    prediction="Attention takes less time than an LSTM of the same width at every length.",
+    scope="One layer of width 64 on one thread of this CPU, without any parallel hardware; on a "
+    "GPU the sequential steps of the LSTM cost far more.",
     measure=_measure_time,
     checks=_checks_time,
     picture=_picture_time,
     timed=True,
-    lesson="Few steps in order against more work: with few cores and long rows the work decides.",
+    takeaway="Attention has fewer sequential steps and more work; with few cores and long rows the "
+    "work decides.",
 )
 
 TOKENS = 12
 
 
 def _measure_generation(_budget: float, seed: int) -> Numbers:
-    _, model = decoder(32, dim=16, heads=2, seed=seed)
+    _, model = small_decoder(32, dim=16, heads=2, seed=seed)
     passes: list[int] = []
     model.register_forward_hook(lambda _module, args, _out: passes.append(args[0].shape[1]))
     ids = torch.randint(32, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
@@ -210,16 +235,16 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
     passes.clear()
     caches, last = model.new_caches(), ids[:, :1]
     with torch.no_grad():
-        for _ in range(TOKENS):  # each needs the token that the one before has said
+        for _ in range(TOKENS):  # each pass needs the token of the pass before
             last = model(last, None, caches)[:, -1:].argmax(-1)
     return {"tokens": TOKENS, "training": training, "generation": len(passes)}
 
 
-def _checks_generation(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_generation(numbers: Numbers) -> list[Criterion]:
     return [
-        Check("passes that train on a row of n tokens", numbers["training"], high=1),
-        Check(
-            f"passes that generate {numbers['tokens']} tokens, one after another",
+        Criterion("forward passes to train on a row of n tokens", numbers["training"], high=1),
+        Criterion(
+            f"sequential forward passes to generate {plural(numbers['tokens'], 'token')}",
             numbers["generation"],
             high=1,
             role="limit",
@@ -227,97 +252,103 @@ def _checks_generation(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
+def _picture_generation(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(name, ((1.0, 1.0), (float(numbers["tokens"]), float(numbers[name]))))
         for name in ("training", "generation")
     )
-    return Picture("Passes through the network", "tokens", "passes in order", lines)
+    return Picture("Sequential forward passes", "tokens", "passes", lines)
 
 
 GENERATION = Claim(
     id="order-generation",
-    sources=(Source(OVERVIEW, "1.1"), Source(OVERVIEW, "5.2")),
-    says="Attention's work is fully parallel.",
-    predicts="One pass, however many tokens: to train on them, and to generate them.",
-    scale="Counted on a small decoder; greedy and one token at a time, as every model of this "
-    "kind speaks unless it drafts.",
+    sources=(NoteSection(OVERVIEW, "1.1"), NoteSection(OVERVIEW, "5.2")),
+    statement="The work of attention is fully parallel.",
+    prediction="One forward pass suffices for any number of tokens, to train on them and to "
+    "generate them.",
+    scope="Counted on a small decoder with greedy decoding of one token at a time, without "
+    "speculative decoding.",
     measure=_measure_generation,
     checks=_checks_generation,
     picture=_picture_generation,
-    lesson="Training and prefill are parallel; generation waits for each token, with attention as "
-    "with recurrence.",
+    takeaway="Training and prefill are parallel; generation is sequential, with attention as with "
+    "recurrence.",
 )
 
 
 LOOP_LENGTHS, LOOP_DIM = (6, 16, 48), 3
-"""Six words of three numbers are the notes' own example."""
+"""The numbers of words, and the dim. The example of the notes has six words of three numbers."""
 
 
-def looped(x: Tensor) -> Tensor:
-    """s_ij = x_i . x_j, one after another.
+def scores_by_loops(x: Tensor) -> Tensor:
+    """Compute the scores s_ij = x_i . x_j in two loops.
 
     >>> x = torch.arange(6.0).view(2, 3)
-    >>> torch.equal(looped(x), x @ x.T)
+    >>> torch.equal(scores_by_loops(x), x @ x.T)
     True
     """
     scores = x.new_zeros(len(x), len(x))
-    for i, one in enumerate(x):
-        for j, other in enumerate(x):
-            scores[i, j] = torch.dot(one, other)
+    for i, query in enumerate(x):
+        for j, key in enumerate(x):
+            scores[i, j] = torch.dot(query, key)
     return scores
 
 
 def _measure_loops(budget: float, seed: int) -> Numbers:
-    make, rows = torch.Generator().manual_seed(seed), []
+    generator, rows = torch.Generator().manual_seed(seed), []
     for length in LOOP_LENGTHS:
-        x = torch.randn(length, LOOP_DIM, generator=make)
+        x = torch.randn(length, LOOP_DIM, generator=generator)
         cases: dict[str, Callable[[], object]] = {
-            "loops": partial(looped, x),
+            "loops": partial(scores_by_loops, x),
             "product": partial(torch.matmul, x, x.T),
         }
-        error = float((looped(x.double()) - x.double() @ x.double().T).abs().max())
-        rows.append({"length": length, "error": error, "times": seconds(cases, budget, rounds=9)})
-    return {**setting(), "dim": LOOP_DIM, "by_length": rows}
+        error = float((scores_by_loops(x.double()) - x.double() @ x.double().T).abs().max())
+        rows.append(
+            {"length": length, "error": error, "times": time_cases(cases, budget, rounds=9)}
+        )
+    return {**timing_settings(), "dim": LOOP_DIM, "by_length": rows}
 
 
-def _checks_loops(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_loops(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
-        Check(
-            "both give the same scores: largest difference, in fp64",
+        Criterion(
+            "largest difference of the scores in fp64",
             max(r["error"] for r in rows),
             high=1e-12,
         ),
         *(
-            scattered(
-                f"{r['length']} words: time of the loops by that of the product",
-                ratios(r["times"], "loops", "product"),
+            median_criterion(
+                f"{plural(r['length'], 'word')}: time of the loops / time of the matrix product",
+                round_ratios(r["times"], "loops", "product"),
                 low=2.0,
             )
             for r in rows
         ),
-        scattered("the loops' time: exponent of n", slopes(rows, "loops"), role="told"),
+        median_criterion(
+            "time of the loops: exponent of n", length_exponents(rows, "loops"), role="reported"
+        ),
     ]
 
 
-def _picture_loops(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "loops", "product")
+def _picture_loops(numbers: Numbers) -> Picture:
+    lines = timing_lines(numbers, "loops", "product")
     return Picture("All scores of n words of three numbers", "words", "milliseconds", lines, "xy")
 
 
 LOOPS = Claim(
     id="loops",
-    sources=(Source(RASCHKA_NOTES, "4.2"),),
-    says="A matrix product computes all scores faster than two loops do.",
-    predicts="The same scores, and more than twice the time for the loops at every length.",
-    scale="Python's loops over torch's numbers, as the note has them: most of their time is the "
-    "call of each small operation.",
+    sources=(NoteSection(RASCHKA_NOTES, "4.2"),),
+    statement="A matrix product computes all scores faster than two loops do.",
+    prediction="The scores are the same, and the loops take more than twice the time at every "
+    "length.",
+    scope="Loops in Python over torch tensors, as in the note; most of the time is the overhead of "
+    "the small calls.",
     measure=_measure_loops,
     checks=_checks_loops,
     picture=_picture_loops,
     timed=True,
-    lesson="The arithmetic is the same; what is saved is n^2 calls.",
+    takeaway="The arithmetic is the same; the matrix product saves n^2 calls.",
 )
 
 
@@ -325,7 +356,7 @@ CACHE_LENGTHS = (32, 128, 512, 1024)
 
 
 def _measure_cache(budget: float, seed: int) -> Numbers:
-    config, model = decoder(256, dim=256, layers=4, heads=8, seed=seed)
+    config, model = small_decoder(256, dim=256, layers=4, heads=8, seed=seed)
     rows = []
     for length in CACHE_LENGTHS:
         ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(length))
@@ -337,7 +368,7 @@ def _measure_cache(budget: float, seed: int) -> Numbers:
             caches = model.new_caches()
             model(ids[:, :-1], None, caches)
             error = float((model(ids[:, -1:], None, caches)[:, -1] - model(ids)[:, -1]).abs().max())
-        times = seconds(cases, budget, rounds=7)
+        times = time_cases(cases, budget, rounds=7)
         rows.append(
             {
                 "length": length,
@@ -346,35 +377,42 @@ def _measure_cache(budget: float, seed: int) -> Numbers:
                 "error": error,
             }
         )
-    return {**setting(), "dim": 256, "layers": 4, "by_length": rows}
+    return {**timing_settings(), "dim": 256, "layers": 4, "by_length": rows}
 
 
-def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_cache(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_length"]
     return [
-        Check(
-            "the next token is the same: largest difference of a logit",
+        Criterion(
+            "largest difference of a logit of the next token",
             max(r["error"] for r in rows),
             high=1e-4,
         ),
         *(
-            scattered(
-                f"a step behind {r['length']} tokens: time without the cache by time with it",
-                ratios(r["times"], "no cache", "cache"),
+            median_criterion(
+                f"a step after {plural(r['length'], 'token')}: time without the cache / time with "
+                "it",
+                round_ratios(r["times"], "no cache", "cache"),
                 low=1.0,
             )
             for r in rows
         ),
-        scattered(
-            "time of a step without it: exponent of n", slopes(rows, "no cache"), role="told"
+        median_criterion(
+            "time of a step without the cache: exponent of n",
+            length_exponents(rows, "no cache"),
+            role="reported",
         ),
-        scattered("time of a step with it: exponent of n", slopes(rows, "cache"), role="told"),
-        Check("the price: bytes of the cache at the longest", rows[-1]["bytes"], role="told"),
+        median_criterion(
+            "time of a step with the cache: exponent of n",
+            length_exponents(rows, "cache"),
+            role="reported",
+        ),
+        Criterion("bytes of the cache at the largest n", rows[-1]["bytes"], role="reported"),
     ]
 
 
-def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
-    lines = by_length(numbers, "cache", "no cache")
+def _picture_cache(numbers: Numbers) -> Picture:
+    lines = timing_lines(numbers, "cache", "no cache")
     return Picture(
         "One more token, 4 layers of width 256", "tokens so far", "milliseconds", lines, "xy"
     )
@@ -382,18 +420,17 @@ def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
 
 KV_CACHE = Claim(
     id="kv-cache",
-    sources=(Source(OVERVIEW, "5.2"),),
-    says="A cache of keys and values speeds generation up.",
-    predicts="The same tokens in less time, at every length.",
-    scale="A small model on this CPU, up to 1024 tokens; at great lengths a step with a cache "
-    "grows as well, since it reads all keys.",
+    sources=(NoteSection(OVERVIEW, "5.2"),),
+    statement="A cache of keys and values makes generation faster.",
+    prediction="The tokens are the same and take less time, at every length.",
+    scope="A small model on this CPU, up to 1024 tokens. For much longer texts the time of a step "
+    "with a cache grows as well, since it reads all keys.",
     measure=_measure_cache,
     checks=_checks_cache,
     picture=_picture_cache,
     timed=True,
-    lesson="Generation is one pass per token with attention as well: the cache makes each "
-    "pass small, it does not make them parallel. The price is memory that grows with the "
-    "tokens.",
+    takeaway="The cache makes each pass smaller, but generation still has one sequential pass per "
+    "token. The price is memory that grows with the tokens.",
 )
 
 CLAIMS = (STEPS, TIME, GENERATION, LOOPS, KV_CACHE)

@@ -1,18 +1,17 @@
-"""Claims about positions: what an encoding does to scores, order without one, and rotated values.
+"""Claims about positions: the effect of an encoding on scores, order without one, rotated values.
 
-The pictured schemes score a query and a key that match, q = k in every pair of dims: sinusoidal
-p_i . p_j / D, rotary B(m) / (d/2), ALiBi -m_h |i - j|.
+The plotted schemes have a query and a key that match, q = k in every pair of dims. The scores are
+p_i . p_j / D for sinusoidal positions, B(m) / (d/2) for rotary ones, and -m_h |i - j| for ALiBi.
 
-Without positions and without a mask every row is a sum over a set, and rows follow their tokens.
-Under a causal mask row t is a sum over the first t + 1 tokens. One layer's last row is still a sum
-over a set, but the rows that a second layer reads are not.
+Without positions and without a mask every row is a sum over a set, and rows are permuted with their
+tokens. Under a causal mask row t is a sum over the first t + 1 tokens. With one layer the last row
+is still a sum over a set; with two layers it is not, since the rows that the second layer reads
+depend on the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +21,14 @@ from regard.claims.claim import (
     ATTN_JOURNEY,
     OUTLINE,
     OVERVIEW,
-    Check,
     Claim,
-    Source,
-    scattered,
-    steps,
-    trials,
+    Criterion,
+    NoteSection,
+    median_criterion,
+    num_seeds,
+    num_steps,
 )
-from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.nn import Attention, SeparateQKV
@@ -43,25 +42,27 @@ SHIFT = 1000
 
 
 def _rotary(q: Tensor, k: Tensor, start: int) -> Tensor:
-    """Scores of the query at start + FAR - 1 with keys at start .. start + FAR - 1."""
+    """Return the scores of a query at start + FAR - 1 with keys at start .. start + FAR - 1."""
     inv_freq = rope_frequencies(D).inv_freq
-    turned = rotate(k.expand(1, 1, FAR, D), Span(start, FAR), inv_freq)
-    return (rotate(q, Span(start + FAR - 1, 1), inv_freq) @ turned.mT)[0, 0, 0] / D
+    rotated = rotate(k.expand(1, 1, FAR, D), Span(start, FAR), inv_freq)
+    return (rotate(q, Span(start + FAR - 1, 1), inv_freq) @ rotated.mT)[0, 0, 0] / D
 
 
 def _measure(_budget: float, seed: int) -> Numbers:
     table = sinusoidal(FAR + SHIFT, D).double()
     sine = {
-        name: (table[at : at + FAR] @ table[at + FAR - 1] / D).flip(0)
-        for name, at in (("here", 0), ("there", SHIFT))
+        name: (table[start : start + FAR] @ table[start + FAR - 1] / D).flip(0)
+        for name, start in (("here", 0), ("there", SHIFT))
     }
     ones = torch.ones(1, 1, 1, D, dtype=torch.float64)
-    rope = {name: _rotary(ones, ones, at).flip(0) for name, at in (("here", 0), ("there", SHIFT))}
+    rope = {
+        name: _rotary(ones, ones, start).flip(0) for name, start in (("here", 0), ("there", SHIFT))
+    }
     alibi = -torch.tensor(alibi_slopes(HEADS), dtype=torch.float64)[:, None] * torch.arange(FAR)
-    make = torch.Generator().manual_seed(seed)
-    q, k = torch.randn(2, 1, 1, 1, D, generator=make, dtype=torch.float64).unbind(0)
-    moved = (_rotary(q, k, 0) - _rotary(q, k, SHIFT)).abs().max()
-    added = (
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, 1, 1, 1, D, generator=generator, dtype=torch.float64).unbind(0)
+    rotary_change = (_rotary(q, k, 0) - _rotary(q, k, SHIFT)).abs().max()
+    sinusoidal_change = (
         (table[FAR - 1] + q[0, 0, 0]) @ (table[:FAR] + k[0, 0]).mT
         - (table[FAR - 1 + SHIFT] + q[0, 0, 0]) @ (table[SHIFT : SHIFT + FAR] + k[0, 0]).mT
     ).abs().max() / D
@@ -74,8 +75,8 @@ def _measure(_budget: float, seed: int) -> Numbers:
         "alibi": [row.tolist() for row in alibi[:: HEADS - 1]],
         "moved": {
             "sinusoidal alone": float((sine["here"] - sine["there"]).abs().max()),
-            "sinusoidal, with content": float(added),
-            "rotary, with content": float(moved),
+            "sinusoidal, with content": float(sinusoidal_change),
+            "rotary, with content": float(rotary_change),
         },
         "formula": float(
             (rope["here"] - 2 * long_term_decay(D, 10000.0, range(FAR)) / D).abs().max()
@@ -84,52 +85,67 @@ def _measure(_budget: float, seed: int) -> Numbers:
 
 
 def _falls(values: list[float]) -> float:
-    """The share of steps away that lower the score."""
+    """Return the share of steps to a larger distance that lower the score."""
     return sum(b < a for a, b in pairwise(values)) / (len(values) - 1)
 
 
-def _checks(numbers: Mapping[str, Any]) -> list[Check]:
-    def nearer(name: str) -> float:
+def _checks(numbers: Numbers) -> list[Criterion]:
+    def near_minus_far(name: str) -> float:
         return float(sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64)
 
     return [
-        Check(
-            "sinusoids: mean score of the 16 nearest less that of the 64 farthest",
-            nearer("sinusoidal"),
+        Criterion(
+            "sinusoidal: mean score of the 16 nearest keys minus that of the 64 farthest",
+            near_minus_far("sinusoidal"),
             low=0.1,
         ),
-        Check("rotary: likewise", nearer("rotary"), low=0.1),
-        Check(
-            "ALiBi: share of steps away that lower the score, the least of its heads",
+        Criterion(
+            "rotary: mean score of the 16 nearest keys minus that of the 64 farthest",
+            near_minus_far("rotary"),
+            low=0.1,
+        ),
+        Criterion(
+            "ALiBi: share of steps to a larger distance that lower the score, smallest over the "
+            "heads",
             min(map(_falls, numbers["alibi"])),
             low=1.0,
         ),
-        Check(
-            "sinusoids: share of steps away that lower the score",
+        Criterion(
+            "sinusoidal: share of steps to a larger distance that lower the score",
             _falls(numbers["sinusoidal"]),
             low=1.0,
             role="limit",
         ),
-        Check("rotary: likewise", _falls(numbers["rotary"]), low=1.0, role="limit"),
+        Criterion(
+            "rotary: share of steps to a larger distance that lower the score",
+            _falls(numbers["rotary"]),
+            low=1.0,
+            role="limit",
+        ),
     ]
 
 
-def _checks_distance(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_distance(numbers: Numbers) -> list[Criterion]:
     moved = numbers["moved"]
     return [
-        Check(
-            "rotary, with random content: change of the scores when all positions move",
+        Criterion(
+            "rotary, random queries and keys: change of the scores when all positions are shifted",
             moved["rotary, with content"],
             high=1e-12,
         ),
-        Check(
-            "sinusoids added to random content: likewise",
+        Criterion(
+            "sinusoidal, added to random tokens: change of the scores when all positions are "
+            "shifted",
             moved["sinusoidal, with content"],
             high=1e-5,
         ),
-        Check("sinusoids among themselves: likewise", moved["sinusoidal alone"], role="told"),
-        Check(
-            "rotary by its formula 2/d sum cos(m theta): distance",
+        Criterion(
+            "sinusoidal, without tokens: change of the scores when all positions are shifted",
+            moved["sinusoidal alone"],
+            role="reported",
+        ),
+        Criterion(
+            "rotary: largest difference from its formula 2/d sum cos(m theta)",
             numbers["formula"],
             high=1e-12,
             role="control",
@@ -137,7 +153,7 @@ def _checks_distance(numbers: Mapping[str, Any]) -> list[Check]:
     ]
 
 
-def _picture(numbers: Mapping[str, Any]) -> Picture:
+def _picture(numbers: Numbers) -> Picture:
     def line(name: str, values: list[float]) -> Line:
         return Line(name, tuple((float(m), max(value, -1.5)) for m, value in enumerate(values)))
 
@@ -149,7 +165,7 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         line("ALiBi, flattest head", flat),
     )
     return Picture(
-        "What is left of a match at a distance (ALiBi: what is added, cut at -1.5)",
+        "Score of a matching key by distance (ALiBi: the bias, cut off at -1.5)",
         "distance",
         "score",
         lines,
@@ -157,37 +173,39 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 
 _UNTRAINED = (
-    "The schemes before any training, base 10000, 64 dims: a trained model may use the "
-    "far tail of a rotation, and does."
+    "The schemes before training, base 10000, 64 dims. Trained models also make use of rotary "
+    "scores at large distances."
 )
 
 CLAIM = Claim(
     id="positions",
-    sources=(Source(OUTLINE, "position encodings"),),
-    says="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far ones.",
-    predicts="A query and a key that match score less at a distance, under each of the three.",
-    scale=_UNTRAINED,
+    sources=(NoteSection(OUTLINE, "position encodings"),),
+    statement="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far "
+    "ones.",
+    prediction="The score of a query and a key that match is smaller at a distance, with each of "
+    "the three.",
+    scope=_UNTRAINED,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    shares="positions",
-    lesson="On the whole all three do; at every step only ALiBi: sinusoids and rotations wave as "
-    "they fall.",
+    measured_with="positions",
+    takeaway="On average all three do. Only with ALiBi does every step to a larger distance lower "
+    "the score: sinusoidal and rotary scores oscillate while they fall.",
 )
 
 DISTANCE = Claim(
     id="positions-distance",
-    sources=(Source(OUTLINE, "position encodings"),),
-    says="Under sinusoidal and rotary positions a score depends on the distance of two tokens "
+    sources=(NoteSection(OUTLINE, "position encodings"),),
+    statement="Under sinusoidal and rotary positions a score depends on the distance of two tokens "
     "alone.",
-    predicts="No score changes when all positions move by the same number.",
-    scale=_UNTRAINED,
+    prediction="No score changes when all positions are shifted by the same number.",
+    scope=_UNTRAINED,
     measure=_measure,
     checks=_checks_distance,
     picture=_picture,
-    shares="positions",
-    lesson="True of rotations, and of sinusoids among themselves; added to content, sinusoids "
-    "bring in products of content and position.",
+    measured_with="positions",
+    takeaway="True of rotary positions, and of sinusoidal ones alone. If sinusoidal positions are "
+    "added to tokens, the scores also have products of tokens and positions.",
 )
 
 
@@ -196,7 +214,7 @@ ORDER_DIM, ORDER_HEADS, ORDER_TOKENS, ORDER_LAYERS = 16, 2, 6, (1, 2, 3)
 
 @torch.no_grad()
 def _last_row_change(layers: int, x: Tensor, seed: int, *, causal: bool) -> float:
-    """How far the last row moves when the first two tokens change places."""
+    """Return the change of the last row when the first two tokens are swapped."""
     torch.manual_seed(seed)
     stack = [mha(ORDER_DIM, ORDER_HEADS, is_causal=causal).double() for _ in range(layers)]
 
@@ -210,8 +228,8 @@ def _last_row_change(layers: int, x: Tensor, seed: int, *, causal: bool) -> floa
 
 
 def _measure_order(_budget: float, seed: int) -> Numbers:
-    make = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, ORDER_TOKENS, ORDER_DIM, generator=make, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, ORDER_TOKENS, ORDER_DIM, generator=generator, dtype=torch.float64)
     rows = [
         {
             "layers": n,
@@ -223,63 +241,74 @@ def _measure_order(_budget: float, seed: int) -> Numbers:
     return {"dim": ORDER_DIM, "tokens": ORDER_TOKENS, "by_layers": rows}
 
 
-def _checks_order(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_order(numbers: Numbers) -> list[Criterion]:
     rows = numbers["by_layers"]
     return [
-        Check(
-            "no mask: the most that the last row moves, over the numbers of layers",
+        Criterion(
+            "no mask: largest change of the last row, over the numbers of layers",
             max(r["all"] for r in rows),
             high=1e-12,
         ),
-        Check("causal, two layers: how far it moves", rows[1]["causal"], high=1e-12),
-        Check("causal, one layer: how far it moves", rows[0]["causal"], role="told"),
-        Check("causal, three layers: how far it moves", rows[2]["causal"], role="told"),
+        Criterion("causal mask, two layers: change of the last row", rows[1]["causal"], high=1e-12),
+        Criterion(
+            "causal mask, one layer: change of the last row", rows[0]["causal"], role="reported"
+        ),
+        Criterion(
+            "causal mask, three layers: change of the last row", rows[2]["causal"], role="reported"
+        ),
     ]
 
 
-def _picture_order(numbers: Mapping[str, Any]) -> Picture:
+def _picture_order(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(title, tuple((float(r["layers"]), r[name]) for r in numbers["by_layers"]))
         for name, title in (("all", "no mask"), ("causal", "causal"))
     )
     return Picture(
-        "Two tokens change places, no positions are told", "layers", "change of the last row", lines
+        "Two tokens are swapped, without position encodings",
+        "layers",
+        "change of the last row",
+        lines,
     )
 
 
 ORDER_INFORMATION = Claim(
     id="order-information",
-    sources=(Source(OVERVIEW, "1.2"),),
-    says="A Transformer without position encodings has no information about the order of its "
+    sources=(NoteSection(OVERVIEW, "1.2"),),
+    statement="A Transformer without position encodings has no information about the order of its "
     "tokens.",
-    predicts="When two tokens change places, the last row stays the same: with and without a "
-    "causal mask, at any number of layers.",
-    scale="Exact; the size of the change is that of random weights, width 16 and six tokens.",
+    prediction="When two tokens are swapped, the last row stays the same, with and without a "
+    "causal mask, for any number of layers.",
+    scope="Exact; the size of the change depends on the random weights, width 16 and six tokens.",
     measure=_measure_order,
     checks=_checks_order,
     picture=_picture_order,
-    lesson="True without a mask. Under a causal mask the second layer reads rows that have seen "
-    "more or less of the text: a language model can tell the order without any positions.",
+    takeaway="True without a mask. Under a causal mask the rows that the second layer reads depend "
+    "on different numbers of tokens, so that a language model can determine the order without "
+    "position encodings.",
 )
 
 
 WAYS = ("q, k", "q, k, v turned back", "q, k, v not turned back")
+"""The names of the three models: rotated queries and keys, and rotated values with and without an
+inverse rotation of the output.
+"""
 VALUES_DIM, VALUES_HEADS, VALUES_SEEDS = 64, 4, 3
 VALUES_STEPS, VALUES_CONTEXT = 200, 96
 
 
-class TurnedValues(SeparateQKV):
-    """A projection that rotates its values too, not only its queries and keys.
+class RotatedValues(SeparateQKV):
+    """A projection that rotates its values in addition to its queries and keys.
 
-    Attention asks for the queries of a call first, so the projection keeps their positions for
-    rotating the output back.
+    Attention asks for the queries of a call first, so the projection stores their positions to
+    rotate the output back.
 
     Args:
-        before: a projection with rotary queries and keys, whose heads are used as they are.
+        before: a projection with rotary queries and keys, whose heads are used.
         back: whether the output of attention is rotated back.
 
-    >>> _, model = decoder(BYTES, dim=16, heads=2)
-    >>> turned = TurnedValues(model.layers[0].attention.project, back=True)
+    >>> _, model = small_decoder(BYTES, dim=16, heads=2)
+    >>> turned = RotatedValues(model.layers[0].attention.project, back=True)
     >>> turned.remember(torch.zeros(1, 3, 16), Span(0, 3))[1].shape
     torch.Size([1, 2, 3, 8])
     """
@@ -288,12 +317,12 @@ class TurnedValues(SeparateQKV):
         super().__init__(before.q, before.k, before.v)
         self.back = back
         self.rotary = Rotary(before.v.head_dim)
-        self._at: Positions = Span(0, 0)
+        self._query_positions: Positions = Span(0, 0)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the rotated queries, and keep their positions."""
         assert positions is not None
-        self._at = positions
+        self._query_positions = positions
         return super().query(x, positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
@@ -304,83 +333,102 @@ class TurnedValues(SeparateQKV):
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Return R(-i) z_i where the output is rotated back, else z."""
-        return rotate(z, self._at, -self.rotary.inv_freq) if self.back else z
+        return rotate(z, self._query_positions, -self.rotary.inv_freq) if self.back else z
 
 
 def _model(way: str, seed: int) -> Decoder:
-    _, model = decoder(BYTES, dim=VALUES_DIM, heads=VALUES_HEADS, seed=seed)
+    """Return a decoder with random weights, whose values are rotated or not."""
+    _, model = small_decoder(BYTES, dim=VALUES_DIM, heads=VALUES_HEADS, seed=seed)
     for layer in model.layers:
         attention = layer.attention
         assert isinstance(attention, Attention)
         if way != WAYS[0]:
             before = attention.project
             assert isinstance(before, SeparateQKV)
-            attention.project = TurnedValues(before, back=way == WAYS[1])
+            attention.project = RotatedValues(before, back=way == WAYS[1])
     return model
 
 
 @torch.no_grad()
-def _moved(model: Decoder) -> float:
-    """How far a shift of all positions moves the logits, in deviations of the logits."""
-    double = model.double()
+def _shift_change(model: Decoder) -> float:
+    """Return the change of the logits when all positions are shifted, in standard deviations."""
+    model64 = model.double()
     ids = torch.arange(24)[None] * 7 % BYTES
-    here, there = (double(ids, Span(at, 24)) for at in (0, 1000))
-    moved = float((here - there).abs().max() / here.std())
+    here, there = (model64(ids, Span(start, 24)) for start in (0, 1000))
+    change = float((here - there).abs().max() / here.std())
     model.float()
-    return moved
+    return change
 
 
 def _measure_values(budget: float, seed: int) -> Numbers:
-    count, rows = steps(budget, VALUES_STEPS), []
+    count, rows = num_steps(budget, VALUES_STEPS), []
     for way in WAYS:
         losses, moved = [], 0.0
-        for trial in range(seed, seed + trials(budget, VALUES_SEEDS)):
+        for trial in range(seed, seed + num_seeds(budget, VALUES_SEEDS)):
             model = _model(way, trial)
-            read_bytes(model, count, context=VALUES_CONTEXT, seed=trial)
+            train_on_bytes(model, count, context=VALUES_CONTEXT, seed=trial)
             losses.append(byte_loss(model, VALUES_CONTEXT, rows=32))
-            moved = max(moved, _moved(model))  # a fresh model's outputs are 0: nothing would move
+            # measured after training: the outputs of an untrained model are 0
+            moved = max(moved, _shift_change(model))
         rows.append({"way": way, "losses": losses, "moved": moved})
     return {
         "steps": count,
-        "seeds": trials(budget, VALUES_SEEDS),
+        "seeds": num_seeds(budget, VALUES_SEEDS),
         "dim": VALUES_DIM,
         "by_way": rows,
     }
 
 
-def _checks_values(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_values(numbers: Numbers) -> list[Criterion]:
     plain, back, bare = numbers["by_way"]
     gains = [a - b for a, b in zip(plain["losses"], back["losses"], strict=True)]
     worse = [a - b for a, b in zip(bare["losses"], plain["losses"], strict=True)]
     return [
-        scattered(
-            "values turned and turned back: nats per byte gained, seed by seed", gains, high=0.01
+        median_criterion(
+            "values rotated and rotated back: loss without it minus loss, nats per byte, for each "
+            "seed",
+            gains,
+            high=0.01,
         ),
-        scattered("values turned and not turned back: nats per byte lost", worse, role="told"),
+        median_criterion(
+            "values rotated and not rotated back: loss minus loss without it, nats per byte",
+            worse,
+            role="reported",
+        ),
     ]
 
 
-def _checks_values_inverse(numbers: Mapping[str, Any]) -> list[Check]:
+def _checks_values_inverse(numbers: Numbers) -> list[Criterion]:
     plain, back, bare = numbers["by_way"]
     return [
-        Check(
-            "queries and keys turned: change of the logits when all positions move",
+        Criterion(
+            "queries and keys rotated: change of the logits when all positions are shifted",
             plain["moved"],
             high=1e-9,
             role="control",
         ),
-        Check("values turned too, and not turned back: likewise", bare["moved"], low=1e-3),
-        Check("values turned too, and turned back: likewise", back["moved"], high=1e-9),
+        Criterion(
+            "values rotated too, not rotated back: change of the logits when all positions are "
+            "shifted",
+            bare["moved"],
+            low=1e-3,
+        ),
+        Criterion(
+            "values rotated too, and rotated back: change of the logits when all positions are "
+            "shifted",
+            back["moved"],
+            high=1e-9,
+        ),
     ]
 
 
-def _picture_values(numbers: Mapping[str, Any]) -> Picture:
+def _picture_values(numbers: Numbers) -> Picture:
     lines = tuple(
         Line(row["way"], tuple((float(i), loss) for i, loss in enumerate(row["losses"])))
         for row in numbers["by_way"]
     )
     return Picture(
-        "What is turned by its position: loss on text that was not trained on",
+        "Loss on validation text, with different projections rotated by position",
         "seed",
         "nats per byte",
         lines,
@@ -389,30 +437,32 @@ def _picture_values(numbers: Mapping[str, Any]) -> Picture:
 
 VALUES = Claim(
     id="values",
-    sources=(Source(ATTN_JOURNEY, "6.3"),),
-    says="Turning values as well as queries and keys brings no benefit.",
-    predicts="At most a hundredth of a nat per byte gained, when what was turned is turned back.",
-    scale="Two layers of width 64, three seeds, a minute on text: a difference of hundredths of a "
-    "nat says nothing of large models.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.3"),),
+    statement="Rotating values as well as queries and keys brings no benefit.",
+    prediction="With rotated values and an output that is rotated back, the loss is at most 0.01 "
+    "nats per byte lower.",
+    scope="Two layers of width 64, three seeds, a minute of training on text. Differences of 0.01 "
+    "nats do not carry over to large models.",
     measure=_measure_values,
     checks=_checks_values,
     picture=_picture_values,
-    shares="values",
-    lesson="Whether it helps is for the loss to say, and is open at the size of real models.",
+    measured_with="values",
+    takeaway="Whether it helps must be measured by the loss, and is open for large models.",
 )
 
 INVERSE = Claim(
     id="values-inverse",
-    sources=(Source(ATTN_JOURNEY, "6.3"),),
-    says="Turned values need an inverse rotation.",
-    predicts="With it the model depends on distances alone, and without it on where the text "
-    "begins.",
-    scale="Exact, on trained models of two layers in fp64.",
+    sources=(NoteSection(ATTN_JOURNEY, "6.3"),),
+    statement="Rotated values need an inverse rotation.",
+    prediction="With it the model depends on distances alone; without it, the model depends on the "
+    "position at which the text begins.",
+    scope="Exact, on trained models of two layers in fp64.",
     measure=_measure_values,
     checks=_checks_values_inverse,
     picture=_picture_values,
-    shares="values",
-    lesson="It is a few lines: R(-i) behind the mix makes values relative too.",
+    measured_with="values",
+    takeaway="The inverse rotation R(-i) of the output is a few lines of code, and makes the "
+    "values relative too.",
 )
 
 CLAIMS = (ORDER_INFORMATION, CLAIM, DISTANCE, VALUES, INVERSE)

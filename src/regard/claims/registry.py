@@ -1,4 +1,4 @@
-"""All claims by id, and running them as experiments whose numbers are kept."""
+"""All claims by id, and running them as experiments whose numbers are stored."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from regard.claims import (
     extrapolation,
     grouped_query,
     heads,
-    infini,
+    infini_attention,
     latent_attention,
     mha_gpt_mla,
     minus_infinity,
     parallelism,
     positions,
-    scale,
+    score_scale,
 )
 from regard.claims.claim import Claim, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
@@ -34,7 +34,7 @@ from regard.process_state import seeded
 CLAIMS: dict[str, Claim] = {
     claim.id: claim
     for claim in (
-        *scale.CLAIMS,
+        *score_scale.CLAIMS,
         *minus_infinity.CLAIMS,
         *dropout.CLAIMS,
         *cross_attention.CLAIMS,
@@ -47,80 +47,100 @@ CLAIMS: dict[str, Claim] = {
         *positions.CLAIMS,
         *extrapolation.CLAIMS,
         *decode_mask.CLAIMS,
-        *infini.CLAIMS,
+        *infini_attention.CLAIMS,
         *embeddings.CLAIMS,
     )
 }
-"""Id -> claim, in the order in which they are listed."""
+"""The claims by id, in the order in which they are listed."""
 
 
 def find_claim(name: str) -> Claim:
-    """The claim of an id.
+    """Return the claim of an id.
+
+    Args:
+        name: a key of `CLAIMS`.
+
+    Returns:
+        The claim.
 
     Raises:
-        ArgumentError: there is none; names the near ones.
+        ArgumentError: there is no such claim; the message suggests similar ids.
 
     >>> str(find_claim("scale").sources[1])
     'AttnJourney, section 3.1'
     """
     if name not in CLAIMS:
         hint = suggest(name, CLAIMS, most=2, otherwise=";")
-        raise ArgumentError(f"there is no claim {name!r}{hint} --list tells them all")
+        raise ArgumentError(f"there is no claim {name!r}{hint} --list shows all claims")
     return CLAIMS[name]
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
-    """The experiments of claims, each under the name claim/<id>; claims that share one have it
-    once.
+    """Return the experiments that measure claims, under the names claim/<id>.
+
+    Claims that use the measurement of another claim share its experiment.
 
     Args:
-        claims: which.
-        budget: 1 is at most about two minutes for each on two cores; 2 is twice the steps and
+        claims: the claims to measure.
+        budget: 1 takes at most about two minutes per experiment on two cores; 2 doubles steps and
             rounds.
-        seed: of weights, data and order.
+        seed: the random seed for weights, data and order.
+
+    Returns:
+        The experiments, each once.
 
     Raises:
         ArgumentError: the budget is not above 0 and finite.
 
     >>> from regard.claims import find_claim
-    >>> [one.name for one in experiments([find_claim("scale")], budget=0.01)]
+    >>> [experiment.name for experiment in experiments([find_claim("scale")], budget=0.01)]
     ['claim/scale']
     """
     if not (budget > 0 and math.isfinite(budget)):
         raise ArgumentError(f"budget is {budget}; it must be above 0, and 1 is the default")
-    made = [_experiment(claim, budget, seed) for claim in claims]
-    return list({one.name: one for one in made}.values())
+    all_experiments = [_experiment(claim, budget, seed) for claim in claims]
+    return list({experiment.name: experiment for experiment in all_experiments}.values())
 
 
-def run(
+def run_claims(
     session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0
 ) -> list[Outcome]:
-    """Run claims, or find what an earlier run of the same budget and seed has kept.
+    """Measure claims, or take the numbers that an earlier run with the same budget and seed has
+    stored.
 
     Args:
-        session: with its store.
-        claims, budget, seed: as `experiments`.
+        session: a session, whose store has the numbers.
+        claims: the claims to measure.
+        budget, seed: see `experiments`.
+
+    Returns:
+        One outcome per claim.
 
     Raises:
-        ArgumentError: as `experiments`.
+        ArgumentError: the budget is not above 0 and finite.
 
     >>> from regard.compare import ExperimentStore, Session
     >>> from regard.claims import find_claim
-    >>> [one.verdict for one in run(Session(ExperimentStore(None)), [find_claim("minus-infinity")])]
+    >>> session = Session(ExperimentStore(None))
+    >>> [outcome.verdict for outcome in run_claims(session, [find_claim("minus-infinity")])]
     ['holds with limits']
     """
-    found = []
+    outcomes = []
     for claim in claims:
-        (one,) = experiments([claim], budget, seed)
-        numbers = session.run([one])[one.name]
-        found.append(Outcome(claim, numbers, budget, seed, reused=one.name in session.reused_names))
-    return found
+        (experiment,) = experiments([claim], budget, seed)
+        numbers = session.run([experiment])[experiment.name]
+        outcomes.append(
+            Outcome(claim, numbers, budget, seed, reused=experiment.name in session.kept)
+        )
+    return outcomes
 
 
 def _experiment(claim: Claim, budget: float, seed: int) -> Experiment:
+    """Return the experiment that measures a claim."""
+
     def measure() -> Numbers:
         with seeded(seed):
             return claim.measure(budget, seed)
 
     settings = {"budget": budget, "seed": seed, "torch": torch.__version__, "regard": __version__}
-    return Experiment(f"claim/{claim.shares or claim.id}", settings, measure)
+    return Experiment(f"claim/{claim.measured_with or claim.id}", settings, measure)

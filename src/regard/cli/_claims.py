@@ -46,10 +46,10 @@ COMPARISON_OPTIONS = ("names", "quality", "task", "context", "steps", "lr")
 """Options of a comparison that do not apply to claims."""
 
 
-def listing() -> str:
+def list_claims() -> str:
     """Return the list of claims for --list."""
     from regard.claims import CLAIMS
-    from regard.claims.render import listing as claim_listing
+    from regard.claims.render import list_claims as claim_listing
 
     return "claims\n" + claim_listing(list(CLAIMS.values()))
 
@@ -79,16 +79,15 @@ def run(options: dict[str, Any], command: str) -> None:
     """Run the named claims, print their outcomes, and write the files that the options name."""
     import torch
 
-    from regard.bench.machine import machine
-    from regard.claims import CLAIMS, find_claim
-    from regard.claims import run as run_claims
+    from regard.bench.machine import describe_machine
+    from regard.claims import CLAIMS, find_claim, run_claims
     from regard.compare.experiment import ExperimentStore, Session
 
     names = CLAIMS if ALL in options["claim"] else dict.fromkeys(options["claim"])
     claims = [find_claim(name) for name in names]
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    machine_facts = machine(torch.device("cpu"))
+    machine_facts = describe_machine(torch.device("cpu"))
     session = Session(ExperimentStore(options["out"], {"machine": machine_facts}))
     outcomes: list[Outcome] = []
     exit_code = 0
@@ -105,9 +104,9 @@ def run(options: dict[str, Any], command: str) -> None:
 
 
 def _echo(outcome: Outcome) -> None:
-    from regard.claims.render import text
+    from regard.claims.render import outcome_text
 
-    typer.echo(text(outcome) + "\n")
+    typer.echo(outcome_text(outcome) + "\n")
 
 
 def _write(
@@ -118,7 +117,7 @@ def _write(
     *,
     interrupted: bool,
 ) -> None:
-    from regard.claims.render import as_csv, section, summary
+    from regard.claims.render import as_csv, outcome_section, summary
     from regard.view.html_page import page as page_of
     from regard.view.html_page import write
 
@@ -146,7 +145,7 @@ def _write(
             summary(outcomes),
             facts,
             command,
-            [section(one) for one in outcomes],
+            [outcome_section(one) for one in outcomes],
         )
         write(options["html"], page)
 

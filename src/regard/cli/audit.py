@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import How, Ignore, Revision, load
+from regard.cli.options import Ignore, LoadOptions, Revision, load
 from regard.errors import ArgumentError, RegardError
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def audit(
         raise typer.BadParameter(
             "give package.module:name, or --model and a folder", param_hint="target"
         )
-    how = How(dtype, ignore=ignore, revision=revision)
+    how = LoadOptions(dtype, ignore=ignore, revision=revision)
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
         raise typer.BadParameter(
@@ -281,7 +281,7 @@ def audit(
         raise typer.Exit(code)
 
 
-def _audited(target: str | None, model: str | None, how: How, **given: Any) -> Audit:
+def _audited(target: str | None, model: str | None, how: LoadOptions, **given: Any) -> Audit:
     import torch
 
     from regard.inspect import audit as run

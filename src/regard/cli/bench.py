@@ -18,10 +18,10 @@ from regard.did_you_mean import suggest
 if TYPE_CHECKING:
     import torch
 
-    from regard.bench.case import Case, Sizes
+    from regard.bench.interfaces import Case, ProblemSizes
     from regard.bench.machine import Ceilings
-    from regard.bench.result import Measured
-    from regard.bench.runner import Budget
+    from regard.bench.result import CaseResult
+    from regard.bench.runner import TimingBudget
 
 EPILOG = "For example: regard bench decode causal-prefill --size small --json -"
 
@@ -119,14 +119,14 @@ def bench(
     an implementation fails, or a case does not fit in memory. An implementation that is not
     installed is listed with the reason.
     """
-    from regard.bench.runner import Budget
-    from regard.bench.runner import threads as use
+    from regard.bench.runner import TimingBudget
+    from regard.bench.runner import torch_threads as use
 
     cases = _cases(names, peer)
     if list_:
-        from regard.bench.table import listing
+        from regard.bench.render import list_cases
 
-        typer.echo(listing(cases))
+        typer.echo(list_cases(cases))
         return
     where, dtypes = _device(device), _dtypes(dtype)
     jobs = _jobs(cases, size, length, batch, dtypes)
@@ -137,14 +137,14 @@ def bench(
     )
     chosen = {"size": size, "length": length, "batch": batch} if memory else None
     with use(threads):
-        code = _run(jobs, where, Budget(rounds, seconds), json, plot, chosen)
+        code = _run(jobs, where, TimingBudget(rounds, seconds), json, plot, chosen)
     raise typer.Exit(code)
 
 
 def _run(
-    jobs: list[tuple[Case, Sizes, torch.dtype]],
+    jobs: list[tuple[Case, ProblemSizes, torch.dtype]],
     device: torch.device,
-    budget: Budget,
+    budget: TimingBudget,
     json: str | None,
     plot: Path | None,
     memory: dict[str, Any] | None,
@@ -160,14 +160,14 @@ def _run(
         memory: the options that the sizes were made from if memory is measured, or None.
     """
     from regard.bench import Ceilings, measure
-    from regard.bench.machine import machine
+    from regard.bench.machine import describe_machine
+    from regard.bench.render import case_table, header
     from regard.bench.result import as_json
-    from regard.bench.table import header, table
 
     def echo(text: str) -> None:  # with --json -, standard output has the JSON only
         typer.echo(text, err=json == "-")
 
-    machine_facts, interrupted, results = machine(device), False, []
+    machine_facts, interrupted, results = describe_machine(device), False, []
     ceilings = None
     try:
         _report("measuring the machine's peak bandwidth and rates")
@@ -187,7 +187,7 @@ def _run(
                     peak=peak,
                 )
             )
-            echo("\n" + table(results[-1]))
+            echo("\n" + case_table(results[-1]))
             if results[-1].interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -210,12 +210,12 @@ def _peak(
     """
     import torch
 
-    from regard.bench.memory import in_child
+    from regard.bench.peak_memory import call_in_subprocess
 
     settings = {**size_options, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
-    return lambda name: in_child(
-        "regard.bench.memory:peer_peak",
+    return lambda name: call_in_subprocess(
+        "regard.bench.peak_memory:peer_peak_bytes",
         {**settings, "peer": name},
         advice="leave --memory out to skip this measurement",
     )
@@ -232,16 +232,16 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
 
 
 def _draw(
-    results: list[Measured], path: Path, machine_facts: dict[str, Any], ceilings: Ceilings
+    results: list[CaseResult], path: Path, machine_facts: dict[str, Any], ceilings: Ceilings
 ) -> None:
-    from regard.bench.table import chart
+    from regard.bench.render import ratio_chart
     from regard.view import charts
 
     where = (
         f"{machine_facts['processor']}, {units.plural(machine_facts['threads'], 'thread')}, torch "
         f"{machine_facts['torch']}"
     )
-    charts.write(chart(results, f"{where}, reading {units.rate(ceilings.read)}"), path)
+    charts.write(ratio_chart(results, f"{where}, reading {units.rate(ceilings.read)}"), path)
 
 
 def _report(line: str) -> None:
@@ -277,7 +277,7 @@ def _jobs(
     length: int | None,
     batch: int | None,
     dtypes: tuple[torch.dtype, ...] | None,
-) -> list[tuple[Case, Sizes, torch.dtype]]:
+) -> list[tuple[Case, ProblemSizes, torch.dtype]]:
     from regard.bench.cases import SIZES
 
     _check(size, SIZES, "sizes", "--size")

@@ -286,11 +286,11 @@ def _check_quality(options: dict[str, Any]) -> None:
 def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
     import torch
 
-    from regard.bench.machine import machine
+    from regard.bench.machine import describe_machine
     from regard.compare.comparison import Comparison
     from regard.compare.experiment import ExperimentStore, Session
 
-    machine_facts = machine(torch.device("cpu"))
+    machine_facts = describe_machine(torch.device("cpu"))
     session = Session(ExperimentStore(options["out"], {"machine": machine_facts}), _report)
     return Comparison(
         plan,

@@ -329,7 +329,7 @@ def convert(
             length=length,
             revision=revision,
             ignore=ignore or (),
-            heal=_healing(heal, lr=lr, batch=batch, seed=seed),
+            finetune=_finetuning(heal, lr=lr, batch=batch, seed=seed),
             tell=_report,
         )
     except ArgumentError as error:
@@ -341,14 +341,16 @@ def convert(
         show(report)
 
 
-def _healing(steps: int | None, **settings: Any) -> Finetune | None:
+def _finetuning(steps: int | None, **settings: Any) -> Finetune | None:
     """Return the function that finetunes the converted model, or None."""
     if steps is None:
         return None
-    from regard.train.finetune import heal
-    from regard.train.progress import show
+    from regard.train.finetune import finetune
+    from regard.train.progress import make_progress
 
-    return cast("Finetune", partial(heal, steps=steps, progress=show(steps), **settings))
+    return cast(
+        "Finetune", partial(finetune, steps=steps, progress=make_progress(steps), **settings)
+    )
 
 
 def _report(line: str) -> None:

@@ -368,8 +368,8 @@ def _here() -> Machine:
     """
     import torch
 
-    from regard.bench.machine import Ceilings, free
-    from regard.bench.machine import machine as about
+    from regard.bench.machine import Ceilings, free_memory
+    from regard.bench.machine import describe_machine as about
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -382,7 +382,9 @@ def _here() -> Machine:
         f"{threads}, torch {machine_facts['torch']}"
     )
     rates = {names[d]: rate for d, rate in ceilings.gemm.items()}
-    return Machine("here", ceilings.read, rates, free(device), source, "memory that is free now")
+    return Machine(
+        "here", ceilings.read, rates, free_memory(device), source, "memory that is free now"
+    )
 
 
 def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:

@@ -386,9 +386,9 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
     import torch
 
     from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
-    from regard.train.tasks.base import BOS, EOS, SPECIAL
-    from regard.train.tasks.evaluate import Reader, say
-    from regard.train.tasks.run import load as load_task
+    from regard.train.tasks.evaluate import Seq2SeqModel, generate_ids
+    from regard.train.tasks.task import BOS, EOS, SPECIAL
+    from regard.train.tasks.task_training import load as load_task
 
     network, task = load_task(folder)
     vocabulary_words = (*SPECIAL, *task.vocabulary.words)
@@ -396,8 +396,8 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
     def as_words(ids: Sequence[int]) -> tuple[str, ...]:
         return tuple(vocabulary_words[i] for i in ids)
 
-    name, words = Path(folder).name, task.vocabulary.encode(task.read(text))
-    if task.kind == "rows":
+    name, words = Path(folder).name, task.vocabulary.encode(task.tokenize(text))
+    if task.kind == "causal":
         if target is not None:
             raise typer.BadParameter(
                 "the task continues one row; leave it out", param_hint="--target"
@@ -405,10 +405,10 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
         return prepare_run(
             PretokenizedInput(network, (words, as_words(words)), None, name, as_words)
         )
-    assert isinstance(network, Reader), "tasks of pairs are given to nothing else"
+    assert isinstance(network, Seq2SeqModel), "tasks of pairs are given to nothing else"
     source = [*words, EOS]
     if target is None:
-        answer = say(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
+        answer = generate_ids(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
     else:
         answer = task.vocabulary.encode(target.split() if task.writes else tuple(target))
     target_ids = [BOS, *answer]

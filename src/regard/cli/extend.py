@@ -141,12 +141,15 @@ def _run(options: dict[str, Any]) -> ExtensionResults:
 
 def _ids(model: Model, source: str) -> tuple[Any, str]:
     """Return the token ids of a text, and the name of the text."""
-    from regard.train.corpus import DEFAULT, read, split
+    from regard.train.corpus import DEFAULT_SOURCE, load_documents, split_documents
 
-    documents = read(source)
+    documents = load_documents(source)
     name = source
-    if source == DEFAULT:
-        documents, name = split(documents)[1], f"{source}, the part that tiny was not trained on"
+    if source == DEFAULT_SOURCE:
+        documents, name = (
+            split_documents(documents)[1],
+            f"{source}, the part that tiny was not trained on",
+        )
     if not model.has_tokenizer:
         raise FileError(
             f"the model has no tokenizer, which --text {source} needs; add tokenizer.json to its "

@@ -99,11 +99,11 @@ def listing(value: str | None) -> str | None:
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
-    from regard.train.tasks.models import names
+    from regard.train.tasks.task_models import models_for
 
     for task in KNOWN.values():
-        typer.echo(f"{task.name:<15} {task.sentence}")
-        typer.echo(f"{'':<15} --model {', '.join(names(task))}")
+        typer.echo(f"{task.name:<15} {task.description}")
+        typer.echo(f"{'':<15} --model {', '.join(models_for(task))}")
     raise typer.Exit
 
 
@@ -138,7 +138,7 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
     """
     import torch
 
-    from regard.train.tasks.run import TaskRun
+    from regard.train.tasks.task_training import TaskTrainingRun
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
@@ -146,7 +146,7 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
         name: options[name] for name in given_names if name not in ("json", "resume", "threads")
     }
     try:
-        run = TaskRun(run_options)
+        run = TaskTrainingRun(run_options)
         figures, stopped_by = run.run()
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -393,12 +393,12 @@ def train(
     options = {name: value for name, value in options.items() if name not in other_options}
     import torch
 
-    from regard.train.run import Run
+    from regard.train.pretraining import PretrainingRun
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     try:
-        figures, stopped_by = Run(options).run()
+        figures, stopped_by = PretrainingRun(options).run()
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     if json:

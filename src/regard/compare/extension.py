@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.bench.machine import machine
+from regard.bench.machine import describe_machine
 from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
 from regard.compare.reach import losses, needles, perplexity
 from regard.errors import ArgumentError
@@ -454,7 +454,7 @@ def extend_all(
         "mark": test.mark,
         "seed": test.seed,
         "steps": options.steps,
-        "machine": machine(torch.device("cpu")),
+        "machine": describe_machine(torch.device("cpu")),
     }
     return ExtensionResults(start_facts, results)
 

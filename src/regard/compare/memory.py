@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from regard.bench.memory import in_child, peak
+from regard.bench.peak_memory import call_in_subprocess, peak_bytes
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import build_decoder
 from regard.compare.speed import MACHINE_KEYS, Timing, prefill, training
@@ -64,7 +64,7 @@ def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = N
     Raises:
         RegardError: the process fails; the message says how it ended.
     """
-    numbers: Numbers = in_child(
+    numbers: Numbers = call_in_subprocess(
         "regard.compare.memory:peaks",
         settings,
         advice="--no-memory goes without it",
@@ -86,9 +86,9 @@ def peaks(settings: Numbers) -> Numbers:
 
     step()
     model.zero_grad(set_to_none=True)
-    step_peak = peak(step)
+    step_peak = peak_bytes(step)
     model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
     prompt = prefill(model, config, settings["context"])
     prompt()
-    return {"prefill": peak(prompt), "training": step_peak}
+    return {"prefill": peak_bytes(prompt), "training": step_peak}

@@ -26,14 +26,14 @@ from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignor
 from regard.compare.mechanisms import build_decoder
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
-from regard.train.batches import Batches, Feed, Rows, validation_rows
-from regard.train.corpus import DEFAULT, Document, read, split
+from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
+from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents
 from regard.train.loop import NonFiniteLoss, fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
-from regard.train.progress import Row
+from regard.train.progress import LogRow
 from regard.train.settings import Settings
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import IGNORED, Made, Task, pad
+from regard.train.tasks.task import IGNORE_INDEX, Task, TaskBatches, pad
 from regard.units import plural
 
 END_OF_DOCUMENT = 0
@@ -75,12 +75,12 @@ class EvalTask(ABC):
         """Plain values that identify the data."""
 
     @abstractmethod
-    def batches(self, seed: int) -> Feed:
+    def batches(self, seed: int) -> BatchSource:
         """Return the training batches, in an order of its own for each seed."""
 
     @property
     @abstractmethod
-    def validation(self) -> Rows:
+    def validation(self) -> ExampleBatch:
         """The rows by which a learning rate is chosen; they are not trained on."""
 
     @abstractmethod
@@ -105,16 +105,16 @@ class TextTask(EvalTask):
     Raises:
         ArgumentError: there is too little text.
 
-    >>> documents = [Document("a", "abc " * 400), Document("b", "dcba " * 400)]
+    >>> documents = [TextDocument("a", "abc " * 400), TextDocument("b", "dcba " * 400)]
     >>> task = TextTask(documents, context=8, batch=2)
     >>> round(task.score(nn.Embedding.from_pretrained(torch.zeros(256, 256)))["bits_per_byte"], 4)
     8.0
     """
 
-    documents: Sequence[Document]
+    documents: Sequence[TextDocument]
     context: int
     batch: int
-    source: str = DEFAULT
+    source: str = DEFAULT_SOURCE
     steps: int = 300
     validation_rows: int = VALIDATION_ROWS
     test_rows: int = TEST_ROWS
@@ -126,7 +126,7 @@ class TextTask(EvalTask):
     @cached_property
     def _streams(self) -> tuple[Tensor, Tensor, Tensor]:
         """The bytes for training, for validation and for testing."""
-        train, held_out = split(self.documents)
+        train, held_out = split_documents(self.documents)
         held_out_bytes = _bytes(held_out)
         if len(held_out_bytes) < 3 * (self.context + 1):
             raise ArgumentError(
@@ -154,12 +154,12 @@ class TextTask(EvalTask):
     def _digest(self) -> str:
         return hashlib.sha256(b"".join(s.numpy().tobytes() for s in self._streams)).hexdigest()
 
-    def batches(self, seed: int) -> Feed:
+    def batches(self, seed: int) -> BatchSource:
         """Return random rows of the training text."""
         return Batches(self._streams[0], batch=self.batch, context=self.context, seed=seed)
 
     @property
-    def validation(self) -> Rows:
+    def validation(self) -> ExampleBatch:
         """Rows spread over the first third of the held-out text."""
         return validation_rows(self._streams[1], self.context, self.validation_rows)
 
@@ -227,12 +227,12 @@ class RecallTask(EvalTask):
             "rows": [self.validation_rows, self.test_rows],
         }
 
-    def batches(self, seed: int) -> Feed:
+    def batches(self, seed: int) -> BatchSource:
         """Return batches of examples of the training split."""
-        return Made(self.task, batch=self.batch, seed=seed)
+        return TaskBatches(self.task, batch=self.batch, seed=seed)
 
     @property
-    def validation(self) -> Rows:
+    def validation(self) -> ExampleBatch:
         """Examples of the validation split, by which a learning rate is chosen."""
         return pad(self.task, self.task.examples("validation", 4 * self.validation_rows, "select"))
 
@@ -244,7 +244,7 @@ class RecallTask(EvalTask):
         answers = right = fully_right = 0
         with torch.no_grad():
             for batch in rows.split(4 * self.batch):
-                is_answer = batch.target != IGNORED
+                is_answer = batch.target != IGNORE_INDEX
                 wrong = (model(batch.source).argmax(-1) != batch.target) & is_answer
                 answers, right = (
                     answers + int(is_answer.sum()),
@@ -260,7 +260,7 @@ class RecallTask(EvalTask):
 
 
 def eval_tasks(
-    names: Sequence[str], *, source: str = DEFAULT, length: int = 256, batch: int = 8
+    names: Sequence[str], *, source: str = DEFAULT_SOURCE, length: int = 256, batch: int = 8
 ) -> list[EvalTask]:
     """Return the evaluation tasks of these names.
 
@@ -289,13 +289,13 @@ def eval_tasks(
     tasks: list[EvalTask] = []
     for name in names:
         if name == "text":
-            tasks.append(TextTask(read(source), length, batch, source))
+            tasks.append(TextTask(load_documents(source), length, batch, source))
         else:
             tasks.append(RecallTask(name, length // RECALL_TASKS[name], batch * RECALL_TASKS[name]))
     return tasks
 
 
-def _bytes(documents: Sequence[Document]) -> Tensor:
+def _bytes(documents: Sequence[TextDocument]) -> Tensor:
     text = b"".join(one.text.encode("utf-8") + bytes([END_OF_DOCUMENT]) for one in documents)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
@@ -538,10 +538,10 @@ class _ProgressLines:
     report: ReportProgress
     steps: int
 
-    def step(self, row: Row) -> None:
+    def step(self, row: LogRow) -> None:
         """Ignore a single step, as only rows are reported."""
 
-    def row(self, row: Row) -> None:
+    def row(self, row: LogRow) -> None:
         """Report the step and the loss of a row."""
         self.report(f"  step {row.step}/{self.steps}, loss {row.loss:.3f}")
 

@@ -13,8 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard import units
-from regard.bench.machine import free
-from regard.bench.timing import interleaved, median, quartiles, ratio
+from regard.bench.machine import free_memory
+from regard.bench.timing import interleaved, median, median_ratio, quartiles
 from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import build_decoder
@@ -24,7 +24,7 @@ from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
 from regard.tracing import Trace
 from regard.train.losses import next_token_loss
-from regard.train.settings import Settings, optimiser
+from regard.train.settings import Settings, make_optimizer
 
 Step = Callable[[], object]
 LEARNING_RATE = 1e-4
@@ -141,7 +141,7 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
     True
     """
     rows = random_ids(config, batch, length + 1)
-    update = optimiser(model, Settings(steps=1, lr=LEARNING_RATE))
+    update = make_optimizer(model, Settings(steps=1, lr=LEARNING_RATE))
 
     def step() -> float:
         update.zero_grad(set_to_none=True)
@@ -312,7 +312,7 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
         rows[name] |= {
             "seconds": median(seconds),
             "quartiles": list(quartiles(seconds)),
-            "ratio": ratio(times, name, first),
+            "ratio": median_ratio(times, name, first),
             "rounds": len(seconds),
         }
     return {"rows": rows}
@@ -339,7 +339,7 @@ def _check_memory(needed: int, length: int) -> None:
     """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: once
     stored, and once while they grow.
     """
-    free_bytes = free(torch.device("cpu"))
+    free_bytes = free_memory(torch.device("cpu"))
     if free_bytes and 2 * needed > free_bytes:
         raise ArgumentError(
             f"the caches of {units.plural(length, 'token')} need {units.size(needed)} at "

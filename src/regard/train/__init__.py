@@ -1,28 +1,41 @@
-"""Training: texts, batches, the loop, and checkpoints that survive.
+"""Training: texts, batches, the training loop, and checkpoints from which a run resumes.
 
-`fit(model, batches, settings)` trains any module that turns ids [B, T] into logits [B, T, V].
+`fit(model, batches, settings)` trains any module that maps token ids `[B, T]` to logits
+`[B, T, V]`. `regard train` is the command.
 """
 
+from regard.deprecation import renamed
 from regard.train.batches import Batches, validation_rows
-from regard.train.checkpoints import Checkpoint
-from regard.train.corpus import Document, read, split
-from regard.train.loop import NonFiniteLoss, Result, fit
+from regard.train.checkpoints import TrainingCheckpoint
+from regard.train.corpus import TextDocument, load_documents, split_documents
+from regard.train.loop import NonFiniteLoss, TrainResult, fit
 from regard.train.losses import evaluate, next_token_loss
-from regard.train.progress import show
+from regard.train.progress import make_progress
 from regard.train.settings import Settings
 
 __all__ = [
     "Batches",
-    "Checkpoint",
-    "Document",
     "NonFiniteLoss",
-    "Result",
     "Settings",
+    "TextDocument",
+    "TrainResult",
+    "TrainingCheckpoint",
     "evaluate",
     "fit",
+    "load_documents",
+    "make_progress",
     "next_token_loss",
-    "read",
-    "show",
-    "split",
+    "split_documents",
     "validation_rows",
 ]
+__getattr__ = renamed(
+    __name__,
+    {
+        "Checkpoint": "TrainingCheckpoint",
+        "Document": "TextDocument",
+        "Result": "TrainResult",
+        "read": "load_documents",
+        "show": "make_progress",
+        "split": "split_documents",
+    },
+)

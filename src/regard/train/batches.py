@@ -1,4 +1,4 @@
-"""Batches from one stream of tokens, in an order that can be repeated and resumed."""
+"""Batches of token sequences from one stream of tokens, in an order that can be resumed."""
 
 from __future__ import annotations
 
@@ -13,38 +13,47 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.models.tokenizer import END_OF_TEXT, Tokenizer
-from regard.train.corpus import Document
+from regard.train.corpus import TextDocument
+from regard.units import plural
 
-SHORTEST = 8
-"""The shortest period of a row that repeats."""
+MIN_PERIOD = 8
+"""The shortest period of a row that repeats itself."""
 
-FEWEST = 16
-"""The fewest kinds of random tokens in a row."""
+MIN_DISTINCT_TOKENS = 16
+"""The smallest number of distinct tokens in a row of random tokens."""
 
-LESSON_KINDS, LESSON_PERIODS = 64, (4, 24)
-"""The rows of the first batches: how many kinds of tokens they are made of, and their shortest and
-longest period.
+WARMUP_DISTINCT_TOKENS, WARMUP_PERIODS = 64, (4, 24)
+"""The rows of the first `repeat_first` batches: the number of distinct tokens, and the shortest and
+the longest period.
 """
 
 
 class Batches:
-    """Endless random rows of `context + 1` tokens: inputs are `row[:-1]`, targets `row[1:]`.
+    """Endless random rows of `context + 1` tokens: the inputs are `row[:-1]`, the targets
+    `row[1:]`.
 
-    `repeat` mixes in rows that say something again and again: that share of the rows is a segment
-    tiled to the row's length, `row[i] == row[i - period]`, with the period drawn from
-    [8, length/2] so that no fixed distance solves the task. `repeat_random` of those rows hold
-    random tokens in place of a segment, drawn from the K most frequent ones, with K anew for each
-    row, log-uniform from 16 to all: rows of few kinds show the trick, rows of many make it general.
-    Such rows can only be predicted by finding the last occurrence of the present token and copying
-    what followed: an induction head (Olsson et al. 2022, arXiv:2209.11895), which forms at small
-    scale when the data pays for it.
+    A share `repeat` of the rows repeat themselves, so that the model learns induction heads: such a
+    row is a segment of the stream tiled to the row's length, `row[i] == row[i - period]`. The
+    period is drawn from [8, length/2], so that no fixed distance solves the task. In a share
+    `repeat_random` of them the segment consists of random tokens among the K most frequent ones,
+    with K log-uniform from 16 to all: rows of few distinct tokens are easy to learn from, rows of
+    many make the head general. To predict a random row the model must find the last occurrence of
+    the current token and copy the token after it (Olsson et al. 2022, arXiv:2209.11895).
 
-    `repeat_first` batches come before all others and are easier: every row is random tokens of the
-    64 most frequent kinds, said again and again with a period of 4 to 24, short ones more often.
-    The step from no induction head to one is sudden and comes only if nothing easier is to be
-    learnt meanwhile; what was learnt on 64 kinds then carries over.
+    The first `repeat_first` batches are easier: every row repeats random tokens among the 64 most
+    frequent ones with a period of 4 to 24, short periods more often. An induction head forms
+    suddenly, and only while there is nothing easier to learn; it then generalises to more tokens.
 
     The global random state is neither read nor changed.
+
+    Args:
+        tokens: the stream `[N]`, at least context + 1 tokens.
+        batch: rows per batch.
+        context: inputs per row.
+        seed: the seed of the random rows.
+        repeat: the share of rows that repeat themselves, from 0 to 1.
+        repeat_random: the share of these that repeat random tokens, from 0 to 1.
+        repeat_first: how many easy batches come first.
 
     Raises:
         ArgumentError: the stream is shorter than a row, or a number is out of range.
@@ -75,57 +84,70 @@ class Batches:
                 raise ArgumentError(f"{name} is {count}; it must be {least} or more")
         for name, share in (("repeat", repeat), ("repeat_random", repeat_random)):
             if not 0 <= share <= 1:
-                raise ArgumentError(f"{name} is {share}; it is a share, between 0 and 1")
+                raise ArgumentError(f"{name} is {share}; it is a share and must be from 0 to 1")
         if len(tokens) < context + 1:
             raise ArgumentError(
-                f"tokens has {len(tokens)} tokens; a row needs context + 1 = {context + 1}: "
-                "give more text or a shorter context"
+                f"the stream has {plural(len(tokens), 'token')}; a row needs context + 1 = "
+                f"{context + 1}: give more text or a shorter context"
             )
         self.tokens = tokens.long().contiguous()
         self.batch, self.context, self.seed = batch, context, seed
         self.repeat, self.repeat_random, self.repeat_first = repeat, repeat_random, repeat_first
-        self._kinds = by_frequency(self.tokens) if repeat or repeat_first else self.tokens[:0]
+        self._frequent_tokens = (
+            tokens_by_frequency(self.tokens) if repeat or repeat_first else self.tokens[:0]
+        )
         self._drawn = 0
         self._generator = torch.Generator().manual_seed(seed)
-        self._steps = torch.arange(context + 1)
+        self._offsets = torch.arange(context + 1)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Int[Tensor, "batch row"]:
-        """The next batch [batch, context + 1]."""
+        """Return the next batch of rows, `[batch, context + 1]`."""
         self._drawn += 1
         if self._drawn <= self.repeat_first:
-            return self._lesson()
+            return self._warmup_rows()
         length = self.context + 1
         starts = self._integers(0, len(self.tokens) - length + 1)
         if not self.repeat:
-            return self.tokens[starts[:, None] + self._steps]
+            return self.tokens[starts[:, None] + self._offsets]
         longest = max(1, length // 2)
-        period = self._integers(min(SHORTEST, longest), longest + 1)
+        period = self._integers(min(MIN_PERIOD, longest), longest + 1)
         chance = torch.rand(2, self.batch, generator=self._generator)
-        twice, random = chance[0] < self.repeat, chance[1] < self.repeat_random
-        within = self._steps % torch.where(twice, period, length)[:, None]
-        rows = self.tokens[starts[:, None] + within]
-        few, all_ = math.log(min(FEWEST, len(self._kinds))), math.log(len(self._kinds))
-        share = torch.rand(self.batch, 1, generator=self._generator)
-        kinds = (few + (all_ - few) * share).exp()  # [batch, 1]
-        draw = torch.rand(rows.shape, generator=self._generator) * kinds
-        singles = self._kinds[draw.long().clamp_(max=len(self._kinds) - 1)].gather(1, within)
-        return torch.where((twice & random)[:, None], singles, rows)
+        repeats, random_tokens = chance[0] < self.repeat, chance[1] < self.repeat_random
+        offsets = self._offsets % torch.where(repeats, period, length)[:, None]
+        rows = self.tokens[starts[:, None] + offsets]
+        log_fewest, log_all = (
+            math.log(min(MIN_DISTINCT_TOKENS, len(self._frequent_tokens))),
+            math.log(len(self._frequent_tokens)),
+        )
+        position = torch.rand(self.batch, 1, generator=self._generator)
+        distinct = (log_fewest + (log_all - log_fewest) * position).exp()  # [batch, 1]
+        draw = torch.rand(rows.shape, generator=self._generator) * distinct
+        random_rows = self._frequent_tokens[
+            draw.long().clamp_(max=len(self._frequent_tokens) - 1)
+        ].gather(1, offsets)
+        return torch.where((repeats & random_tokens)[:, None], random_rows, rows)
 
-    def _lesson(self) -> Int[Tensor, "batch row"]:
-        """Rows of few kinds with short periods."""
-        kinds = self._kinds[:LESSON_KINDS]
-        low, high = (math.log(p) for p in (LESSON_PERIODS[0], LESSON_PERIODS[1] + 1))
-        share = torch.rand(self.batch, 1, generator=self._generator)
-        period = (low + (high - low) * share).exp().long()
-        shape = (self.batch, LESSON_PERIODS[1])
-        segment = kinds[torch.randint(0, len(kinds), shape, generator=self._generator)]
-        return segment.gather(1, self._steps % period)
+    def _warmup_rows(self) -> Int[Tensor, "batch row"]:
+        """Return easy rows `[batch, context + 1]`: random tokens of few kinds, repeated with short
+        periods.
+        """
+        tokens = self._frequent_tokens[:WARMUP_DISTINCT_TOKENS]
+        low, high = (math.log(p) for p in (WARMUP_PERIODS[0], WARMUP_PERIODS[1] + 1))
+        position = torch.rand(self.batch, 1, generator=self._generator)
+        period = (low + (high - low) * position).exp().long()
+        shape = (self.batch, WARMUP_PERIODS[1])
+        segment = tokens[torch.randint(0, len(tokens), shape, generator=self._generator)]
+        return segment.gather(1, self._offsets % period)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the drawing stands, and what it is drawn from: plain values, for a JSON file."""
+        """Return the state of the random generator and a fingerprint of the data.
+
+        Returns:
+            Plain values for JSON.
+        """
         return {
             "drawn": self._drawn,
             "generator": bytes(self._generator.get_state().tolist()).hex(),
@@ -133,10 +155,17 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; refuses a state of other tokens or settings."""
+        """Continue after the batch at which `state_dict` was called.
+
+        Args:
+            state: the result of `state_dict`.
+
+        Raises:
+            ArgumentError: the state belongs to other tokens or settings.
+        """
         if state["drawn_from"] != self._fingerprint():
             raise ArgumentError(
-                "the saved data order was drawn from other tokens, batch, context, seed or repeat; "
+                "the saved data order belongs to other tokens, batch, context, seed or repeat; "
                 "resume with the settings of the first run"
             )
         self._drawn = state["drawn"]
@@ -145,21 +174,23 @@ class Batches:
         )
 
     def _integers(self, low: int, high: int) -> Int[Tensor, " batch"]:
+        """Return one random integer from low to high - 1 for each row."""
         return torch.randint(low, high, (self.batch,), generator=self._generator)
 
     def _fingerprint(self) -> str:
+        """Return the sha256 of the tokens and of the settings that the rows depend on."""
         digest = hashlib.sha256(self.tokens.numpy().tobytes())
-        digest.update(repr([getattr(self, name) for name in _DRAWN_FROM]).encode())
+        digest.update(repr([getattr(self, name) for name in _SAMPLING_SETTINGS]).encode())
         return digest.hexdigest()
 
 
-_DRAWN_FROM = ("batch", "context", "seed", "repeat", "repeat_random", "repeat_first")
+_SAMPLING_SETTINGS = ("batch", "context", "seed", "repeat", "repeat_random", "repeat_first")
 
 
-def by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:
-    """The different tokens of a stream, the most frequent first.
+def tokens_by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:
+    """Return the distinct tokens of a stream, the most frequent first.
 
-    >>> by_frequency(torch.tensor([5, 7, 7, 2, 7, 2])).tolist()
+    >>> tokens_by_frequency(torch.tensor([5, 7, 7, 2, 7, 2])).tolist()
     [7, 2, 5]
     """
     counts = torch.bincount(tokens)
@@ -168,10 +199,18 @@ def by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:
 
 
 def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[Tensor, "rows row"]:
-    """At most `limit` rows [rows, context + 1], spread evenly over the stream.
+    """Return at most `limit` rows that are spread evenly over a stream of tokens.
+
+    Args:
+        tokens: the stream `[N]`.
+        context: inputs per row.
+        limit: the largest number of rows.
+
+    Returns:
+        The rows, `[rows, context + 1]`.
 
     Raises:
-        ArgumentError: the stream is shorter than one row, or `limit` is not positive.
+        ArgumentError: the stream is shorter than one row, or `limit` is less than 1.
 
     >>> validation_rows(torch.arange(9), context=2, limit=3).tolist()
     [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -181,60 +220,77 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
         raise ArgumentError(f"limit is {limit}; it must be 1 or more")
     if len(tokens) < length:
         raise ArgumentError(
-            f"tokens has {len(tokens)} tokens of validation; a row needs context + 1 = {length}"
+            f"the validation stream has {plural(len(tokens), 'token')}; a row needs context + 1 = "
+            f"{length}: give more text or a shorter context"
         )
     count = min(limit, len(tokens) // length)
     starts = torch.linspace(0, len(tokens) - length, count).long()
     return tokens.long()[starts[:, None] + torch.arange(length)]
 
 
-class Rows(Protocol):
-    """Some examples: a tensor [N, row] is one, and so is anything that moves, splits and counts
-    like it.
-    """
+class ExampleBatch(Protocol):
+    """Some examples: a tensor `[N, row]`, or another type with a length, `to` and `split`."""
 
     def __len__(self) -> int: ...
 
     def to(self, device: torch.device, /) -> Self:
-        """The same on a device."""
+        """Return the examples on a device."""
         ...
 
     def split(self, size: int, /) -> Iterable[Self]:
-        """Parts of at most `size` examples."""
+        """Return parts of at most `size` examples."""
         ...
 
 
-class Feed(Protocol):
-    """Endless batches of `batch` examples, each with about `context` tokens to be predicted."""
+class BatchSource(Protocol):
+    """Endless batches for `fit`, with a state from which a run resumes.
+
+    Attributes:
+        batch: examples per batch.
+        context: predicted tokens per example, on average.
+    """
 
     batch: int
     context: int
 
     def __next__(self) -> Any:
-        """The next batch, `Rows` that the loss understands."""
+        """Return the next batch, in a form that the loss function accepts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the drawing stands, and what it is drawn from: plain values, for a JSON file."""
+        """Return the state of the source as plain values for JSON."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on where `state_dict` was taken; refuses a state of other data."""
+        """Continue after the batch at which `state_dict` was called.
+
+        Raises:
+            ArgumentError: the state belongs to other data.
+        """
 
 
-def stream(documents: Sequence[Document], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
-    """The ids of all documents in their order, int64 [N]; special tokens in a text stay literal.
+def token_stream(documents: Sequence[TextDocument], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
+    """Return the token ids of all documents in order, with an end-of-text token after each
+    document.
+
+    Args:
+        documents: the texts; special tokens in a text are encoded as ordinary characters.
+        tokenizer: a tokenizer with an end-of-text token.
+
+    Returns:
+        The ids, int64 `[N]`.
 
     Raises:
         ArgumentError: the tokenizer has no end-of-text token.
 
     >>> tokenizer = Tokenizer.train(["ab"], vocab_size=257)
-    >>> stream([Document("1", "a"), Document("2", "b")], tokenizer).tolist()
+    >>> token_stream([TextDocument("1", "a"), TextDocument("2", "b")], tokenizer).tolist()
     [65, 0, 66, 0]
     """
     end = tokenizer.end_of_text
     if end is None:
         raise ArgumentError(
-            f"tokenizer has no {END_OF_TEXT} token to stand between documents; train one with it"
+            f"the tokenizer has no {END_OF_TEXT} token to separate documents; train a tokenizer "
+            "with one"
         )
     rows = tokenizer.encode_batch([document.text for document in documents])
     return torch.tensor([index for row in rows for index in (*row, end)], dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Training checkpoints: a run's state, written whole, verified by sums when it is read."""
+"""Training checkpoints: the state of a run, written atomically and verified by checksums."""
 
 from __future__ import annotations
 
@@ -28,29 +28,32 @@ from regard.files.regular_files import checked_path, open_regular
 from regard.files.safetensors_reader import load_tensors as read_tensors
 from regard.files.strict_json import read_json
 from regard.nn.renamed_weights import current_weight_name
-from regard.train.batches import Feed
+from regard.train.batches import BatchSource
 from regard.train.settings import Settings
 from regard.untrusted_text import short_repr
 
 MANIFEST = "manifest.json"
-LONGEST = 64 << 20
-"""Bytes of the manifest and of the state, at most: a state holds the random state and the data's
-order.
+MAX_JSON_BYTES = 64 << 20
+"""The largest manifest and the largest state in bytes; a state has the random state and the order
+of the data.
 """
-_NAME = re.compile(r"step-(\d{8,})")
-MARGIN = 1 << 20
-"""Bytes that a run needs beside its tensors: for its other files and the file system's own
-books.
-"""
+_FOLDER_NAME = re.compile(r"step-(\d{8,})")
+EXTRA_BYTES = 1 << 20
+"""Bytes that a run needs in addition to its tensors: other files and file system metadata."""
 
-note = logging.getLogger("regard.train").warning
+log_warning = logging.getLogger("regard.train").warning
 
 
 @dataclass
-class Checkpoint:
-    """What one checkpoint holds: named tensors per file, and a state of JSON values.
+class TrainingCheckpoint:
+    """The content of one checkpoint.
 
-    >>> Checkpoint(step=3, tensors={}, state={"loss": 1.5}).step
+    Args:
+        step: the optimizer step.
+        tensors: for each file the named tensors.
+        state: JSON values: settings, random state, data order, and the state of the run.
+
+    >>> TrainingCheckpoint(step=3, tensors={}, state={"loss": 1.5}).step
     3
     """
 
@@ -59,20 +62,31 @@ class Checkpoint:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-def save(folder: str | Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
-    """Write `folder/step-XXXXXXXX` whole, verify it, delete all but the newest `keep`.
+def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -> Path:
+    """Write a checkpoint to `folder/step-XXXXXXXX`, verify it, and delete older ones.
+
+    The checkpoint is written under a temporary name and renamed, so that no partial one is ever
+    seen.
+
+    Args:
+        folder: the folder of all checkpoints of a run.
+        checkpoint: the content.
+        keep: how many of the newest checkpoints stay.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        ArgumentError: `keep` is not positive.
-        FileError: not enough free space (told before writing), or the disk refuses. Older
-            checkpoints are untouched.
+        ArgumentError: `keep` is less than 1.
+        FileError: there is too little free space (checked before writing), or a write fails. Older
+            checkpoints are unchanged.
     """
     if keep < 1:
-        raise ArgumentError(f"keep is {keep}; at least 1 checkpoint has to stay")
+        raise ArgumentError(f"keep is {keep}; it must be at least 1")
     parent = Path(folder)
     target = parent / f"step-{checkpoint.step:08d}"
     try:
-        prepare(parent, _size(checkpoint))
+        check_free_space(parent, _bytes_needed(checkpoint))
         with temporary_folder(target) as temporary:
             _write(temporary, checkpoint)
             _replace(temporary, target)
@@ -82,33 +96,38 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
         raise FileError(
             f"{target}: cannot write the checkpoint: {error}; the ones before it are intact"
         ) from error
-    wrong = damage(target)
-    if wrong:
+    problem = find_damage(target)
+    if problem:
         raise FileError(
-            f"{target}: what was written does not read back: {wrong}; is the disk failing?"
+            f"{target}: the checkpoint was written and reads back with other content: {problem}; "
+            "check the disk"
         )
-    older = [path for path in _complete(parent) if path.name <= target.name]
-    for old in older[keep:]:
+    checkpoints = [path for path in _checkpoint_folders(parent) if path.name <= target.name]
+    for old in checkpoints[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def prepare(folder: str | Path, needed: int) -> None:
-    """See that `needed` bytes fit, and make the folder: to be called before hours of work, too.
+def check_free_space(folder: str | Path, needed: int) -> None:
+    """Check that `needed` bytes are free, and create the folder.
+
+    Args:
+        folder: the folder that will be written to; its parents may not exist yet.
+        needed: how many bytes will be written.
 
     Raises:
-        FileError: there is too little space, of which it says how much; or the folder cannot be
-            made.
+        FileError: there is too little space (the message says how much), or the folder cannot be
+            created.
 
     >>> import tempfile
-    >>> prepare(tempfile.gettempdir(), needed=0)
+    >>> check_free_space(tempfile.gettempdir(), needed=0)
     """
-    there = Path(folder)
+    existing = Path(folder)
     try:
-        while not there.exists():
-            there = there.parent
-        free = free_bytes(there)
-        if needed > free:  # rounded away from each other: they never look alike
+        while not existing.exists():
+            existing = existing.parent
+        free = free_bytes(existing)
+        if needed > free:  # round one up and the other down, so that they never look equal
             raise FileError(
                 f"the checkpoint needs {-(-needed // 2**20)} MiB, {free // 2**20} MiB free at "
                 f"{folder}; free some space or choose another folder (older checkpoints are intact)"
@@ -118,103 +137,122 @@ def prepare(folder: str | Path, needed: int) -> None:
         raise
     except OSError as error:
         raise FileError(
-            f"{folder}: cannot make the folder: {error.strerror or error}; choose another"
+            f"{folder}: cannot create the folder: {error.strerror or error}; choose another"
         ) from error
 
 
-def load(path: str | Path) -> Checkpoint:
-    """Read one checkpoint folder, every file compared with the manifest.
+def load(path: str | Path) -> TrainingCheckpoint:
+    """Read one checkpoint and verify every file against the manifest.
+
+    Args:
+        path: the folder of the checkpoint.
+
+    Returns:
+        The content.
 
     Raises:
-        FileError: missing, incomplete or damaged; the message names the file, and the tensor if one
-            bit of it changed.
+        FileError: the checkpoint is missing, incomplete or damaged. The message names the file, and
+            the tensor if its data changed.
     """
     path = Path(path)
-    wrong = damage(path)
-    if wrong:
-        raise FileError(f"{path}: {wrong}; use an older checkpoint")
+    problem = find_damage(path)
+    if problem:
+        raise FileError(f"{path}: {problem}; use an older checkpoint")
     return _read(path)
 
 
-def _read(path: Path) -> Checkpoint:
-    """The parts of a folder whose sums are right, which is no proof of what they say.
+def _read(path: Path) -> TrainingCheckpoint:
+    """Return the content of a folder whose checksums are right.
 
     Raises:
-        FileError: they do not make a checkpoint.
+        FileError: the files do not make a checkpoint, even though their checksums are right.
     """
-    state = read_json(checked_path(path, "state.json"), limit=LONGEST)
+    state = read_json(checked_path(path, "state.json"), limit=MAX_JSON_BYTES)
     tensors = {
         file.stem: dict(read_tensors(checked_path(path, file.name))[0])
         for file in sorted(path.glob("*.safetensors"))
     }
-    same, step, held = state.get("same"), state.get("step"), state.get("state")
-    if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(held, dict):
+    duplicates, step, run_state = state.get("same"), state.get("step"), state.get("state")
+    if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(run_state, dict):
         raise FileError(
-            f"{path}: state.json has the step {short_repr(step)} and the state {short_repr(held)}"
+            f"{path}: state.json has the step {short_repr(step)} and the state "
+            f"{short_repr(run_state)}; "
+            "use an older checkpoint"
         )
     try:
-        for name, same_as in same.items():
+        for name, stored_key in duplicates.items():
             file, key = name.split(":", 1)
-            tensors[file][key] = tensors[file][same_as]
+            tensors[file][key] = tensors[file][stored_key]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise FileError(
-            f"{path}: state.json has {short_repr(same)} as what is stored once for two names; "
-            "use an older checkpoint"
+            f"{path}: state.json has {short_repr(duplicates)} as the names of shared tensors; "
+            "use an "
+            "older checkpoint"
         ) from None
-    return Checkpoint(step, tensors, held)
+    return TrainingCheckpoint(step, tensors, run_state)
 
 
-def latest(folder: str | Path) -> Checkpoint | None:
-    """The newest whole checkpoint, or None; others are passed over with a logged note.
+def latest(folder: str | Path) -> TrainingCheckpoint | None:
+    """Return the newest valid checkpoint of a folder, or None.
+
+    Damaged checkpoints are skipped with a logged warning.
 
     >>> latest("no/such/folder") is None
     True
     """
-    for path in _complete(Path(folder)):
-        wrong = damage(path)
-        if not wrong:
+    for path in _checkpoint_folders(Path(folder)):
+        problem = find_damage(path)
+        if not problem:
             try:
                 return _read(path)
             except FileError as error:
-                wrong = str(error)
-        note("%s is ignored: %s", path, wrong)
+                problem = str(error)
+        log_warning("%s is ignored: %s", path, problem)
     return None
 
 
-def sweep(folder: str | Path) -> int:
-    """Delete what killed writers left behind, and nothing that a living one is writing; gives how
-    many folders.
+def remove_leftovers(folder: str | Path) -> int:
+    """Delete the temporary folders of killed writers, but none that a running process is writing.
 
-    >>> sweep("no/such/folder")
+    Returns:
+        How many folders were deleted.
+
+    >>> remove_leftovers("no/such/folder")
     0
     """
     return sweep_unlocked(Path(folder))
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can still be written where `folder` is."""
+    """Return the bytes that can still be written to the file system of a folder."""
     return shutil.disk_usage(folder).free
 
 
-def _size(checkpoint: Checkpoint) -> int:
-    return MARGIN + sum(t.nbytes for named in checkpoint.tensors.values() for t in named.values())
+def _bytes_needed(checkpoint: TrainingCheckpoint) -> int:
+    """Return the size of a checkpoint on disk, rounded up."""
+    return EXTRA_BYTES + sum(
+        t.nbytes for named in checkpoint.tensors.values() for t in named.values()
+    )
 
 
-def _write(folder: Path, checkpoint: Checkpoint) -> None:
+def _write(folder: Path, checkpoint: TrainingCheckpoint) -> None:
+    """Write the files of a checkpoint and flush them to disk."""
     files: dict[str, dict[str, Any]] = {}
-    same: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
     for file, named in checkpoint.tensors.items():
-        stored, repeated = _without_repeats(named)
-        same |= {f"{file}:{name}": first for name, first in repeated.items()}
+        stored, file_duplicates = _deduplicate(named)
+        duplicates |= {
+            f"{file}:{name}": stored_name for name, stored_name in file_duplicates.items()
+        }
         path = folder / f"{file}.safetensors"
         save_file(stored, path)
-        files[path.name] = describe(path) | {
-            "tensors": {name: crc(t) for name, t in stored.items()}
+        files[path.name] = size_and_checksum(path) | {
+            "tensors": {name: tensor_crc32(t) for name, t in stored.items()}
         }
     state = folder / "state.json"
-    content = {"step": checkpoint.step, "same": same, "state": checkpoint.state}
+    content = {"step": checkpoint.step, "same": duplicates, "state": checkpoint.state}
     state.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
-    files[state.name] = describe(state)
+    files[state.name] = size_and_checksum(state)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1), encoding="utf-8")
     for path in folder.iterdir():
@@ -223,7 +261,8 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    if target.exists():  # damaged, or written by a run that was resumed from before it
+    """Rename a folder that was written to its final name, in place of an older folder."""
+    if target.exists():  # a damaged one, or one of a run that was resumed from an earlier step
         aside = target.with_name(f"{WRITING_PREFIX}old-{target.name}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
@@ -234,121 +273,151 @@ def _replace(temporary: Path, target: Path) -> None:
     sync_to_disk(target.parent)
 
 
-def _without_repeats(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors to store, and names that are the same memory as one of them (tied weights)."""
+def _deduplicate(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to store, and the names that share all of their memory with one of them.
+
+    Tied weights share their memory and are stored once.
+    """
     stored: dict[str, Tensor] = {}
-    repeated: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
+    duplicates: dict[str, str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
     for name, tensor in named.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in first:
-            repeated[name] = first[key]
+        if tensor.numel() and key in first_names:
+            duplicates[name] = first_names[key]
         else:
-            first[key] = name
-            own = tensor.detach().cpu().contiguous()
-            memory = own.untyped_storage().data_ptr()
-            # another view of memory that is stored already: the format wants a copy
-            stored[name] = own.clone() if memory and memory in storages else own
+            first_names[key] = name
+            copy = tensor.detach().cpu().contiguous()
+            memory = copy.untyped_storage().data_ptr()
+            # the format requires a copy of a view whose memory is stored already
+            stored[name] = copy.clone() if memory and memory in storages else copy
             storages.add(memory)
-    return stored, repeated
+    return stored, duplicates
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Checkpoint folders by name, the newest first."""
-    found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+def _checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the folders of checkpoints by name, the newest first."""
+    numbered = [
+        (int(m[1]), p) for p in folder.glob("step-*") if (m := _FOLDER_NAME.fullmatch(p.name))
+    ]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
-_FREE = ("save_every",)  # settings that change no number of a run
+_CHANGEABLE_SETTINGS = ("save_every",)
+"""Settings that may differ in a resumed run, since they change no number."""
 
 
 def pack(
     model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    batches: Feed,
+    optimizer: torch.optim.Optimizer,
+    batches: BatchSource,
     settings: Settings,
     run: dict[str, Any],
-) -> Checkpoint:
-    """Everything that the next step depends on. `run` is JSON-able, with its "step"."""
-    tensors, groups = _pack_optimiser(optimiser)
+) -> TrainingCheckpoint:
+    """Return a checkpoint of everything that the next step depends on.
+
+    Args:
+        model, optimizer, batches, settings: the parts of the run.
+        run: JSON values of the loop, with its "step".
+
+    Returns:
+        The checkpoint.
+    """
+    tensors, groups = _pack_optimizer(optimizer)
     state = {
         "run": run,
         "settings": asdict(settings),
         "batches": batches.state_dict(),
         "optimiser": groups,
-        "random": {"cpu": _text(torch.get_rng_state())},
+        "random": {"cpu": _encode_tensor(torch.get_rng_state())},
     }
     if torch.cuda.is_available():
-        state["random"]["cuda"] = [_text(s) for s in torch.cuda.get_rng_state_all()]
-    return Checkpoint(run["step"], {"model": model.state_dict(), "optimizer": tensors}, state)
+        state["random"]["cuda"] = [_encode_tensor(s) for s in torch.cuda.get_rng_state_all()]
+    return TrainingCheckpoint(
+        run["step"], {"model": model.state_dict(), "optimizer": tensors}, state
+    )
 
 
 def unpack(
-    checkpoint: Checkpoint,
+    checkpoint: TrainingCheckpoint,
     model: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    batches: Feed,
+    optimizer: torch.optim.Optimizer,
+    batches: BatchSource,
     settings: Settings,
 ) -> dict[str, Any]:
-    """Put a checkpoint's state into the parts of a run, all checks first; gives back `run`.
+    """Restore the parts of a run from a checkpoint, after checking that all of them match.
+
+    Args:
+        checkpoint: the checkpoint.
+        model, optimizer, batches, settings: the parts of the run that resumes.
+
+    Returns:
+        The JSON values of the loop, `run` of `pack`.
 
     Raises:
-        ArgumentError: the settings, the weights' names or shapes, or the data differ from the saved
-            run's; names which.
+        ArgumentError: the settings, the names or shapes of the weights, or the data differ from the
+            saved run; the message names the difference.
     """
     state = checkpoint.state
     for name, value in asdict(settings).items():
         saved = state["settings"].get(name)
-        if value != saved and name not in _FREE:
+        if value != saved and name not in _CHANGEABLE_SETTINGS:
             raise ArgumentError(
-                f"{name} is {value}, the run to resume has {short_repr(saved)}; "
+                f"{name} is {value}, and the run to resume has {short_repr(saved)}; "
                 "repeat its settings or start a new run"
             )
     weights = {current_weight_name(name): t for name, t in checkpoint.tensors["model"].items()}
     _check_weights(model, weights)
     batches.load_state_dict(state["batches"])
-    model.load_state_dict(weights)
-    _unpack_optimiser(optimiser, checkpoint.tensors["optimizer"], state["optimiser"])
-    torch.set_rng_state(_bytes(state["random"]["cpu"]))
+    model.load_state_dict(checkpoint.tensors["model"])
+    _unpack_optimizer(optimizer, checkpoint.tensors["optimizer"], state["optimiser"])
+    torch.set_rng_state(_decode_tensor(state["random"]["cpu"]))
     if torch.cuda.is_available() and "cuda" in state["random"]:
-        torch.cuda.set_rng_state_all([_bytes(text) for text in state["random"]["cuda"]])
+        torch.cuda.set_rng_state_all([_decode_tensor(text) for text in state["random"]["cuda"]])
     return dict(state["run"])
 
 
-def check_about(checkpoint: Checkpoint, about: Mapping[str, Any] | None) -> None:
-    """What is said of the model is what was said of the saved one; a checkpoint that says nothing
-    passes.
+def check_metadata(checkpoint: TrainingCheckpoint, metadata: Mapping[str, Any] | None) -> None:
+    """Check that the metadata of a model equals the metadata in a checkpoint.
+
+    A checkpoint without metadata passes. The former key for them in a checkpoint is "about".
+
+    Args:
+        checkpoint: the checkpoint to resume from.
+        metadata: plain values that describe the model.
 
     Raises:
-        ArgumentError: it differs; names the first key, and both values.
+        ArgumentError: a value differs; the message names the first key and both values.
     """
-    saved, now = checkpoint.state.get("about") or {}, about or {}
+    state = checkpoint.state
+    saved, current = state.get("metadata") or state.get("about") or {}, metadata or {}
     if not isinstance(saved, dict):
-        raise TypeError(f"about is {short_repr(saved)}")
-    for name in sorted({*saved, *now}) if saved else ():
-        if saved.get(name) != now.get(name):
+        raise TypeError(f"metadata is {short_repr(saved)}")
+    for name in sorted({*saved, *current}) if saved else ():
+        if saved.get(name) != current.get(name):
             raise ArgumentError(
-                f"{name} is {now.get(name)!r}, the model to resume has "
-                f"{short_repr(saved.get(name))}; "
-                "repeat its options or start a new run"
+                f"{name} is {current.get(name)!r}, and the model to resume has "
+                f"{short_repr(saved.get(name))}; repeat its options or start a new run"
             )
 
 
 def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    for name in sorted(own.keys() | saved.keys()):
-        theirs = tuple(saved[name].shape) if name in saved else None
-        if own.get(name) != theirs:
+    """Raise an error if a weight's name or shape differs between model and checkpoint."""
+    model_shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    for name in sorted(model_shapes.keys() | saved.keys()):
+        saved_shape = tuple(saved[name].shape) if name in saved else None
+        if model_shapes.get(name) != saved_shape:
             raise ArgumentError(
-                f"weight {short_repr(name)} is {own.get(name)} in the model and {theirs} in the "
-                "checkpoint; "
-                "resume with the first run's model"
+                f"weight {short_repr(name)} is {model_shapes.get(name)} in the model and "
+                f"{saved_shape} "
+                "in the checkpoint; resume with the model of the first run"
             )
 
 
-def _pack_optimiser(optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    content = optimiser.state_dict()
+def _pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state, and its other values as JSON values."""
+    content = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for index, entries in content["state"].items():
@@ -357,55 +426,58 @@ def _pack_optimiser(optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor]
     return tensors, {"groups": content["param_groups"], "values": values}
 
 
-def _unpack_optimiser(
-    optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor], saved: dict[str, Any]
+def _unpack_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], saved: dict[str, Any]
 ) -> None:
+    """Load the state of `_pack_optimizer` into an optimizer."""
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *saved["values"].items()]:
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
-    own = optimiser.state_dict()["param_groups"]
-    # JSON has no tuples: keep the kind of each setting as the optimiser has it
+    current_groups = optimizer.state_dict()["param_groups"]
+    # JSON has no tuples: restore them where the optimizer has them
     groups = [
         {
-            key: tuple(value) if isinstance(mine.get(key), tuple) else value
+            key: tuple(value) if isinstance(current.get(key), tuple) else value
             for key, value in group.items()
         }
-        for mine, group in zip(own, saved["groups"], strict=True)
+        for current, group in zip(current_groups, saved["groups"], strict=True)
     ]
-    optimiser.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _text(tensor: Tensor) -> str:
+def _encode_tensor(tensor: Tensor) -> str:
+    """Return the bytes of a tensor in base64."""
     return base64.b64encode(tensor.numpy().tobytes()).decode("ascii")
 
 
-def _bytes(text: str) -> Tensor:
+def _decode_tensor(text: str) -> Tensor:
+    """Return the uint8 tensor of a text in base64."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-def damage(path: Path) -> str:
-    """What is wrong with a checkpoint folder, or "" when it is whole."""
+def find_damage(path: Path) -> str:
+    """Return what is wrong with a checkpoint folder, or "" if nothing is."""
     try:
-        manifest = read_json(checked_path(path, MANIFEST), limit=LONGEST)
+        manifest = read_json(checked_path(path, MANIFEST), limit=MAX_JSON_BYTES)
         if manifest.get("format") != 1:
             return (
-                f"{MANIFEST} has format {short_repr(manifest.get('format'))}, this version reads 1"
+                f"{MANIFEST} has format {short_repr(manifest.get('format'))}; this version reads 1"
             )
         files = manifest.get("files")
         if not isinstance(files, dict):
             return f"{MANIFEST} has {short_repr(files)} as files; it must be an object"
         for name, expected in files.items():
-            wrong = _differs(path, name, expected)
-            if wrong:
-                return wrong
+            problem = _file_damage(path, name, expected)
+            if problem:
+                return problem
     except FileError as error:
         return f"cannot be read: {error}"
     return "" if "state.json" in files else "state.json is not in the manifest"
 
 
-def _differs(folder: Path, name: str, expected: Any) -> str:
-    """How a file is not what the manifest says of it, or ""."""
+def _file_damage(folder: Path, name: str, expected: Any) -> str:
+    """Return how a file differs from its entry in the manifest, or "" if it does not."""
     if Path(name).name != name:
         return f"{MANIFEST} names {short_repr(name)}, which is outside the folder"
     if not isinstance(expected, dict):
@@ -415,33 +487,38 @@ def _differs(folder: Path, name: str, expected: Any) -> str:
     if size != expected.get("bytes"):
         return f"{name} has {size} bytes, not {short_repr(expected.get('bytes'))}"
     if _sha256(path) != expected.get("sha256"):
-        return f"{name} does not match its checksum{_which(path, expected)}"
+        return f"{name} does not match its checksum{_changed_tensors(path, expected)}"
     return ""
 
 
-def _which(path: Path, expected: Mapping[str, Any]) -> str:
-    """Names the tensors whose own sums differ."""
-    sums = expected.get("tensors")
-    if not isinstance(sums, dict):
+def _changed_tensors(path: Path, expected: Mapping[str, Any]) -> str:
+    """Return the names of the tensors whose own checksums differ, for a message."""
+    checksums = expected.get("tensors")
+    if not isinstance(checksums, dict):
         return ""
     try:
         named, _ = read_tensors(path)
     except FileError:
         return " (its header)"
-    changed = [short_repr(name) for name, tensor in named.items() if crc(tensor) != sums.get(name)]
+    changed = [
+        short_repr(name)
+        for name, tensor in named.items()
+        if tensor_crc32(tensor) != checksums.get(name)
+    ]
     return f" (tensor {', '.join(changed[:3])})" if changed else ""
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Size and sum of a file, as the manifest holds them."""
+def size_and_checksum(path: Path) -> dict[str, Any]:
+    """Return the size and the sha256 of a file, as the manifest stores them."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:
+    """Return the sha256 of a file in hexadecimal."""
     with open_regular(path) as (file, _):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def crc(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes: finds which tensor of a damaged file changed."""
+def tensor_crc32(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes, which shows which tensor of a file changed."""
     return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

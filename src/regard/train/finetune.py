@@ -1,4 +1,4 @@
-"""A few training steps on a converted model: all weights, or only those that were converted."""
+"""A few training steps on a converted model: of all its weights, or of the converted ones only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from regard.train.losses import evaluate
 from regard.train.progress import Progress
 from regard.train.settings import Settings
 
-HELD = 10
-"""One part in so many is not trained on."""
+HOLDOUT = 10
+"""One row in this many is held out from training."""
 
 
-def heal(
+def finetune(
     network: nn.Module,
     ids: Int[Tensor, "N T"],
     *,
@@ -29,60 +29,67 @@ def heal(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> FinetuneResult:
-    """Train a network in place on rows of ids, and say what it brought on them and on a last tenth
-    that was held back.
+    """Train a network in place on rows of token ids, and measure its loss before and after.
 
-    AdamW on every weight, no LoRA; a tenth of the steps, at most 50, to warm up; then a cosine to a
-    tenth of the rate.
+    All parameters that require a gradient are trained with AdamW, without LoRA. The learning rate
+    warms up over a tenth of the steps, at most 50, and then falls to a tenth along a cosine.
 
     Args:
-        network: ids [B,T] -> logits; its weights must ask for gradients, in float32 or float64.
-        ids: windows of a text, in its order; with 10 rows or more, the last tenth is held back.
+        network: maps ids `[B, T]` to logits; the parameters must be float32 or float64.
+        ids: windows of a text in their order, `[N, T]`. With 10 rows or more, the last tenth is
+            held out from training.
         steps: at least 1.
         lr: the peak learning rate.
-        batch: rows of a step.
-        seed: of their order.
-        progress: shows where it stands.
+        batch: rows per step.
+        seed: the seed of the order of the rows.
+        progress: a display of the progress.
+
+    Returns:
+        The settings, and the mean loss before and after, on the training rows and on the held-out
+        rows.
 
     Raises:
-        ArgumentError: a number is out of range, or the weights are too narrow to be trained.
+        ArgumentError: a number is out of range, or the parameters have fewer than 4 bytes each.
         NonFiniteLoss: the loss is NaN or infinite.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-    >>> done = heal(model, torch.arange(180).view(20, 9) % 9, steps=20, lr=0.1)
+    >>> done = finetune(model, torch.arange(180).view(20, 9) % 9, steps=20, lr=0.1)
     >>> done.held_tokens, done.held_after < done.held_before
     (16, True)
     """
     narrow = {str(p.dtype) for p in network.parameters() if p.dtype.itemsize < 4}
     if narrow:
         raise ArgumentError(
-            f"the weights are {', '.join(sorted(narrow))}, in which a small step is lost; heal in "
-            "float32 "
-            "(--dtype float32) and convert the dtype afterwards"
+            f"the weights are {', '.join(sorted(narrow))}, which rounds small steps away; train in "
+            "float32 (--dtype float32) and convert the dtype afterwards"
         )
-    held = len(ids) // HELD
-    trained, rest = ids[: len(ids) - held], ids[len(ids) - held :]
+    holdout = len(ids) // HOLDOUT
+    train_rows, holdout_rows = ids[: len(ids) - holdout], ids[len(ids) - holdout :]
     settings = Settings(steps=steps, lr=lr, warmup=min(50, math.ceil(steps / 10)))
-    batches = Batches(trained.flatten(), batch=batch, context=ids.shape[1] - 1, seed=seed)
-    before = _losses(network, trained, rest)
+    batches = Batches(train_rows.flatten(), batch=batch, context=ids.shape[1] - 1, seed=seed)
+    before = _mean_losses(network, train_rows, holdout_rows)
     fit(network, batches, settings, progress=progress)
-    after = _losses(network, trained, rest)
+    after = _mean_losses(network, train_rows, holdout_rows)
     return FinetuneResult(
         steps,
         lr,
         batch,
         ids.shape[1] - 1,
         seed,
-        trained.numel(),
+        train_rows.numel(),
         before[0],
         after[0],
-        len(rest) * (ids.shape[1] - 1),
+        len(holdout_rows) * (ids.shape[1] - 1),
         before[1],
         after[1],
     )
 
 
-def _losses(network: nn.Module, trained: Tensor, held: Tensor) -> tuple[float, float]:
-    """The mean loss on either part; NaN where there is nothing."""
-    return evaluate(network, trained), evaluate(network, held) if len(held) else math.nan
+def _mean_losses(
+    network: nn.Module, train_rows: Tensor, holdout_rows: Tensor
+) -> tuple[float, float]:
+    """Return the mean loss on the training rows and on the held-out rows; NaN if there are none."""
+    return evaluate(network, train_rows), evaluate(network, holdout_rows) if len(
+        holdout_rows
+    ) else math.nan

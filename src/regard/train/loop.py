@@ -16,24 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError, RegardError
 from regard.files.folder_lock import folder_locked
 from regard.train import checkpoints
-from regard.train.batches import Feed, Rows
+from regard.train.batches import BatchSource, ExampleBatch
 from regard.train.losses import Loss, evaluate, next_token_loss
-from regard.train.progress import CsvLog, Progress, Row
-from regard.train.settings import Settings, optimiser
+from regard.train.progress import CsvLog, LogRow, Progress
+from regard.train.settings import Settings, make_optimizer
 from regard.untrusted_text import error_text
 
 
 @contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """A list that is empty until SIGINT or SIGTERM comes, and then holds its number.
+def catch_signals() -> Iterator[list[int]]:
+    """Catch SIGINT and SIGTERM while a block runs.
 
-    A second signal exits with 128 + its number. Outside the main thread, where Python takes no
-    signals, the list stays empty. The former handlers come back at the end.
+    A second signal exits with 128 + its number. In a thread other than the main one, which receives
+    no signals, nothing is caught. The former handlers are restored afterwards.
 
-    >>> with interrupts() as caught:
+    Yields:
+        A list that is empty until a signal comes, and then holds the signal's number.
+
+    >>> with catch_signals() as caught:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     print([signal.Signals(number).name for number in caught])
     ['SIGTERM']
@@ -48,23 +52,31 @@ def interrupts() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    former_handlers = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield caught
     finally:
-        for number, handler in before.items():
+        for number, handler in former_handlers.items():
             signal.signal(number, handler)
 
 
 class NonFiniteLoss(RegardError, FloatingPointError):
-    """The loss or its gradient is NaN or infinite; the weights were not changed by it."""
+    """The loss or its gradient is NaN or infinite. The weights were not changed by that step."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """Where a run ended: the last step's loss in nats, and the signal that stopped it, if any.
+class TrainResult:
+    """The end of a training run.
 
-    >>> Result(step=5, loss=1.0, validation=None, stopped_by=None).step
+    Args:
+        step: the last step.
+        loss: the loss of the last step, in nats.
+        validation: the last validation loss; None without validation.
+        stopped_by: the signal that stopped the run, or None.
+
+    >>> TrainResult(step=5, loss=1.0, validation=None, stopped_by=None).step
     5
     """
 
@@ -74,33 +86,48 @@ class Result:
     stopped_by: int | None
 
 
+@renamed_parameters(about="metadata")
 def fit(
     model: nn.Module,
-    batches: Feed,
+    batches: BatchSource,
     settings: Settings,
     *,
-    validation: Rows | None = None,
+    validation: ExampleBatch | None = None,
     loss: Loss = next_token_loss,
     folder: str | Path | None = None,
     log: str | Path | None = None,
     progress: Progress | None = None,
     keep: int = 2,
-    about: Mapping[str, Any] | None = None,
-) -> Result:
-    """Train `model` in place, from the newest whole checkpoint in `folder` if there is one.
+    metadata: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Train a model in place, from the newest valid checkpoint in `folder` if there is one.
 
-    `loss(model, rows)` is the mean loss of one batch. On CPU a run that was stopped and resumed at
-    any step gives the same bits as one that was not: weights, optimiser, torch's random state, data
-    order and log. Ctrl-C and SIGTERM finish the step, save, and return; a second one leaves at
-    once. `about` says what the model is, as plain values: a checkpoint of another one is refused.
+    On a CPU, a run that was stopped and resumed gives the same bits as one that was not: weights,
+    optimizer, torch's random state, data order and log. After Ctrl-C or SIGTERM the current step is
+    finished and saved, and the function returns; a second signal exits at once.
+
+    Args:
+        model: the model to train; its loss is `loss(model, rows)`.
+        batches: the training data.
+        settings: the settings of the run.
+        validation: examples on which the loss is measured every `settings.validate_every` steps.
+        loss: the mean loss of one batch.
+        folder: the folder for checkpoints; None saves none.
+        log: the CSV file of the log; None writes none.
+        progress: a display of the progress.
+        keep: how many checkpoints stay in the folder.
+        metadata: plain values that describe the model. A checkpoint with other metadata is refused.
+
+    Returns:
+        The last step, its losses, and the signal that stopped the run, if any.
 
     Raises:
-        NonFiniteLoss: before the optimiser's step; the last checkpoint stays, the log shows the
-            step.
+        NonFiniteLoss: the loss or its gradient is not finite. It is raised before the optimizer's
+            step; the last checkpoint stays and the log shows the step.
         ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights,
-            data or `about`.
-        FileError: a checkpoint or the log cannot be written; another run writes in `folder`; or the
-            checkpoint there is not what a run saves.
+            data or metadata.
+        FileError: a checkpoint or the log cannot be written, another run writes in `folder`, or its
+            checkpoint has content that no run saves.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     >>> from regard.train.batches import Batches
@@ -108,37 +135,37 @@ def fit(
     >>> fit(model, batches, Settings(steps=3)).step
     3
     """
-    run = _Run(model, batches, settings, loss, folder, keep, about)
-    with ExitStack() as held:
+    run = _TrainingLoop(model, batches, settings, loss, folder, keep, metadata)
+    with ExitStack() as stack:
         if folder is not None:
-            checkpoints.prepare(folder, 0)
-            held.enter_context(folder_locked(Path(folder)))
+            checkpoints.check_free_space(folder, 0)
+            stack.enter_context(folder_locked(Path(folder)))
         run.restore()
         csv_log = CsvLog(log, after_step=run.step) if log else None
         for part in (progress, csv_log):
             if part is not None:
-                held.callback(part.close)
-        with interrupts() as caught:
+                stack.callback(part.close)
+        with catch_signals() as caught:
             return run.train(validation, caught, csv_log, progress)
 
 
-class _Run:
-    """One run's state: what a checkpoint holds, and the clock, which it does not."""
+class _TrainingLoop:
+    """The state of one run: the values that a checkpoint stores, and the clock."""
 
     def __init__(
         self,
         model: nn.Module,
-        batches: Feed,
+        batches: BatchSource,
         settings: Settings,
         loss: Loss,
         folder: str | Path | None,
         keep: int,
-        about: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
     ) -> None:
         self.model, self.batches, self.settings, self.loss = model, batches, settings, loss
-        self.folder, self.keep, self.about = folder, keep, about
-        self.optimiser = optimiser(model, settings)
-        self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
+        self.folder, self.keep, self.metadata = folder, keep, metadata
+        self.optimizer = make_optimizer(model, settings)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
         self.step, self.saved = 0, -1
         self.pending: list[float] = []  # losses since the last row of the log
@@ -148,84 +175,91 @@ class _Run:
 
     def train(
         self,
-        validation: Rows | None,
+        validation: ExampleBatch | None,
         caught: list[int],
         log: CsvLog | None,
         progress: Progress | None,
-    ) -> Result:
+    ) -> TrainResult:
+        """Train until the last step or a signal."""
         settings = self.settings
         self.model.train()
         self.clock, self.clock_step = time.perf_counter(), self.step
         rows = None if validation is None else validation.to(self.device)
         while self.step < settings.steps and not caught:
             try:
-                self.one_step()
+                self.run_step()
             except NonFiniteLoss:
                 if log:
                     log.write(self.row(self.last, None))
                 raise
             if progress:
                 progress.step(self.row(self.last, self.validation))
-            measured = rows is not None and self.due(settings.validate_every)
+            measured = rows is not None and self.is_due(settings.validate_every)
             if rows is not None and measured:
                 self.validate(rows)
-            if measured or self.due(settings.log_every):
+            if measured or self.is_due(settings.log_every):
                 self.report(log, progress, self.validation if measured else None)
-            if self.due(settings.save_every):
+            if self.is_due(settings.save_every):
                 self.save()
         if caught and self.saved != self.step:
             self.save()
-        return Result(self.step, self.last, self.validation, caught[0] if caught else None)
+        return TrainResult(self.step, self.last, self.validation, caught[0] if caught else None)
 
-    def due(self, every: int) -> bool:
+    def is_due(self, every: int) -> bool:
+        """Return whether something that is done every so many steps is due now."""
         return self.step % every == 0 or self.step == self.settings.steps
 
-    def one_step(self) -> None:
+    def run_step(self) -> None:
+        """Run one optimizer step: accumulate gradients, clip them, and update the weights."""
         settings, step, total = self.settings, self.step + 1, 0.0
-        for group in self.optimiser.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = settings.lr_at(step)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         for _ in range(settings.accumulate):
             rows = next(self.batches).to(self.device)
             with self.autocast():
                 loss = self.loss(self.model, rows) / settings.accumulate
             total += loss.item()
-            self.check("loss", total, step, total)
+            self.check_finite("loss", total, step, total)
             torch.autograd.backward(loss)
         self.norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip).item()
-        self.check("gradient norm", self.norm, step, total)
-        self.optimiser.step()
+        self.check_finite("gradient norm", self.norm, step, total)
+        self.optimizer.step()
         self.step, self.last = step, total
         self.pending.append(total)
 
-    def check(self, what: str, value: float, step: int, loss: float) -> None:
+    def check_finite(self, quantity: str, value: float, step: int, loss: float) -> None:
+        """Raise `NonFiniteLoss` if a value is NaN or infinite."""
         if math.isfinite(value):
             return
-        self.step, self.last = step, loss  # for the log's last row; nothing is saved after this
-        kept = (
+        self.step, self.last = step, loss  # for the last row of the log; nothing is saved after it
+        checkpoint = (
             f"the checkpoint of step {self.saved} is kept"
             if self.saved >= 0
             else "no checkpoint was saved yet"
         )
         raise NonFiniteLoss(
-            f"{what} is {value} at step {step}; the weights were not updated and {kept}: "
-            "lower lr, lengthen warmup or look at the data"
+            f"{quantity} is {value} at step {step}; the weights were not updated and {checkpoint}: "
+            "lower lr, lengthen warmup or check the data"
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of the settings."""
         return (
             torch.autocast(self.device.type, torch.bfloat16)
             if self.settings.bf16
             else nullcontext()
         )
 
-    def validate(self, rows: Rows) -> None:
-        with self.off_the_clock(), self.autocast():
+    def validate(self, rows: ExampleBatch) -> None:
+        """Measure the loss on the validation rows."""
+        with self.pause_clock(), self.autocast():
             self.validation = evaluate(self.model, rows, batch=self.batches.batch, loss=self.loss)
 
     def report(
         self, log: CsvLog | None, progress: Progress | None, validation: float | None
     ) -> None:
+        """Write a row of the log, and start to average the loss anew."""
         row = self.row(math.fsum(self.pending) / len(self.pending), validation)
         if log:
             log.write(row)
@@ -234,63 +268,76 @@ class _Run:
         self.pending = []
         self.clock, self.clock_step = time.perf_counter(), self.step
 
-    def row(self, loss: float, validation: float | None) -> Row:
+    def row(self, loss: float, validation: float | None) -> LogRow:
+        """Return a row of the log for the current step."""
         per_step = self.batches.batch * self.batches.context * self.settings.accumulate
         seconds = max(1e-9, time.perf_counter() - self.clock)
         speed = (self.step - self.clock_step) * per_step / seconds
         lr = self.settings.lr_at(self.step)
-        return Row(self.step, loss, validation, lr, self.norm, self.step * per_step, speed)
+        return LogRow(self.step, loss, validation, lr, self.norm, self.step * per_step, speed)
 
     @contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """Work that tokens per second leaves out."""
+    def pause_clock(self) -> Iterator[None]:
+        """Exclude the time of a block from the tokens per second."""
         start = time.perf_counter()
         yield
         self.clock += time.perf_counter() - start
 
     def save(self) -> None:
+        """Save a checkpoint of the current step, if there is a folder."""
         if self.folder is None:
             return
-        run = {name: _plain(getattr(self, name)) for name in _SAVED}
-        with self.off_the_clock():
-            packed = checkpoints.pack(self.model, self.optimiser, self.batches, self.settings, run)
-            packed.state["about"] = self.about
+        run = {name: _none_if_not_finite(getattr(self, name)) for name in _SAVED_ATTRIBUTES}
+        with self.pause_clock():
+            packed = checkpoints.pack(self.model, self.optimizer, self.batches, self.settings, run)
+            packed.state["metadata"] = self.metadata
             checkpoints.save(self.folder, packed, keep=self.keep)
         self.saved = self.step
 
     def restore(self) -> None:
+        """Restore the state of the newest valid checkpoint, if there is one."""
         if self.folder is None:
             return
-        # weights and two moments each, beside the checkpoint that is there until it is verified
-        size = checkpoints.MARGIN + 2 * 3 * sum(p.nbytes for p in self.parameters)
-        checkpoints.prepare(self.folder, size)
-        checkpoints.sweep(self.folder)
-        found = checkpoints.latest(self.folder)
-        if found is None:
+        # weights and two moments of each, twice: the old checkpoint stays until the new one is
+        # verified
+        size = checkpoints.EXTRA_BYTES + 2 * 3 * sum(p.nbytes for p in self.parameters)
+        checkpoints.check_free_space(self.folder, size)
+        checkpoints.remove_leftovers(self.folder)
+        checkpoint = checkpoints.latest(self.folder)
+        if checkpoint is None:
             return
         try:
-            checkpoints.check_about(found, self.about)
-            run = checkpoints.unpack(found, self.model, self.optimiser, self.batches, self.settings)
-            self.step, self.pending = found.step, [float(x) for x in run["pending"]]
+            checkpoints.check_metadata(checkpoint, self.metadata)
+            run = checkpoints.unpack(
+                checkpoint, self.model, self.optimizer, self.batches, self.settings
+            )
+            self.step, self.pending = checkpoint.step, [float(x) for x in run["pending"]]
             self.last, self.norm = (
                 math.nan if x is None else float(x) for x in (run["last"], run["norm"])
             )
             self.validation = None if run["validation"] is None else float(run["validation"])
         except ArgumentError:
             raise
-        except _UNFIT as error:
+        except _INVALID_STATE_ERRORS as error:
             raise FileError(
-                f"{self.folder}: the checkpoint of step {found.step} is not what a run saves: "
-                f"{error_text(repr(error))}; "
-                "remove its folder to go on from an older one"
+                f"{self.folder}: the checkpoint of step {checkpoint.step} has content that no run "
+                f"saves: {error_text(repr(error))}; remove its folder to resume from an older one"
             ) from error
         self.saved = self.step
 
 
-_SAVED = ("step", "pending", "last", "norm", "validation")
-_UNFIT = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError)
+_SAVED_ATTRIBUTES = ("step", "pending", "last", "norm", "validation")
+_INVALID_STATE_ERRORS = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    OverflowError,
+)
 
 
-def _plain(value: Any) -> Any:
-    """None for what no number is yet: JSON has no NaN."""
+def _none_if_not_finite(value: Any) -> Any:
+    """Return a value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

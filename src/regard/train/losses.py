@@ -1,4 +1,6 @@
-"""Losses: next-token prediction on a stream, and made tasks with label smoothing."""
+"""Losses: next-token prediction on a stream of tokens, and the losses of tasks, with label
+smoothing.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,24 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.span import Positions
-from regard.train.batches import Rows
-from regard.train.tasks.base import IGNORED, PAD, Padded
+from regard.train.batches import ExampleBatch
+from regard.train.tasks.task import IGNORE_INDEX, PAD, PaddedBatch
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""`loss(model, rows)`: the mean loss of a batch, a scalar."""
+"""A function `loss(model, rows)` that returns the mean loss of a batch, a scalar."""
 
 
 def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tensor, ""]:
-    """Mean cross entropy in nats, -mean(log softmax(logits)[target]), of `rows`' next tokens.
+    """Return the mean cross entropy of the next token, in nats.
+
+    loss = -mean(log softmax(logits)[target])
+
+    Args:
+        model: maps ids `[B, T]` to logits `[B, T, V]`.
+        rows: ids `[B, T + 1]`: the inputs are all but the last, the targets all but the first.
+
+    Returns:
+        The loss, a scalar.
 
     >>> import math
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
@@ -34,10 +45,18 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, rows: Rows, *, batch: int = 16, loss: Loss = next_token_loss
+    model: nn.Module, rows: ExampleBatch, *, batch: int = 16, loss: Loss = next_token_loss
 ) -> float:
-    """The mean loss over fixed rows, such as ids [N, T + 1], the model in evaluation mode for as
-    long.
+    """Return the mean loss over fixed examples, with the model in evaluation mode.
+
+    Args:
+        model: the model; its mode is restored afterwards.
+        rows: the examples, such as ids `[N, T + 1]`.
+        batch: examples per forward pass.
+        loss: the loss of a batch.
+
+    Returns:
+        The mean over all examples.
 
     >>> import math
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
@@ -58,18 +77,21 @@ def smoothed_cross_entropy(
     labels: Int[Tensor, " *B"],
     smoothing: float = 0.0,
     *,
-    ignored: int = IGNORED,
+    ignored: int = IGNORE_INDEX,
 ) -> Float[Tensor, ""]:
-    """Cross entropy with a target that leaves a little to every word.
+    """Return the cross entropy with label smoothing.
 
     p = softmax(logits)
     loss = mean over labels y != ignored of  -(1 - eps) log p_y - (eps / V) sum_k log p_k
 
     Args:
-        logits: [..., V].
-        labels: [...], ids, or `ignored`; where all are, the loss is 0.
-        smoothing: eps, at least 0 and less than 1; 0.1 in the paper.
-        ignored: the label of slots that count for nothing; what their logits hold changes nothing.
+        logits: `[..., V]`.
+        labels: `[...]`, ids or `ignored`. If all labels are `ignored`, the loss is 0.
+        smoothing: eps, at least 0 and less than 1; the paper uses 0.1.
+        ignored: the label of positions that do not count; their logits may be NaN.
+
+    Returns:
+        The loss, a scalar.
 
     Raises:
         ArgumentError: smoothing is out of range.
@@ -82,57 +104,64 @@ def smoothed_cross_entropy(
     Source: Szegedy et al. 2015 (arXiv 1512.00567), section 7; Vaswani et al. 2017 (arXiv
     1706.03762), section 5.4.
     """
-    _check(smoothing)
+    _check_smoothing(smoothing)
     counted = labels != ignored
-    # selected, not multiplied: a slot that does not count may hold NaN
-    seen = logits[counted]
-    log_p = (seen if seen.dtype == torch.float64 else seen.float()).log_softmax(-1)  # [n, V]
-    right = log_p.gather(-1, labels[counted][:, None]).squeeze(-1)
-    loss = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
+    # selected, not multiplied by 0: a position that does not count may have NaN
+    counted_logits = logits[counted]
+    log_p = (
+        counted_logits if counted_logits.dtype == torch.float64 else counted_logits.float()
+    ).log_softmax(-1)  # [n, V]
+    label_log_p = log_p.gather(-1, labels[counted][:, None]).squeeze(-1)
+    loss = -(1 - smoothing) * label_log_p - smoothing * log_p.mean(-1)
     return loss.sum() / max(1, len(loss))
 
 
 @dataclass(frozen=True)
-class PairLoss:
-    """The loss of a model that reads a source and says a target, each token given the ones before
-    (teacher forcing).
+class Seq2SeqLoss:
+    """The loss of a model that maps a source to a target, with teacher forcing.
 
-    Slots that hold `PAD` are empty: no other sees them, and they count for nothing. Smoothing is
-    for training; in evaluation mode the loss is the plain cross entropy.
+    Positions that hold `PAD` are never attended to and do not count. Label smoothing is used in
+    training mode only; in evaluation mode the loss is the plain cross entropy.
+
+    Args:
+        smoothing: eps of the label smoothing, at least 0 and less than 1.
 
     Raises:
         ArgumentError: smoothing is out of range.
 
     >>> from regard.models import recurrent
-    >>> rows = Padded(torch.tensor([[3, 2]]), torch.tensor([[1, 3, 2]]))
-    >>> bool(PairLoss(0.1)(recurrent(5, 4, 4), rows) > 0)
+    >>> rows = PaddedBatch(torch.tensor([[3, 2]]), torch.tensor([[1, 3, 2]]))
+    >>> bool(Seq2SeqLoss(0.1)(recurrent(5, 4, 4), rows) > 0)
     True
     """
 
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.smoothing)
+        _check_smoothing(self.smoothing)
 
-    def __call__(self, model: nn.Module, rows: Padded) -> Float[Tensor, ""]:
-        """The mean over the target's tokens."""
-        given, labels = rows.target[:, :-1], rows.target[:, 1:]
-        # padding of a target stands behind its tokens, which do not look there: it needs no
-        # positions of its own
-        logits = model(rows.source, given, where(rows.source))
+    def __call__(self, model: nn.Module, rows: PaddedBatch) -> Float[Tensor, ""]:
+        """Return the mean loss over the tokens of the target."""
+        inputs, labels = rows.target[:, :-1], rows.target[:, 1:]
+        # the target is padded after its last token, and a token attends to earlier ones only:
+        # the target needs no positions
+        logits = model(rows.source, inputs, padded_positions(rows.source))
         eps = self.smoothing if model.training else 0.0
         return smoothed_cross_entropy(logits, labels, eps, ignored=PAD)
 
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """The loss of a model that continues a row, on the tokens that are asked for.
+    """The loss of a causal model on the tokens that a task asks for.
+
+    Args:
+        smoothing: eps of the label smoothing, at least 0 and less than 1.
 
     Raises:
         ArgumentError: smoothing is out of range.
 
     >>> model = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> rows = Padded(torch.tensor([[3, 2]]), torch.tensor([[-100, 1]]))
+    >>> rows = PaddedBatch(torch.tensor([[3, 2]]), torch.tensor([[-100, 1]]))
     >>> round(AnswerLoss()(model, rows).item(), 4)
     1.3863
     """
@@ -140,23 +169,30 @@ class AnswerLoss:
     smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.smoothing)
+        _check_smoothing(self.smoothing)
 
-    def __call__(self, model: nn.Module, rows: Padded) -> Float[Tensor, ""]:
-        """The mean over the answers."""
+    def __call__(self, model: nn.Module, rows: PaddedBatch) -> Float[Tensor, ""]:
+        """Return the mean loss over the answers."""
         eps = self.smoothing if model.training else 0.0
         return smoothed_cross_entropy(model(rows.source), rows.target, eps)
 
 
-def where(ids: Int[Tensor, "B L"]) -> Positions:
-    """Positions of ids padded on the right: 0, 1, ..., and -1 where there is `PAD`.
+def padded_positions(ids: Int[Tensor, "B L"]) -> Positions:
+    """Return the positions of ids that are padded on the right: 0, 1, ..., and -1 where the id is
+    `PAD`.
 
-    >>> where(torch.tensor([[3, 4], [5, 0]])).tolist()
+    Args:
+        ids: `[B, L]`.
+
+    Returns:
+        The positions, `[B, L]`.
+
+    >>> padded_positions(torch.tensor([[3, 4], [5, 0]])).tolist()
     [[0, 1], [0, -1]]
     """
     return torch.arange(ids.shape[1], device=ids.device).masked_fill(ids == PAD, -1)
 
 
-def _check(smoothing: float) -> None:
+def _check_smoothing(smoothing: float) -> None:
     if not 0 <= smoothing < 1:
         raise ArgumentError(f"smoothing is {smoothing}; it must be at least 0 and less than 1")

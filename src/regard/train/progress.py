@@ -1,4 +1,4 @@
-"""What a long run shows: a bar on a terminal, plain lines anywhere else, and a CSV file."""
+"""The progress of a long run: a bar on a terminal, plain lines in files and pipes, a CSV log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ from regard.untrusted_text import error_text, parse_integer
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the log: the mean training loss since the last one, in nats, and the state.
+class LogRow:
+    """One row of the log: the mean training loss in nats since the previous row, and the state.
 
-    >>> Row(1, 2.0, None, lr=0.1, grad_norm=1.0, tokens=64, tokens_per_second=9.0).loss
+    Attributes:
+        step: the optimizer step.
+        loss: the mean training loss since the previous row, in nats.
+        validation: the validation loss in nats; None if it was not measured at this step.
+        lr: the learning rate.
+        grad_norm: the 2-norm of the gradient before clipping.
+        tokens: the tokens trained on so far.
+        tokens_per_second: the speed since the previous row.
+
+    >>> LogRow(1, 2.0, None, lr=0.1, grad_norm=1.0, tokens=64, tokens_per_second=9.0).loss
     2.0
     """
 
@@ -35,16 +44,21 @@ class Row:
     tokens_per_second: float
 
 
-LONGEST = 1 << 28
-"""Bytes of a log, at most: of a run of a million rows, twice over."""
-COLUMNS = [f.name for f in fields(Row)]
+MAX_BYTES = 1 << 28
+"""The largest log in bytes: twice the log of a run with a million rows."""
+COLUMNS = [f.name for f in fields(LogRow)]
 
 
 class CsvLog:
-    """train.csv, opened at a step: rows after it, of a run that died later, are cut off.
+    """The log train.csv, opened at a step. Rows after that step, from a run that was killed, are
+    removed.
 
-    The columns are those of `Row`, so that a run in several parts has every row once. Any table
-    reader shows it; TensorBoard event files are not written.
+    The columns are the attributes of `LogRow`; a run in several parts has every row once.
+    TensorBoard event files are not written.
+
+    Args:
+        path: the file; its folder is created.
+        after_step: the step from which the run resumes; 0 starts a new log.
 
     Raises:
         FileError: the file cannot be written.
@@ -54,12 +68,12 @@ class CsvLog:
         self._path = Path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept = self._kept(after_step)
+            rows = self._rows_up_to(after_step)
             with (
-                write_atomically(self._path) as fresh,
-                fresh.open("w", newline="", encoding="utf-8") as file,
+                write_atomically(self._path) as temporary,
+                temporary.open("w", newline="", encoding="utf-8") as file,
             ):
-                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *kept])
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
             self._file = self._path.open("a", newline="", encoding="utf-8")
         except FileError:
             raise
@@ -67,50 +81,52 @@ class CsvLog:
             raise FileError(f"{path}: cannot write the log: {error_text(error)}") from error
         self._writer = csv.writer(self._file, lineterminator="\n")
 
-    def write(self, row: Row) -> None:
-        """Append one row and hand it to the system at once."""
+    def write(self, row: LogRow) -> None:
+        """Append one row and write it to the file at once."""
         try:
-            self._writer.writerow([_short(value) for value in asdict(row).values()])
+            self._writer.writerow([_format_cell(value) for value in asdict(row).values()])
             self._file.flush()
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
     def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):  # a full disk was told of when the row was written
+        """Close the file of the log."""
+        with suppress(OSError):  # `write` has reported a full disk already
             self._file.close()
 
-    def _refused(self, error: OSError) -> FileError:
+    def _write_error(self, error: OSError) -> FileError:
+        """Return the error for a row that could not be written."""
         return FileError(f"{self._path}: cannot write the log: {error.strerror or error}")
 
-    def _kept(self, after_step: int) -> list[list[str]]:
-        if not (after_step and self._path.exists()):
+    def _rows_up_to(self, step_limit: int) -> list[list[str]]:
+        """Return the valid rows of the existing file up to a step."""
+        if not (step_limit and self._path.exists()):
             return []
-        rows = list(csv.reader(io.StringIO(read_text(self._path, LONGEST), newline="")))[1:]
+        rows = list(csv.reader(io.StringIO(read_text(self._path, MAX_BYTES), newline="")))[1:]
         return [
             r
             for r in rows
             if len(r) == len(COLUMNS)
             and (step := parse_integer(r[0])) is not None
-            and 0 <= step <= after_step
+            and 0 <= step <= step_limit
         ]
 
 
 class Progress(Protocol):
-    """Something that shows where a run stands."""
+    """An object that displays how far a run has come."""
 
-    def step(self, row: Row) -> None:
-        """After every step."""
+    def step(self, row: LogRow) -> None:
+        """Show the state after a step."""
 
-    def row(self, row: Row) -> None:
-        """After every row of the log."""
+    def row(self, row: LogRow) -> None:
+        """Show a new row of the log."""
 
     def close(self) -> None:
-        """At the end, however it came."""
+        """End the display, also after an error."""
 
 
-class Bar:
-    """A bar that moves at every step, for a terminal."""
+class ProgressBar:
+    """A progress bar for a terminal, which is updated at every step."""
 
     def __init__(self, steps: int, start: int, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -128,37 +144,37 @@ class Bar:
         self._task = self._bar.add_task("train", total=steps, completed=start, note="")
         self._bar.start()
 
-    def step(self, row: Row) -> None:
-        """Show the newest step."""
+    def step(self, row: LogRow) -> None:
+        """Show the loss and the speed of a step."""
         text = f"loss {row.loss:.3f}{self._validation} {row.tokens_per_second:,.0f} tok/s"
         self._bar.update(self._task, completed=row.step, note=text)
 
-    def row(self, row: Row) -> None:
-        """Show the newest row of the log."""
+    def row(self, row: LogRow) -> None:
+        """Show the validation loss of a new row of the log."""
         if row.validation is not None:
             self._validation = f" val {row.validation:.3f}"
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar from the terminal."""
         self._bar.stop()
 
 
-class Lines:
+class PlainProgress:
     """One plain line per row of the log, for files and pipes."""
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._console = steps, console
 
-    def step(self, row: Row) -> None:
-        """Show the newest step."""
+    def step(self, row: LogRow) -> None:
+        """Do nothing: only the rows of the log are shown."""
 
-    def row(self, row: Row) -> None:
-        """Show the newest row of the log."""
+    def row(self, row: LogRow) -> None:
+        """Print a new row of the log with the time that is left."""
         validation = "" if row.validation is None else f"  validation {row.validation:.4f}"
         left = ""
         if row.tokens_per_second > 0 and row.step:
             seconds = (self._steps - row.step) * (row.tokens / row.step) / row.tokens_per_second
-            left = f"  {_clock(seconds)} left"
+            left = f"  {_format_duration(seconds)} left"
         self._console.print(
             f"step {row.step}/{self._steps}  loss {row.loss:.4f}{validation}  "
             f"{row.tokens_per_second:,.0f} tok/s{left}",
@@ -167,21 +183,34 @@ class Lines:
         )
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Do nothing: there is no bar to remove."""
 
 
-def show(steps: int, start: int = 0, console: Console | None = None) -> Progress:
-    """A bar on a terminal, plain lines elsewhere; on standard error, so that output stays clean."""
+def make_progress(steps: int, start: int = 0, console: Console | None = None) -> Progress:
+    """Return a progress display: a bar on a terminal, plain lines in files and pipes.
+
+    Args:
+        steps: the number of steps of the run.
+        start: the step from which the run resumes.
+        console: the output; None is standard error, so that standard output has results only.
+
+    Returns:
+        The display.
+    """
     console = console or Console(stderr=True)
-    return Bar(steps, start, console) if console.is_terminal else Lines(steps, console)
+    return (
+        ProgressBar(steps, start, console) if console.is_terminal else PlainProgress(steps, console)
+    )
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds, such as 1:02:03."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _short(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
+    """Return a number for a cell of the CSV file; "" for None."""
     if value is None:
         return ""
     if isinstance(value, int):

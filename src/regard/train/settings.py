@@ -1,4 +1,4 @@
-"""How to train: the numbers, the learning rate of every step, and the optimiser made of them."""
+"""The settings of a training run: its numbers, the learning-rate schedule, and the optimizer."""
 
 from __future__ import annotations
 
@@ -13,10 +13,21 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Settings:
-    """How to train: `lr` is the peak, `accumulate` batches make a step, `clip` bounds its 2-norm.
+    """The settings of a training run.
+
+    Args:
+        steps: optimizer steps.
+        lr: the peak learning rate.
+        warmup: steps of linear warm-up to the peak.
+        weight_decay: AdamW's decay of matrices; norms, gains and biases have none.
+        clip: the largest 2-norm of the gradient.
+        accumulate: batches per step.
+        bf16: whether the forward pass runs under bf16 autocast.
+        log_every, validate_every, save_every: steps between two rows of the log, two validations
+            and two checkpoints.
 
     Raises:
-        ArgumentError: a number is out of range, by name.
+        ArgumentError: a number is out of range; the message names it.
 
     >>> Settings(steps=100, lr=1e-3, warmup=10).lr_at(10)
     0.001
@@ -44,37 +55,51 @@ class Settings:
         for name in ("warmup", "weight_decay"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
-                raise ArgumentError(f"{name} is {value}; it must be 0 or more, and finite")
+                raise ArgumentError(f"{name} is {value}; it must be 0 or more and finite")
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of step 1, 2, ..., steps.
+        """Return the learning rate of a step: linear warm-up, then a cosine decay to a tenth of the
+        peak.
 
-        lr * step / warmup, then lr * (0.1 + 0.9 * (1 + cos(pi * done)) / 2) with done from 0 to 1:
-        a tenth is left at the end.
+        lr * step / warmup                                        up to warmup
+        lr * (0.1 + 0.9 * (1 + cos(pi * progress)) / 2)           then, with progress from 0 to 1
+
+        Args:
+            step: 1 for the first step.
+
+        Returns:
+            The learning rate.
         """
         if step <= self.warmup:
             return self.lr * step / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def optimiser(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices, none on norms, gains and biases.
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """Return an AdamW optimizer that decays matrices, but no norms, gains and biases.
+
+    Args:
+        model: its parameters that require a gradient are trained.
+        settings: the learning rate and the weight decay.
+
+    Returns:
+        The optimizer, with beta = (0.9, 0.95).
+
+    Raises:
+        ArgumentError: no parameter of the model requires a gradient.
 
     Source: Loshchilov & Hutter 2019, arXiv:1711.05101.
 
-    Raises:
-        ArgumentError: the model has nothing to train.
-
-    >>> groups = optimiser(nn.Linear(2, 3), Settings(steps=1)).param_groups
+    >>> groups = make_optimizer(nn.Linear(2, 3), Settings(steps=1)).param_groups
     >>> [(group["weight_decay"], len(group["params"])) for group in groups]
     [(0.1, 1), (0.0, 1)]
     """
-    used = [p for p in model.parameters() if p.requires_grad]
-    if not used:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
         raise ArgumentError("model has no parameter with requires_grad; there is nothing to train")
     groups = [
-        {"params": [p for p in used if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in used if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)

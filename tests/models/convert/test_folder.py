@@ -25,7 +25,7 @@ from regard.models.convert import folder as subject
 from regard.models.convert import folder as writing
 from regard.models.convert.report import evaluation_windows
 from regard.models.model import Model
-from regard.train.finetune import heal
+from regard.train.finetune import finetune
 from tests.models import small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -148,7 +148,7 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
 @pytest.mark.full
 def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
     before = state(source)
-    how = partial(heal, steps=30, lr=3e-3, batch=4)
+    how = partial(finetune, steps=30, lr=3e-3, batch=4)
     report = convert(
         source,
         tmp_path / "out",
@@ -184,7 +184,7 @@ def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
 
 def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
     ids, _ = evaluation_windows(regard.load(source, kind=Model), TEXT, 16, 4096)
-    how, told = partial(heal, steps=2), list[str]()
+    how, told = partial(finetune, steps=2), list[str]()
     wanted = ConversionOptions(kv_heads=2)
     done = convert(
         source,
@@ -221,14 +221,14 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
 
 def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ArgumentError, match=r"the weights are torch\.bfloat16, in which a small step is lost"
+        ArgumentError, match=r"the weights are torch\.bfloat16, which rounds small steps away"
     ):
         convert(
             source,
             tmp_path / "out",
             ConversionOptions(dtype="bfloat16"),
             text=TEXT,
-            finetune=partial(heal, steps=1),
+            finetune=partial(finetune, steps=1),
         )
     assert not (tmp_path / "out").exists()
 
@@ -245,7 +245,7 @@ def test_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
             source,
             tmp_path / "other",
             ConversionOptions(kv_heads=2),
-            finetune=partial(heal, steps=1),
+            finetune=partial(finetune, steps=1),
         )
 
 

@@ -17,18 +17,26 @@ from regard.models.generation import beam_search
 from regard.nn.blocks import PreNorm
 from regard.tracing import Trace
 from regard.train.tasks import BOS, EOS, TASKS, Example
-from regard.train.tasks.base import pad
 from regard.train.tasks.evaluate import (
-    Bin,
-    Outcome,
-    Reader,
-    Telling,
+    AccuracyBin,
+    IncrementalDecoder,
+    Seq2SeqModel,
+    TaskAnswer,
+    accuracy_by_length,
     alignment,
-    by_length,
-    outcomes,
-    say,
+    answer_examples,
+    generate_ids,
 )
-from regard.train.tasks.models import PAIRS, ROWS, Recipe, build, check_model, names, recipe
+from regard.train.tasks.task import pad
+from regard.train.tasks.task_models import (
+    CAUSAL_MODELS,
+    SEQ2SEQ_MODELS,
+    Recipe,
+    build,
+    check_model,
+    models_for,
+    recipe,
+)
 
 COPY, MQAR, INDUCTION = TASKS["copy"], TASKS["mqar"], TASKS["induction"]
 SMALL = Recipe(dim=8, hidden=12, layers=1, heads=2)
@@ -36,7 +44,7 @@ EXAMPLES = [Example(tuple(word), tuple(word)) for word in ("cafe", "a", "abcdefg
 LIMIT = 7
 
 
-def reader(name: str) -> Reader:
+def reader(name: str) -> Seq2SeqModel:
     model = build(COPY, name, SMALL)
     for parameter in model.parameters():
         parameter.requires_grad_(requires_grad=False).normal_(
@@ -66,7 +74,7 @@ def recomputed(model: nn.Module, source: list[int]) -> list[int]:
 def test_what_is_said_needs_no_cache_and_no_neighbours(name: str) -> None:
     model = reader(name)
     source = pad(COPY, EXAMPLES).source
-    found = say(model, source, limit=LIMIT)
+    found = generate_ids(model, source, limit=LIMIT)
     alone = [recomputed(model, [*COPY.vocabulary.encode(e.source), EOS]) for e in EXAMPLES]
     assert found == alone
     assert len({tuple(ids) for ids in found}) > 1  # the sources make a difference
@@ -94,7 +102,7 @@ class Recomputing:
 @pytest.mark.parametrize("name", READERS)
 def test_beams_carry_what_belongs_to_them(name: str) -> None:
     model = reader(name)
-    found = say(model, pad(COPY, EXAMPLES).source, limit=LIMIT, beams=3)
+    found = generate_ids(model, pad(COPY, EXAMPLES).source, limit=LIMIT, beams=3)
     for e, ids in zip(EXAMPLES, found, strict=True):
         alone = Recomputing(model, [*COPY.vocabulary.encode(e.source), EOS])
         first = torch.tensor([BOS])
@@ -103,7 +111,7 @@ def test_beams_carry_what_belongs_to_them(name: str) -> None:
         )
         assert ids == list(best[0].ids)
     if name == "transformer":  # the control: a search whose rows stay where they are is another one
-        telling = Telling(model, pad(COPY, EXAMPLES[:1]).source)
+        telling = IncrementalDecoder(model, pad(COPY, EXAMPLES[:1]).source)
         telling.step(torch.tensor([[BOS]]))
         telling.select(torch.tensor([0, 0]))
         logits = telling.step(torch.tensor([[4], [5]]))
@@ -112,14 +120,14 @@ def test_beams_carry_what_belongs_to_them(name: str) -> None:
 
 def test_outcomes_come_in_order_and_leave_the_mode() -> None:
     model = reader("gru+bahdanau").train()
-    found = outcomes(model, COPY, EXAMPLES, batch=3)
+    found = answer_examples(model, COPY, EXAMPLES, batch=3)
     assert [o.example for o in found] == EXAMPLES
     assert model.training
     limit = 2 * COPY.lengths[2] + 8
     for o in found[:1]:
-        ids = say(model.eval(), pad(COPY, [o.example]).source, limit=limit)[0]
-        assert list(o.said) == COPY.vocabulary.decode(ids)
-    assert outcomes(model, COPY, EXAMPLES[::-1], batch=1) == found[::-1]
+        ids = generate_ids(model.eval(), pad(COPY, [o.example]).source, limit=limit)[0]
+        assert list(o.predicted) == COPY.vocabulary.decode(ids)
+    assert answer_examples(model, COPY, EXAMPLES[::-1], batch=1) == found[::-1]
 
 
 class Oracle(nn.Module):
@@ -137,27 +145,30 @@ def test_a_row_is_right_when_every_answer_is() -> None:
     e = MQAR.examples("train", 1, 5)[0]
     answers = [MQAR.vocabulary.encode([w])[0] if w else 0 for w in e.target]
     right = Oracle(torch.tensor([answers]), len(MQAR.vocabulary))
-    (found,) = outcomes(right, MQAR, [e])
-    assert found.right
-    assert found.said == tuple(w for w in e.target if w)
+    (found,) = answer_examples(right, MQAR, [e])
+    assert found.correct
+    assert found.predicted == tuple(w for w in e.target if w)
     at = next(i for i, w in enumerate(e.target) if w)
     answers[at] = 0
-    (found,) = outcomes(Oracle(torch.tensor([answers]), len(MQAR.vocabulary)), MQAR, [e])
-    assert not found.right
-    assert found.said[0] == ""
+    (found,) = answer_examples(Oracle(torch.tensor([answers]), len(MQAR.vocabulary)), MQAR, [e])
+    assert not found.correct
+    assert found.predicted[0] == ""
 
 
 def test_bins_count_every_outcome_once() -> None:
     examples = [Example(("a",) * n, ("a",) * n) for n in (1, 2, 2, 3, 7, 20)]
-    found = [Outcome(e, e.source if e.length != 2 else ("b",), e.target) for e in examples]
-    assert by_length(COPY, "validation", found, 4) == [
-        Bin("validation", 1, 5, 4, 2),
-        Bin("validation", 6, 10, 1, 1),
-        Bin("validation", 16, 20, 1, 1),
+    found = [TaskAnswer(e, e.source if e.length != 2 else ("b",), e.target) for e in examples]
+    assert accuracy_by_length(COPY, "validation", found, 4) == [
+        AccuracyBin("validation", 1, 5, 4, 2),
+        AccuracyBin("validation", 6, 10, 1, 1),
+        AccuracyBin("validation", 16, 20, 1, 1),
     ]
-    assert by_length(COPY, "longer", found) == []
-    long = [Outcome(Example(("a",) * n, ()), (), ()) for n in (21, 40)]
-    assert [(b.low, b.high) for b in by_length(COPY, "longer", long, 3)] == [(21, 27), (35, 40)]
+    assert accuracy_by_length(COPY, "longer", found) == []
+    long = [TaskAnswer(Example(("a",) * n, ()), (), ()) for n in (21, 40)]
+    assert [(b.low, b.high) for b in accuracy_by_length(COPY, "longer", long, 3)] == [
+        (21, 27),
+        (35, 40),
+    ]
 
 
 @pytest.mark.parametrize(("n", "right"), [(10, 0), (10, 3), (40, 40), (400, 200)])
@@ -175,7 +186,7 @@ def test_the_interval_is_where_the_share_is_no_surprise(n: int, right: int) -> N
             inside, outside = (middle, outside) if surprise(middle) <= 0 else (inside, middle)
         return inside
 
-    low, high = Bin("validation", 1, 2, n, right).interval
+    low, high = AccuracyBin("validation", 1, 2, n, right).interval
     assert low == pytest.approx(solve(right / n, 0.0) if right else 0.0, abs=1e-9)
     assert high == pytest.approx(solve(right / n, 1.0) if right < n else 1.0, abs=1e-9)
 
@@ -184,18 +195,18 @@ def test_the_interval_is_where_the_share_is_no_surprise(n: int, right: int) -> N
 @pytest.mark.parametrize("name", ["gru+bahdanau", "lstm+luong", "transformer"])
 def test_an_alignment_is_what_the_model_computed(name: str) -> None:
     model = reader(name)
-    (o,) = outcomes(model, COPY, EXAMPLES[:1])
-    o = Outcome(o.example, o.said[:5], o.wanted)
+    (o,) = answer_examples(model, COPY, EXAMPLES[:1])
+    o = TaskAnswer(o.example, o.predicted[:5], o.expected)
     found = alignment(model, COPY, o)
     assert found is not None
     assert found.source == (*"cafe", "⏎")
-    assert found.said == (*o.said, "⏎")
-    assert found.weights.shape == (len(found.said), 5)
-    torch.testing.assert_close(found.weights.sum(1), torch.ones(len(found.said)))
+    assert found.predicted == (*o.predicted, "⏎")
+    assert found.weights.shape == (len(found.predicted), 5)
+    torch.testing.assert_close(found.weights.sum(1), torch.ones(len(found.predicted)))
     # turning what the heaviest column brings into nothing changes the answer: those weights are in
     # use
     source = torch.tensor([[*COPY.vocabulary.encode("cafe"), EOS]])
-    target = torch.tensor([[BOS, *COPY.vocabulary.encode(o.said)]])
+    target = torch.tensor([[BOS, *COPY.vocabulary.encode(o.predicted)]])
     with torch.no_grad():
         plain = model(source, target)
         with Trace(edit={"pattern": lambda p: p if p.shape[-1] != 5 else p.roll(1, -1)}):
@@ -208,7 +219,7 @@ def test_bahdanau_weights_by_hand() -> None:
     model = reader("gru+bahdanau")
     assert isinstance(model, RecurrentEncoderDecoder)
     source = torch.tensor([[*COPY.vocabulary.encode("cafe"), EOS]])
-    (o,) = outcomes(model, COPY, EXAMPLES[:1])
+    (o,) = answer_examples(model, COPY, EXAMPLES[:1])
     found = alignment(model, COPY, o)
     assert found is not None
     encoded = model.encode(source)
@@ -238,17 +249,17 @@ def test_bahdanau_weights_by_hand() -> None:
 
 def test_a_decoder_looks_at_its_row_and_a_recurrence_has_nothing_to_show() -> None:
     e = INDUCTION.examples("train", 1, 3)[0]
-    for name in ROWS:
+    for name in CAUSAL_MODELS:
         model = build(INDUCTION, name, SMALL).eval()
-        (o,) = outcomes(model, INDUCTION, [e])
+        (o,) = answer_examples(model, INDUCTION, [e])
         found = alignment(model, INDUCTION, o)
         if name == "decoder":
             assert found is not None
-            assert found.weights.shape == (len(o.wanted), e.length)
-            assert found.place.endswith("of 2 heads")
+            assert found.weights.shape == (len(o.expected), e.length)
+            assert found.label.endswith("of 2 heads")
         else:
             assert found is None
-    (o,) = outcomes(reader("lstm"), COPY, EXAMPLES[:1])
+    (o,) = answer_examples(reader("lstm"), COPY, EXAMPLES[:1])
     assert alignment(reader("lstm"), COPY, o) is None
 
 
@@ -256,7 +267,7 @@ def test_the_sharpest_head_is_taken() -> None:
     model = build(COPY, "transformer", Recipe(dim=8, hidden=8, layers=2, heads=2)).eval()
     for p in model.parameters():
         p.requires_grad_(requires_grad=False).normal_(std=0.8)
-    o = Outcome(EXAMPLES[0], EXAMPLES[0].source, EXAMPLES[0].target)
+    o = TaskAnswer(EXAMPLES[0], EXAMPLES[0].source, EXAMPLES[0].target)
     with Trace("pattern") as trace:
         model(
             torch.tensor([[*COPY.vocabulary.encode("cafe"), EOS]]),
@@ -271,24 +282,26 @@ def test_the_sharpest_head_is_taken() -> None:
     best = max(sharp, key=sharp.__getitem__)
     found = alignment(model, COPY, o)
     assert found is not None
-    assert found.place == f"{best}, the sharpest of 4 heads"
+    assert found.label == f"{best}, the sharpest of 4 heads"
     assert torch.equal(found.weights, heads[best])
     assert len(set(sharp.values())) == 4
 
 
 def test_every_model_can_be_built_and_says_what_it_cannot() -> None:
     for task in (COPY, MQAR):
-        for name in names(task):
-            sizes = recipe(task, name).with_({"dim": 8, "hidden": 8, "steps": None, "other": 3})
+        for name in models_for(task):
+            sizes = recipe(task, name).with_overrides(
+                {"dim": 8, "hidden": 8, "steps": None, "other": 3}
+            )
             assert (sizes.dim, sizes.steps) == (8, recipe(task, name).steps)
             assert sum(p.numel() for p in build(task, name, sizes).parameters()) > 0
-    assert len(PAIRS) == 10
+    assert len(SEQ2SEQ_MODELS) == 10
     with pytest.raises(
-        ArgumentError, match=r"task 'mqar' is one row to be continued.*'lstm\+luong' cannot"
+        ArgumentError, match=r"'mqar' .*has no source for an encoder.*'lstm\+luong' cannot learn"
     ):
         check_model(MQAR, "lstm+luong")
     with pytest.raises(
-        ArgumentError, match=r"task 'copy' has a source and a target.*'decoder' cannot"
+        ArgumentError, match=r"task 'copy' maps a source to a target.*'decoder' cannot"
     ):
         check_model(COPY, "decoder")
     with pytest.raises(
@@ -296,10 +309,12 @@ def test_every_model_can_be_built_and_says_what_it_cannot() -> None:
     ):
         build(COPY, "lstm+bahdnau", SMALL)
     with pytest.raises(
-        ArgumentError, match="--kv-heads is for the mechanism of a decoder, and model 'gru'"
+        ArgumentError, match="--kv-heads is an option of model 'decoder', and the model is 'gru'"
     ):
         build(MQAR, "gru", replace(SMALL, kv_heads=2))
-    with pytest.raises(ArgumentError, match="dim 6 / heads 2 must be even"):
+    with pytest.raises(
+        ArgumentError, match="dim 6 / heads 2 is the dim of a head and must be even"
+    ):
         build(MQAR, "decoder", Recipe(dim=6, heads=2))
 
 
@@ -319,15 +334,15 @@ def test_a_decoder_attends_with_what_it_is_told() -> None:
 def test_what_is_wrong_is_refused() -> None:
     model = reader("lstm")
     with pytest.raises(ArgumentError, match="batch is 0; it must be 1 or more"):
-        outcomes(model, COPY, EXAMPLES, batch=0)
+        answer_examples(model, COPY, EXAMPLES, batch=0)
     with pytest.raises(ArgumentError, match="count is 0; it must be 1 or more"):
-        by_length(COPY, "validation", [], 0)
+        accuracy_by_length(COPY, "validation", [], 0)
     with pytest.raises(
-        ArgumentError, match=r"task 'mqar' asks for single tokens.*leave beams at 1"
+        ArgumentError, match=r"task 'mqar' predicts single tokens, so beams must be 1"
     ):
-        outcomes(model, MQAR, [], beams=2)
+        answer_examples(model, MQAR, [], beams=2)
     with pytest.raises(ArgumentError, match="beams is 0; it must be at least 1"):
-        outcomes(model, COPY, EXAMPLES, beams=0)
+        answer_examples(model, COPY, EXAMPLES, beams=0)
     with pytest.raises(ArgumentError, match="limit is 0; it must be at least 1"):
-        say(transformer(7, 8, 2, 1, residual=PreNorm), torch.tensor([[3, EOS]]), limit=0)
-    assert say(recurrent(7, 4, 4), torch.tensor([[3, EOS]]), limit=1)
+        generate_ids(transformer(7, 8, 2, 1, residual=PreNorm), torch.tensor([[3, EOS]]), limit=0)
+    assert generate_ids(recurrent(7, 4, 4), torch.tensor([[3, EOS]]), limit=1)

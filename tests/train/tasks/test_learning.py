@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from regard.train import Settings, fit
-from regard.train.losses import AnswerLoss, PairLoss
+from regard.train.losses import AnswerLoss, Seq2SeqLoss
 from regard.train.tasks import TASKS, Example
-from regard.train.tasks.base import Made
-from regard.train.tasks.evaluate import alignment, outcomes
-from regard.train.tasks.models import Recipe, build
+from regard.train.tasks.evaluate import alignment, answer_examples
+from regard.train.tasks.task import TaskBatches
+from regard.train.tasks.task_models import Recipe, build
 
 
 def learned(
@@ -18,10 +18,10 @@ def learned(
 ):
     task = TASKS[task_name]
     model = build(task, model_name, Recipe(layers=1, **sizes))
-    made = Made(task, batch=8, only=examples)
-    loss = PairLoss(0.05) if task.kind == "pairs" else AnswerLoss()
+    made = TaskBatches(task, batch=8, examples=examples)
+    loss = Seq2SeqLoss(0.05) if task.kind == "seq2seq" else AnswerLoss()
     fit(model, made, Settings(steps=steps, lr=lr, warmup=10, weight_decay=0.0), loss=loss)
-    return model.eval(), outcomes(model, task, examples)
+    return model.eval(), answer_examples(model, task, examples)
 
 
 @pytest.mark.full(keep=1)
@@ -39,19 +39,19 @@ def test_a_handful_of_pairs_is_learned_by_heart(
 ) -> None:
     examples = sorted(TASKS[task].examples("train", 60), key=lambda e: e.length)[2:6]
     model, found = learned(task, name, examples, steps, lr, **sizes)
-    assert [o for o in found if not o.right] == []
-    assert all(o.right for o in outcomes(model, TASKS[task], examples, beams=3))
+    assert [o for o in found if not o.correct] == []
+    assert all(o.correct for o in answer_examples(model, TASKS[task], examples, beams=3))
     untrained = build(TASKS[task], name, Recipe(layers=1, **sizes))
-    assert not any(o.right for o in outcomes(untrained, TASKS[task], examples[:1]))
+    assert not any(o.correct for o in answer_examples(untrained, TASKS[task], examples[:1]))
 
 
 @pytest.mark.parametrize("name", ["decoder", "gru"])
 def test_a_handful_of_rows_is_learned_by_heart(name: str) -> None:
     examples = sorted(TASKS["mqar"].examples("train", 40), key=lambda e: e.length)[2:6]
     untrained = build(TASKS["mqar"], name, Recipe(dim=32, hidden=32, heads=2, layers=1))
-    assert not any(o.right for o in outcomes(untrained, TASKS["mqar"], examples))
+    assert not any(o.correct for o in answer_examples(untrained, TASKS["mqar"], examples))
     _, found = learned("mqar", name, examples, 80, 0.01, dim=32, hidden=32, heads=2)
-    assert all(o.right for o in found)
+    assert all(o.correct for o in found)
 
 
 @pytest.mark.full
@@ -66,7 +66,7 @@ def test_copying_aligns_each_letter_with_itself() -> None:
     ]
     examples = [Example(tuple(w), tuple(w)) for w in words]
     model, _ = learned("copy", "gru+luong", examples[20:], 200, 0.01, dim=16, hidden=24)
-    held = [o for o in outcomes(model, TASKS["copy"], examples[:20]) if o.right]
+    held = [o for o in answer_examples(model, TASKS["copy"], examples[:20]) if o.correct]
     assert len(held) >= 15
     assert len({o.example.source for o in held} - {e.source for e in examples[20:]}) > 8
     diagonal = 0

@@ -10,7 +10,13 @@ import random
 import pytest
 
 from regard.errors import ArgumentError
-from regard.train.tasks.translate import CHINESE, ENGLISH, LIMIT, chinese, english
+from regard.train.tasks.translation_tasks import (
+    CHINESE,
+    ENGLISH,
+    NUMBER_LIMIT,
+    chinese_numerals,
+    english_words,
+)
 
 TABLE = {
     0: ("zero", "零"),
@@ -61,8 +67,8 @@ TABLE = {
 @pytest.mark.parametrize("number", TABLE)
 def test_the_table(number: int) -> None:
     words, numerals = TABLE[number]
-    assert " ".join(english(number)) == words
-    assert "".join(chinese(number)) == numerals
+    assert " ".join(english_words(number)) == words
+    assert "".join(chinese_numerals(number)) == numerals
 
 
 def read_english(words: list[str]) -> int:
@@ -143,19 +149,19 @@ def some() -> list[int]:
 
 def test_both_read_back() -> None:
     for number in some():
-        assert read_english(english(number)) == number
-        assert read_chinese(chinese(number)) == number
+        assert read_english(english_words(number)) == number
+        assert read_chinese(chinese_numerals(number)) == number
 
 
 def test_no_two_numbers_are_written_alike() -> None:
     numbers = sorted(set(some()))
-    assert len({tuple(english(n)) for n in numbers}) == len(numbers)
-    assert len({tuple(chinese(n)) for n in numbers}) == len(numbers)
+    assert len({tuple(english_words(n)) for n in numbers}) == len(numbers)
+    assert len({tuple(chinese_numerals(n)) for n in numbers}) == len(numbers)
 
 
 def test_the_grammar_of_zero() -> None:
     for number in filter(None, some()):
-        text = "".join(chinese(number))
+        text = "".join(chinese_numerals(number))
         assert "零零" not in text
         assert not text.endswith("零")
         assert not text.startswith(("零", "一十"))
@@ -165,12 +171,12 @@ def test_the_grammar_of_zero() -> None:
 
 def test_every_word_is_used_and_no_other() -> None:
     numbers = some()
-    assert {word for n in numbers for word in english(n)} == set(ENGLISH)
-    assert {word for n in numbers for word in chinese(n)} == set(CHINESE)
+    assert {word for n in numbers for word in english_words(n)} == set(ENGLISH)
+    assert {word for n in numbers for word in chinese_numerals(n)} == set(CHINESE)
 
 
-@pytest.mark.parametrize("write", [english, chinese])
-@pytest.mark.parametrize("number", [-1, LIMIT])
+@pytest.mark.parametrize("write", [english_words, chinese_numerals])
+@pytest.mark.parametrize("number", [-1, NUMBER_LIMIT])
 def test_what_has_no_words_is_refused(write, number: int) -> None:
     with pytest.raises(
         ArgumentError, match=rf"number is {number}; it must be from 0 to 999999999999"

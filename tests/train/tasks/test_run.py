@@ -23,13 +23,13 @@ from regard.cli import train as train_module
 from regard.cli.app import run
 from regard.errors import ArgumentError, FileError
 from regard.train import Settings, fit
-from regard.train.losses import PairLoss
+from regard.train.losses import Seq2SeqLoss
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import Made
-from regard.train.tasks.evaluate import outcomes
-from regard.train.tasks.models import build
-from regard.train.tasks.report import read_series
-from regard.train.tasks.run import TaskRun, load
+from regard.train.tasks.evaluate import answer_examples
+from regard.train.tasks.report import read_accuracy
+from regard.train.tasks.task import TaskBatches
+from regard.train.tasks.task_models import build
+from regard.train.tasks.task_training import TaskTrainingRun, load
 
 SMALL = [
     "--task",
@@ -114,11 +114,11 @@ def test_the_trained_model_loads_and_says_the_same(made: Path) -> None:
     assert not model.training
     held = model.state_dict()
     assert all(torch.equal(held[name], x) for name, x in weights(made).items())
-    series = read_series(made)
-    found = outcomes(model, task, task.examples("validation", 6, 0))
+    series = read_accuracy(made)
+    found = answer_examples(model, task, task.examples("validation", 6, 0))
     assert sum(p.examples for p in series.bins) == 12
     right = sum(round(p.share * p.examples) for p in series.bins if p.high <= 20)
-    assert sum(o.right for o in found) == right
+    assert sum(o.correct for o in found) == right
 
 
 @pytest.mark.full
@@ -135,15 +135,15 @@ def test_the_command_can_be_run_again(made: Path, tmp_path: Path) -> None:
 def test_stopped_and_resumed_gives_the_same_weights(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw, left = Made.__next__, [5]
+    draw, left = TaskBatches.__next__, [5]
 
-    def deadly(self: Made):
+    def deadly(self: TaskBatches):
         left[0] -= 1
         if left[0] == 0:
             signal.raise_signal(signal.SIGTERM)
         return draw(self)
 
-    monkeypatch.setattr(Made, "__next__", deadly)
+    monkeypatch.setattr(TaskBatches, "__next__", deadly)
     out = tmp_path / "cut"
     assert train(out) == 128 + signal.SIGTERM
     assert "go on with the same command and --resume" in shown(capsys)
@@ -168,9 +168,9 @@ def test_resume_with_other_settings_is_refused(
         ["--smoothing", "0.2"],
     ):
         assert train(made, "--resume", *change) == 2
-        assert "is of a run with another" in shown(capsys)
+        assert "belongs to a run with another" in shown(capsys)
     assert train(made, "--resume", "--seed", "3") == 2
-    assert "drawn from another task, batch or seed" in shown(capsys)
+    assert "belongs to another task, batch size or seed" in shown(capsys)
     assert all(torch.equal(x, weights(made)[name]) for name, x in before.items())
 
 
@@ -182,17 +182,17 @@ def test_resume_with_other_settings_is_refused(
             ["--model", "lstm+bahdano"],
             "there is no model 'lstm+bahdano'; did you mean 'lstm+bahdanau'",
         ),
-        (["--model", "decoder"], "model 'decoder' cannot do it; choose rnn"),
+        (["--model", "decoder"], "model 'decoder' cannot learn it; choose rnn"),
         (
             ["--task", "mqar"],
-            "has no source for an encoder or for attention to it: model 'gru+luong' cannot",
+            "has no source for an encoder: model 'gru+luong' cannot learn it",
         ),
         (["--vocab", "300"], "--vocab: belongs to training on text"),
         (["--repeat", "0.5"], "--repeat: belongs to training on text"),
         (["python-docs"], "SOURCE: belongs to training on text"),
         (["--beams", "0"], "greater than or equal to 1"),
-        (["--task", "mqar", "--model", "lstm", "--beams", "2"], "leave beams at 1"),
-        (["--attention", "gqa"], "--attention is for the mechanism of a decoder"),
+        (["--task", "mqar", "--model", "lstm", "--beams", "2"], "so beams must be 1"),
+        (["--attention", "gqa"], "--attention is an option of model 'decoder'"),
         (["--device", "nowhere"], "device 'nowhere' cannot be used"),
         (["--lr", "0"], "lr is 0.0; it must be positive"),
         (["--hidden", "0"], "greater than or equal to 1"),
@@ -226,7 +226,7 @@ def test_the_list_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--task", "list"]) == 0
     said = capsys.readouterr().out
     for task in TASKS.values():
-        assert f"{task.name:<15} {task.sentence}" in said
+        assert f"{task.name:<15} {task.description}" in said
     assert "--model decoder, rnn, gru, lstm" in said
     assert set(TASKS) == set(train_module.TASKS)
 
@@ -234,8 +234,8 @@ def test_the_list_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_the_terminal_shows_bars_and_where_it_looks(made: Path) -> None:
     said = (made.parent / "said.txt").read_text("utf-8")
-    assert "longer than in training" in said
-    assert "where it looks (decoder; the answer is wrong)" in said
+    assert "longer than trained" in said
+    assert "alignment (decoder; the answer is wrong)" in said
     assert re.search(r" \d+ - \d+ .*% \( *\d+ to +\d+\)", said)
     assert "right_validation" in said
     assert "accuracy" not in said
@@ -257,10 +257,10 @@ def test_a_table_that_is_none_is_refused(made: Path, tmp_path: Path) -> None:
     with pytest.raises(
         FileError, match=r"accuracy.csv is missing; give a folder that `regard train --task` wrote"
     ):
-        read_series(tmp_path)
+        read_accuracy(tmp_path)
     (tmp_path / "accuracy.csv").write_text("split,shortest\nvalidation,x\n")
-    with pytest.raises(FileError, match=r"accuracy.csv: not a table of split, shortest"):
-        read_series(tmp_path)
+    with pytest.raises(FileError, match=r"accuracy.csv: not a table with columns split, shortest"):
+        read_accuracy(tmp_path)
     assert train(tmp_path / "out", "--beside", str(tmp_path)) == 1
     assert not (tmp_path / "out").exists()
 
@@ -280,9 +280,9 @@ def test_a_folder_that_is_no_run_is_refused(made: Path, tmp_path: Path) -> None:
         load(tmp_path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(
-        FileError, match="file: cannot make the folder: File exists; choose another"
+        FileError, match="file: cannot create the folder: File exists; choose another"
     ):
-        TaskRun(
+        TaskTrainingRun(
             {"out": tmp_path / "file", "task": "copy", "model": "lstm", "dim": 4, "hidden": 4}
         ).run()
 
@@ -324,22 +324,22 @@ def test_a_mechanism_of_the_catalogue_does_a_task(tmp_path: Path) -> None:
 
 
 def test_options_from_python() -> None:
-    run = TaskRun(
+    run = TaskTrainingRun(
         {"out": "x", "task": "copy", "model": "lstm", "steps": 3, "dim": None, "clip": 0.5}
     )
     assert (run.recipe.steps, run.recipe.dim, run.settings().clip) == (3, 64, 0.5)
     assert list(run.lines()) == []
-    with pytest.raises(ArgumentError, match="asks for single tokens and searches nothing"):
-        TaskRun({"out": "x", "task": "mqar", "model": "lstm", "beams": 3})
+    with pytest.raises(ArgumentError, match="predicts single tokens, so beams must be 1"):
+        TaskTrainingRun({"out": "x", "task": "mqar", "model": "lstm", "beams": 3})
 
 
 def test_the_log_of_the_run_is_that_of_fit(made: Path) -> None:
     """The command does what these three lines do."""
-    model = TaskRun(
+    model = TaskTrainingRun(
         {"out": "x", "task": "copy", "model": "gru+luong", "dim": 8, "hidden": 8}
     ).model()
     settings = Settings(steps=8, lr=3e-3, warmup=2, weight_decay=0.01)
-    result = fit(model, Made(TASKS["copy"], batch=4), settings, loss=PairLoss(0.1))
+    result = fit(model, TaskBatches(TASKS["copy"], batch=4), settings, loss=Seq2SeqLoss(0.1))
     last = list(csv.DictReader((made / "train.csv").read_text().splitlines()))[-1]
     assert result.step == int(last["step"])
     assert all(torch.equal(model.state_dict()[name], x) for name, x in weights(made).items())

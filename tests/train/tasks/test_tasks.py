@@ -11,8 +11,8 @@ import pytest
 
 from regard.errors import ArgumentError
 from regard.train.tasks import SPLITS, TASKS, Example, Task, Vocabulary, find_task
-from regard.train.tasks.recall import row
-from regard.train.tasks.translate import FORMS
+from regard.train.tasks.recall_tasks import causal_example
+from regard.train.tasks.translation_tasks import DATE_FORMATS
 from tests.train.tasks.test_numbers import read_chinese, read_english
 
 NAMES = sorted(TASKS)
@@ -62,7 +62,7 @@ def test_every_length_comes_and_every_word_is_known(name: str) -> None:
         for example in examples:
             task.vocabulary.encode(example.source)
             task.vocabulary.encode(word for word in example.target if word)
-            assert task.kind == "pairs" or len(example.target) == example.length
+            assert task.kind == "seq2seq" or len(example.target) == example.length
 
 
 def listed(words: tuple[str, ...], read) -> list[int]:
@@ -128,8 +128,8 @@ def test_no_two_dates_are_written_alike() -> None:
         date(1999, 1, 11),
         date(1999, 11, 1),
     ]
-    written = {(form(day)): day for form in FORMS for day in days}
-    for form in FORMS:
+    written = {(form(day)): day for form in DATE_FORMATS for day in days}
+    for form in DATE_FORMATS:
         for day in days:
             assert written[form(day)] == day, form(day)
 
@@ -189,18 +189,18 @@ def test_the_passkey_is_the_one_that_was_told() -> None:
 
 
 def test_a_row_asks_where_it_is_told_to() -> None:
-    assert row(list("abcab"), {3, 4}) == Example(tuple("abca"), ("", "", "a", "b"))
+    assert causal_example(list("abcab"), {3, 4}) == Example(tuple("abca"), ("", "", "a", "b"))
 
 
 def test_a_source_is_read_as_a_person_writes_it() -> None:
-    assert TASKS["translate"].read(" forty two,seven ") == ("forty", "two", ",", "seven")
-    assert TASKS["translate-back"].read("四十二") == ("四", "十", "二")
+    assert TASKS["translate"].tokenize(" forty two,seven ") == ("forty", "two", ",", "seven")
+    assert TASKS["translate-back"].tokenize("四十二") == ("四", "十", "二")
     with pytest.raises(
         ArgumentError, match=r"'fourty' is not a word .*; did you mean 'forty' or 'four'"
     ):
-        TASKS["translate"].read("fourty two")
+        TASKS["translate"].tokenize("fourty two")
     with pytest.raises(ArgumentError, match=r"the text ' ' has no words; give at least one"):
-        TASKS["translate"].read(" ")
+        TASKS["translate"].tokenize(" ")
 
 
 def test_where_a_source_belongs() -> None:
@@ -225,7 +225,7 @@ def test_what_is_wrong_is_refused() -> None:
         copy.examples("test", 1)
     with pytest.raises(ArgumentError, match="count is 0; it must be 1 or more"):
         copy.examples("train", 0)
-    with pytest.raises(ArgumentError, match="kind is 'text'; it must be one of pairs, rows"):
+    with pytest.raises(ArgumentError, match="kind is 'text'; it must be one of seq2seq, causal"):
         replace(copy, kind="text")  # type: ignore[arg-type]
     for lengths in ((0, 2, 3), (3, 2, 4), (1, 2, 2)):
         with pytest.raises(ArgumentError, match=r"lengths are .*; they must be 1 <= shortest"):
@@ -249,9 +249,11 @@ def test_a_vocabulary_is_a_numbering() -> None:
     ):
         vocabulary.encode(["<eos>"])
     for outside in (-1, 19):
-        with pytest.raises(ArgumentError, match=rf"id {outside} lies outside \[0, 19\)"):
+        with pytest.raises(
+            ArgumentError, match=rf"id {outside} is outside the vocabulary; allowed is \[0, 19\)"
+        ):
             vocabulary.decode([outside])
-    with pytest.raises(ArgumentError, match="stand in the vocabulary twice: <pad>, a"):
+    with pytest.raises(ArgumentError, match="the vocabulary has words twice: <pad>, a"):
         Vocabulary(("a", "<pad>", "a", "b"))
-    with pytest.raises(ArgumentError, match="the empty string is not a word"):
+    with pytest.raises(ArgumentError, match="has the empty string as a word"):
         Vocabulary(("",))

@@ -1,5 +1,5 @@
-"""The implementations that are compared: ours, and other people's, one file for each library, which
-it imports inside.
+"""The implementations that are compared: regard, and other libraries, with one file for each.
 
-A new one is a `Peer` and an entry in `regard.bench.cases`.
+Each file imports its library inside its functions. A new implementation is a `Peer` in a file here
+and an entry in `regard.bench.cases`.
 """

@@ -1,6 +1,4 @@
-"""transformers: its attention functions, its latent attention, and a model of its own with the same
-parameters.
-"""
+"""transformers: its attention functions, its latent attention, and its Qwen2 model."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.bench.case import Peer, Way
-from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
+from regard.bench.interfaces import Peer, PreparedCall
+from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, prepared_call
 from regard.models.checkpoint.name_tables import bind_names
 from regard.models.families import qwen2
 
@@ -20,7 +18,7 @@ NEEDS = ("transformers",)
 
 
 class _Layer(nn.Module):
-    """What transformers' functions ask of the module that calls them."""
+    """A module with the attributes that the attention functions of transformers read."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         super().__init__()
@@ -28,9 +26,10 @@ class _Layer(nn.Module):
         self.is_causal = True
 
 
-def attention(problem: AttentionProblem, *, name: str) -> Way:
-    """An attention function as a Llama there would call it; its mask as transformers makes it: none
-    where it may be left out.
+def attention(problem: AttentionProblem, *, name: str) -> PreparedCall:
+    """Prepare an attention function of transformers, called as by its Llama.
+
+    The mask is created as transformers creates it: None where it can be left out.
     """
     function = _function(name)
     mask = _mask(problem, name)
@@ -43,35 +42,37 @@ def attention(problem: AttentionProblem, *, name: str) -> Way:
         mask,
         scaling=problem.sizes.D**-0.5,
     )
-    return way(problem, call, lambda found: found[0].transpose(1, 2))
+    return prepared_call(problem, call, lambda result: result[0].transpose(1, 2))
 
 
 def _function(name: str) -> Callable[..., Any]:
+    """Return the attention function "sdpa" or "eager" of transformers."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
-    found: dict[str, Any] = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
-    function: Callable[..., Any] = found[name]
+    functions: dict[str, Any] = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
+    function: Callable[..., Any] = functions[name]
     return function
 
 
 def _mask(problem: AttentionProblem, name: str) -> Tensor | None:
+    """Return the mask of transformers: bool for "sdpa", float for "eager", or None."""
     s = problem.sizes
     plain = s.window is None and not s.alibi and not s.padded
     if plain and (s.queries == 1 or (name == "sdpa" and s.queries == s.S)):
         return None
-    seen = problem.visible()
-    # a query that is none sees something there, so that no row is NaN
-    seen = seen | ~seen.any(dim=-1, keepdim=True)
+    visible = problem.visible()
+    # transformers lets a padded query see every key, so that no row is NaN
+    visible = visible | ~visible.any(dim=-1, keepdim=True)
     if name == "sdpa" and not s.alibi:
-        return seen
+        return visible
     bias = problem.bias() if s.alibi else torch.zeros((), dtype=problem.dtype)
-    return torch.where(seen, bias.to(problem.device), torch.finfo(problem.dtype).min)
+    return torch.where(visible, bias.to(problem.device), torch.finfo(problem.dtype).min)
 
 
 def scores_bytes(problem: AttentionProblem) -> int:
-    """The scores, with the mask added, their softmax in fp32, and the weights; keys and values
-    repeated.
+    """Return the memory in bytes of the scores, of their copies with the mask, of the softmax in
+    fp32 and the weights, and of the repeated keys and values.
     """
     s = problem.sizes
     scores = s.B * s.H * s.queries * s.S
@@ -79,10 +80,8 @@ def scores_bytes(problem: AttentionProblem) -> int:
     return scores * (3 * problem.dtype.itemsize + 4) * (2 if problem.train else 1) + repeated
 
 
-def latent(problem: LatentProblem, *, name: str) -> Way:
-    """DeepSeek-V3's attention: keys and values of all heads expanded from the cached latents, at
-    every step.
-    """
+def latent(problem: LatentProblem, *, name: str) -> PreparedCall:
+    """Prepare DeepSeek-V3's attention, which expands the latents to all heads at every step."""
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
@@ -106,14 +105,14 @@ def latent(problem: LatentProblem, *, name: str) -> Way:
         with torch.no_grad():
             q = torch.cat((problem.q_nope, problem.q_rope), dim=-1)
             k, v = module.expand_kv(problem.latents, problem.rope)
-            found: Tensor = function(module, q, k, v, None, scaling=problem.scale)[0]
-            return found
+            out: Tensor = function(module, q, k, v, None, scaling=problem.scale)[0]
+            return out
 
-    return Way(step, lambda out: {"out": out.transpose(1, 2)})
+    return PreparedCall(step, lambda out: {"out": out.transpose(1, 2)})
 
 
 def no_expansion(_: LatentProblem) -> str | None:
-    """Older versions keep the keys and values of every head."""
+    """Return why this version of transformers has no latent cache, or None if it has one."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
     if hasattr(DeepseekV3Attention, "expand_kv"):
@@ -122,14 +121,15 @@ def no_expansion(_: LatentProblem) -> str | None:
 
 
 def expanded_bytes(problem: LatentProblem) -> int:
-    """Keys and values of all heads, twice: as they are expanded, and put together."""
+    """Return the memory in bytes of the keys and values of all heads, expanded and concatenated."""
     s = problem.sizes
     return 2 * s.B * s.S * s.H * (s.nope + s.rope + s.value) * problem.dtype.itemsize
 
 
-def model(problem: ModelProblem, *, name: str) -> Way:
-    """A Qwen2 there with the same parameters, one token behind a cache, which is cropped to where
-    it was.
+def model(problem: ModelProblem, *, name: str) -> PreparedCall:
+    """Prepare a decoding step of the Qwen2 of transformers with the same parameters.
+
+    The cache is cropped to its former length after each step.
     """
     network = _qwen2(problem, name)
     cache = _cache(problem, name)
@@ -139,7 +139,7 @@ def model(problem: ModelProblem, *, name: str) -> Way:
     def step() -> Tensor:
         with torch.no_grad():
             logits: Tensor = network(problem.ids, past_key_values=cache, use_cache=True).logits
-        cache.crop(-1)  # the token that was added
+        cache.crop(-1)  # remove the new token
         return logits
 
     def read(logits: Tensor) -> dict[str, Tensor]:
@@ -147,31 +147,32 @@ def model(problem: ModelProblem, *, name: str) -> Way:
             prompt = network(problem.prompt, use_cache=False, logits_to_keep=1).logits
         return {"logits": logits, "prompt": prompt}
 
-    return Way(step, read)
+    return PreparedCall(step, read)
 
 
 def _qwen2(problem: ModelProblem, name: str) -> Any:
+    """Return a Qwen2 of transformers that shares the parameters of the problem's decoder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     if name == "regard":
         register()
-    said = problem.foreign()
-    said["rope_parameters"] = {"rope_type": "default", "rope_theta": said.pop("rope_theta")}
+    options = problem.hugging_face_config()
+    options["rope_parameters"] = {"rope_type": "default", "rope_theta": options.pop("rope_theta")}
     for key in ("rope_scaling", "layer_types"):
-        said.pop(key, None)
-    said["attn_implementation"] = name
-    config = Qwen2Config(**said)
+        options.pop(key, None)
+    options["attn_implementation"] = name
+    config = Qwen2Config(**options)
     with torch.device("meta"):
         network = Qwen2ForCausalLM(config)
     network.train(False)
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
     bindings = bind_names(problem.decoder, qwen2.FAMILY.names)
-    given = {
-        theirs: bound.rule.pack([ours[n] for n in bound.parameters])
-        for theirs, bound in bindings.items()
+    state = {
+        stored_name: binding.rule.pack([ours[n] for n in binding.ours])
+        for stored_name, binding in bindings.items()
     }
-    network.load_state_dict(given, assign=True)
-    # its frequencies are no parameters, and were made on the device "meta"
+    network.load_state_dict(state, assign=True)
+    # the rotary frequencies are not parameters and were created on the device "meta"
     network.model.rotary_emb = type(network.model.rotary_emb)(config).to(problem.device)
     return network
 
@@ -182,6 +183,7 @@ def register() -> None:
 
 
 def _cache(problem: ModelProblem, name: str) -> Any:
+    """Return an empty cache for an attention implementation."""
     from transformers import DynamicCache, Qwen2Config
 
     config = Qwen2Config(num_hidden_layers=problem.sizes.layers)
@@ -193,7 +195,7 @@ def _cache(problem: ModelProblem, name: str) -> Any:
 
 
 def model_bytes(problem: ModelProblem) -> int:
-    """A cache, and the copy of it that a step makes."""
+    """Return the memory in bytes of a cache, and of its copy that a step creates."""
     return 2 * problem.sizes.cached * problem.dtype.itemsize
 
 

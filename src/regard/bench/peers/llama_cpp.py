@@ -1,8 +1,7 @@
-"""llama.cpp through llama-cpp-python: the same weights in a GGUF file, an fp16 or fp32 cache, flash
-attention for fp16.
+"""llama.cpp through llama-cpp-python: the same weights in a GGUF file, with an fp16 or fp32 cache.
 
-Its flash attention rounds to fp16 whatever the cache holds: fp32 logits were off by 1e-3 with it,
-and by 1e-6 without.
+Flash attention is used for fp16 only: it rounds to fp16 whatever the cache's dtype is. With it,
+fp32 logits had an error of 1e-3; without it, 1e-6.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import ModelProblem
 
 NEEDS = ("llama_cpp", "gguf")
 BATCH = 512
-"""Tokens that are read at once."""
+"""How many tokens of the prompt are processed at once."""
 
-OUTSIDE = {"embed.embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
-LAYER = {
+MODEL_NAMES = {"embed.embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
+LAYER_NAMES = {
     "attention_residual.norm.weight": "attn_norm.weight",
     "feed_forward_residual.norm.weight": "ffn_norm.weight",
     "attention.project.q.linear.weight": "attn_q.weight",
@@ -39,17 +38,18 @@ LAYER = {
     "feed_forward.up.weight": "ffn_up.weight",
     "feed_forward.down.weight": "ffn_down.weight",
 }
-"""A parameter of a layer here -> its name behind blk.<layer> in a GGUF file."""
+"""The name of a layer's parameter in regard, and its name after blk.<layer> in a GGUF file."""
 
 
-def model(problem: ModelProblem) -> Way:
-    """One token behind S others that it read itself: it is checked on the prompt, whose numbers are
-    no cache's.
+def model(problem: ModelProblem) -> PreparedCall:
+    """Prepare a decoding step after S tokens that llama.cpp has processed itself.
+
+    The numbers of its cache cannot be set, so only the logits of the prompt are compared.
     """
     library = importlib.import_module("llama_cpp")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write(problem, path)
+        write_gguf(problem, path)
         short = problem.dtype == torch.float16
         kind = library.GGML_TYPE_F16 if short else library.GGML_TYPE_F32
         threads = torch.get_num_threads()
@@ -74,14 +74,14 @@ def model(problem: ModelProblem) -> Way:
     token = problem.ids[0].tolist()
 
     def step() -> None:
-        network.n_tokens = S  # what is behind it in the cache is dropped
+        network.n_tokens = S  # remove the later tokens from the cache
         network.eval(token)
 
-    return Way(step, lambda _: {"prompt": prompt})
+    return PreparedCall(step, lambda _: {"prompt": prompt})
 
 
 def why_not(problem: ModelProblem) -> str | None:
-    """What this adapter does not write or read."""
+    """Return why this adapter does not support the problem, or None."""
     if problem.device.type != "cpu":
         return "this adapter runs on a CPU"
     if problem.sizes.B != 1:
@@ -91,10 +91,8 @@ def why_not(problem: ModelProblem) -> str | None:
     return None
 
 
-def write(problem: ModelProblem, path: Path) -> None:
-    """The problem's weights as a GGUF file without a tokenizer; vectors are fp32, as llama.cpp
-    wants them.
-    """
+def write_gguf(problem: ModelProblem, path: Path) -> None:
+    """Write the problem's weights as a GGUF file without a tokenizer; vectors are fp32."""
     gguf = importlib.import_module("gguf")
     config = problem.config
     writer = gguf.GGUFWriter(str(path), "qwen2")
@@ -108,7 +106,7 @@ def write(problem: ModelProblem, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
-    for name, x in named(problem):
+    for name, x in gguf_tensors(problem):
         writer.add_tensor(name, x)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -116,35 +114,36 @@ def write(problem: ModelProblem, path: Path) -> None:
     writer.close()
 
 
-def named(problem: ModelProblem) -> Iterator[tuple[str, Any]]:
-    """Each parameter under its name in a GGUF file, as an array; the head is the embedding and has
-    no entry.
+def gguf_tensors(problem: ModelProblem) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter under its name in a GGUF file, as a numpy array.
+
+    The output head shares the embedding and has no entry.
 
     >>> from regard.bench.problems import ModelSizes
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
-    >>> [name for name, _ in named(sizes.problem(torch.float16, torch.device("cpu")))][:2]
+    >>> [name for name, _ in gguf_tensors(sizes.problem(torch.float16, torch.device("cpu")))][:2]
     ['token_embd.weight', 'blk.0.attn_norm.weight']
     """
     for name, parameter in problem.decoder.named_parameters():
-        if name in OUTSIDE:
-            theirs = OUTSIDE[name]
+        if name in MODEL_NAMES:
+            gguf_name = MODEL_NAMES[name]
         else:
-            _, layer, rest = name.split(".", 2)
-            theirs = f"blk.{layer}.{LAYER[rest]}"
+            _, layer, name_in_layer = name.split(".", 2)
+            gguf_name = f"blk.{layer}.{LAYER_NAMES[name_in_layer]}"
         x = parameter.detach()
-        yield theirs, (x if x.ndim > 1 else x.float()).numpy()
+        yield gguf_name, (x if x.ndim > 1 else x.float()).numpy()
 
 
 def _logits(library: Any, network: Any, problem: ModelProblem) -> Tensor:
-    """The logits of the last token that was read, [1,1,V]."""
+    """Return the logits of the last token, `[1, 1, V]`."""
     pointer = library.llama_get_logits_ith(network.ctx, -1)
     V = problem.sizes.vocabulary
-    found = torch.from_numpy(np.ctypeslib.as_array(pointer, shape=(V,)))
-    return found.to(problem.dtype).view(1, 1, V)
+    logits = torch.from_numpy(np.ctypeslib.as_array(pointer, shape=(V,)))
+    return logits.to(problem.dtype).view(1, 1, V)
 
 
 def file_bytes(problem: ModelProblem) -> int:
-    """Its own weights, and a cache."""
+    """Return the memory in bytes of its own weights and of a cache."""
     return (problem.sizes.weights + 2 * problem.sizes.cached) * problem.dtype.itemsize
 
 

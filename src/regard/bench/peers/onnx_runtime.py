@@ -1,8 +1,8 @@
 """ONNX Runtime's GroupQueryAttention (domain com.microsoft), on its CPU provider.
 
-Inputs: query [B,T,H D], key and value [B,T,G D] of the new tokens, past_key and past_value
-    [B,G,P,D], seqlens_k [B] (the tokens in all less one) and total_sequence_length. Where the
-    present is bound to the memory of the past, nothing is copied.
+The inputs are query `[B, T, H D]`, key and value `[B, T, G D]` of the new tokens, past_key and
+past_value `[B, G, P, D]`, seqlens_k `[B]` (the number of tokens minus 1) and total_sequence_length.
+If the output present_key shares the memory of past_key, nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
+from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import AttentionProblem
 
 NEEDS = ("onnxruntime", "onnx")
@@ -22,21 +22,19 @@ DOMAIN, OPSET, IR = "com.microsoft", 20, 10
 _NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
 
-def attention(problem: AttentionProblem) -> Way:
-    """The last T of S tokens: the rest is in the cache, whose buffers the present shares; all
-    tensors bound ahead.
-    """
+def attention(problem: AttentionProblem) -> PreparedCall:
+    """Prepare attention of the last T of S tokens to a cache; all tensors are bound in advance."""
     runtime = importlib.import_module("onnxruntime")
     s, T = problem.sizes, problem.sizes.queries
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = runtime.InferenceSession(_graph(problem), options, providers=["CPUExecutionProvider"])
-    past = s.S - T
+    past_length = s.S - T
     k, v = problem.k.detach(), problem.v.detach()
     feeds = {
         "query": _rows(problem.q.detach()),
-        "key": _rows(k[:, :, past:]),
-        "value": _rows(v[:, :, past:]),
+        "key": _rows(k[:, :, past_length:]),
+        "value": _rows(v[:, :, past_length:]),
         "past_key": _array(k),
         "past_value": _array(v),
         "seqlens_k": np.full((s.B,), s.S - 1, np.int32),
@@ -55,13 +53,13 @@ def attention(problem: AttentionProblem) -> Way:
         z = torch.from_numpy(out.numpy().copy())
         return {"out": z.view(s.B, T, s.H, s.D).transpose(1, 2)}
 
-    return Way(lambda: session.run_with_iobinding(binding), read)
+    return PreparedCall(lambda: session.run_with_iobinding(binding), read)
 
 
 def why_not(problem: AttentionProblem) -> str | None:
-    """What the operator or its CPU provider has not."""
+    """Return why the operator or its CPU provider does not support the problem, or None."""
     s = problem.sizes
-    for refused, why in (
+    for refused, reason in (
         (problem.device.type != "cpu", "this adapter runs its CPU provider"),
         (problem.train, "has no gradient"),
         (
@@ -72,12 +70,12 @@ def why_not(problem: AttentionProblem) -> str | None:
         (s.padded, "pads on the right only"),
     ):
         if refused:
-            return why
+            return reason
     return None
 
 
 def _graph(problem: AttentionProblem) -> bytes:
-    """A model of the one node."""
+    """Return a serialised ONNX model with the one node."""
     onnx = importlib.import_module("onnx")
     helper, s = onnx.helper, problem.sizes
     names = (
@@ -101,7 +99,7 @@ def _graph(problem: AttentionProblem) -> bytes:
         helper.make_tensor_value_info(name, kind, [None] * rank)
         for name, rank in zip(results, (3, 4, 4), strict=True)
     ]
-    more = {} if s.window is None else {"local_window_size": s.window}
+    window = {} if s.window is None else {"local_window_size": s.window}
     node = helper.make_node(
         "GroupQueryAttention",
         names,
@@ -110,26 +108,27 @@ def _graph(problem: AttentionProblem) -> bytes:
         num_heads=s.H,
         kv_num_heads=s.G,
         scale=s.D**-0.5,
-        **more,
+        **window,
     )
     graph = helper.make_graph([node], "attention", inputs, outputs)
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=IR)
-    found: bytes = model.SerializeToString()
-    return found
+    serialized: bytes = model.SerializeToString()
+    return serialized
 
 
 def _rows(x: Tensor) -> Any:
-    """[B,n,T,D] -> [B,T,n D]."""
+    """Return `[B, n, T, D]` as a numpy array `[B, T, n D]`."""
     return _array(x.transpose(1, 2).flatten(2))
 
 
 def _array(x: Tensor) -> Any:
+    """Return a copy of a tensor as a numpy array."""
     return x.contiguous().clone().numpy()
 
 
 def copied_bytes(problem: AttentionProblem) -> int:
-    """Its own buffers."""
+    """Return the memory in bytes of its own buffers."""
     return 3 * (problem.k.numel() + problem.v.numel()) * problem.dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""torch's FlexAttention, compiled, with a block mask made ahead."""
+"""torch's FlexAttention, compiled, with a block mask that is created in advance."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from regard.bench.case import Peer, Way
-from regard.bench.problems import AttentionProblem, way
+from regard.bench.interfaces import Peer, PreparedCall
+from regard.bench.problems import AttentionProblem, prepared_call
 
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def attention(problem: AttentionProblem) -> Way:
-    """The first call compiles it; that is not timed."""
+def attention(problem: AttentionProblem) -> PreparedCall:
+    """Prepare compiled FlexAttention. The first call compiles it, which is not timed."""
     s, T = problem.sizes, problem.sizes.queries
     offset, pads = s.S - T, torch.tensor(problem.pads, device=problem.device)
 
-    def seen(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def visible(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
         i = i + offset
-        found = i >= j
+        allowed = i >= j
         if s.window is not None:
-            found = found & (i - j < s.window)
-        return found & (j >= pads[b]) & (i >= pads[b]) if s.padded else found
+            allowed = allowed & (i - j < s.window)
+        return allowed & (j >= pads[b]) & (i >= pads[b]) if s.padded else allowed
 
     blocks = None
     if T > 1:
         B = s.B if s.padded else None
-        blocks = flex.create_block_mask(seen, B, None, T, s.S, device=problem.device.type)
+        blocks = flex.create_block_mask(visible, B, None, T, s.S, device=problem.device.type)
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": s.G != s.H}
     if s.alibi:
         slopes = problem.slopes.to(problem.device, torch.float32)
         options["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (j - i - offset)
     call = _compiled()
-    return way(problem, lambda: call(problem.q, problem.k, problem.v, **options))
+    return prepared_call(problem, lambda: call(problem.q, problem.k, problem.v, **options))
 
 
 def _compiled() -> Callable[..., Any]:
-    # behind so many compilations torch runs the function as it stands, with a warning: each case
-    # begins anew
+    """Return torch's flex_attention in compiled form."""
+    # after a number of compilations torch runs the function uncompiled, with a warning: reset the
+    # compiler for each case
     torch.compiler.reset()
     compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False)
     return compiled
 
 
 def why_not(problem: AttentionProblem, compilers: Sequence[str] = COMPILERS) -> str | None:
-    """On a CPU it has no gradient, and needs a compiler."""
+    """Return why FlexAttention does not support the problem, or None."""
     if problem.device.type != "cpu":
         return None
     if problem.train:

@@ -1,6 +1,4 @@
-"""torch's scaled_dot_product_attention, called as well as it can be: its causal flag, a mask where
-there is no other way.
-"""
+"""torch's scaled_dot_product_attention, with the causal flag where possible, else a mask."""
 
 from __future__ import annotations
 
@@ -11,37 +9,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
-from regard.bench.problems import AttentionProblem, LatentProblem, way
+from regard.bench.interfaces import Peer, PreparedCall
+from regard.bench.problems import AttentionProblem, LatentProblem, prepared_call
 
 
-def attention(problem: AttentionProblem) -> Way:
-    """`enable_gqa`; one query sees all and needs no mask."""
+def attention(problem: AttentionProblem) -> PreparedCall:
+    """Prepare SDPA with `enable_gqa`; one query sees every key and needs no mask."""
     options = {**_options(problem), "enable_gqa": problem.sizes.G != problem.sizes.H}
     q, k, v = problem.q, problem.k, problem.v
-    return way(problem, partial(F.scaled_dot_product_attention, q, k, v, **options))
+    return prepared_call(problem, partial(F.scaled_dot_product_attention, q, k, v, **options))
 
 
-def folded(problem: AttentionProblem) -> Way:
-    """The query heads that share a key head as queries of one head: each key is read once."""
+def folded(problem: AttentionProblem) -> PreparedCall:
+    """Prepare SDPA with the query heads of a key/value head as queries of one head.
+
+    Each key is then read once.
+    """
     s = problem.sizes
     q = problem.q.detach().view(s.B, s.G, s.H // s.G, s.D)
     call = partial(F.scaled_dot_product_attention, q, problem.k, problem.v)
-    return way(problem, call, lambda out: out.view(problem.q.shape))
+    return prepared_call(problem, call, lambda out: out.view(problem.q.shape))
 
 
-def no_fold(problem: AttentionProblem) -> str | None:
-    """Why queries cannot be folded."""
+def why_not_folded(problem: AttentionProblem) -> str | None:
+    """Return why the queries of the problem cannot be folded, or None."""
     s = problem.sizes
     if s.queries > 1 or s.G == s.H or s.alibi or s.padded or s.train or s.window:
-        return "folds one query that sees every key"
+        return "only one query that sees every key can be folded"
     return None
 
 
-def in_chunks(problem: AttentionProblem) -> Way:
-    """A window of W in one fused call: chunks of W queries, each with a view of 2 W keys."""
+def chunked(problem: AttentionProblem) -> PreparedCall:
+    """Prepare a window of W keys as one fused call: chunks of W queries, each with a view of 2 W
+    keys.
+    """
     s = problem.sizes
-    assert s.window is not None, "`no_chunks` has looked"
+    assert s.window is not None, "`why_not_chunked` refuses other problems"
     B, H, G, D, T, W = s.B, s.H, s.G, s.D, s.S, s.window
     n = -(-T // W)
     L = n * W
@@ -58,20 +61,21 @@ def in_chunks(problem: AttentionProblem) -> Way:
         out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, enable_gqa=G != H)
         return out.view(n, B, H, W, D).permute(1, 2, 0, 3, 4).reshape(B, H, L, D)[:, :, :T]
 
-    return way(problem, call)
+    return prepared_call(problem, call)
 
 
-def no_chunks(problem: AttentionProblem) -> str | None:
-    """Why a problem cannot be cut into chunks."""
+def why_not_chunked(problem: AttentionProblem) -> str | None:
+    """Return why the problem cannot be split into chunks, or None."""
     s = problem.sizes
     if s.window is None or s.queries != s.S or s.alibi or s.padded:
-        return "chunks are for a causal window without padding or bias"
+        return "only a causal window without padding or bias can be split into chunks"
     return None
 
 
-def absorbed(problem: LatentProblem) -> Way:
-    """The absorbed form with the latents as keys and values, heads folded into queries, as torch's
-    kernel likes it.
+def absorbed(problem: LatentProblem) -> PreparedCall:
+    """Prepare latent attention in the absorbed form, with the latents as keys and values.
+
+    The heads are folded into queries, a shape that torch's fused kernel supports.
     """
     s = problem.sizes
     w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
@@ -83,30 +87,34 @@ def absorbed(problem: LatentProblem) -> Way:
         with torch.no_grad():
             q = torch.einsum("bhtd,hdr->bhtr", problem.q_nope, w_k)
             q = torch.cat((q, problem.q_rope), dim=-1).transpose(1, 2)
-            # keys as values, so that the fused kernel takes the call; what is behind the rank is
-            # cut off
+            # keys also as values, so that the fused kernel supports the call; the columns after
+            # the rank are removed
             z = F.scaled_dot_product_attention(q, memory, memory, scale=problem.scale)
             return torch.einsum("bthr,her->bhte", z[..., : s.rank], w_v)
 
-    return Way(step, lambda out: {"out": out})
+    return PreparedCall(step, lambda out: {"out": out})
 
 
 def _options(problem: AttentionProblem) -> dict[str, Any]:
-    """The causal flag where it says it all; else a dense mask, float with a bias."""
+    """Return the causal flag if it describes the mask, else a dense mask: float with a bias, else
+    bool.
+    """
     s = problem.sizes
-    plain = s.window is None and not s.alibi and not s.padded
-    if plain and s.queries == 1:
+    causal_only = s.window is None and not s.alibi and not s.padded
+    if causal_only and s.queries == 1:
         return {}
-    if plain and s.queries == s.S:
+    if causal_only and s.queries == s.S:
         return {"is_causal": True}
-    seen = problem.visible()
+    visible = problem.visible()
     if s.alibi:
-        return {"attn_mask": problem.bias().masked_fill(~seen, float("-inf"))}
-    return {"attn_mask": seen}
+        return {"attn_mask": problem.bias().masked_fill(~visible, float("-inf"))}
+    return {"attn_mask": visible}
 
 
 def mask_bytes(problem: AttentionProblem) -> int:
-    """A dense mask, which torch copies as numbers; a bias has one for each head."""
+    """Return the memory in bytes of a dense mask, which torch converts to numbers; a bias has one
+    per head.
+    """
     s = problem.sizes
     pairs = s.queries * s.S * (s.B if s.padded else 1)
     if s.alibi:
@@ -118,9 +126,9 @@ ATTENTION = Peer(
     "torch SDPA", "F.scaled_dot_product_attention, enable_gqa.", attention, bytes=mask_bytes
 )
 FOLDED = Peer(
-    "torch SDPA folded", "SDPA with the groups folded into queries.", folded, why_not=no_fold
+    "torch SDPA folded", "SDPA with the groups folded into queries.", folded, why_not=why_not_folded
 )
 CHUNKED = Peer(
-    "torch SDPA in chunks", "SDPA over strided views of a window.", in_chunks, why_not=no_chunks
+    "torch SDPA in chunks", "SDPA over strided views of a window.", chunked, why_not=why_not_chunked
 )
 ABSORBED = Peer("torch SDPA absorbed", "SDPA over latents, the absorbed form by hand.", absorbed)

@@ -1,4 +1,4 @@
-"""x-transformers: its `Attend`, with torch's fused kernel inside."""
+"""x-transformers: its `Attend` module, which calls torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
-from regard.bench.problems import AttentionProblem, way
+from regard.bench.interfaces import Peer, PreparedCall
+from regard.bench.problems import AttentionProblem, prepared_call
 
 
-def attention(problem: AttentionProblem) -> Way:
-    """Its query head h reads key/value head h % G, where ours is h // (H/G): heads are put into its
-    order ahead.
+def attention(problem: AttentionProblem) -> PreparedCall:
+    """Prepare `Attend` with the heads in its order.
+
+    Its query head h reads key/value head h % G, where regard's reads h // (H/G); the query heads
+    are reordered in advance.
     """
     s = problem.sizes
     module = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)
     order = torch.arange(s.H, device=problem.device).view(s.G, -1).T.flatten()
     options: dict[str, Any] = {}
     if s.window is not None or s.padded:
-        seen = problem.visible()
-        options["mask"] = seen | ~seen.any(dim=-1, keepdim=True)
+        visible = problem.visible()
+        options["mask"] = visible | ~visible.any(dim=-1, keepdim=True)
     if s.alibi:
         options["attn_bias"] = problem.bias()[:, order]
-    # in training the reordering is part of the call: gradients are of the problem's q
+    # in training the reordering is part of the call, since gradients are taken for the problem's q
     q = None if problem.train else problem.q[:, order].contiguous()
 
     def call() -> Tensor:
-        found: Tensor = module(
+        out: Tensor = module(
             _ordered(problem, order) if q is None else q, problem.k, problem.v, **options
         )[0]
-        return found
+        return out
 
     inverse = order.argsort()
-    return way(problem, call, lambda out: out[:, inverse])
+    return prepared_call(problem, call, lambda out: out[:, inverse])
 
 
 def _ordered(problem: AttentionProblem, order: Tensor) -> Tensor:
+    """Return the queries with their heads in the order of x-transformers."""
     return problem.q[:, order] if problem.sizes.G < problem.sizes.H else problem.q
 
 
 def repeated_bytes(problem: AttentionProblem) -> int:
-    """Keys and values repeated for every head; a mask is spread over them."""
+    """Return the memory in bytes of the keys and values of every head, and of the mask."""
     s = problem.sizes
     mask = s.B * s.H * s.queries * s.S * 8 if s.window or s.padded or s.alibi else 0
     return 2 * s.B * s.H * s.S * s.D * problem.dtype.itemsize + mask

@@ -1,10 +1,11 @@
-"""The three kinds of problem: one softmax attention call, one latent decoding step, one step of a
-whole model.
+"""The three kinds of benchmark problem: a softmax attention call, a decoding step of latent
+attention, and a decoding step of a whole model.
 """
 
-from regard.bench.problems.attention import AttentionProblem, AttentionSizes, way
+from regard.bench.problems.attention import AttentionProblem, AttentionSizes, prepared_call
 from regard.bench.problems.latent import LatentProblem, LatentSizes
 from regard.bench.problems.model import ModelProblem, ModelSizes
+from regard.deprecation import renamed
 
 __all__ = [
     "AttentionProblem",
@@ -13,5 +14,6 @@ __all__ = [
     "LatentSizes",
     "ModelProblem",
     "ModelSizes",
-    "way",
+    "prepared_call",
 ]
+__getattr__ = renamed(__name__, {"way": "prepared_call"})

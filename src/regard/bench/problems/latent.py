@@ -1,6 +1,4 @@
-"""One decoding step of multi-head latent attention: from the parts of a query and the cached
-latents to its heads.
-"""
+"""One decoding step of multi-head latent attention, from queries and latents to the heads."""
 
 from __future__ import annotations
 
@@ -9,14 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.bench.interfaces import MinimumWork, Outputs, Problem, ProblemSizes
 from regard.cost.latent import absorb_flops, latent_values
 from regard.huge_pages import to_huge_pages
 
 
 @dataclass(frozen=True)
-class LatentSizes(Sizes):
-    """The sizes of DeepSeek-V3's attention, if not said otherwise, with S latents.
+class LatentSizes(ProblemSizes):
+    """The sizes of latent attention with S cached latents; the defaults are those of DeepSeek-V3.
+
+    Args:
+        S, B, H: cached tokens, batch rows, and heads.
+        rank, rope: the dims of the latent and of the rotary key.
+        nope, value: the dims of a head's key without rotary positions, and of its value.
 
     >>> print(LatentSizes(S=8192))
     B1 H128 rank 512+64 nope 128 value 128 S8192
@@ -31,11 +34,13 @@ class LatentSizes(Sizes):
     value: int = 128
 
     def resized(self, *, length: int | None = None, batch: int | None = None) -> LatentSizes:
-        """The same with another S, or B."""
+        """Return the sizes with another S or B."""
         return replace(self, S=length or self.S, B=batch or self.B)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Latents, weights, and all keys and values in fp64, with room for scores."""
+        """Return the memory in bytes of latents, weights, and all keys and values in fp64, with the
+        scores.
+        """
         cached = self.B * self.S * (self.rank + self.rope)
         weights = self.H * (self.nope + self.value) * self.rank
         expanded = self.B * self.S * self.H * (2 * self.nope + self.rope + 2 * self.value)
@@ -43,12 +48,14 @@ class LatentSizes(Sizes):
 
     @property
     def chunks(self) -> int:
-        """The reference takes so many heads at a time that its keys and values are about 256 MB."""
+        """The number of chunks of heads in the reference; each chunk has keys and values of about
+        256 MB.
+        """
         size = self.B * self.S * self.H * (2 * self.nope + self.rope + 2 * self.value) * 8
         return min(self.H, max(1, size >> 28))
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> LatentProblem:
-        """Random numbers, the same for a size each time."""
+        """Return a problem of these sizes, with the same random inputs each time."""
         return LatentProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -57,11 +64,16 @@ class LatentSizes(Sizes):
 
 
 class LatentProblem(Problem):
-    """The answer is "out" [B,H,1,E]; every latent is seen.
+    """A decoding step of latent attention; the output is "out" `[B, H, 1, E]`. Every latent is
+    visible.
 
-    q_nope [B,H,1,d], q_rope [B,H,1,e], latents [B,1,S,r], rope [B,1,S,e] and the map W_ukv [H (d +
-    E), r] with the rows of a head side by side. `memory` [B,1,S,r+e] is latents and rope in one
-    buffer, of which the two are views.
+    The inputs are q_nope `[B, H, 1, d]`, q_rope `[B, H, 1, e]`, latents `[B, 1, S, r]`, rope `[B,
+    1, S, e]` and the weight `[H (d + E), r]` that maps a latent to keys and values, with the rows
+    of a head next to each other. `memory` `[B, 1, S, r + e]` has latents and rope in one buffer.
+
+    Args:
+        sizes: the sizes.
+        dtype, device: of the inputs.
 
     >>> sizes = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -74,40 +86,45 @@ class LatentProblem(Problem):
         generator = torch.Generator().manual_seed(0)
         s = sizes
 
-        def made(*shape: int) -> Tensor:
+        def normal(*shape: int) -> Tensor:
             return to_huge_pages(torch.randn(shape, generator=generator).to(device, dtype))
 
-        self.q_nope, self.q_rope = made(s.B, s.H, 1, s.nope), made(s.B, s.H, 1, s.rope)
-        self.memory = made(s.B, 1, s.S, s.rank + s.rope)
+        self.q_nope, self.q_rope = normal(s.B, s.H, 1, s.nope), normal(s.B, s.H, 1, s.rope)
+        self.memory = normal(s.B, 1, s.S, s.rank + s.rope)
         self.latents, self.rope = self.memory[..., : s.rank], self.memory[..., s.rank :]
         self.chunks = s.chunks
-        self.weight = made(s.H * (s.nope + s.value), s.rank) * s.rank**-0.5
+        self.weight = normal(s.H * (s.nope + s.value), s.rank) * s.rank**-0.5
 
     @property
     def scale(self) -> float:
-        """1/sqrt(d + e)."""
+        """The scale of the scores, 1/sqrt(d + e)."""
         return float((self.sizes.nope + self.sizes.rope) ** -0.5)
 
     @property
-    def work(self) -> Work:
-        """The absorbed form; latents and weights read once, the heads read and written."""
+    def work(self) -> MinimumWork:
+        """The FLOPs of the absorbed form; latents and weights are read once, the heads read and
+        written.
+        """
         s = self.sizes
         flops = s.B * absorb_flops(1, s.S, s.H, s.rank, s.nope, s.rope, s.value)
         numbers = s.B * s.S * latent_values(s.rank, s.rope) + self.weight.numel()
         heads = s.B * s.H * (s.nope + s.rope + s.value)
-        return Work(flops, (numbers + heads) * self.dtype.itemsize)
+        return MinimumWork(flops, (numbers + heads) * self.dtype.itemsize)
 
     def reference(self) -> Outputs:
-        """Keys and values of every head, in fp64, some heads at a time."""
+        """Return the outputs, computed in fp64 from the keys and values of every head."""
         return self._expand(torch.float64)
 
     def plain(self) -> Outputs:
-        """The same in the problem's dtype; nothing where the rule does not ask for it."""
+        """Return the outputs, computed in the problem's dtype; nothing if the rule does not need
+        them.
+        """
         if self.dtype in (torch.float32, torch.float64):
             return {}
         return self._expand(self.dtype)
 
     def _expand(self, dtype: torch.dtype) -> Outputs:
+        """Compute the outputs from expanded keys and values, some heads at a time."""
         s = self.sizes
         weight = torch.unflatten(self.weight, 0, (s.H, -1))
         latents, rope = self.latents.to(dtype), self.rope.to(dtype)
@@ -117,7 +134,7 @@ class LatentProblem(Problem):
             k, v = (latents @ w.mT[None]).split_with_sizes(
                 (s.nope, s.value), dim=-1
             )  # [B,h,S,d], [B,h,S,E]
-            nope, turned = (q[:, heads].to(dtype) for q in (self.q_nope, self.q_rope))
-            scores = (nope @ k.mT + turned @ rope.mT) * self.scale
+            nope, rotated = (q[:, heads].to(dtype) for q in (self.q_nope, self.q_rope))
+            scores = (nope @ k.mT + rotated @ rope.mT) * self.scale
             outs.append(torch.softmax(scores, dim=-1) @ v)
         return {"out": torch.cat(outs, dim=1)}

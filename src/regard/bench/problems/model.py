@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.bench.interfaces import MinimumWork, Outputs, Problem, ProblemSizes
 from regard.caches import Fixed
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.models.decoder import Decoder
 from regard.models.families import qwen2
 from regard.span import Span
+from regard.units import plural
 
 Weights = Mapping[str, Tensor]
-"""Parameters under the names of our decoder."""
+"""Parameters under their names in `regard.models.decoder.Decoder`."""
 
 
 def last_logits(
@@ -29,10 +30,17 @@ def last_logits(
     memory: list[tuple[Tensor, Tensor]] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Logits [B,1,V] behind the last of ids [B,T], which follow the turned keys and values
-    [B,G,S,D] of each layer.
+    """Compute the logits `[B, 1, V]` of the last token in plain torch.
 
-    Weights are converted one at a time.
+    Args:
+        config: the config of the model.
+        weights: its parameters, which are converted to `dtype` one at a time.
+        ids: the tokens `[B, T]`.
+        memory: the rotated keys and the values `[B, G, S, D]` of the tokens before, for each layer.
+        dtype: the dtype of the computation.
+
+    Returns:
+        The logits.
     """
 
     def weight(name: str) -> Tensor:
@@ -43,8 +51,8 @@ def last_logits(
     for i in range(config.num_hidden_layers):
         layer = f"layers.{i}."
         normed = _norm(x, weight(f"{layer}attention_residual.norm.weight"), config.rms_norm_eps)
-        old = None if memory is None else memory[i]
-        z = _attention(config, weights, f"{layer}attention.", normed, start, old)
+        cached = None if memory is None else memory[i]
+        z = _attention(config, weights, f"{layer}attention.", normed, start, cached)
         x = x + z @ weight(f"{layer}attention.output.weight").T
         normed = _norm(x, weight(f"{layer}feed_forward_residual.norm.weight"), config.rms_norm_eps)
         gate = F.silu(normed @ weight(f"{layer}feed_forward.gate.weight").T)
@@ -55,6 +63,7 @@ def last_logits(
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Apply an RMS norm, computed in fp32 or better."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -65,31 +74,37 @@ def _attention(
     name: str,
     x: Tensor,
     start: int,
-    old: tuple[Tensor, Tensor] | None,
+    cached: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """The heads side by side [B,T,H D]: a bias on q, k and v, rotary halves, grouped heads,
-    causal.
+    """Compute the outputs of the heads `[B, T, H D]`: causal grouped-query attention with rotary
+    positions, and with biases on q, k and v.
     """
-    made = {}
+    projected = {}
     for part in "qkv":
         linear = (weights[f"{name}project.{part}.linear.{w}"] for w in ("weight", "bias"))
         w, b = (p.detach().to(x.dtype) for p in linear)
-        made[part] = torch.unflatten(x @ w.T + b, -1, (-1, config.head_dim)).transpose(1, 2)
-    q, new = _turn(config, made["q"], start), [_turn(config, made["k"], start), made["v"]]
-    if old is not None:
-        new = [torch.cat((o.to(x.dtype), n), dim=2) for o, n in zip(old, new, strict=True)]
+        projected[part] = torch.unflatten(x @ w.T + b, -1, (-1, config.head_dim)).transpose(1, 2)
+    q, new = (
+        _rotate(config, projected["q"], start),
+        [_rotate(config, projected["k"], start), projected["v"]],
+    )
+    if cached is not None:
+        new = [
+            torch.cat((cached_part.to(x.dtype), new_part), dim=2)
+            for cached_part, new_part in zip(cached, new, strict=True)
+        ]
     ratio = config.num_attention_heads // config.num_key_value_heads
     k, v = (part.repeat_interleave(ratio, dim=1) for part in new)
     T, S = q.shape[2], k.shape[2]
     scores = (q @ k.mT) * config.head_dim**-0.5
-    hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
-    weights_ = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    masked = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
+    weights_ = torch.softmax(scores.masked_fill(masked, float("-inf")), dim=-1)
     out: Tensor = (weights_ @ v).transpose(1, 2).flatten(2)
     return out
 
 
-def _turn(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
-    """Rotary positions: dim i turns with dim i + D/2 by position theta^(-2 i / D)."""
+def _rotate(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
+    """Rotate x by its positions: dims i and i + D/2 turn by the angle position theta^(-2 i / D)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     D = config.head_dim
     i = torch.arange(D // 2, device=x.device, dtype=torch.float64)
@@ -100,13 +115,17 @@ def _turn(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-PROMPT = 4
-"""Tokens of a short text, on which a peer is checked whose cache cannot be given numbers."""
+PROMPT_TOKENS = 4
+"""The length of a prompt on which a peer is checked whose cache cannot be filled."""
 
 
 @dataclass(frozen=True)
-class ModelSizes(Sizes):
-    """The shape of Qwen2-0.5B, if not said otherwise, with S tokens in the cache.
+class ModelSizes(ProblemSizes):
+    """The sizes of a model with S tokens in the cache; the defaults are those of Qwen2-0.5B.
+
+    Args:
+        S, B: cached tokens, and batch rows.
+        layers, dim, inner, H, G, vocabulary: the sizes of the model.
 
     >>> print(ModelSizes(S=8192))
     B1 24 layers M896 H14 G2 D64 vocabulary 151936 S8192
@@ -122,7 +141,7 @@ class ModelSizes(Sizes):
     vocabulary: int = 151_936
 
     def resized(self, *, length: int | None = None, batch: int | None = None) -> ModelSizes:
-        """The same with another S, or B."""
+        """Return the sizes with another S or B."""
         return replace(self, S=length or self.S, B=batch or self.B)
 
     @property
@@ -132,22 +151,30 @@ class ModelSizes(Sizes):
 
     @property
     def weights(self) -> int:
-        """Numbers that a step reads: all matrices; the head is the embedding."""
+        """The number of parameters that a step reads: all matrices; the output head is the
+        embedding.
+        """
         attention = self.dim * (2 * self.H + 2 * self.G) * self.head_dim
         return self.layers * (attention + 3 * self.dim * self.inner) + self.vocabulary * self.dim
 
     @property
     def cached(self) -> int:
-        """Numbers in the caches of all layers."""
+        """The number of elements in the caches of all layers."""
         return self.layers * self.B * self.S * 2 * self.G * self.head_dim
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """The model while it is made in fp32, its largest matrix in fp64, and a few caches."""
+        """Return the memory in bytes of the model in fp32, of its largest matrix in fp64, and of
+        some caches.
+        """
         largest = max(self.vocabulary, self.inner) * self.dim
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
     def config(self) -> qwen2.Config:
-        """Return the config of a checkpoint of this shape."""
+        """Return the config of a checkpoint of these sizes.
+
+        Returns:
+            The config of a Qwen2.
+        """
         return qwen2.Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,
@@ -162,21 +189,26 @@ class ModelSizes(Sizes):
         )
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> ModelProblem:
-        """Random weights and a random cache, the same for a size each time."""
+        """Return a problem of these sizes, with the same random weights and cache each time."""
         return ModelProblem(self, dtype, device)
 
     def __str__(self) -> str:
         heads = f"H{self.H} G{self.G} D{self.head_dim}"
-        size = f"{self.layers} layers M{self.dim} {heads} vocabulary {self.vocabulary}"
+        size = f"{plural(self.layers, 'layer')} M{self.dim} {heads} vocabulary {self.vocabulary}"
         return f"B{self.B} {size} S{self.S}"
 
 
 class ModelProblem(Problem):
-    """The answer is "logits" [B,1,V] of one token behind S others, and "prompt", the last logits of
-    a short text.
+    """A decoding step of a model with random weights.
 
-    Keys and values of the S tokens are random, with a spread at which weights are uneven: then the
-    logits depend on which keys were seen. Peers share the decoder's parameters where they can.
+    The outputs are "logits" `[B, 1, V]` of one token after S cached ones, and "prompt", the last
+    logits of a short prompt. The cached keys and values are random, with a spread that makes the
+    attention weights uneven, so that the logits depend on the keys. Peers share the decoder's
+    parameters where they can.
+
+    Args:
+        sizes: the sizes.
+        dtype, device: of the parameters.
 
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -188,23 +220,37 @@ class ModelProblem(Problem):
         self.sizes, self.dtype, self.device = sizes, dtype, device
         generator = torch.Generator().manual_seed(0)
         self.config = sizes.config()
-        self.decoder = spread(qwen2.build(self.config), generator).to(device, dtype).eval()
+        self.decoder = (
+            initialize_weights(qwen2.build(self.config), generator).to(device, dtype).eval()
+        )
         vocabulary = sizes.vocabulary
         self.ids = torch.randint(vocabulary, (sizes.B, 1), generator=generator).to(device)
-        self.prompt = torch.randint(vocabulary, (1, PROMPT), generator=generator).to(device)
+        self.prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator).to(device)
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Turned keys and values [B,G,S,D] of a layer, made anew: each peer has them in its own
-        cache only.
+        """Generate the random cache of a layer; each call generates it anew.
+
+        Args:
+            layer: the number of the layer.
+
+        Returns:
+            Rotated keys and values, `[B, G, S, D]` each.
         """
         s = self.sizes
         generator = torch.Generator().manual_seed(1 + layer)
-        made = 3 * torch.randn(2, s.B, s.G, s.S, s.head_dim, generator=generator)
-        k, v = made.to(self.device, self.dtype).unbind(0)
+        values = 3 * torch.randn(2, s.B, s.G, s.S, s.head_dim, generator=generator)
+        k, v = values.to(self.device, self.dtype).unbind(0)
         return k, v
 
     def caches(self, dtype: torch.dtype) -> list[Fixed]:
-        """Filled caches for a decoder, with room for one token more."""
+        """Create filled caches for the decoder, with room for one more token.
+
+        Args:
+            dtype: the dtype of keys and values.
+
+        Returns:
+            One cache per layer.
+        """
         caches = [Fixed(self.sizes.S + 1) for _ in range(self.sizes.layers)]
         for layer, cache in enumerate(caches):
             k, v = self.memory(layer)
@@ -212,24 +258,27 @@ class ModelProblem(Problem):
         return caches
 
     @property
-    def work(self) -> Work:
-        """Every matrix and every cached number once."""
+    def work(self) -> MinimumWork:
+        """The minimum work: every matrix and every element of the caches is read once."""
         s = self.sizes
         heads = {"H": s.H, "G": s.G, "T": 1, "S": s.S + 1, "D": s.head_dim, "E": s.head_dim}
         pairs = s.B * s.H * (s.S + 1)
         flops = 2 * s.B * s.weights + s.layers * attention_flops(pairs, s.head_dim, s.head_dim)
         moved = s.layers * attention_bytes(B=s.B, **heads, itemsize=self.dtype.itemsize)
-        return Work(flops, s.weights * self.dtype.itemsize + moved)
+        return MinimumWork(flops, s.weights * self.dtype.itemsize + moved)
 
     def reference(self) -> Outputs:
-        """By the definition in fp64, or fp32 for half types."""
+        """Return the outputs, computed in fp64, or in fp32 for half types."""
         return self._answer(torch.float64 if self.dtype == torch.float32 else torch.float32)
 
     def plain(self) -> Outputs:
-        """The same in the problem's dtype; nothing where the rule does not ask for it."""
+        """Return the outputs, computed in the problem's dtype; nothing if the rule does not need
+        them.
+        """
         return {} if self.dtype == torch.float32 else self._answer(self.dtype)
 
     def _answer(self, dtype: torch.dtype) -> Outputs:
+        """Compute the outputs in plain torch."""
         weights = dict(self.decoder.named_parameters())
         memory = [self.memory(layer) for layer in range(self.sizes.layers)]
         return {
@@ -237,14 +286,18 @@ class ModelProblem(Problem):
             "prompt": last_logits(self.config, weights, self.prompt, None, dtype),
         }
 
-    def foreign(self) -> dict[str, Any]:
-        """The config in Hugging Face's words."""
+    def hugging_face_config(self) -> dict[str, Any]:
+        """Return the config with the keys of Hugging Face.
+
+        Returns:
+            The values by key.
+        """
         return asdict(self.config)
 
 
-def spread(decoder: Decoder, generator: torch.Generator) -> Decoder:
-    """Give every matrix random numbers of spread 1/sqrt(fan-in), and biases some too: no layer is
-    silent.
+def initialize_weights(decoder: Decoder, generator: torch.Generator) -> Decoder:
+    """Fill every matrix with random numbers of standard deviation 1/sqrt(fan-in), and biases with
+    0.1.
     """
     for parameter in decoder.parameters():
         with torch.no_grad():

@@ -1,27 +1,35 @@
-"""Tasks that show what attention is for, on data made on the spot: no download, every split from a
-seed.
+"""Tasks that show what attention is for. Their examples are generated from a seed; nothing is
+downloaded.
 """
 
 from __future__ import annotations
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.train.tasks.base import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
-from regard.train.tasks.recall import COPY, INDUCTION, MQAR, PASSKEY
-from regard.train.tasks.translate import BACK, DATES, TRANSLATE
+from regard.train.tasks.recall_tasks import COPY, INDUCTION, MQAR, PASSKEY
+from regard.train.tasks.task import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
+from regard.train.tasks.translation_tasks import DATES, TRANSLATE, TRANSLATE_BACK
 
-TASKS = {task.name: task for task in (TRANSLATE, BACK, DATES, COPY, INDUCTION, MQAR, PASSKEY)}
-"""Name -> task."""
+TASKS = {
+    task.name: task for task in (TRANSLATE, TRANSLATE_BACK, DATES, COPY, INDUCTION, MQAR, PASSKEY)
+}
+"""The tasks by name."""
 
 
 def find_task(name: str) -> Task:
-    """The task of a name.
+    """Return the task of a name.
+
+    Args:
+        name: a key of `TASKS`.
+
+    Returns:
+        The task.
 
     Raises:
-        ArgumentError: there is none; names the near ones.
+        ArgumentError: there is no such task; the message suggests similar names.
 
     >>> find_task("mqar").kind
-    'rows'
+    'causal'
     """
     if name not in TASKS:
         hint = suggest(name, TASKS, most=2, otherwise=f"; choose {', '.join(TASKS)}")

@@ -1,4 +1,4 @@
-"""Evaluation of a trained task: answers, accuracy by length, and alignments."""
+"""Evaluation of a model on a task: its answers, its accuracy by length, and its alignments."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from regard.models import EncoderDecoder, RecurrentEncoderDecoder
 from regard.models.generation import beam_search, greedy
 from regard.nn.rnn import DecoderState
 from regard.tracing import Trace
-from regard.train.losses import where
-from regard.train.tasks.base import BOS, EOS, IGNORED, Example, Padded, Task, pad
+from regard.train.losses import padded_positions
+from regard.train.tasks.task import BOS, EOS, IGNORE_INDEX, Example, PaddedBatch, Task, pad
+from regard.units import plural
 
-Reader = EncoderDecoder | RecurrentEncoderDecoder
-"""A model that reads a source and says a target."""
+Seq2SeqModel = EncoderDecoder | RecurrentEncoderDecoder
+"""A model that maps a source to a target."""
 
 
-class Telling:
-    """A model between two tokens of what it says: the step that `greedy` and `beam_search` ask for.
+class IncrementalDecoder:
+    """A model with the state between two tokens of its output, for `greedy` and `beam_search`.
+
+    Args:
+        model: the model.
+        source: ids `[B, S]`, padded with `PAD`.
 
     >>> from regard.models import recurrent
-    >>> telling = Telling(recurrent(7, 4, 4, attention="bahdanau"), torch.tensor([[3, 4, 2]]))
-    >>> telling.step(torch.tensor([[1]])).shape
+    >>> model = recurrent(7, 4, 4, attention="bahdanau")
+    >>> decoder = IncrementalDecoder(model, torch.tensor([[3, 4, 2]]))
+    >>> decoder.step(torch.tensor([[1]])).shape
     torch.Size([1, 1, 7])
     """
 
-    def __init__(self, model: Reader, source: Int[Tensor, "B S"]) -> None:
-        self.model, positions = model, where(source)
+    def __init__(self, model: Seq2SeqModel, source: Int[Tensor, "B S"]) -> None:
+        self.model, positions = model, padded_positions(source)
         if isinstance(model, RecurrentEncoderDecoder):
-            self.carried = model.begin(model.run_encoder(source, positions))
+            self.state = model.begin(model.run_encoder(source, positions))
         else:
             self.caches = model.new_caches()
             self.memory: dict[str, Any] = {
@@ -44,132 +50,167 @@ class Telling:
             }
 
     def step(self, ids: Int[Tensor, "B 1"]) -> Float[Tensor, "B 1 V"]:
-        """Logits for the token behind ids, which are kept."""
+        """Append ids `[B, 1]` to the output; return the logits `[B, 1, V]` of the next token."""
         if isinstance(self.model, RecurrentEncoderDecoder):
-            logits, self.carried = self.model.step(ids, self.carried)
+            logits, self.state = self.model.step(ids, self.state)
             return logits
-        memory, self.memory = self.memory, {}  # the caches have it from here on
+        memory, self.memory = self.memory, {}  # the first call stores it in the caches
         return self.model.run_decoder(ids, self.caches, **memory)
 
     def select(self, rows: Int[Tensor, " N"]) -> None:
-        """What is kept for row i becomes what was kept for row rows[i]."""
+        """Replace the state of row i by the state of row rows[i], for a beam search."""
         if isinstance(self.model, RecurrentEncoderDecoder):
-            hidden, cross = self.carried
+            hidden, cross = self.state
             if cross is not None:
                 cross.select(rows)
-            self.carried = DecoderState(tuple(part.index_select(1, rows) for part in hidden), cross)
+            self.state = DecoderState(tuple(part.index_select(1, rows) for part in hidden), cross)
             return
         for cache in (cache for pair in self.caches for cache in pair):
             cache.select(rows)
 
 
 @torch.no_grad()
-def say(
-    model: Reader, source: Int[Tensor, "B S"], *, limit: int, beams: int = 1
+def generate_ids(
+    model: Seq2SeqModel, source: Int[Tensor, "B S"], *, limit: int, beams: int = 1
 ) -> list[list[int]]:
-    """The ids that a model says about each source, without `EOS`: the likeliest at each step, or
-    the best of a beam search.
+    """Return the output of a model for each source: greedy, or the best of a beam search.
+
+    Args:
+        model: the model.
+        source: ids `[B, S]`, padded with `PAD`.
+        limit: the largest number of output tokens.
+        beams: the number of beams; 1 is greedy decoding.
+
+    Returns:
+        The ids of each output, without `EOS`.
 
     Raises:
         ArgumentError: limit or beams is less than 1.
 
     >>> from regard.models import recurrent
-    >>> len(say(recurrent(7, 4, 4), torch.tensor([[3, 4, 2]]), limit=2))
+    >>> len(generate_ids(recurrent(7, 4, 4), torch.tensor([[3, 4, 2]]), limit=2))
     1
     """
-    telling = Telling(model, source)
+    decoder = IncrementalDecoder(model, source)
     first = torch.full((len(source),), BOS, device=source.device)
     if beams == 1:
-        rows = greedy(telling.step, first, end=EOS, limit=limit).tolist()
+        rows = greedy(decoder.step, first, end=EOS, limit=limit).tolist()
         return [row[: row.index(EOS)] if EOS in row else row for row in rows]
-    found = beam_search(
-        telling.step, first, end=EOS, limit=limit, reorder=telling.select, beams=beams
+    hypotheses = beam_search(
+        decoder.step, first, end=EOS, limit=limit, reorder=decoder.select, beams=beams
     )
-    return [list(best[0].ids) if best else [] for best in found]
+    return [list(best[0].ids) if best else [] for best in hypotheses]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a model said to an example: of rows, the answers alone.
+class TaskAnswer:
+    """The output of a model for an example. For a "causal" task it has the predicted tokens only.
 
-    >>> Outcome(Example(("a",), ("a",)), ("b",), ("a",)).right
+    Attributes:
+        example: the example.
+        predicted: the words that the model gave.
+        expected: the right words.
+
+    >>> TaskAnswer(Example(("a",), ("a",)), ("b",), ("a",)).correct
     False
     """
 
     example: Example
-    said: tuple[str, ...]
-    wanted: tuple[str, ...]
+    predicted: tuple[str, ...]
+    expected: tuple[str, ...]
 
     @property
-    def right(self) -> bool:
-        """Every word of it."""
-        return self.said == self.wanted
+    def correct(self) -> bool:
+        """Whether every word is right."""
+        return self.predicted == self.expected
 
 
 @torch.no_grad()
-def outcomes(
+def answer_examples(
     model: nn.Module, task: Task, examples: Sequence[Example], *, batch: int = 64, beams: int = 1
-) -> list[Outcome]:
-    """What a model says to each example, in the examples' order; the model in evaluation mode for
-    as long.
+) -> list[TaskAnswer]:
+    """Return the model's answer to each example, in the order of the examples.
 
-    A model of rows is given the right tokens up to each answer, so one mistake does not lead to the
-    next.
+    The model is in evaluation mode meanwhile. In a "causal" task each prediction is made after the
+    right tokens before it, so that one mistake does not cause others.
+
+    Args:
+        model: a model of the task.
+        task: the task.
+        examples: the examples.
+        batch: examples per forward pass.
+        beams: the number of beams; 1 is greedy decoding.
+
+    Returns:
+        One answer per example.
 
     Raises:
-        ArgumentError: batch or beams is less than 1, or beams are more than 1 for a task of rows.
+        ArgumentError: batch or beams is less than 1, or beams is more than 1 for a "causal" task.
     """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; it must be 1 or more")
-    if beams != 1 and task.kind == "rows":
+    if beams != 1 and task.kind == "causal":
         raise ArgumentError(
-            f"task {task.name!r} asks for single tokens and searches nothing; leave beams at 1"
+            f"beams is {beams}; task {task.name!r} predicts single tokens, so beams must be 1"
         )
     device = next(model.parameters()).device
     order = sorted(range(len(examples)), key=lambda i: examples[i].length)
-    found: dict[int, Outcome] = {}
+    answers: dict[int, TaskAnswer] = {}
     was_training = model.training
     model.eval()
     try:
         for i in range(0, len(order), batch):
-            part = [examples[j] for j in order[i : i + batch]]
-            rows = pad(task, part).to(device)
-            answer = (
-                _said(model, task, rows, beams)
-                if task.kind == "pairs"
-                else _filled(model, task, rows)
+            batch_examples = [examples[j] for j in order[i : i + batch]]
+            rows = pad(task, batch_examples).to(device)
+            outputs = (
+                _generated_words(model, task, rows, beams)
+                if task.kind == "seq2seq"
+                else _predicted_words(model, task, rows)
             )
-            for j, example, said in zip(order[i : i + batch], part, answer, strict=True):
-                wanted = tuple(word for word in example.target if word)
-                found[j] = Outcome(example, tuple(said), wanted)
+            for j, example, predicted in zip(
+                order[i : i + batch], batch_examples, outputs, strict=True
+            ):
+                expected = tuple(word for word in example.target if word)
+                answers[j] = TaskAnswer(example, tuple(predicted), expected)
     finally:
         model.train(was_training)
-    return [found[i] for i in range(len(examples))]
+    return [answers[i] for i in range(len(examples))]
 
 
-def _said(model: nn.Module, task: Task, rows: Padded, beams: int) -> list[list[str]]:
-    assert isinstance(model, Reader), f"{type(model).__name__} reads no source"
-    limit = 2 * task.lengths[2] + 8  # more than any target has, and the same for every batch
+def _generated_words(
+    model: nn.Module, task: Task, rows: PaddedBatch, beams: int
+) -> list[list[str]]:
+    """Return the output words of a "seq2seq" model for each source."""
+    assert isinstance(model, Seq2SeqModel), f"{type(model).__name__} has no encoder"
+    limit = 2 * task.lengths[2] + 8  # longer than any target, and the same for every batch
     return [
-        task.vocabulary.decode(ids) for ids in say(model, rows.source, limit=limit, beams=beams)
+        task.vocabulary.decode(ids)
+        for ids in generate_ids(model, rows.source, limit=limit, beams=beams)
     ]
 
 
-def _filled(model: nn.Module, task: Task, rows: Padded) -> list[list[str]]:
+def _predicted_words(model: nn.Module, task: Task, rows: PaddedBatch) -> list[list[str]]:
+    """Return the most likely words at the positions that a "causal" task asks for."""
     best = model(rows.source).argmax(-1)
     words = task.vocabulary.words
     special = len(task.vocabulary) - len(words)
     return [
         [words[i - special] if i >= special else "" for i in row[asked].tolist()]
-        for row, asked in zip(best, rows.target != IGNORED, strict=True)
+        for row, asked in zip(best, rows.target != IGNORE_INDEX, strict=True)
     ]
 
 
 @dataclass(frozen=True)
-class Bin:
-    """How many sources of `low` to `high` tokens were answered right.
+class AccuracyBin:
+    """How many of the sources of `low` to `high` tokens were answered correctly.
 
-    >>> whole = Bin("validation", 1, 4, 20, 20)
+    Attributes:
+        split: the split of the examples.
+        low, high: the shortest and the longest source, in tokens.
+        examples: the number of examples.
+        correct: how many of them were answered correctly.
+
+    >>> whole = AccuracyBin("validation", 1, 4, 20, 20)
     >>> whole.share, [round(x, 3) for x in whole.interval]
     (1.0, [0.839, 1.0])
     """
@@ -178,16 +219,16 @@ class Bin:
     low: int
     high: int
     examples: int
-    right: int
+    correct: int
 
     @property
     def share(self) -> float:
-        """The share of right answers."""
-        return self.right / self.examples
+        """The share of correct answers."""
+        return self.correct / self.examples
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the true share lies, 19 times of 20.
+        """The 95 % confidence interval of the share (Wilson score interval).
 
         (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n),  z = 1.96
 
@@ -200,9 +241,19 @@ class Bin:
         )
 
 
-def by_length(task: Task, split: str, found: Sequence[Outcome], count: int = 8) -> list[Bin]:
-    """Outcomes of a split counted by the length of the source, in at most `count` bins of like
-    width; empty ones are left out.
+def accuracy_by_length(
+    task: Task, split: str, answers: Sequence[TaskAnswer], count: int = 8
+) -> list[AccuracyBin]:
+    """Count the correct answers of a split in bins of the source length.
+
+    Args:
+        task: the task, which has the lengths of the split.
+        split: the split of the answers.
+        answers: the answers.
+        count: the largest number of bins.
+
+    Returns:
+        Bins of equal width without the empty ones, the shortest sources first.
 
     Raises:
         ArgumentError: count is less than 1.
@@ -215,65 +266,85 @@ def by_length(task: Task, split: str, found: Sequence[Outcome], count: int = 8) 
     bins = []
     for start in range(low, high + 1, width):
         stop = min(start + width - 1, high)
-        inside = [outcome for outcome in found if start <= outcome.example.length <= stop]
+        inside = [answer for answer in answers if start <= answer.example.length <= stop]
         if inside:
-            bins.append(Bin(split, start, stop, len(inside), sum(o.right for o in inside)))
+            bins.append(
+                AccuracyBin(split, start, stop, len(inside), sum(o.correct for o in inside))
+            )
     return bins
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """Weights of one head: a row for each token said, a column for each token of the source.
+    """The weights of one head, with a row for each output token and a column for each source token.
 
-    head: which it is. place: the same, with how it was chosen.
-    weights: [said, source], each row a distribution.
+    Attributes:
+        outcome: the answer of the model.
+        head: the name of the head.
+        label: the name of the head, with how it was chosen.
+        source: the words of the columns.
+        predicted: the words of the rows.
+        weights: `[predicted, source]`; each row sums to 1.
     """
 
-    outcome: Outcome
+    outcome: TaskAnswer
     head: str
-    place: str
+    label: str
     source: tuple[str, ...]
-    said: tuple[str, ...]
+    predicted: tuple[str, ...]
     weights: Float[Tensor, "T S"]
 
 
 @torch.no_grad()
 def alignment(
-    model: nn.Module, task: Task, outcome: Outcome, *, head: str | None = None
+    model: nn.Module, task: Task, outcome: TaskAnswer, *, head: str | None = None
 ) -> Alignment | None:
-    """The alignment of what a model said; None for a model without attention.
+    """Return the alignment of the model's output with the source; None for a model without
+    attention.
 
-    A model with one head has one. Of several heads in several layers the sharpest is taken: the one
-    whose largest weights, averaged over the rows, are largest; or the `head` of another alignment.
-    The taps hold what the kernel computed: nothing is computed again by other means.
+    Of several heads the sharpest one is taken, whose largest weight per row has the largest mean.
+    The weights are recorded from the forward pass of the model, not recomputed.
+
+    Args:
+        model: a model of the task.
+        task: the task.
+        outcome: the answer of the model to an example.
+        head: the name of a head to take in place of the sharpest one.
+
+    Returns:
+        The alignment, or None.
     """
     device = next(model.parameters()).device
-    if task.kind == "pairs":
+    if task.kind == "seq2seq":
         encode = task.vocabulary.encode
         source = torch.tensor([[*encode(outcome.example.source), EOS]], device=device)
-        target = torch.tensor([[BOS, *encode(outcome.said)]], device=device)
-        found = _patterns(model, (source, target, where(source)), cross=True)
-        columns, rows = (*outcome.example.source, "⏎"), (*outcome.said, "⏎")
+        target = torch.tensor([[BOS, *encode(outcome.predicted)]], device=device)
+        patterns = _attention_patterns(
+            model, (source, target, padded_positions(source)), cross=True
+        )
+        columns, rows = (*outcome.example.source, "⏎"), (*outcome.predicted, "⏎")
         asked = torch.ones(len(rows), dtype=torch.bool)
     else:
         batch = pad(task, [outcome.example]).to(device)
-        found = _patterns(model, (batch.source,), cross=False)
-        columns, rows = outcome.example.source, outcome.said
-        asked = (batch.target[0] != IGNORED).cpu()
-    if not found:
+        patterns = _attention_patterns(model, (batch.source,), cross=False)
+        columns, rows = outcome.example.source, outcome.predicted
+        asked = (batch.target[0] != IGNORE_INDEX).cpu()
+    if not patterns:
         return None
-    heads = {place: x[asked] for place, x in found.items()}
+    heads = {place: x[asked] for place, x in patterns.items()}
     best = (
         max(heads, key=lambda place: float(heads[place].amax(-1).mean())) if head is None else head
     )
-    how = f", the sharpest of {len(heads)} heads" if len(heads) > 1 and head is None else ""
-    return Alignment(outcome, best, best + how, columns, rows, heads[best])
+    choice = (
+        f", the sharpest of {plural(len(heads), 'head')}" if len(heads) > 1 and head is None else ""
+    )
+    return Alignment(outcome, best, best + choice, columns, rows, heads[best])
 
 
-def _patterns(
+def _attention_patterns(
     model: nn.Module, inputs: tuple[Any, ...], *, cross: bool
 ) -> dict[str, Float[Tensor, "T S"]]:
-    """Every head's pattern of one example, by the name of its place."""
+    """Return the pattern `[T, S]` of every head for one example, by the name of the head."""
     was_training = model.training
     model.eval()
     try:
@@ -281,24 +352,24 @@ def _patterns(
             model(*inputs)
     finally:
         model.train(was_training)
-    found: dict[str, Tensor] = {}
+    patterns: dict[str, Tensor] = {}
     for name in trace:
-        place = name.removesuffix(".pattern")
-        if place.startswith("encoder") or (cross and place.endswith("attention")):
-            continue  # the source to itself, the target to itself
-        pattern = (
-            torch.cat(trace.every(name), 2)[0].float().cpu()
-        )  # [H,T,S]; a step each, or all at once
+        module_name = name.removesuffix(".pattern")
+        if module_name.startswith("encoder") or (cross and module_name.endswith("attention")):
+            continue  # self-attention of the source or of the target
+        # the calls are one per step, or one for all steps
+        pattern = torch.cat(trace.every(name), 2)[0].float().cpu()  # [H, T, S]
+        label = _module_label(module_name)
         for h, head in enumerate(pattern):
-            found[f"{_spoken(place)}, head {h}" if len(pattern) > 1 else _spoken(place)] = head
-    return found
+            patterns[f"{label}, head {h}" if len(pattern) > 1 else label] = head
+    return patterns
 
 
-def _spoken(place: str) -> str:
-    """A place as a reader knows it.
+def _module_label(module_name: str) -> str:
+    """Return the name of a module as reports show it.
 
-    >>> _spoken("decoder.layers.1.cross"), _spoken("layers.0"), _spoken("decoder")
+    >>> _module_label("decoder.layers.1.cross"), _module_label("layers.0"), _module_label("decoder")
     ('decoder layer 1', 'layer 0', 'decoder')
     """
-    kept = [word for word in place.split(".") if word not in ("cross", "attention")]
-    return " ".join(kept).replace("layers", "layer")
+    words = [word for word in module_name.split(".") if word not in ("cross", "attention")]
+    return " ".join(words).replace("layers", "layer")

@@ -1,6 +1,4 @@
-"""What is written when a task has been trained: accuracy.csv, accuracy.svg, alignment.svg,
-report.html.
-"""
+"""The report on a trained task: accuracy.csv, accuracy.svg, alignment.svg and report.html."""
 
 from __future__ import annotations
 
@@ -15,8 +13,15 @@ from torch import nn
 
 from regard.errors import FileError
 from regard.files.regular_files import read_text
-from regard.train.tasks.base import Task
-from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
+from regard.train.tasks.evaluate import (
+    AccuracyBin,
+    Alignment,
+    TaskAnswer,
+    accuracy_by_length,
+    alignment,
+    answer_examples,
+)
+from regard.train.tasks.task import Task
 from regard.untrusted_text import error_text, escape_controls
 from regard.view import charts
 from regard.view.html_page import write
@@ -29,109 +34,129 @@ from regard.view.task_page import (
 )
 
 COLUMNS = ("split", "shortest", "longest", "examples", "right", "share", "low", "high")
-MOST_WRONG = 12
-LONGEST = 1 << 20
-"""Bytes of accuracy.csv, at most."""
-ALIGNED = 3
-BEST_SOURCE = (8, 18)
-"""Tokens of a source whose alignment is shown: long enough to be of interest, short enough to be
-seen.
-"""
+MAX_MISTAKES = 12
+MAX_BYTES = 1 << 20
+"""The largest accuracy.csv in bytes."""
+NUM_ALIGNMENTS = 3
+ALIGNMENT_LENGTHS = (8, 18)
+"""The shortest and the longest source whose alignment is shown, in tokens."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a trained model can do.
+class TaskReport:
+    """The evaluation of a trained model on a task.
 
-    bins: shares right of validation, then of longer.
-    found: every outcome, validation first.
-    alignments: of a few examples; empty for a model without attention.
+    Attributes:
+        task: the task.
+        model: the name of the model.
+        bins: the accuracy by length, of "validation" and then of "longer".
+        answers: all answers, "validation" first.
+        alignments: alignments of a few examples; empty for a model without attention.
     """
 
     task: Task
     model: str
-    bins: tuple[Bin, ...]
-    found: tuple[Outcome, ...]
+    bins: tuple[AccuracyBin, ...]
+    answers: tuple[TaskAnswer, ...]
     alignments: tuple[Alignment, ...]
 
     def share(self, split: str) -> float:
-        """The share right in a split, all lengths together."""
+        """Return the share of correct answers in a split, over all lengths."""
         inside = [b for b in self.bins if b.split == split]
-        return sum(b.right for b in inside) / sum(b.examples for b in inside)
+        return sum(b.correct for b in inside) / sum(b.examples for b in inside)
 
     def series(self) -> charts.Accuracy:
-        """The shares right by length, for a chart."""
+        """Return the accuracy by length, for a chart."""
         points = (
             charts.LengthBin(b.low, b.high, b.share, b.interval, b.examples) for b in self.bins
         )
         return charts.Accuracy(self.model, tuple(points))
 
 
-def examine(
+def evaluate_task(
     model: nn.Module, task: Task, name: str, *, examples: int = 400, seed: int = 0, beams: int = 1
-) -> Report:
-    """Ask a model `examples` questions of validation and as many of `longer`, and look where it
-    looks.
+) -> TaskReport:
+    """Evaluate a model on examples of "validation" and of "longer".
+
+    Args:
+        model: a model of the task.
+        task: the task.
+        name: the name of the model in the report.
+        examples: how many examples of each split.
+        seed: the seed of the examples.
+        beams: the number of beams; 1 is greedy decoding.
+
+    Returns:
+        The report.
 
     Raises:
         ArgumentError: examples or beams is less than 1.
     """
-    bins: list[Bin] = []
-    found: list[Outcome] = []
+    bins: list[AccuracyBin] = []
+    answers: list[TaskAnswer] = []
     for split in ("validation", "longer"):
-        part = outcomes(model, task, task.examples(split, examples, seed), beams=beams)
-        bins += by_length(task, split, part)
-        found += part
+        split_answers = answer_examples(
+            model, task, task.examples(split, examples, seed), beams=beams
+        )
+        bins += accuracy_by_length(task, split, split_answers)
+        answers += split_answers
     alignments: list[Alignment] = []
-    for outcome in _shown(found):
-        one = alignment(model, task, outcome, head=alignments[0].head if alignments else None)
-        alignments += [] if one is None else [one]
-    return Report(task, name, tuple(bins), tuple(found), tuple(alignments))
+    for outcome in _answers_to_align(answers):
+        aligned = alignment(model, task, outcome, head=alignments[0].head if alignments else None)
+        alignments += [] if aligned is None else [aligned]
+    return TaskReport(task, name, tuple(bins), tuple(answers), tuple(alignments))
 
 
 def write_report(
-    report: Report, folder: Path, facts: dict[str, str], beside: Sequence[charts.Accuracy] = ()
+    report: TaskReport, folder: Path, facts: dict[str, str], beside: Sequence[charts.Accuracy] = ()
 ) -> None:
-    """Write accuracy.csv, accuracy.svg, report.html, and alignment.svg for a model with attention.
+    """Write accuracy.csv, accuracy.svg and report.html, and alignment.svg if there is an alignment.
 
     Args:
-        report: of `examine`.
-        folder: that exists.
-        facts: shown beside the title of the page.
-        beside: other models' points, drawn in the same chart.
+        report: the report.
+        folder: an existing folder.
+        facts: lines that are shown beside the title of the page.
+        beside: the accuracy of other models, which is drawn in the same chart.
 
     Raises:
         FileError: a file cannot be written.
     """
     task, series = report.task, [report.series(), *beside]
-    write(folder / "accuracy.csv", _table(report.bins))
-    title = f"{task.name}: sources answered right, every word of them"
+    write(folder / "accuracy.csv", _accuracy_csv(report.bins))
+    title = f"{task.name}: share of sources with every word right"
     charts.write(charts.accuracy_chart(series, task.lengths[1], title), folder / "accuracy.svg")
     if report.alignments:
         first = report.alignments[0]
-        drawn = charts.AlignmentMap(first.weights.numpy(), first.said, first.source)
-        charts.write(drawn, folder / "alignment.svg")
+        alignment_map = charts.AlignmentMap(first.weights.numpy(), first.predicted, first.source)
+        charts.write(alignment_map, folder / "alignment.svg")
     page = TaskPage(
         f"{task.name}: {report.model}",
-        task.sentence,
+        task.description,
         facts,
         series,
         task.lengths[1],
-        [_aligned(a) for a in report.alignments],
-        [_told(task, o) for o in _wrong(report.found)],
+        [_alignment_view(a) for a in report.alignments],
+        [_mistake_row(task, o) for o in _mistakes(report.answers)],
     )
     write(folder / "report.html", page.html())
 
 
-def read_series(folder: Path, name: str | None = None) -> charts.Accuracy:
-    """The points of another run, from its accuracy.csv.
+def read_accuracy(folder: Path, name: str | None = None) -> charts.Accuracy:
+    """Read the accuracy of another run from its accuracy.csv.
+
+    Args:
+        folder: a folder that `regard train --task` wrote.
+        name: the name in the chart; None is the folder's name.
+
+    Returns:
+        The accuracy by length.
 
     Raises:
         FileError: the file is missing, or is not such a table.
     """
     path = folder / "accuracy.csv"
     try:
-        rows = list(csv.DictReader(io.StringIO(read_text(path, LONGEST))))
+        rows = list(csv.DictReader(io.StringIO(read_text(path, MAX_BYTES))))
         points = [
             charts.LengthBin(
                 int(row["shortest"]),
@@ -146,58 +171,67 @@ def read_series(folder: Path, name: str | None = None) -> charts.Accuracy:
         raise FileError(f"{error}; give a folder that `regard train --task` wrote") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise FileError(
-            f"{path}: not a table of {', '.join(COLUMNS)}: {error_text(error)}; write it anew with "
-            "`regard train --task`"
+            f"{path}: not a table with columns {', '.join(COLUMNS)}: {error_text(error)}; write "
+            "it again "
+            "with `regard train --task`"
         ) from error
     return charts.Accuracy(name or escape_controls(folder.name), tuple(points))
 
 
-def lines(report: Report) -> Iterator[Text]:
-    """The report for a terminal: bars by length, and the first alignment."""
+def terminal_lines(report: TaskReport) -> Iterator[Text]:
+    """Yield the report for a terminal: the accuracy by length as bars, and the first alignment."""
     yield from accuracy_lines(report.series(), report.task.lengths[1])
     for one in report.alignments[:1]:
-        verdict = "right" if one.outcome.right else "wrong"
+        verdict = "right" if one.outcome.correct else "wrong"
         yield Text()
-        yield Text.assemble(
-            ("  where it looks", "bold"), f" ({one.place}; the answer is {verdict})"
-        )
-        yield from alignment_lines(one.weights.numpy(), one.said, one.source)
+        yield Text.assemble(("  alignment", "bold"), f" ({one.label}; the answer is {verdict})")
+        yield from alignment_lines(one.weights.numpy(), one.predicted, one.source)
 
 
-def _table(bins: Sequence[Bin]) -> str:
+def _accuracy_csv(bins: Sequence[AccuracyBin]) -> str:
+    """Return the content of accuracy.csv."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(COLUMNS)
     for b in bins:
         low, high = b.interval
         shares = (f"{x:.4f}" for x in (b.share, low, high))
-        table.writerow([b.split, b.low, b.high, b.examples, b.right, *shares])
+        table.writerow([b.split, b.low, b.high, b.examples, b.correct, *shares])
     return text.getvalue()
 
 
-def _shown(found: Sequence[Outcome]) -> list[Outcome]:
-    """A few outcomes to look into: of middling length, right ones first, the longest of them
-    first.
-    """
-    low, high = BEST_SOURCE
-    fits = [o for o in found if o.said and low <= o.example.length <= high]
-    fits = fits or sorted((o for o in found if o.said), key=lambda o: o.example.length)[:ALIGNED]
-    return sorted(fits, key=lambda o: (not o.right, -o.example.length))[:ALIGNED]
+def _answers_to_align(answers: Sequence[TaskAnswer]) -> list[TaskAnswer]:
+    """Return a few answers whose alignment is shown: correct ones first, then by length."""
+    low, high = ALIGNMENT_LENGTHS
+    candidates = [o for o in answers if o.predicted and low <= o.example.length <= high]
+    candidates = (
+        candidates
+        or sorted((o for o in answers if o.predicted), key=lambda o: o.example.length)[
+            :NUM_ALIGNMENTS
+        ]
+    )
+    return sorted(candidates, key=lambda o: (not o.correct, -o.example.length))[:NUM_ALIGNMENTS]
 
 
-def _wrong(found: Sequence[Outcome]) -> list[Outcome]:
-    """Mistakes, those on the shortest sources first: they are the ones to wonder about."""
-    return sorted((o for o in found if not o.right), key=lambda o: o.example.length)[:MOST_WRONG]
+def _mistakes(answers: Sequence[TaskAnswer]) -> list[TaskAnswer]:
+    """Return some wrong answers, those with the shortest sources first."""
+    return sorted((o for o in answers if not o.correct), key=lambda o: o.example.length)[
+        :MAX_MISTAKES
+    ]
 
 
-def _aligned(a: Alignment) -> AlignedExample:
-    end = a.said[len(a.outcome.said) :]
-    return AlignedExample(a.source, a.said, (*a.outcome.wanted, *end), a.weights.numpy(), a.place)
+def _alignment_view(a: Alignment) -> AlignedExample:
+    """Return an alignment for the HTML page."""
+    end = a.predicted[len(a.outcome.predicted) :]
+    return AlignedExample(
+        a.source, a.predicted, (*a.outcome.expected, *end), a.weights.numpy(), a.label
+    )
 
 
-def _told(task: Task, outcome: Outcome) -> WrongAnswer:
+def _mistake_row(task: Task, outcome: TaskAnswer) -> WrongAnswer:
+    """Return a wrong answer for the HTML page."""
     return WrongAnswer(
-        task.reads.join(outcome.example.source),
-        task.writes.join(outcome.said),
-        task.writes.join(outcome.wanted),
+        task.source_separator.join(outcome.example.source),
+        task.target_separator.join(outcome.predicted),
+        task.target_separator.join(outcome.expected),
     )

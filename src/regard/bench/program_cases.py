@@ -1,7 +1,7 @@
-"""Cases of whole programs: a command that starts, a checkpoint that is read, a page that is drawn.
+"""Cases of whole programs: starting a command, reading a checkpoint, drawing a page.
 
-A program has no operations and bytes to count, and its answer is that it has done its work. Reading
-a checkpoint is the exception: its bytes are counted, and some of its tensors are compared.
+These problems have no operations to count, and the only output is whether the program succeeded.
+For reading a checkpoint the bytes are counted and some of the tensors are compared.
 """
 
 from __future__ import annotations
@@ -22,49 +22,58 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from regard.bench.case import Case, Outputs, Peer, Problem, Sizes, Way, Work
+from regard.bench.interfaces import (
+    Case,
+    MinimumWork,
+    Outputs,
+    Peer,
+    PreparedCall,
+    Problem,
+    ProblemSizes,
+)
+from regard.units import plural
 
 SIZES = ("small", "default", "paper")
 
 
 class ProgramProblem(Problem):
-    """A program whose only answer is whether it has done its work: "done" is 1."""
+    """A program whose only output is "done", which is 1 if it succeeded."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
 
     @property
-    def work(self) -> Work:
-        """Nothing is counted."""
-        return Work(0, 0)
+    def work(self) -> MinimumWork:
+        """No work is counted for a program."""
+        return MinimumWork(0, 0)
 
     def reference(self) -> Outputs:
-        """The work is done."""
+        """Return that the program succeeded."""
         return {"done": torch.ones(1, dtype=torch.float64)}
 
     def plain(self) -> Outputs:
-        """The work is done."""
+        """Return no outputs: the reference suffices."""
         return {}
 
 
-class ProgramSizes(Sizes):
-    """Sizes that have neither tokens nor batch rows: other numbers of them change nothing."""
+class ProgramSizes(ProblemSizes):
+    """Sizes without tokens and batch rows."""
 
-    def resized(self, *, length: int | None = None, batch: int | None = None) -> Sizes:
-        """Return the same sizes."""
+    def resized(self, *, length: int | None = None, batch: int | None = None) -> ProblemSizes:
+        """Return the same sizes: other numbers of tokens or rows change nothing."""
         return self
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return 0: the memory belongs to other processes."""
+        """Return 0: the memory is used by other processes."""
         return 0
 
     @abstractmethod
     def __str__(self) -> str:
-        """Return what tables show."""
+        """Return the sizes as text for tables."""
 
 
 def _temporary_folder(owner: object) -> Path:
-    """A new folder that is removed with its owner."""
+    """Create a temporary folder that is removed with its owner."""
     folder = tempfile.mkdtemp(prefix="regard-bench-")
     weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -74,37 +83,40 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, capture_output=True, check=False)  # noqa: S603 (no shell, our own arguments)
 
 
-def _done(good: bool) -> Outputs:  # noqa: FBT001
+def _done_output(good: bool) -> Outputs:  # noqa: FBT001
+    """Return the output of a program."""
     return {"done": torch.tensor([float(good)])}
 
 
-# How soon a command starts
+# The time to start a command
 
 
 @dataclass(frozen=True)
 class StartSizes(ProgramSizes):
-    """A new process for each start."""
+    """The start of a command in a new process."""
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> ProgramProblem:
-        """Return what every start is held to: the exit code 0."""
+        """Return the problem: the exit code must be 0."""
         return ProgramProblem(dtype, device)
 
     def __str__(self) -> str:
         return "a new process"
 
 
-def _start(arguments: tuple[str, ...], _: ProgramProblem) -> Way:
+def _start(arguments: tuple[str, ...], _: ProgramProblem) -> PreparedCall:
+    """Return the call that runs Python with arguments."""
     step = partial(_run, [sys.executable, *arguments])
-    return Way(step, lambda ended: _done(ended.returncode == 0))
+    return PreparedCall(step, lambda ended: _done_output(ended.returncode == 0))
 
 
 def _start_peer(name: str, *arguments: str) -> Peer[ProgramProblem]:
+    """Return a peer that runs Python with arguments."""
     return Peer(name, f"python {' '.join(arguments)}", partial(_start, arguments))
 
 
 STARTUP = Case(
     "startup",
-    "A command from its start to its end, in a new process.",
+    "The time from start to end of a command in a new process.",
     dict.fromkeys(SIZES, StartSizes()),
     (torch.float32,),
     (
@@ -115,15 +127,17 @@ STARTUP = Case(
         _start_peer("python", "-c", "pass"),
     ),
 )
-"""`regard --help` and `regard cost` start without torch: `tests/surface/test_start.py`."""
+"""The start-up case; `tests/surface/test_start.py` checks that `regard --help` and `regard cost` do
+not import torch.
+"""
 
 
-# How fast a checkpoint is read
+# The time to read a checkpoint
 
 
 @dataclass(frozen=True)
 class CheckpointSizes(ProgramSizes):
-    """The tensors of Qwen2-0.5B, if not said otherwise: random numbers in one safetensors file.
+    """The sizes of a safetensors file with random tensors; the defaults are those of Qwen2-0.5B.
 
     >>> print(CheckpointSizes())
     24 layers M896 vocabulary 151936, 0.988 GB
@@ -153,26 +167,29 @@ class CheckpointSizes(ProgramSizes):
         yield "norm.weight", (dim,)
 
     def numbers(self) -> int:
-        """Return how many numbers the tensors have."""
+        """Return the total number of elements of the tensors."""
         return sum(torch.Size(shape).numel() for _, shape in self.shapes())
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory for the tensors that are written, read, and read once more."""
+        """Return the memory for the tensors three times: written, read, and copied."""
         return 3 * self.numbers() * dtype.itemsize
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> CheckpointProblem:
-        """Write the file into a temporary folder."""
+        """Write the file into a temporary folder, and return the problem."""
         return CheckpointProblem(self, dtype, device)
 
     def __str__(self) -> str:
         size = self.numbers() * torch.float16.itemsize
-        return f"{self.layers} layers M{self.dim} vocabulary {self.vocabulary}, {size / 1e9:.3g} GB"
+        layers = plural(self.layers, "layer")
+        return f"{layers} M{self.dim} vocabulary {self.vocabulary}, {size / 1e9:.3g} GB"
 
 
 class CheckpointProblem(ProgramProblem):
-    """A checkpoint on disk; the answer is its first and its last tensor.
+    """A checkpoint on disk; the outputs are its first and its last tensor by name.
 
-    folder: holds model.safetensors, and is removed with the problem.
+    Attributes:
+        sizes: the sizes.
+        folder: the folder with model.safetensors, which is removed with the problem.
     """
 
     def __init__(self, sizes: CheckpointSizes, dtype: torch.dtype, device: torch.device) -> None:
@@ -193,34 +210,39 @@ class CheckpointProblem(ProgramProblem):
 
     @staticmethod
     def compared(tensors: dict[str, Tensor]) -> Outputs:
-        """Return the tensors that are compared, the first and the last by name."""
+        """Return the tensors that are compared: the first and the last by name."""
         return {name: tensors[name] for name in (min(tensors), max(tensors))}
 
     @property
-    def work(self) -> Work:
-        """The bytes of the tensors, read once."""
-        return Work(0, self.sizes.numbers() * self.dtype.itemsize)
+    def work(self) -> MinimumWork:
+        """The bytes of the tensors, which are read once."""
+        return MinimumWork(0, self.sizes.numbers() * self.dtype.itemsize)
 
     def reference(self) -> Outputs:
-        """Return what was written."""
+        """Return the tensors that were written to the file."""
         return self._answer
 
 
-def _read_store(problem: CheckpointProblem) -> Way:
+def _read_store(problem: CheckpointProblem) -> PreparedCall:
+    """Return the call that reads the file with regard."""
     from regard.models.checkpoint.tensors import CheckpointTensors
 
-    return Way(lambda: dict(CheckpointTensors.open(problem.folder).read()), problem.compared)
+    return PreparedCall(
+        lambda: dict(CheckpointTensors.open(problem.folder).read()), problem.compared
+    )
 
 
-def _read_and_copy(problem: CheckpointProblem) -> Way:
+def _read_and_copy(problem: CheckpointProblem) -> PreparedCall:
+    """Return the call that maps the file with safetensors and copies the tensors."""
+
     def step() -> dict[str, Tensor]:
         return {name: x.clone() for name, x in load_file(problem.file).items()}
 
-    return Way(step, problem.compared)
+    return PreparedCall(step, problem.compared)
 
 
-def _read_bytes(problem: CheckpointProblem) -> Way:
-    """The file's bytes in fresh memory, which no reader that copies can beat by much."""
+def _read_bytes(problem: CheckpointProblem) -> PreparedCall:
+    """Return the call that reads the bytes of the file into memory, a bound for copying readers."""
 
     def step() -> Tensor:
         content = torch.empty(problem.file.stat().st_size, dtype=torch.uint8)
@@ -236,18 +258,18 @@ def _read_bytes(problem: CheckpointProblem) -> Way:
         header.pop("__metadata__", None)
         tensors = {}
         for name in (min(header), max(header)):
-            begin, end = (start + at for at in header[name]["data_offsets"])
-            # a copy, since the bytes of a file may stand at any address
+            begin, end = (start + offset for offset in header[name]["data_offsets"])
+            # a copy, since a tensor of the file may be at an address without alignment
             tensors[name] = content[begin:end].clone().view(problem.dtype)
             tensors[name] = tensors[name].view(header[name]["shape"])
         return tensors
 
-    return Way(step, read)
+    return PreparedCall(step, read)
 
 
 READ_CHECKPOINT = Case(
     "read-checkpoint",
-    "A safetensors file, in the page cache, into memory of the process's own.",
+    "A safetensors file, read from the page cache into memory of the process.",
     {
         "small": CheckpointSizes(layers=2, vocabulary=1024),
         "default": CheckpointSizes(),
@@ -255,16 +277,16 @@ READ_CHECKPOINT = Case(
     },
     (torch.float16,),
     (
-        Peer("regard", "Store.read, as regard.load reads.", _read_store),
-        Peer("safetensors", "load_file, which maps, and a copy.", _read_and_copy),
-        Peer("bytes in one piece", "The file's bytes without their meaning.", _read_bytes),
+        Peer("regard", "Store.read, which regard.load uses.", _read_store),
+        Peer("safetensors", "load_file, which maps the file, and a copy.", _read_and_copy),
+        Peer("bytes in one piece", "One read of the file's bytes.", _read_bytes),
     ),
 )
 
 
-# How soon a page is drawn
+# The time to draw a page
 
-FLAGS = (
+BROWSER_FLAGS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -278,13 +300,13 @@ FLAGS = (
     "--dump-dom",
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-DRAWN = b'data-ready="yes"'
-"""What a page says in its root element when all is drawn."""
+READY_MARK = b'data-ready="yes"'
+"""The attribute of a page's root element when the page is drawn."""
 
 
 @dataclass(frozen=True)
 class PageSizes(ProgramSizes):
-    """A recording of random patterns: so many layers, heads and tokens.
+    """The sizes of a recording with random patterns.
 
     >>> print(PageSizes())
     12 layers H12 T512
@@ -295,17 +317,19 @@ class PageSizes(ProgramSizes):
     tokens: int = 512
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> PageProblem:
-        """Record, and write the page into a temporary folder."""
+        """Write the page into a temporary folder, and return the problem."""
         return PageProblem(self, dtype, device)
 
     def __str__(self) -> str:
-        return f"{self.layers} layers H{self.heads} T{self.tokens}"
+        return f"{plural(self.layers, 'layer')} H{self.heads} T{self.tokens}"
 
 
 class PageProblem(ProgramProblem):
     """A page of `regard view` in a file.
 
-    folder: holds page.html, empty.html and the browser's profile; it is removed with the problem.
+    Attributes:
+        folder: the folder with page.html, empty.html and the browser's profile, which is removed
+            with the problem.
     """
 
     def __init__(self, sizes: PageSizes, dtype: torch.dtype, device: torch.device) -> None:
@@ -316,7 +340,7 @@ class PageProblem(ProgramProblem):
 
 
 def _page(sizes: PageSizes) -> str:
-    """The page of a recording with random queries, keys and values."""
+    """Return the page of a recording with random queries, keys and values."""
     from regard.inspect import Recorder
     from regard.inspect.report import report
     from regard.masks import Causal
@@ -334,39 +358,46 @@ def _page(sizes: PageSizes) -> str:
     return page(report(recorder.recording(pieces=tuple(f"t{i}" for i in range(sizes.tokens)))))
 
 
-def browser() -> str | None:
+def find_browser() -> str | None:
     """Return the path of a Chromium or Chrome, or None."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def _no_browser(_: PageProblem) -> str | None:
-    return None if browser() else f"none of {', '.join(BROWSERS)} is on the PATH"
+    """Return why no page can be drawn, or None if there is a browser."""
+    return None if find_browser() else f"none of {', '.join(BROWSERS)} is on the PATH"
 
 
-def _open(name: str, mark: bytes, problem: PageProblem) -> Way:
-    program = browser()
-    assert program is not None, "`_no_browser` has looked"
+def _open(name: str, mark: bytes, problem: PageProblem) -> PreparedCall:
+    """Return the call that opens a page; it succeeded if the final document has a mark."""
+    program = find_browser()
+    assert program is not None, "`_no_browser` refuses the problem without a browser"
     profile = f"--user-data-dir={problem.folder / 'profile'}"
     address = (problem.folder / name).as_uri()
-    return Way(
-        partial(_run, [program, *FLAGS, profile, address]), lambda end: _done(mark in end.stdout)
+    return PreparedCall(
+        partial(_run, [program, *BROWSER_FLAGS, profile, address]),
+        lambda end: _done_output(mark in end.stdout),
     )
 
 
-def _page_peer(name: str, about: str, prepare: Callable[[PageProblem], Way]) -> Peer[PageProblem]:
+def _page_peer(
+    name: str, about: str, prepare: Callable[[PageProblem], PreparedCall]
+) -> Peer[PageProblem]:
     return Peer(name, about, prepare, why_not=_no_browser)
 
 
 DRAW_PAGE = Case(
     "draw-page",
-    "A page of `regard view` in a new browser, until its atlas of heads is drawn.",
+    "A page of `regard view` in a new browser, until its overview of heads is drawn.",
     {"small": PageSizes(2, 4, 64), "default": PageSizes(), "paper": PageSizes(24, 16, 1024)},
     (torch.float32,),
     (
-        _page_peer("regard view", "The page of the recording.", partial(_open, "page.html", DRAWN)),
+        _page_peer(
+            "regard view", "The page of the recording.", partial(_open, "page.html", READY_MARK)
+        ),
         _page_peer(
             "an empty page",
-            "The browser's own start and end.",
+            "The start and the end of the browser.",
             partial(_open, "empty.html", b"<html"),
         ),
     ),

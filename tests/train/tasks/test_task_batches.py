@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.models import recurrent, transformer
-from regard.train.losses import AnswerLoss, PairLoss, smoothed_cross_entropy, where
+from regard.train.losses import AnswerLoss, Seq2SeqLoss, padded_positions, smoothed_cross_entropy
 from regard.train.tasks import BOS, EOS, PAD, TASKS, Example
-from regard.train.tasks.base import IGNORED, POOL, Made, Padded, pad
+from regard.train.tasks.task import IGNORE_INDEX, POOL_BATCHES, PaddedBatch, TaskBatches, pad
 from tests.rules import GRADIENT, assert_close_rule
 
 COPY, MQAR = TASKS["copy"], TASKS["mqar"]
@@ -32,7 +32,10 @@ def test_rows_hold_what_must_come_next() -> None:
     a, b = MQAR.vocabulary.encode(["k0", "v0"])
     found = pad(MQAR, [Example(("k0",), ("v0",)), Example(("k0", "v0", "k0"), ("", "", "v0"))])
     assert found.source.tolist() == [[a, PAD, PAD], [a, b, a]]
-    assert found.target.tolist() == [[b, IGNORED, IGNORED], [IGNORED, IGNORED, b]]
+    assert found.target.tolist() == [
+        [b, IGNORE_INDEX, IGNORE_INDEX],
+        [IGNORE_INDEX, IGNORE_INDEX, b],
+    ]
 
 
 def test_parts_lose_the_padding_that_they_share() -> None:
@@ -43,16 +46,16 @@ def test_parts_lose_the_padding_that_they_share() -> None:
     assert torch.equal(second.source, found.source[2:])
     rows = pad(MQAR, [Example(("k0",) * n, ("v0",) * n) for n in (1, 4)])
     assert [part.target.shape for part in rows.split(1)] == [(1, 1), (1, 4)]
-    nothing = Padded(torch.tensor([[3]]), torch.tensor([[IGNORED]]))
+    nothing = PaddedBatch(torch.tensor([[3]]), torch.tensor([[IGNORE_INDEX]]))
     assert next(nothing.split(1)).target.shape == (1, 1)
     assert found.to("cpu") == found or torch.equal(found.to("cpu").source, found.source)
 
 
 def test_batches_are_of_like_length_and_hold_training_examples() -> None:
-    made = Made(COPY, batch=8, seed=2)
+    made = TaskBatches(COPY, batch=8, seed=2)
     seen: Counter[tuple[int, ...]] = Counter()
     spread = []
-    for rows in islice(made, 2 * POOL):
+    for rows in islice(made, 2 * POOL_BATCHES):
         lengths = (rows.source != PAD).sum(1)
         spread.append(int(lengths.max() - lengths.min()))
         seen.update(tuple(row) for row in rows.source.tolist())
@@ -65,28 +68,36 @@ def test_batches_are_of_like_length_and_hold_training_examples() -> None:
 
 
 def test_tokens_per_example_are_counted() -> None:
-    made = Made(MQAR, batch=32)
-    answers = [int((rows.target != IGNORED).sum()) for rows in islice(made, POOL)]
-    assert made.context == round(sum(answers) / (32 * POOL))
+    made = TaskBatches(MQAR, batch=32)
+    answers = [int((rows.target != IGNORE_INDEX).sum()) for rows in islice(made, POOL_BATCHES)]
+    assert made.context == round(sum(answers) / (32 * POOL_BATCHES))
 
 
-@pytest.mark.parametrize("stop", [0, 5, POOL, 2 * POOL + 3])
+@pytest.mark.parametrize("stop", [0, 5, POOL_BATCHES, 2 * POOL_BATCHES + 3])
 def test_a_saved_order_goes_on(stop: int) -> None:
-    whole, cut, other = (Made(COPY, batch=2, seed=1) for _ in range(3))
-    wanted = [rows.source.tolist() for rows in islice(whole, 3 * POOL)]
+    whole, cut, other = (TaskBatches(COPY, batch=2, seed=1) for _ in range(3))
+    wanted = [rows.source.tolist() for rows in islice(whole, 3 * POOL_BATCHES)]
     assert [rows.source.tolist() for rows in islice(cut, stop)] == wanted[:stop]
     other.load_state_dict(cut.state_dict())
-    assert [rows.source.tolist() for rows in islice(other, 3 * POOL - stop)] == wanted[stop:]
-    assert [rows.source.tolist() for rows in islice(Made(COPY, batch=2, seed=2), 9)] != wanted[:9]
+    assert [rows.source.tolist() for rows in islice(other, 3 * POOL_BATCHES - stop)] == wanted[
+        stop:
+    ]
+    assert [
+        rows.source.tolist() for rows in islice(TaskBatches(COPY, batch=2, seed=2), 9)
+    ] != wanted[:9]
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    state = Made(COPY, batch=2).state_dict()
-    for other in (Made(COPY, batch=3), Made(COPY, batch=2, seed=1), Made(MQAR, batch=2)):
-        with pytest.raises(ArgumentError, match="drawn from another task, batch or seed than"):
+    state = TaskBatches(COPY, batch=2).state_dict()
+    for other in (
+        TaskBatches(COPY, batch=3),
+        TaskBatches(COPY, batch=2, seed=1),
+        TaskBatches(MQAR, batch=2),
+    ):
+        with pytest.raises(ArgumentError, match="belongs to another task, batch size or seed than"):
             other.load_state_dict(state)
     with pytest.raises(ArgumentError, match="batch is 0; it must be 1 or more"):
-        Made(COPY, batch=0)
+        TaskBatches(COPY, batch=0)
 
 
 def oracle(logits: Tensor, labels: Tensor, eps: float, ignored: int) -> Tensor:
@@ -106,27 +117,27 @@ def oracle(logits: Tensor, labels: Tensor, eps: float, ignored: int) -> Tensor:
 @pytest.mark.parametrize("size", [0.1, 1.0, 30.0])
 def test_smoothed_cross_entropy_is_the_definition(eps: float, size: float) -> None:
     logits = size * torch.randn(3, 5, 7)
-    labels = torch.randint(0, 7, (3, 5)).masked_fill(torch.rand(3, 5) < 0.3, IGNORED)
+    labels = torch.randint(0, 7, (3, 5)).masked_fill(torch.rand(3, 5) < 0.3, IGNORE_INDEX)
     x, x32, x64 = (
         logits.to(d).requires_grad_() for d in (torch.float32, torch.float32, torch.float64)
     )
     ours, plain, ref = (
         smoothed_cross_entropy(x, labels, eps),
-        oracle(x32, labels, eps, IGNORED),
-        oracle(x64, labels, eps, IGNORED),
+        oracle(x32, labels, eps, IGNORE_INDEX),
+        oracle(x64, labels, eps, IGNORE_INDEX),
     )
     assert_close_rule(ours, plain, ref, what="loss")
     grads = [torch.autograd.grad(loss, at)[0] for loss, at in ((ours, x), (plain, x32), (ref, x64))]
     assert_close_rule(*grads, factor=GRADIENT, what="gradient")
     if size == 1.0:  # the control: weight on the wrong word
         wrong = oracle(
-            x64, (labels + 1).clamp(max=6).masked_fill(labels < 0, IGNORED), eps, IGNORED
+            x64, (labels + 1).clamp(max=6).masked_fill(labels < 0, IGNORE_INDEX), eps, IGNORE_INDEX
         )
         assert abs((wrong - ref).item()) > 1e-3
 
 
 def test_the_gradient_is_that_of_differences() -> None:
-    labels = torch.tensor([2, IGNORED, 0])
+    labels = torch.tensor([2, IGNORE_INDEX, 0])
     logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: smoothed_cross_entropy(x, labels, 0.2), logits)
     half = smoothed_cross_entropy(logits.to(torch.bfloat16), labels, 0.2)
@@ -144,7 +155,7 @@ def test_smoothing_prefers_doubt() -> None:
 
 def test_what_does_not_count_reaches_nothing() -> None:
     logits = torch.randn(1, 3, 4)
-    labels = torch.tensor([[1, IGNORED, 2]])
+    labels = torch.tensor([[1, IGNORE_INDEX, 2]])
     wanted = smoothed_cross_entropy(logits, labels, 0.1)
     logits[0, 1] = math.nan
     logits.requires_grad_()
@@ -153,14 +164,14 @@ def test_what_does_not_count_reaches_nothing() -> None:
     found.backward()
     assert logits.grad is not None
     assert logits.grad[0, 1].tolist() == [0] * 4
-    nothing = smoothed_cross_entropy(logits, torch.full((1, 3), IGNORED))
+    nothing = smoothed_cross_entropy(logits, torch.full((1, 3), IGNORE_INDEX))
     assert nothing.item() == 0
 
 
 @pytest.mark.parametrize("eps", [-0.1, 1.0, math.nan])
 def test_a_wrong_smoothing_is_refused(eps: float) -> None:
     for make in (
-        PairLoss,
+        Seq2SeqLoss,
         AnswerLoss,
         lambda e: smoothed_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), e),
     ):
@@ -188,7 +199,7 @@ def test_a_batch_is_its_examples_one_by_one(name: str) -> None:
         Example(tuple("abcde"), tuple("fghij")),
         Example(("z",), tuple("xyz")),
     ]
-    found = PairLoss()(model.eval(), pad(COPY, examples))
+    found = Seq2SeqLoss()(model.eval(), pad(COPY, examples))
     total, count = 0.0, 0
     for e in examples:
         one = pad(COPY, [e])  # without any padding
@@ -196,7 +207,7 @@ def test_a_batch_is_its_examples_one_by_one(name: str) -> None:
         for t, y in enumerate(one.target[0, 1:].tolist()):
             total, count = total - logits[0, t, y].item(), count + 1
     assert found.item() == pytest.approx(total / count, rel=1e-12)
-    smooth = PairLoss(0.2)
+    smooth = Seq2SeqLoss(0.2)
     assert smooth(model, pad(COPY, examples)) == found  # in evaluation mode there is no smoothing
     assert smooth(model.train(), pad(COPY, examples)) != found
 
@@ -217,5 +228,5 @@ def test_answers_alone_count() -> None:
 
 def test_positions_of_padding() -> None:
     assert torch.equal(
-        torch.as_tensor(where(torch.tensor([[5, 6, PAD]]))), torch.tensor([[0, 1, -1]])
+        torch.as_tensor(padded_positions(torch.tensor([[5, 6, PAD]]))), torch.tensor([[0, 1, -1]])
     )

@@ -1,4 +1,4 @@
-"""Translation tasks: numbers in English words and Chinese numerals, and dates into one form."""
+"""Translation tasks: numbers between English and Chinese, and dates into ISO format."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from datetime import date, timedelta
 from random import Random
 
 from regard.errors import ArgumentError
-from regard.train.tasks.base import Example, Task, Vocabulary
+from regard.train.tasks.task import Example, Task, Vocabulary
 
-LIMIT = 10**12
-"""Numbers are smaller than this: 九千九百九十九亿... is the largest group of Chinese numerals
-with one reading.
-"""
+NUMBER_LIMIT = 10**12
+"""Numbers are smaller than this limit: larger Chinese numerals have more than one form."""
 
 UNITS = [
     "zero",
@@ -48,13 +46,19 @@ CHINESE = (*DIGITS, *PLACES[1:], *MYRIADS[1:])
 """The characters of Chinese numerals."""
 
 
-def english(number: int) -> list[str]:
-    """A number as English words, without hyphens and without "and".
+def english_words(number: int) -> list[str]:
+    """Return a number as English words, without hyphens and without "and".
+
+    Args:
+        number: at least 0 and less than `NUMBER_LIMIT`.
+
+    Returns:
+        The words.
 
     Raises:
-        ArgumentError: the number is negative, or `LIMIT` or more.
+        ArgumentError: the number is out of range.
 
-    >>> " ".join(english(427_016))
+    >>> " ".join(english_words(427_016))
     'four hundred twenty seven thousand sixteen'
     """
     _check(number)
@@ -69,7 +73,7 @@ def english(number: int) -> list[str]:
 
 
 def _hundreds(number: int) -> list[str]:
-    """1 to 999."""
+    """Return the English words of a number from 1 to 999."""
     hundreds, rest = divmod(number, 100)
     words = [UNITS[hundreds], "hundred"] if hundreds else []
     if rest >= 20:
@@ -78,17 +82,23 @@ def _hundreds(number: int) -> list[str]:
     return [*words, UNITS[rest]] if rest else words
 
 
-def chinese(number: int) -> list[str]:
-    """A number as Chinese numerals, a character each.
+def chinese_numerals(number: int) -> list[str]:
+    """Return a number as Chinese numerals, one character per item.
 
-    Groups of four digits carry 万 and 亿. Zeros between digits are one 零, zeros at the end of a
-    group are silent, a whole group of zeros in front of digits is one 零. A number that begins
-    with 一十 drops the 一.
+    Digits are read in groups of four, followed by 万 (10^4) or 亿 (10^8). A run of zeros between
+    digits is read as one 零; zeros at the end of a group are not read; a whole group of zeros
+    before other digits is read as one 零. A number that would begin with 一十 begins with 十.
+
+    Args:
+        number: at least 0 and less than `NUMBER_LIMIT`.
+
+    Returns:
+        The characters.
 
     Raises:
-        ArgumentError: the number is negative, or `LIMIT` or more.
+        ArgumentError: the number is out of range.
 
-    >>> ["".join(chinese(n)) for n in (10, 12, 110, 427_016, 100_500, 300_000_007)]
+    >>> ["".join(chinese_numerals(n)) for n in (10, 12, 110, 427_016, 100_500, 300_000_007)]
     ['十', '十二', '一百一十', '四十二万七千零一十六', '十万零五百', '三亿零七']
     """
     _check(number)
@@ -107,7 +117,9 @@ def chinese(number: int) -> list[str]:
 
 
 def _thousands(number: int) -> str:
-    """1 to 9999, with one 零 for zeros between digits."""
+    """Return the numerals of a number from 1 to 9999, with one 零 for each run of zeros between
+    digits.
+    """
     text, gap = "", False
     for place in range(3, -1, -1):
         digit = number // 10**place % 10
@@ -118,49 +130,58 @@ def _thousands(number: int) -> str:
 
 
 def _check(number: int) -> None:
-    if not 0 <= number < LIMIT:
-        raise ArgumentError(f"number is {number}; it must be from 0 to {LIMIT - 1}")
+    if not 0 <= number < NUMBER_LIMIT:
+        raise ArgumentError(f"number is {number}; it must be from 0 to {NUMBER_LIMIT - 1}")
 
 
 COMMA = ","
 MOST_DIGITS = 12
-SPARSE = 0.3
+SPARSE_SHARE = 0.3
 
-Writer = Callable[[int], list[str]]
+NumberWriter = Callable[[int], list[str]]
+"""A function that returns the words of a number in one language."""
 
 
-def numbers_of(random: Random, length: int, write: Writer) -> list[int]:
-    """Numbers that together, a comma between two, have `length` words, or one less: of 1 to 12
-    digits as far as they fit.
+def random_numbers(random: Random, length: int, write: NumberWriter) -> list[int]:
+    """Return numbers of 1 to 12 digits whose words, with a comma between two numbers, fill a
+    length.
+
+    Args:
+        random: the random generator.
+        length: the number of words; the result has this many or one less.
+        write: returns the words of a number.
+
+    Returns:
+        The numbers, in random order.
     """
     numbers: list[int] = []
-    room = length
-    while room > 0:
+    remaining = length
+    while remaining > 0:
         digits = random.randint(1, MOST_DIGITS)
         number = _number(random, digits)
-        while len(write(number)) > room:
+        while len(write(number)) > remaining:
             digits = random.randint(1, digits)
             number = _number(random, digits)
         numbers.append(number)
-        room -= len(write(number)) + 1
-    random.shuffle(numbers)  # the last that was drawn is small: it stands anywhere
+        remaining -= len(write(number)) + 1
+    random.shuffle(numbers)  # the number that was drawn last is small; put it anywhere
     return numbers
 
 
 def _number(random: Random, digits: int) -> int:
-    """A number below 10^digits; of some, half the digits are zeros, which have a grammar of their
-    own.
+    """Return a random number below 10^digits. In a share of them half of the digits are zeros,
+    since zeros have grammar rules of their own.
     """
     number = random.randrange(10**digits)
-    if random.random() < SPARSE:
+    if random.random() < SPARSE_SHARE:
         number = int("".join(d if random.random() < 0.5 else "0" for d in str(number)))
     return number
 
 
-def listed(numbers: list[int], write: Writer) -> tuple[str, ...]:
-    """Numbers in words, a comma between two.
+def joined_numbers(numbers: list[int], write: NumberWriter) -> tuple[str, ...]:
+    """Return the words of numbers, with a comma between two numbers.
 
-    >>> listed([1, 20], english)
+    >>> joined_numbers([1, 20], english_words)
     ('one', ',', 'twenty')
     """
     words: list[str] = []
@@ -169,44 +190,49 @@ def listed(numbers: list[int], write: Writer) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _draw(read: Writer, say: Writer) -> Callable[[Random, int], Example]:
+def _draw(
+    write_source: NumberWriter, write_target: NumberWriter
+) -> Callable[[Random, int], Example]:
+    """Return the `draw` function of a task that translates numbers."""
+
     def draw(random: Random, length: int) -> Example:
-        numbers = numbers_of(random, length, read)
-        return Example(listed(numbers, read), listed(numbers, say))
+        numbers = random_numbers(random, length, write_source)
+        source = joined_numbers(numbers, write_source)
+        return Example(source, joined_numbers(numbers, write_target))
 
     return draw
 
 
 _WORDS = Vocabulary((*ENGLISH, *CHINESE, COMMA))
-_ORIGIN = (
+_REFERENCE = (
     "Sutskever et al. 2014 (arXiv 1409.3215) and Bahdanau et al. 2015 (arXiv 1409.0473), on numbers"
 )
 
 TRANSLATE = Task(
     name="translate",
-    sentence="English number words to Chinese numerals: "
+    description="English number words to Chinese numerals: "
     "four hundred seven , twelve -> 四百零七,十二",
-    origin=_ORIGIN,
-    kind="pairs",
+    reference=_REFERENCE,
+    kind="seq2seq",
     vocabulary=_WORDS,
-    draw=_draw(english, chinese),
+    draw=_draw(english_words, chinese_numerals),
     lengths=(1, 32, 64),
-    writes="",
+    target_separator="",
 )
-BACK = Task(
+TRANSLATE_BACK = Task(
     name="translate-back",
-    sentence="Chinese numerals to English number words: "
+    description="Chinese numerals to English number words: "
     "四百零七,十二 -> four hundred seven , twelve",
-    origin=_ORIGIN,
-    kind="pairs",
+    reference=_REFERENCE,
+    kind="seq2seq",
     vocabulary=_WORDS,
-    draw=_draw(chinese, english),
+    draw=_draw(chinese_numerals, english_words),
     lengths=(1, 32, 64),
-    reads="",
+    source_separator="",
 )
 
 
-FIRST, LAST = date(1600, 1, 1), date(2199, 12, 31)
+FIRST_DATE, LAST_DATE = date(1600, 1, 1), date(2199, 12, 31)
 MONTHS = [
     "January",
     "February",
@@ -225,7 +251,7 @@ WEEKDAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", 
 
 
 def ordinal(day: int) -> str:
-    """A day of the month as it is spoken of.
+    """Return a day of the month as an English ordinal.
 
     >>> [ordinal(day) for day in (1, 2, 3, 4, 11, 12, 13, 21, 22, 23, 31)]
     ['1st', '2nd', '3rd', '4th', '11th', '12th', '13th', '21st', '22nd', '23rd', '31st']
@@ -242,7 +268,7 @@ def _weekday(d: date) -> str:
     return WEEKDAYS[d.weekday()]
 
 
-FORMS: tuple[Callable[[date], str], ...] = (
+DATE_FORMATS: tuple[Callable[[date], str], ...] = (
     lambda d: f"{d.day} {_month(d)} {d.year}",
     lambda d: f"{_month(d)} {d.day}, {d.year}",
     lambda d: f"{_month(d)} {ordinal(d.day)}, {d.year}",
@@ -254,39 +280,39 @@ FORMS: tuple[Callable[[date], str], ...] = (
     lambda d: f"{_weekday(d)}, {_month(d)} {d.day}, {d.year}",
     lambda d: f"{_weekday(d)}, {d.day} {_month(d)} {d.year}",
     lambda d: f"{_weekday(d)}, the {ordinal(d.day)} of {_month(d)} {d.year}",
-    lambda d: (
-        f"{d.month}/{d.day}/{d.year}"
-    ),  # with slashes the month leads, as in the United States
+    # with slashes the month comes first, as in the United States
+    lambda d: f"{d.month}/{d.day}/{d.year}",
     lambda d: f"{d.month:02d}/{d.day:02d}/{d.year}",
-    lambda d: f"{d.day}.{d.month}.{d.year}",  # with dots the day leads, as in Germany
+    # with dots the day comes first, as in Germany
+    lambda d: f"{d.day}.{d.month}.{d.year}",
     lambda d: f"{d.day:02d}.{d.month:02d}.{d.year}",
     lambda d: f"{d.year}/{d.month}/{d.day}",
     lambda d: f"{d.year}{d.month:02d}{d.day:02d}",
     lambda d: f"{d.year} {_month(d)} {d.day}",
 )
-"""From a date to a way of writing it; no two dates are written alike."""
+"""Functions from a date to a text; no two dates have the same text."""
 
 _CHARACTERS = sorted({*"0123456789/.,- dfhnorst", *"".join((*MONTHS, *WEEKDAYS)), *"theofstndrd"})
 
 
 def _draw_dates(random: Random, length: int) -> Example:
-    """A date in a form that comes close to the length: of all forms of a random day, the closest of
-    three.
+    """Return a random date in one of three random formats: the one whose length is closest to
+    `length`.
     """
-    day = FIRST + timedelta(days=random.randrange((LAST - FIRST).days + 1))
-    texts = [form(day) for form in random.sample(FORMS, 3)]
+    day = FIRST_DATE + timedelta(days=random.randrange((LAST_DATE - FIRST_DATE).days + 1))
+    texts = [form(day) for form in random.sample(DATE_FORMATS, 3)]
     text = min(texts, key=lambda text: abs(len(text) - length))
     return Example(tuple(text), tuple(day.isoformat()))
 
 
 DATES = Task(
     name="dates",
-    sentence="Dates in many forms to YYYY-MM-DD: Tuesday, 5th of March, 2024 -> 2024-03-05",
-    origin="the usual first task of attention, on the real calendar from 1600 to 2199",
-    kind="pairs",
+    description="Dates in many forms to YYYY-MM-DD: Tuesday, 5th of March, 2024 -> 2024-03-05",
+    reference="a usual first example of attention, on the real calendar from 1600 to 2199",
+    kind="seq2seq",
     vocabulary=Vocabulary(tuple(_CHARACTERS)),
     draw=_draw_dates,
     lengths=(8, 20, 36),
-    reads="",
-    writes="",
+    source_separator="",
+    target_separator="",
 )

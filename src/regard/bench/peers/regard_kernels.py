@@ -1,4 +1,4 @@
-"""regard: what a user calls, with the kernel that it chooses."""
+"""regard: `attend` with the kernel that it chooses or with a named one, and a model of regard."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.bench.case import Peer, Way
-from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
+from regard.bench.interfaces import Peer, PreparedCall
+from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, prepared_call
 from regard.biases import ALiBi
 from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Window
 from regard.ops.softmax import attend, plan
 
 
-def attention(problem: AttentionProblem, backend: str = "auto") -> Way:
-    """`regard.attend` with the kernel that it chooses, or with one kernel."""
+def attention(problem: AttentionProblem, backend: str = "auto") -> PreparedCall:
+    """Prepare `regard.attend` with the kernel that it chooses, or with a named kernel."""
     options = {**_options(problem), "backend": backend}
     kernel = plan(problem.q, problem.k, problem.v, **options).kernel
-    return way(problem, lambda: attend(problem.q, problem.k, problem.v, **options), kernel=kernel)
+    return prepared_call(
+        problem, lambda: attend(problem.q, problem.k, problem.v, **options), kernel=kernel
+    )
 
 
-def refusal(problem: AttentionProblem, backend: str) -> str | None:
-    """Why a kernel does not take the problem, or None."""
+def why_not(problem: AttentionProblem, backend: str) -> str | None:
+    """Return why a kernel cannot run the problem, or None."""
     choice = plan(problem.q, problem.k, problem.v, **_options(problem))[backend]
     return "; ".join(choice.reasons) or None
 
 
 def kernel_bytes(problem: AttentionProblem, backend: str) -> int:
-    """The memory that a kernel says it takes beyond its inputs and outputs."""
+    """Return the memory that a kernel reports to need beyond its inputs and outputs, in bytes."""
     work = plan(problem.q, problem.k, problem.v, **_options(problem))[backend].work
     return 0 if work is None else work.bytes
 
 
 def _options(problem: AttentionProblem) -> dict[str, Any]:
-    """The mask, the bias and the positions of a problem."""
+    """Return the mask, the bias and the positions of a problem, as arguments of `attend`."""
     sizes = problem.sizes
     options: dict[str, Any] = {}
     if sizes.queries > 1:
@@ -49,27 +51,29 @@ def _options(problem: AttentionProblem) -> dict[str, Any]:
     return options
 
 
-def codes(problem: AttentionProblem) -> Way:
-    """`regard.attend` over keys and values as a `Quantised` cache gives them."""
-    assert problem.coded is not None, "`no_codes` has looked"
-    keys, values = problem.coded
-    return Way(lambda: attend(problem.q, keys, values), lambda out: {"out": out}, "cpu")
+def quantized_attention(problem: AttentionProblem) -> PreparedCall:
+    """Prepare `regard.attend` over keys and values from a `Quantised` cache."""
+    assert problem.quantized is not None, "`not_quantized` refuses other problems"
+    keys, values = problem.quantized
+    return PreparedCall(lambda: attend(problem.q, keys, values), lambda out: {"out": out}, "cpu")
 
 
-def no_codes(problem: AttentionProblem) -> str | None:
-    """Only where a cache holds codes."""
-    return "nothing is in codes" if problem.coded is None else None
+def not_quantized(problem: AttentionProblem) -> str | None:
+    """Return why there is no quantised cache in the problem, or None."""
+    return "the cache of this problem is not quantised" if problem.quantized is None else None
 
 
 def _positions(problem: AttentionProblem) -> Tensor:
-    """0, 1, ... from each row's first token, -1 in front of it."""
+    """Return the positions `[B, S]`: 0, 1, ... from each row's first token, and -1 for padding."""
     pads = torch.tensor(problem.pads, device=problem.device)[:, None]
     return (torch.arange(problem.sizes.S, device=problem.device)[None] - pads).clamp(min=-1)
 
 
-def latent(problem: LatentProblem) -> Way:
-    """The absorbed form, as `nn.Latent` has it: queries taken to the latents, `attend`, heads from
-    the mean latents.
+def latent(problem: LatentProblem) -> PreparedCall:
+    """Prepare latent attention in the absorbed form of `nn.Latent`.
+
+    Queries are projected to the latent space, `attend` computes mean latents, and these are
+    projected to the outputs of the heads.
     """
     s = problem.sizes
     w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
@@ -86,11 +90,14 @@ def latent(problem: LatentProblem) -> Way:
 
     q = problem.memory.new_zeros(s.B, s.H, 1, s.rank + s.rope)
     kernel = plan(q, memory, values, scale=problem.scale).kernel
-    return Way(step, lambda out: {"out": out}, kernel)
+    return PreparedCall(step, lambda out: {"out": out}, kernel)
 
 
-def model(problem: ModelProblem) -> Way:
-    """A decoder of ours, one token behind a `Fixed` cache, which is cropped to where it was."""
+def model(problem: ModelProblem) -> PreparedCall:
+    """Prepare a decoding step of a model of regard with a `Fixed` cache.
+
+    The cache is cropped to its former length after each step.
+    """
     caches, S = problem.caches(problem.dtype), problem.sizes.S
     decoder = problem.decoder
     module_to_huge_pages(decoder)
@@ -108,7 +115,7 @@ def model(problem: ModelProblem) -> Way:
 
     k, v = problem.memory(0)
     q = k.new_zeros(problem.sizes.B, problem.sizes.H, 1, k.shape[3])
-    return Way(step, read, plan(q, k, v).kernel)
+    return PreparedCall(step, read, plan(q, k, v).kernel)
 
 
 ATTENTION = Peer("regard", "regard.attend, backend auto.", attention)
@@ -118,11 +125,16 @@ KERNELS = tuple(
         f"regard {name}",
         f"regard.attend, backend {name}.",
         partial(attention, backend=name),
-        why_not=partial(refusal, backend=name),
+        why_not=partial(why_not, backend=name),
         bytes=partial(kernel_bytes, backend=name),
     )
     for name in ("cpu", "gemm", "sdpa", "tiled", "flex", "reference")
 )
-CODES = Peer("regard, codes", "regard.attend over a Quantised cache.", codes, why_not=no_codes)
+QUANTIZED = Peer(
+    "regard, codes",
+    "regard.attend over a Quantised cache.",
+    quantized_attention,
+    why_not=not_quantized,
+)
 LATENT = Peer("regard", "regard.attend over the latents, absorbed.", latent)
 MODEL = Peer("regard", "A model of regard's with a Fixed cache.", model)

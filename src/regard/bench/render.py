@@ -1,0 +1,155 @@
+"""Benchmark results as text and as a chart, and the list of the cases and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from regard import units
+from regard.bench.interfaces import Case, Peer
+from regard.bench.machine import Ceilings
+from regard.bench.result import CaseResult, PeerResult
+from regard.errors import RegardError
+from regard.text_table import format_table as table_of
+from regard.view.charts import RatioBar, RatioBars
+
+COLUMNS = (
+    *("", "median", "quartiles", "x ours", "GB/s", "read", "GFLOP/s", "gemm"),
+    *("error", "allowed", "memory", "kernel"),
+)
+"""The columns of a case. `x ours` is a peer's time divided by regard's, round by round; `read` is
+the share of the memory bandwidth that was measured in the same rounds; `gemm` is the share of the
+FLOP rate in the header; `memory` is the peak memory of a call, with --memory.
+"""
+
+
+def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
+    """Return two lines that describe the machine and its largest rates.
+
+    >>> facts = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}
+    >>> facts |= {"torch": "2", "regard": "1"}
+    >>> print(header(facts, Ceilings(4e10)))
+    CPU, 2 cores, 2 threads, avx2, torch 2, regard 1
+    ceilings: reading 40.0 GB/s
+    """
+    gpu = [machine["gpu"]] if "gpu" in machine else []
+    parts = [
+        *gpu,
+        machine["processor"],
+        units.plural(machine["cores"], "core"),
+        units.plural(machine["threads"], "thread"),
+        " ".join(machine["features"]),
+        f"torch {machine['torch']}",
+        f"regard {machine['regard']}",
+    ]
+    rates = [f"reading {units.rate(ceilings.read)}"]
+    for dtype, rate in ceilings.gemm.items():
+        rates.append(f"{str(dtype).removeprefix('torch.')} products {units.count(rate, 'FLOP/s')}")
+    return f"{', '.join(part for part in parts if part)}\nceilings: {', '.join(rates)}"
+
+
+def case_table(result: CaseResult) -> str:
+    """Return a case as text: its minimum work, and a line for each peer.
+
+    >>> import torch
+    >>> result = CaseResult("demo", "A demo.", "B1", torch.float32, "cpu")
+    >>> print(case_table(result.refuse("needs 9 GiB")))
+    demo: A demo. B1, float32
+      refused: needs 9 GiB
+    """
+    work = ""
+    if result.work is not None and any(result.work):
+        work = (
+            f" ({units.count(result.work.flops, 'FLOP')}, {units.size(result.work.bytes)} at least)"
+        )
+    lines = [f"{result.case}: {result.description} {result.sizes}, {result.dtype_name}{work}"]
+    if result.refused:
+        return "\n".join([*lines, f"  refused: {result.refused}"])
+    timed_rows = [_cells(row) for row in result.rows if row.seconds is not None]
+    if timed_rows:
+        lines.append(table_of([COLUMNS, *timed_rows], left=(0, len(COLUMNS) - 1), indent="  "))
+    other_rows = [
+        (row.peer, f"{row.status}: {row.why}") for row in result.rows if row.seconds is None
+    ]
+    lines += [table_of(other_rows, left=(0, 1), indent="  ")] if other_rows else []
+    return "\n".join(
+        [*lines, *(["  interrupted: not all rounds were run"] if result.interrupted else [])]
+    )
+
+
+def _cells(row: PeerResult) -> list[str]:
+    """Return the cells of a peer that was timed."""
+    assert row.seconds is not None
+    assert row.quartiles is not None
+    return [
+        row.peer,
+        units.seconds(row.seconds),
+        units.span(*row.quartiles),
+        _cell(row.ratio, ".2f"),
+        _cell(row.bytes_per_second, ".1f", 1e9),
+        _cell(row.of_read, ".0%"),
+        _cell(row.flops_per_second, ".1f", 1e9),
+        _cell(row.of_gemm, ".0%"),
+        _cell(row.error, ".1e"),
+        _cell(row.allowed, ".1e"),
+        units.ABSENT if row.peak_bytes is None else units.size(row.peak_bytes),
+        row.kernel,
+    ]
+
+
+def _cell(x: float | None, form: str, unit: float = 1) -> str:
+    """Return a number in a unit and a format, or a dash for None."""
+    return units.ABSENT if x is None else format(x / unit, form)
+
+
+def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:
+    """Return a chart with a bar for each timed peer, from 1 to its time divided by regard's.
+
+    The label of the first bar of a case has the name of the case.
+
+    Args:
+        results: the results of the cases.
+        title: the title of the chart.
+
+    Returns:
+        The chart.
+
+    Raises:
+        RegardError: no peer was timed.
+    """
+    bars = []
+    for result in results:
+        timed = [(row, row.ratio, row.seconds) for row in result.rows]
+        rows = [(row, x, t) for row, x, t in timed if x is not None and t is not None]
+        for i, (row, ratio, seconds) in enumerate(rows):
+            case = f"{result.case}, {result.dtype_name}: " if i == 0 else ""
+            label = f"{ratio:.2f}x, {units.seconds(seconds)}"
+            bars.append(RatioBar(f"{case}{row.peer}", ratio, label))
+    if not bars:
+        raise RegardError("--plot has nothing to draw: no peer was timed")
+    return RatioBars(bars, title)
+
+
+def list_cases(cases: Iterable[Case]) -> str:
+    """Return the cases with their sizes, and the peers with the modules that are missing."""
+    cases = list(cases)
+    lines = ["cases"]
+    for case in cases:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
+        lines.append(f"  {case.name:<18}{case.description} {dtypes}")
+        lines += [f"    {size:<8} {sizes}" for size, sizes in case.sizes.items()]
+    rows = []
+    for peer, names in cases_of_peers(cases).items():
+        missing = peer.missing()
+        state = "installed" if missing is None else f"missing: {missing}"
+        rows.append([peer.name, state, f"{peer.description} {', '.join(names)}"])
+    return "\n".join([*lines, "peers", table_of(rows, left=(0, 1, 2), indent="  ")])
+
+
+def cases_of_peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:
+    """Return every peer with the names of its cases."""
+    peers: dict[Peer[Any], list[str]] = {}
+    for case in cases:
+        for peer in case.peers:
+            peers.setdefault(peer, []).append(case.name)
+    return peers

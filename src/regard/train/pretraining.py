@@ -1,0 +1,336 @@
+"""`regard train` without `--task`: train a tokenizer and a language model on a text."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError, FileError
+from regard.files.atomic_write import sync_to_disk, temporary_folder, write_user_file
+from regard.files.folder_lock import folder_locked
+from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
+from regard.models.families import family, llama, model_type_of, regard
+from regard.models.save import save
+from regard.models.tokenizer import Tokenizer
+from regard.nn.variants import VARIANTS
+from regard.nn.variants.registry import option_names, parse_options, required_options
+from regard.process_state import seeded
+from regard.train import checkpoints
+from regard.train.batches import Batches, token_stream, validation_rows
+from regard.train.corpus import load_documents, split_documents
+from regard.train.loop import TrainResult, fit
+from regard.train.losses import next_token_loss
+from regard.train.progress import make_progress
+from regard.train.settings import Settings
+from regard.units import plural
+from regard.untrusted_text import MULTILINE, error_text, escape_controls
+
+KV_HEADS = 2
+"""The default number of key/value heads."""
+_ATTENTION_ONLY = {"position": "--position", "window": "--window", "set": "--set"}
+
+
+def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
+    """Return the config of a model from the options of `regard train`.
+
+    Without `attention` the model is a Llama. With it, it is a decoder of this package with that
+    mechanism: `kv_heads` becomes the mechanism's option `groups`, `window` its option of that name
+    if it has one, and `set` has its other options as "name=value".
+
+    Args:
+        options: the options of the command by name.
+        vocab_size: the number of tokens of the vocabulary.
+
+    Returns:
+        The config of a model family.
+
+    Raises:
+        ArgumentError: the mechanism does not have an option, which the message names, or the
+            family's config refuses a value.
+
+    >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
+    >>> options |= {"attention": "gqa", "kv_heads": 1, "window": 8}
+    >>> make_config(options, 257).attention_options
+    {'groups': 1}
+    """
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": options["dim"],
+        "intermediate_size": options["hidden"] or -(-options["dim"] * 8 // 3 // 32) * 32,
+        "num_hidden_layers": options["layers"],
+        "num_attention_heads": options["heads"],
+        "max_position_embeddings": options["context"],
+        "tie_word_embeddings": options["tie"],
+    }
+    if options.get("attention") is None:
+        for name, flag in _ATTENTION_ONLY.items():
+            if options.get(name):
+                raise ArgumentError(
+                    f"{flag} needs a mechanism of the catalogue; give one, such as --attention gqa"
+                )
+        groups = options.get("kv_heads") or KV_HEADS
+        return llama.Config(
+            **sizes, num_key_value_heads=groups, head_dim=options["dim"] // options["heads"]
+        )
+    attention_options, window = _attention_options(options)
+    position = options.get("position") or "catalogue"
+    return regard.Config(
+        **sizes,
+        attention=options["attention"],
+        attention_options=attention_options,
+        position=position,
+        window=window,
+    )
+
+
+def make_model(config: Any, seed: int) -> nn.Module:
+    """Return a model of a config with random weights; the global random state is set to the seed.
+
+    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
+    >>> config = make_config(sizes, 257)
+    >>> sum(p.numel() for p in make_model(config, 0).parameters())
+    28832
+    """
+    model_family = family(model_type_of(config))
+    assert model_family is not None
+    torch.manual_seed(seed)
+    return model_family.build(config)
+
+
+def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]:
+    """Return the names of the parameters that the next-token loss has no gradient for.
+
+    Such parameters keep their initial values. They select keys, such as the indexer of "dsa", which
+    its paper trains by another loss.
+
+    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
+    >>> config = make_config(sizes, 257)
+    >>> parameters_without_gradient(make_model(config, 0), 257, 8)
+    ()
+    """
+    device = next(model.parameters()).device
+    with seeded(None, [device] if device.type == "cuda" else ()):
+        rows = torch.arange(length + 1, device=device)[None] % vocab_size
+        torch.autograd.backward(next_token_loss(model, rows))
+    untrained = tuple(name for name, p in model.named_parameters() if p.grad is None)
+    model.zero_grad(set_to_none=True)
+    return untrained
+
+
+def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """Return the mechanism's own options, and the window that the mask adds to it."""
+    name = options["attention"]
+    entry = find_decoder_variant(name)
+    known_options, chosen = option_names(entry), parse_options(options.get("set") or (), entry)
+    for key, flag, value in (
+        ("groups", "--kv-heads", options.get("kv_heads")),
+        ("window", "--window", options.get("window")),
+    ):
+        if value is not None and key in chosen and chosen[key] != value:
+            raise ArgumentError(
+                f"{flag} is {value} and --set {key}={chosen[key]}; give one of the two"
+            )
+        if value is not None and key in known_options:
+            chosen[key] = value
+        elif value is not None and key == "groups":
+            supporting = [n for n in decoder_variants() if key in option_names(VARIANTS[n])]
+            raise ArgumentError(
+                f"{flag} is not an option of {name}, whose number of key/value heads is fixed; "
+                f"mechanisms that have it are {', '.join(supporting)}"
+            )
+    if "groups" in required_options(entry):
+        chosen.setdefault("groups", KV_HEADS)
+    if missing_options := [n for n in required_options(entry) if n not in chosen]:
+        raise ArgumentError(
+            f"{name} needs {', '.join(missing_options)}: give "
+            f"{' '.join(f'--set {n}=...' for n in missing_options)}"
+        )
+    return chosen, None if "window" in known_options else options.get("window")
+
+
+class PretrainingRun:
+    """One run of `regard train`, from the options of the command to the folder that it writes.
+
+    Args:
+        options: the options of the command by name.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = dict(options)
+        if options["attention"] is None and options["kv_heads"] is None:
+            self.options["kv_heads"] = KV_HEADS  # for command.txt
+        self.out: Path = options["out"]
+
+    def run(self) -> tuple[dict[str, Any], int | None]:
+        """Train the model and write its files.
+
+        Returns:
+            The final figures, and the signal that stopped the run, if any.
+        """
+        settings, vocab = self.settings(), self.options["vocab"]
+        make_config(self.options, vocab)  # refuse wrong sizes before the text is read
+        check_device(self.options["device"])
+        checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)  # before the text is read
+        with folder_locked(self.out):
+            return self._run(settings)
+
+    def _run(self, settings: Settings) -> tuple[dict[str, Any], int | None]:
+        """Train the model and write its files, in a folder that is locked."""
+        tokenizer, tokens, validation = self.data()
+        model, config = self.model(tokenizer.vocab_size)
+        parameters = sum(p.numel() for p in model.parameters())
+        print_status(f"model: {model_type_of(config)}, {plural(parameters, 'parameter')}")
+        if untrained := parameters_without_gradient(
+            model, config.vocab_size, self.options["context"]
+        ):
+            print_status(
+                f"note: the loss has no gradient for {', '.join(untrained)}; they keep their "
+                "initial values"
+            )
+        result = fit(
+            model,
+            self.batches(tokens),
+            settings,
+            validation=validation,
+            folder=self.out / "checkpoints",
+            log=self.out / "train.csv",
+            progress=make_progress(settings.steps),
+            metadata=config_metadata(config),
+        )
+        if result.stopped_by is None:
+            self.export(model, config)
+        return self.figures(result, parameters, settings), result.stopped_by
+
+    def settings(self) -> Settings:
+        """Return the settings of the training loop."""
+        options = self.options
+        option_names = (
+            "steps",
+            "lr",
+            "warmup",
+            "accumulate",
+            "clip",
+            "weight_decay",
+            "bf16",
+            "save_every",
+        )
+        return Settings(**{name: options[name] for name in option_names})
+
+    def data(self) -> tuple[Tokenizer, Tensor, Tensor]:
+        """Return the tokenizer, the training stream `[N]`, and the validation rows."""
+        train, validation = split_documents(load_documents(self.options["source"]))
+        file = self.out / "tokenizer.json"
+        if file.exists():
+            tokenizer = Tokenizer.load(file)
+        else:
+            tokenizer = Tokenizer.train((d.text for d in train), self.options["vocab"])
+            self.write_command()
+            tokenizer.save(file)
+        tokens, validation_tokens = (
+            token_stream(train, tokenizer),
+            token_stream(validation, tokenizer),
+        )
+        print_status(
+            f"text: {plural(len(train), 'document')}, {plural(len(tokens), 'token')}; validation: "
+            f"{plural(len(validation), 'document')}, {plural(len(validation_tokens), 'token')}"
+        )
+        return (
+            tokenizer,
+            tokens,
+            validation_rows(validation_tokens, self.options["context"], limit=128),
+        )
+
+    def batches(self, tokens: Tensor) -> Batches:
+        """Return the batches of the training stream."""
+        options = self.options
+        option_names = ("batch", "context", "seed", "repeat")
+        repeat_first = options["repeat_first"] * options["accumulate"]
+        return Batches(
+            tokens, repeat_first=repeat_first, **{name: options[name] for name in option_names}
+        )
+
+    def model(self, vocab_size: int) -> tuple[nn.Module, Any]:
+        """Return a model with random weights, and its config."""
+        config = make_config(self.options, vocab_size)
+        return make_model(config, self.options["seed"]).to(self.options["device"]), config
+
+    def export(self, model: nn.Module, config: Any) -> None:
+        """Write the final weights and the config, each file under its final name only when
+        complete.
+        """
+        try:
+            with temporary_folder(self.out / "final") as temporary:
+                save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
+                # the weights are replaced before the config
+                for file in sorted(temporary.iterdir(), reverse=True):
+                    sync_to_disk(file)
+                    file.replace(self.out / file.name)
+                sync_to_disk(self.out)
+        except (OSError, SafetensorError) as error:
+            raise FileError(
+                f"{self.out}: cannot write the weights: {error_text(error)}; the checkpoints "
+                "are intact: "
+                "free some space and continue with --resume"
+            ) from error
+
+    def write_command(self) -> None:
+        """Write command.txt: the command with every option, and the versions of Python, torch."""
+        parts = ["regard", "train", self.options["source"]]
+        for name, value in self.options.items():
+            flag = "--" + name.replace("_", "-")
+            if name == "source" or value is None or value is False:
+                continue
+            for item in value if isinstance(value, list) else [value]:
+                parts += [flag] if item is True else [flag, str(item)]
+        versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
+        with write_user_file(self.out / "command.txt") as path:
+            path.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
+
+    def figures(self, result: TrainResult, parameters: int, settings: Settings) -> dict[str, Any]:
+        """Return the numbers that the command prints at the end."""
+        return {
+            "step": result.step,
+            "steps": settings.steps,
+            "loss": round(result.loss, 4),
+            "validation": None if result.validation is None else round(result.validation, 4),
+            "parameters": parameters,
+            "out": str(self.out),
+        }
+
+
+def check_device(device: str) -> None:
+    """Check that tensors can be created on a device.
+
+    Raises:
+        ArgumentError: the device cannot be used; the message has torch's reason.
+
+    >>> check_device("cpu")
+    """
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
+
+
+def config_metadata(config: Any) -> dict[str, Any]:
+    """Return a config as plain values; a run resumes only with equal values."""
+    metadata: dict[str, Any] = json.loads(
+        json.dumps({"model_type": model_type_of(config), **asdict(config)})
+    )
+    return metadata
+
+
+def print_status(text: str) -> None:
+    """Print a line on standard error."""
+    print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)

@@ -1,0 +1,326 @@
+"""What `regard train --task` does: train a model on a task, evaluate it, and write a folder."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.text import Text
+from safetensors import SafetensorError
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError, FileError
+from regard.files.atomic_write import write_user_file
+from regard.files.folder_lock import folder_locked
+from regard.files.regular_files import checked_path
+from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.strict_json import read_json
+from regard.train import checkpoints
+from regard.train.loop import TrainResult, fit
+from regard.train.losses import AnswerLoss, Seq2SeqLoss
+from regard.train.pretraining import check_device
+from regard.train.progress import make_progress
+from regard.train.settings import Settings
+from regard.train.tasks import find_task
+from regard.train.tasks.report import (
+    TaskReport,
+    evaluate_task,
+    read_accuracy,
+    terminal_lines,
+    write_report,
+)
+from regard.train.tasks.task import Task, TaskBatches, pad
+from regard.train.tasks.task_models import Recipe, build, recipe
+from regard.units import plural
+from regard.untrusted_text import MULTILINE, error_text, escape_controls, shown
+from regard.view.charts import Accuracy
+
+VALIDATION = 128
+"""How many examples the validation loss is measured on during training."""
+
+RECIPE = "task.json"
+WEIGHTS = "model.safetensors"
+
+
+class TaskTrainingRun:
+    """One run of `regard train --task`, from the options of the command to the folder that it
+    writes.
+
+    Args:
+        options: the options of the command by name: out, task and model; and accumulate, seed,
+            save_every, bf16, device, examples, beams, beside, and the attributes of `Recipe`, whose
+            values replace those of the recipe unless they are None.
+
+    Raises:
+        ArgumentError: the task or the model does not exist, the model cannot learn the task, or a
+            number is out of range.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options: dict[str, Any] = {
+            "seed": 0,
+            "device": "cpu",
+            "examples": 400,
+            "beams": 1,
+            "beside": (),
+        }
+        self.options |= {name: value for name, value in options.items() if value is not None}
+        self.out = Path(self.options["out"])
+        self.task: Task = find_task(self.options["task"])
+        self.name: str = self.options["model"]
+        self.recipe: Recipe = recipe(self.task, self.name).with_overrides(self.options)
+        self.report: TaskReport | None = None
+        if self.options["beams"] != 1 and self.task.kind == "causal":
+            raise ArgumentError(
+                f"beams is {self.options['beams']}; task {self.task.name!r} predicts single "
+                "tokens, so beams must be 1"
+            )
+
+    def run(self) -> tuple[dict[str, Any], int | None]:
+        """Train and evaluate the model, and write the report.
+
+        Returns:
+            The final figures, and the signal that stopped the run, if any.
+        """
+        check_device(self.options["device"])
+        settings, model, options = self.settings(), self.model(), self.options
+        loss = (Seq2SeqLoss if self.task.kind == "seq2seq" else AnswerLoss)(self.recipe.smoothing)
+        beside = [read_accuracy(Path(folder)) for folder in options["beside"]]
+        batches = TaskBatches(self.task, batch=self.recipe.batch, seed=options["seed"])
+        with ExitStack() as stack:
+            self.start(stack)
+            return self._run(settings, model, loss, batches, beside)
+
+    def _run(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        loss: Seq2SeqLoss | AnswerLoss,
+        batches: TaskBatches,
+        beside: Sequence[Accuracy],
+    ) -> tuple[dict[str, Any], int | None]:
+        """Train and evaluate the model, and write the report, in a folder that is locked."""
+        options = self.options
+        parameters = sum(p.numel() for p in model.parameters())
+        print_status(
+            f"{self.task.name}: {self.task.description}\n"
+            f"model: {self.name}, {plural(parameters, 'parameter')}"
+        )
+        result = fit(
+            model,
+            batches,
+            settings,
+            validation=pad(self.task, self.task.examples("validation", VALIDATION, "loss")),
+            loss=loss,
+            folder=self.out / "checkpoints",
+            log=self.out / "train.csv",
+            progress=make_progress(settings.steps),
+        )
+        if result.stopped_by is None:
+            try:
+                with write_user_file(self.out / WEIGHTS) as path:
+                    save_model(model.cpu(), str(path))
+            except SafetensorError as error:
+                raise FileError(
+                    f"{self.out / WEIGHTS} cannot be written: {error_text(error)}"
+                ) from error
+            self.report = evaluate_task(
+                model, self.task, self.name, examples=options["examples"], beams=options["beams"]
+            )
+            write_report(self.report, self.out, self.facts(result, parameters), beside)
+        return self.figures(result, parameters), result.stopped_by
+
+    def settings(self) -> Settings:
+        """Return the settings of the training loop."""
+        recipe = self.recipe
+        names = ("accumulate", "bf16", "save_every", "clip", "weight_decay")
+        overrides = {name: self.options[name] for name in names if name in self.options}
+        return Settings(
+            steps=recipe.steps,
+            lr=recipe.lr,
+            warmup=recipe.warmup,
+            **{"weight_decay": 0.01} | overrides,
+        )
+
+    def model(self) -> nn.Module:
+        """Return a model with random weights."""
+        torch.manual_seed(self.options["seed"])  # the command has the process for itself
+        return build(self.task, self.name, self.recipe).to(self.options["device"])
+
+    def start(self, stack: ExitStack) -> None:
+        """Create and lock the folder, and write the command and the recipe.
+
+        Raises:
+            ArgumentError: the folder belongs to a run with other options.
+            FileError: the folder cannot be written.
+        """
+        sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
+        content = {"task": self.task.name, "model": self.name, "sizes": sizes}
+        file = self.out / RECIPE
+        checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)
+        try:
+            stack.enter_context(folder_locked(self.out))
+            if not file.exists():
+                with write_user_file(self.out / "command.txt") as path:
+                    path.write_text(self.command(), encoding="utf-8")
+                with write_user_file(file) as path:
+                    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            saved = read_json(file)
+        except OSError as error:
+            raise FileError(f"{self.out}: cannot start a run there: {error_text(error)}") from error
+        if saved != content:
+            different = [name for name in content if saved.get(name) != content[name]]
+            raise ArgumentError(
+                f"{file} belongs to a run with another {' and '.join(different)}; "
+                "repeat its options, or choose another folder"
+            )
+
+    def command(self) -> str:
+        """Return the command with every option, and the versions of Python and torch."""
+        options = {"task": self.task.name, "model": self.name} | asdict(self.recipe) | self.options
+        parts = ["regard", "train"]
+        for name, value in options.items():
+            flag = "--" + name.replace("_", "-")
+            values = value if isinstance(value, (list, tuple)) else [value]
+            for item in values:
+                if item is not False and item is not None:
+                    parts += [flag] if item is True else [flag, str(item)]
+        return (
+            f"{shlex.join(parts)}\n# Python {platform.python_version()}, torch "
+            f"{torch.__version__}\n"
+        )
+
+    def facts(self, result: TrainResult, parameters: int) -> dict[str, str]:
+        """Return the lines that are shown beside the title of the page."""
+        return {
+            "model": self.name,
+            "parameters": f"{parameters:,}",
+            "steps": f"{result.step:,} of {self.recipe.batch} examples",
+            "seed": str(self.options["seed"]),
+            "trained on sources of up to": plural(self.task.lengths[1], "token"),
+            "search": "greedy" if self.options["beams"] == 1 else f"{self.options['beams']} beams",
+        }
+
+    def figures(self, result: TrainResult, parameters: int) -> dict[str, Any]:
+        """Return the numbers that the command prints at the end."""
+        figures: dict[str, Any] = {
+            "task": self.task.name,
+            "model": self.name,
+            "step": result.step,
+            "steps": self.recipe.steps,
+            "loss": round(result.loss, 4),
+            "validation": None if result.validation is None else round(result.validation, 4),
+            "parameters": parameters,
+            "out": str(self.out),
+        }
+        if self.report is not None:
+            for split in ("validation", "longer"):
+                figures[f"right_{split}"] = round(self.report.share(split), 4)
+            figures["accuracy"] = [
+                {
+                    "split": b.split,
+                    "low": b.low,
+                    "high": b.high,
+                    "examples": b.examples,
+                    "right": b.correct,
+                    "share": round(b.share, 4),
+                }
+                for b in self.report.bins
+            ]
+        return figures
+
+    def lines(self) -> Iterator[Text]:
+        """Yield the report for a terminal; nothing if the run was stopped."""
+        if self.report is not None:
+            yield from terminal_lines(self.report)
+
+
+def load(folder: str | Path) -> tuple[nn.Module, Task]:
+    """Load a model that `regard train --task` trained.
+
+    Args:
+        folder: the folder of the run.
+
+    Returns:
+        The model in evaluation mode, and its task.
+
+    Raises:
+        FileError: the folder lacks a file of such a run, or one of them is damaged.
+    """
+    path = Path(folder)
+    try:
+        saved = read_json(checked_path(path, RECIPE))
+        task = find_task(saved["task"])
+        weights, _ = read_tensors(checked_path(path, WEIGHTS))
+        with torch.device("meta"):  # compare the sizes with the weights before allocating memory
+            _check_shapes(build(task, saved["model"], _recipe(saved["sizes"])), weights)
+        model = build(task, saved["model"], _recipe(saved["sizes"]))
+        model.load_state_dict(dict(weights), strict=False)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        ZeroDivisionError,
+    ) as error:
+        raise FileError(
+            f"{path}: cannot load a trained task: {error_text(error)}; give a folder that "
+            "`regard train "
+            "--task` wrote"
+        ) from error
+    return model.eval(), task
+
+
+def _recipe(sizes: Any) -> Recipe:
+    """Return the recipe of a saved file.
+
+    Raises:
+        ArgumentError: the sizes are not an object, or one of them is out of range.
+    """
+    if not isinstance(sizes, dict):
+        raise ArgumentError(f"sizes is {shown(sizes)}; it must be an object")
+    for name in ("dim", "hidden", "heads", "layers"):
+        most = 128 if name == "layers" else 1 << 14
+        size = sizes.get(name, 1)
+        if type(size) is not int or not 1 <= size <= most:
+            raise ArgumentError(f"{name} is {shown(size)}; it must be from 1 to {most}")
+    return Recipe().with_overrides(sizes)
+
+
+def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Check that the stored tensors have the names and shapes of a model's parameters.
+
+    Tensors that share memory are stored once.
+
+    Raises:
+        ArgumentError: a tensor is missing, unexpected, or has another shape.
+    """
+    model_tensors = model.state_dict(keep_vars=True)
+    stored = {id(model_tensors[name]) for name in weights if name in model_tensors}
+    for name in sorted(model_tensors.keys() | weights.keys()):
+        model_shape = tuple(model_tensors[name].shape) if name in model_tensors else None
+        stored_shape = tuple(weights[name].shape) if name in weights else None
+        if model_shape != stored_shape and not (
+            stored_shape is None and id(model_tensors[name]) in stored
+        ):
+            raise ArgumentError(
+                f"{shown(name)} is {stored_shape} in the file and {model_shape} in the model"
+            )
+
+
+def print_status(text: str) -> None:
+    """Print lines on standard error."""
+    print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)
