@@ -42,7 +42,7 @@ def outcome_text(outcome: Outcome) -> str:
     for check in outcome.checks:
         measured = f"{_mark(check):<12}{format_value(check):>10}  {check.bounds:<16}"
         lines.append(f"  {measured}  {check.quantity}{_spread(check)}")
-    lines += [format_table(outcome.format_table, indent="    ")] if outcome.table else []
+    lines += [format_table(outcome.table, indent="    ")] if outcome.table else []
     lines += [f"  scope       {claim.scope}", f"  takeaway    {claim.takeaway}"]
     return "\n".join(lines)
 

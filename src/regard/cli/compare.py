@@ -202,7 +202,7 @@ def compare(
         typer.echo("--lesson is now --task; the old name goes with the next release", err=True)
         options["task"] = [*(task or []), *lesson]
     if list_:
-        typer.echo(f"{_listing()}\n{_claims.listing()}")
+        typer.echo(f"{_listing()}\n{_claims.list_claims()}")
         return
     try:
         _claims.check(options)

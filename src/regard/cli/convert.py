@@ -330,7 +330,7 @@ def convert(
             revision=revision,
             ignore=ignore or (),
             finetune=_finetuning(heal, lr=lr, batch=batch, seed=seed),
-            tell=_report,
+            report_progress=_report,
         )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error

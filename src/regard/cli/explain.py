@@ -344,7 +344,7 @@ def _check_length(reading: PreparedRun) -> None:
     Raises:
         ArgumentError: it has more than `MAX_TOKENS` tokens.
     """
-    longest = max(len(side.ids) for side in reading.sides.values())
+    longest = max(len(side.ids) for side in reading.sequences.values())
     if longest > MAX_TOKENS:
         raise ArgumentError(
             f"the text has {units.plural(longest, 'token')}, and every pair of them is computed; "
@@ -441,8 +441,8 @@ class ExplainTarget:
             raise typer.BadParameter(
                 "already names the layer; leave --layer out", param_hint="--place"
             )
-        site = read.site(place=place) if place else read.main[0]
-        self.i = find_token(read.sides[site.rows], _index_or_word(query))
+        site = read.site(place=place) if place else read.main_sites[0]
+        self.i = find_token(read.sequences[site.query_sequence], _index_or_word(query))
         if key is not None:
             self.key = find_token(read.sequences[site.key_sequence], _index_or_word(key), "key")
         if layer is not None:
@@ -525,13 +525,13 @@ def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
     from regard.view.explanation_text import show_heads
 
     reading = target.read
-    site = reading.site(place=target.place) if target.place else reading.main[0]
+    site = reading.site(place=target.place) if target.place else reading.main_sites[0]
     weights, keys = (
         values.tolist() for values in strongest_keys_of_run(reading, target.i, target.place)
     )
     tokens, query_token = (
-        reading.sides[site.columns].pieces,
-        reading.sides[site.rows].pieces[target.i],
+        reading.sequences[site.key_sequence].pieces,
+        reading.sequences[site.query_sequence].pieces[target.i],
     )
     rows: list[dict[str, Any]] = [
         {"layer": n, "head": h, "key": key, "piece": tokens[key], "weight": weight}

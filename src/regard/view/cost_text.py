@@ -36,10 +36,10 @@ def page(report: CostReport, machine: Machine | None) -> str:
 
 def _head(report: CostReport) -> str:
     model = report.model
-    kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
+    kinds = [f"  {n} x {kind}" for kind, n in model.attention_kinds.items()]
     title = (
         f"{model.name}: {units.plural(model.parameters, 'parameter')}, "
-        f"{model.active:,} active for one token"
+        f"{model.active_parameters:,} active for one token"
     )
     return "\n".join([title, *kinds])
 
@@ -56,7 +56,7 @@ def _parts(report: CostReport) -> str:
         )
         for p in model.parts
     ]
-    rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
+    rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active_parameters:,}"))
     lines, layers = [format_table(rows)], model.layers
     first = layers[0].mixer
     if isinstance(first, SoftmaxSpec) and not model.encoder:

@@ -168,7 +168,7 @@ def _qwen2(problem: ModelProblem, name: str) -> Any:
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
     bindings = bind_names(problem.decoder, qwen2.FAMILY.names)
     state = {
-        stored_name: binding.rule.pack([ours[n] for n in binding.ours])
+        stored_name: binding.rule.pack([ours[n] for n in binding.parameters])
         for stored_name, binding in bindings.items()
     }
     network.load_state_dict(state, assign=True)

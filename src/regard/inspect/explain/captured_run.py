@@ -175,11 +175,11 @@ class SiteRecorder(Recorder):
         if site is not None:
             self.wants = frozenset(f"{site.place}.{name}" for name in TAPS)
 
-    def saw(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
         """Record a call if it is at one of the sites, or at a branch of one."""
         here = self.where
         if any(here == place or here.startswith(place + ".") for place in self._prefixes):
-            super().saw(call, result, kernel)
+            super().on_attention_call(call, result, kernel)
 
 
 def record_sites(run: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:

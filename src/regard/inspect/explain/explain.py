@@ -519,7 +519,7 @@ def _mechanism_row(
         query,
         columns,
         run.q.dtype,
-        {"output of the mechanism": max_difference(read, effective.read), **effective.checks},
+        {"output of the mechanism": max_difference(read, effective.output), **effective.checks},
         kind=effective.kind,
         state=None if effective.state is None else recurrent_state(*effective.state),
     )

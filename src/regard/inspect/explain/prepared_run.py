@@ -18,7 +18,7 @@ from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.units import plural
-from regard.untrusted_text import shown
+from regard.untrusted_text import short_repr
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
@@ -173,7 +173,8 @@ class PreparedRun:
                     return site
             known = ", ".join(site.place for site in self.sites)
             raise ArgumentError(
-                f"place is {shown(place)}, which is not the name of an attention; the names are "
+                f"place is {short_repr(place)}, which is not the name of an attention; the names "
+                "are "
                 f"{known}"
             )
         sites = self.main_sites

@@ -98,7 +98,7 @@ def _build(entry: Variant, options: dict[str, Any], text: str, target: str | Non
         network = transformer(V, DIM, HEADS, LAYERS, residual=PreNorm)
         for layer in network.layers:
             layer.cross = entry.build(DIM, HEADS, **check_options(entry, options))
-        seq2seq = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, ends=[0])
+        seq2seq = Seq2Seq(_frozen(network), tokenizer, _config(V), start=0, eos_ids=[0])
         return seq2seq if target is not None else _copy_task(seq2seq, text)
     if entry.family == "additive":
         return _recurrent_pair(

@@ -487,7 +487,7 @@ class Recorder(Trace):
     [1.0, 1.0, 1.0]
     """
 
-    watches: ClassVar[bool] = True
+    observes_calls: ClassVar[bool] = True
     met = renamed_attribute("seen_places")
     lacking = renamed_attribute("missing_selection")
 

@@ -169,7 +169,7 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
         else:
             result = kernel.run(call_with_lse)
     for watcher in watching:
-        watcher.saw(call, result, name)
+        watcher.on_attention_call(call, result, name)
     return result
 
 

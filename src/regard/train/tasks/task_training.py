@@ -41,7 +41,7 @@ from regard.train.tasks.report import (
 from regard.train.tasks.task import Task, TaskBatches, pad
 from regard.train.tasks.task_models import Recipe, build, recipe
 from regard.units import plural
-from regard.untrusted_text import MULTILINE, error_text, escape_controls, shown
+from regard.untrusted_text import MULTILINE, error_text, escape_controls, short_repr
 from regard.view.charts import Accuracy
 
 VALIDATION = 128
@@ -291,12 +291,12 @@ def _recipe(sizes: Any) -> Recipe:
         ArgumentError: the sizes are not an object, or one of them is out of range.
     """
     if not isinstance(sizes, dict):
-        raise ArgumentError(f"sizes is {shown(sizes)}; it must be an object")
+        raise ArgumentError(f"sizes is {short_repr(sizes)}; it must be an object")
     for name in ("dim", "hidden", "heads", "layers"):
         most = 128 if name == "layers" else 1 << 14
         size = sizes.get(name, 1)
         if type(size) is not int or not 1 <= size <= most:
-            raise ArgumentError(f"{name} is {shown(size)}; it must be from 1 to {most}")
+            raise ArgumentError(f"{name} is {short_repr(size)}; it must be from 1 to {most}")
     return Recipe().with_overrides(sizes)
 
 
@@ -317,7 +317,7 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             stored_shape is None and id(model_tensors[name]) in stored
         ):
             raise ArgumentError(
-                f"{shown(name)} is {stored_shape} in the file and {model_shape} in the model"
+                f"{short_repr(name)} is {stored_shape} in the file and {model_shape} in the model"
             )
 
 
