@@ -122,7 +122,10 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
     # closure.
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # a compiled graph, a trace of torch.jit or of torch.fx: sizes are tensors, or proxies
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return function(*args, **kwargs)
+        if any(isinstance(x, torch.fx.Proxy) for x in args):
             return function(*args, **kwargs)
         result = function(*args, **kwargs)
         _hold(function, args, kwargs, result)

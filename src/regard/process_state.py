@@ -16,6 +16,8 @@ from threading import RLock
 
 import torch
 from torch._guards import CompileContext, TracingContext
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
 
 _lock = RLock()
 
@@ -31,7 +33,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_compiling() -> bool:
-    """Return whether this thread compiles or exports a graph, so that tensor values cannot be read.
+    """Return whether this thread compiles, exports or traces a graph, so that tensor values
+    cannot be read.
 
     `torch.compiler.is_compiling()` is one flag for the whole process: while one thread compiles, it
     is True for all others, which would skip their checks and choose other kernels.
@@ -42,9 +45,21 @@ def is_compiling() -> bool:
     # Inside a graph, dynamo evaluates the first term to True and stops; outside it is False. The
     # flag in the second term is the one that `torch.compiler.is_compiling()` reads. It is read here
     # directly, because this line runs for every layer and token.
-    return torch.compiler.is_dynamo_compiling() or (
-        torch.compiler._is_compiling_flag and _this_thread_compiles()
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._get_tracing_state() is not None
+        or (torch.compiler._is_compiling_flag and _this_thread_compiles())
     )
+
+
+def is_exporting() -> bool:
+    """Return whether this thread makes a program that must serve all lengths: `torch.export`,
+    `torch.onnx.export` or `torch.jit.trace`. Nothing may then depend on the current lengths.
+
+    >>> is_exporting()
+    False
+    """
+    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
 
 
 _MODES = torch._C._TorchDispatchModeKey
@@ -58,6 +73,41 @@ def _this_thread_compiles() -> bool:
     if CompileContext.try_get() is not None or TracingContext.try_get() is not None:
         return True
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+
+
+def values_are_readable(*tensors: torch.Tensor) -> bool:
+    """Return whether Python may look at the numbers in these tensors.
+
+    It may not on the device "meta", in a fake tensor, under a transform of `torch.func` (such as
+    `vmap`), where one Python call stands for many, and in forward-mode differentiation, where a
+    tensor carries a tangent beside its numbers. Checks that would look at numbers are left out
+    there, and kernels that need addresses refuse the call.
+
+    Args:
+        tensors: tensors of any shapes.
+
+    Returns:
+        False if one of them holds no numbers, or if this thread runs under such a transform.
+
+    >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward():
+        return False
+    return not any(
+        x.is_meta or (type(x) not in (torch.Tensor, torch.nn.Parameter) and is_fake(x))
+        for x in tensors
+    )
+
+
+def differentiates_forward() -> bool:
+    """Return whether derivatives are computed in forward mode: `torch.func.jvp`, `jacfwd`, or a
+    dual level of `torch.autograd.forward_ad`.
+
+    >>> differentiates_forward()
+    False
+    """
+    return forward_ad._current_level >= 0
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Span:
     @property
     def all_tokens(self) -> bool:
         """Whether every position is a token, and none an empty slot."""
-        return self.start >= 0 or self.tokens
+        return self.tokens or self.start >= 0
 
     def __len__(self) -> int:
         return self.length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float
@@ -92,6 +92,21 @@ def attend(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1; sinks: OpenAI 2025 (arXiv
     2508.10925), section 2.2.
     """
+    if _is_proxy(q):
+        options = {
+            "mask": mask,
+            "bias": bias,
+            "scale": scale,
+            "softcap": softcap,
+            "sink": sink,
+            "dropout": dropout,
+            "q_positions": q_positions,
+            "k_positions": k_positions,
+            "backend": backend,
+        }
+        tracer: Any = q.tracer  # type: ignore[attr-defined]
+        node: Tensor = tracer.create_proxy("call_function", attend, (q, k, v), options)
+        return node
     call = make_call(
         q,
         k,
@@ -106,6 +121,13 @@ def attend(
         k_positions=k_positions,
     )
     return run_call(call, backend).out
+
+
+def _is_proxy(x: object) -> bool:
+    """Return whether `torch.fx.symbolic_trace` runs this code, with proxies for tensors; the
+    graph then holds `attend` as one node.
+    """
+    return isinstance(x, torch.fx.Proxy)
 
 
 def attend_partial(

@@ -16,7 +16,7 @@ from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process_state import is_compiling
+from regard.process_state import is_compiling, values_are_readable
 from regard.span import EMPTY, Positions, Span, slot_count
 from regard.units import plural
 
@@ -262,9 +262,10 @@ class KernelResult(NamedTuple):
 class Call:
     """One attention call whose arguments have been checked and whose defaults are filled in.
 
-    The sizes B, H, G, T, S, D and E are attributes as well, and so are two facts that every kernel
-    needs: `has_gradient` (autograd is enabled and an input requires a gradient) and `compiling`
-    (torch.compile is tracing in this thread).
+    The sizes B, H, G, T, S, D and E are attributes as well, and so are three facts that every
+    kernel needs: `has_gradient` (autograd is enabled and an input requires a gradient), `compiling`
+    (this thread compiles, exports or traces a graph) and `readable` (Python can read the values of
+    the tensors: it cannot in a graph, under a transform of `torch.func`, or on the device "meta").
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -304,6 +305,7 @@ class Call:
     E: int = field(init=False)
     has_gradient: bool = field(init=False)
     compiling: bool = field(init=False)
+    readable: bool = field(init=False)
     _known: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -314,6 +316,8 @@ class Call:
             put(self, letter, size)
         put(self, "has_gradient", torch.is_grad_enabled() and self._learns())
         put(self, "compiling", is_compiling())
+        readable = not self.compiling and values_are_readable(self.q, self.k, self.v)
+        put(self, "readable", readable)
 
     def _learns(self) -> bool:
         """Return whether an input tensor requires a gradient."""
@@ -354,7 +358,7 @@ class Call:
         It is infinite in a compiled graph, which cannot read tensors, and on devices other than the
         CPU, where reading would synchronise.
         """
-        if self.compiling or not self.q.is_cpu:
+        if not (self.readable and self.q.is_cpu):
             return math.inf
         if 0 in (self.B, self.T, self.S):
             return 0.0
@@ -369,7 +373,7 @@ class Call:
     def all_finite(self, *names: str) -> bool:
         """Return whether some of the inputs contain neither NaN nor infinity.
 
-        While torch.compile is tracing, the tensors cannot be read and are assumed to be finite.
+        Tensors whose values cannot be read (`readable`) are assumed to be finite.
 
         Args:
             *names: which inputs to check: "q", "k" or "v".
@@ -377,12 +381,19 @@ class Call:
         Returns:
             True if none of them contains a NaN, an infinity, or a number above `MAX_FINITE`.
         """
-        if self.compiling:
+        if not self.readable:
             return True
         for name in names:
             if name not in self._known:  # computed once per call
                 self._known[name] = _all_entries_finite(getattr(self, name))
         return all(bool(self._known[name]) for name in names)
+
+
+UNREADABLE = (
+    "needs memory addresses, which compiled graphs, transforms of torch.func and tensors without "
+    "values do not have"
+)
+"""The reason of the compiled kernels against a call that is not `readable`."""
 
 
 @runtime_checkable
@@ -450,6 +461,44 @@ class Kernel(Protocol):
         """
 
 
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that autocast converts; it leaves float64 as it is."""
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert q, k and v to the dtype of `torch.autocast` if it is enabled, as torch's own
+    attention does. Scores and softmax are computed in fp32 nevertheless.
+    """
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    wanted = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(wanted) if isinstance(x, Tensor) and x.dtype in CASTABLE and x.dtype != wanted else x
+        for x in tensors
+    )
+
+
+def _positions_of(
+    sizes: tuple[int, int, int], q_positions: Positions | None, k_positions: Positions | None
+) -> tuple[Positions, Positions]:
+    """Check the positions of a call of sizes B, T and S, and fill in the defaults."""
+    B, T, S = sizes
+    if k_positions is not None:
+        argument_checks.check_positions("k_positions", k_positions, B, S)
+    if q_positions is not None:
+        argument_checks.check_positions("q_positions", q_positions, B, T)
+    elif k_positions is not None:
+        q_positions = default_query_positions(k_positions, T)
+    elif is_compiling():  # the same, without a comparison of lengths, which would specialise
+        q_positions = Span(S - T, T, tokens=True)
+    else:
+        q_positions = Span(S - T, T, S < T)  # as in `default_query_positions`
+    if k_positions is None:
+        k_positions = Span(0, S, tokens=is_compiling())
+    return q_positions, k_positions
+
+
 def make_call(
     q: Tensor,
     k: Tensor,
@@ -478,6 +527,7 @@ def make_call(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
     """
+    q, k, v = cast_for_autocast(q, k, v)
     argument_checks.check_query_key_value(q, k, v)
     if scale is not None:
         argument_checks.check_number("scale", scale, -math.inf, math.inf, "finite and not 0")
@@ -492,15 +542,7 @@ def make_call(
     (B, H, T, D), S = q.shape, k.shape[2]
     if sink is not None:
         argument_checks.check_sink(sink, H, q)
-    if k_positions is not None:
-        argument_checks.check_positions("k_positions", k_positions, B, S)
-    if q_positions is not None:
-        argument_checks.check_positions("q_positions", q_positions, B, T)
-    elif k_positions is not None:
-        q_positions = default_query_positions(k_positions, T)
-    else:
-        q_positions = Span(S - T, T, S < T)  # as in `default_query_positions`
-    k_positions = Span(0, S) if k_positions is None else k_positions
+    q_positions, k_positions = _positions_of((B, T, S), q_positions, k_positions)
     mask, bias = as_mask(mask), None if bias is None else as_bias(bias)
     mask.require(B, H, T, S)
     if bias is not None:
@@ -522,7 +564,7 @@ def make_call(
         wants_lse,
         tracing.requested_taps() & {"scores", "pattern"},
     )
-    if not call.compiling and argument_checks.finite_checks_enabled():
+    if call.readable and argument_checks.finite_checks_enabled():
         argument_checks.check_finite(query=q, key=k, value=v)
     return call
 

@@ -22,7 +22,7 @@ from regard.ops.jit.decode import (
     join_splits,
     quantized_segment,
 )
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
 from regard.span import Span, find_empty_slots
 from regard.units import plural
@@ -165,6 +165,8 @@ class CpuKernel:
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
             *([f"no {call.q.dtype}"] if call.q.dtype not in DTYPES else []),
         ]
+        if call.compiling:  # a question about sizes would specialise the graph
+            return [*reasons, UNREADABLE]
         rows = call.H // call.G * call.T
         if call.T > MAX_QUERIES or rows > MAX_ROWS:
             reasons.append(
@@ -174,8 +176,8 @@ class CpuKernel:
             )
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append("nothing to compute")
-        if call.compiling:
-            reasons.append("not inside a compiled graph")
+        if not call.readable:
+            reasons.append(UNREADABLE)
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")
         return reasons
@@ -184,7 +186,7 @@ class CpuKernel:
         """Return 100 where keys and values are so large that reading them once matters, else
         50, because importing Numba takes a second.
         """
-        if not call.q.is_cpu:
+        if not (call.readable and call.q.is_cpu):
             return None
         is_large = call.k.numel() + call.v.numel() >= MIN_ELEMENTS and not call.has_gradient
         return 100 if is_large else 50

@@ -146,7 +146,7 @@ def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
     if watching := tracing.call_observers():
         return _run_observed(kernel, call, watching)
     device = call.q.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return kernel.run(call)
     with torch.autocast(device, enabled=False):
         return kernel.run(call)
@@ -221,7 +221,7 @@ def zero_empty_slots(call: Call) -> Call:
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
         if (isinstance(positions, Span) and positions.all_tokens) or (
-            not call.compiling and call.finite
+            call.readable and call.finite
         ):
             continue
         if (empty := find_empty_slots(positions, call.q.device)) is not None:

@@ -60,8 +60,10 @@ class FlexKernel:
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
-        if call.compiling:
-            reasons.append("not inside a compiled graph")
+        if call.compiling:  # a question about sizes would specialise the graph
+            return [*reasons, "not inside a compiled graph"]
+        if not call.readable:
+            reasons.append("not inside a transform of torch.func, nor without values")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         device = call.q.device.type

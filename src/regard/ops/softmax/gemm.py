@@ -17,7 +17,7 @@ from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba
 from regard.ops.jit.argument_structs import DTYPES
 from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, round_up
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
 from regard.span import as_tensor, slice_positions
 
@@ -87,10 +87,12 @@ class GemmKernel:
             ),
             *(["no gradient for a bias"] if _bias_requires_grad(call) else []),
         ]
+        if call.compiling:  # a question about sizes would specialise the graph
+            return [*reasons, UNREADABLE]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if call.compiling:
-            reasons.append("not inside a compiled graph")
+        if not call.readable:
+            reasons.append(UNREADABLE)
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")
         elif not reasons and visible_position_ranges(call, slice(0, 1)) is None:
@@ -113,7 +115,7 @@ class GemmKernel:
         """Return 90 where it was measured to be faster than torch's kernel; else 70 with a
         gradient, which torch's kernel may refuse for large scores, and 30 without.
         """
-        if not call.q.is_cpu:
+        if not (call.readable and call.q.is_cpu):
             return None
         return 90 if prefer_gemm(call) else 70 if call.has_gradient else 30
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from regard import masks
 from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
+from regard.process_state import is_exporting
 from regard.span import Span
 
 BLOCK_QUERIES = 256
@@ -52,6 +53,9 @@ MIN_KEYS = 16
 """The fewest keys for torch's fused kernel: with fewer than one SIMD vector of keys and no mask,
 torch 2.13 on CPU turns a row of NaN scores into zeros (pytorch #141128).
 """
+
+
+ALL = slice(None)
 
 
 class KeyRange(NamedTuple):
@@ -96,17 +100,18 @@ class QueryBlock(NamedTuple):
 def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
     """Split a call into blocks of queries with the key ranges that they see. Rows that are in no
     block see nothing.
+
+    An exported program serves every length, so it uses the one range that is right for all: all
+    keys, under a mask.
     """
-    if call.bias is None:
+    if call.bias is None and not is_exporting():
         known = _lower_without_reading(call, sizes)
         if known is not None:
             return known
-    everything = QueryBlock(
-        slice(0, call.T), [_masked_range(call, slice(0, call.T), slice(0, call.S))]
-    )
-    if call.compiling or call.q.device.type != "cpu":
+    if not (call.readable and call.q.device.type == "cpu"):
         # tiles are found by reading tensors: not in a graph, not across a device
-        return [everything]
+        everything = KeyRange(0, call.S, False, partial(additive_mask, call, ALL, ALL))
+        return [QueryBlock(ALL, [everything])]
     blocks = [slice(i, min(i + sizes.rows, call.T)) for i in range(0, call.T, sizes.rows)]
     return [_lower_by_tiles(call, rows, sizes) for rows in blocks]
 
@@ -119,14 +124,20 @@ def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | 
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
         return None
     if call.sees_everything:
-        return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S)])]
+        if call.compiling and call.S < MIN_KEYS:  # outside of a graph this call was refused
+            return None
+        return [QueryBlock(ALL, [KeyRange(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
+        if call.compiling:
+            return _lower_causal_in_graph(call, q, k)
         return _lower_causal(call, q, k, sizes)
     padding = _padding_beside_causal(call.mask)
     if padding is not None and q == k:
         # the causal flag covers the triangle; the padding is a mask of one row for all queries
+        if call.compiling and call.S < MIN_KEYS:
+            return None
         mask = partial(_additive_mask_of_range, replace(call, mask=padding), 0, 1, 0, call.S)
-        return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S, True, mask)])]
+        return [QueryBlock(ALL, [KeyRange(0, call.S, True, mask)])]
     return None
 
 
@@ -164,6 +175,20 @@ def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[Query
     if first_row + triangle_rows < call.T and call.S:
         blocks.append(QueryBlock(slice(first_row + triangle_rows, call.T), [KeyRange(0, call.S)]))
     return blocks
+
+
+def _lower_causal_in_graph(call: Call, q: Span, k: Span) -> list[QueryBlock] | None:
+    """Lower a causal mask in a graph that serves many lengths: a decoding step, and queries and
+    keys of equal positions; None for other calls, because each comparison of lengths specialises
+    the graph.
+    """
+    if call.S < MIN_KEYS:
+        return None
+    if call.T == 1 and q.start + 1 == k.stop:
+        return [QueryBlock(ALL, [KeyRange(0, call.S)])]
+    if q == k:
+        return [QueryBlock(ALL, [KeyRange(0, call.S, causal=True)])]
+    return None
 
 
 def _lower_by_tiles(call: Call, rows: slice, sizes: BlockSizes) -> QueryBlock:

@@ -55,7 +55,7 @@ def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
     s = _grouped_matmul(q, k.mT)
-    if call.compiling or call.finite:
+    if not call.readable or call.finite:
         return s
     # The gradient of a masked score is 0, but 0 times a NaN in q or k is NaN: so the gradient is
     # that of the product of the finite entries, and the value is that of all entries.
@@ -187,8 +187,10 @@ class ReferenceKernel:
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse only calls that would need more than 4 GiB of scores in memory at once."""
+        if call.compiling or not (call.needs or call.has_gradient):
+            return []
         size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
-        if size > MAX_SCORE_BYTES and (call.needs or call.has_gradient):
+        if size > MAX_SCORE_BYTES:
             shape = (call.B, call.H, call.T, call.S)
             need = f"would allocate {units.size(size)} for scores {shape}"
             limit = f"limit {units.size(MAX_SCORE_BYTES)}"
@@ -199,7 +201,7 @@ class ReferenceKernel:
         """Return 10, the last choice; 75, next to torch's kernel, for small training calls on a
         CPU, where the number of operations dominates the time.
         """
-        trains_on_cpu = call.has_gradient and call.q.is_cpu
+        trains_on_cpu = call.has_gradient and call.q.is_cpu and not call.compiling
         few = (
             trains_on_cpu
             and call.B * call.H * call.T * call.S * (call.D + call.E) < MAX_TRAINING_PRODUCTS
@@ -235,7 +237,7 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
     sums = softmax_sum(s)
     pattern = tap("pattern", softmax_weights(s, add_sink(sums, call.sink)))
     dropped = F.dropout(pattern, call.dropout) if call.dropout else pattern
-    finite = not call.compiling and call.finite
+    finite = call.readable and call.finite
     out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
     return KernelResult(
         out, sums.lse, s if is_edited("scores") else None, pattern if is_edited("pattern") else None

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import masks
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, Partial, WorkEstimate
 from regard.ops.softmax.mask_lowering import (
+    ALL,
     BLOCK_QUERIES,
     DEFAULT_BLOCK_SIZES,
     MIN_KEYS,
@@ -27,7 +28,7 @@ from regard.ops.softmax.mask_lowering import (
     lower_mask,
 )
 from regard.ops.softmax.merge import apply_sink, merge
-from regard.process_state import is_compiling
+from regard.process_state import differentiates_forward, is_compiling, values_are_readable
 from regard.span import Span
 from regard.units import plural
 
@@ -60,6 +61,7 @@ def _is_prefix_of_keys(v: Tensor, k: Tensor) -> bool:
         not requires_grad
         and type(k) is type(v) is Tensor
         and not is_compiling()
+        and values_are_readable(k, v)
         and v.data_ptr() == k.data_ptr()
         and v.shape[:3] == k.shape[:3]
         and v.stride() == k.stride()
@@ -102,16 +104,18 @@ class SdpaKernel:
             *(["no dropout on the weights in its fused kernel"] if call.dropout else []),
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
         ]
+        if not (call.readable or call.compiling) and differentiates_forward():
+            reasons.append("no derivative in forward mode")
         if call.bias is not None and any(x.requires_grad for x in call.bias.tensors()):
             reasons.append("no gradient for a bias")
-        if call.S < MIN_KEYS or 0 in (call.B, call.T, call.E):
+        if not call.compiling and (call.S < MIN_KEYS or 0 in (call.B, call.T, call.E)):
             reasons.append(
                 f"fewer than {plural(MIN_KEYS, 'key')}, or nothing to compute "
                 f"({_describe_sizes(call)})"
             )
         if reasons:
             return reasons
-        if not call.all_finite(*inputs_to_check(call)):
+        if call.readable and not call.all_finite(*inputs_to_check(call)):
             return ["a NaN or infinity behind a mask would leak through 0 x NaN"]
         if call.has_gradient and (too_large := _large_score_reasons(call)):
             return too_large
@@ -151,11 +155,11 @@ class SdpaKernel:
             for rows, ranges in lower_mask(call, self.sizes)
             for key_range in ranges
         ]
-        pairs = sum(_count_pairs(rows, key_range) for rows, key_range in ranges)
+        pairs = sum(_count_pairs(rows, key_range, call.T) for rows, key_range in ranges)
         masked = [(rows, key_range) for rows, key_range in ranges if key_range.mask is not None]
         if not masked:
             return WorkEstimate(call.B * call.H * pairs, 0)
-        _, largest = max(masked, key=lambda x: (x[0].stop - x[0].start) * x[1].size)
+        _, largest = max(masked, key=lambda x: len(range(*x[0].indices(call.T))) * x[1].size)
         mask = make_mask(largest)
         return WorkEstimate(call.B * call.H * pairs, 0 if mask is None else mask.nbytes)
 
@@ -184,10 +188,8 @@ def _large_score_reasons(call: Call) -> list[str]:
     """
     if not call.q.is_cpu:
         return []
-    if call.compiling:
-        return [
-            "its gradient is accurate for small scores only, and a compiled graph cannot read them"
-        ]
+    if not call.readable:
+        return ["its gradient is accurate for small scores only, and they cannot be read here"]
     bound = call.score_bound
     if call.bias is not None and bound <= SMALL_SCORE_BOUND:
         bound += _largest_bias_of_any_row(call)
@@ -234,8 +236,10 @@ def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: fl
     folded = _can_fold_heads(q, k, key_range, mask)
     if folded:
         q = q.reshape(B, G, H // G * T, -1)
+    # in a graph the comparison alone is symbolic, which the operator does not accept
+    grouped = True if q.shape[1] != G else False  # noqa: SIM210
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=key_range.causal, scale=scale, enable_gqa=q.shape[1] != G
+        q, k, v, attn_mask=mask, is_causal=key_range.causal, scale=scale, enable_gqa=grouped
     )
     return out.reshape(B, H, T, -1) if folded else out
 
@@ -380,12 +384,8 @@ def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | No
     the mask is the same for every row and head.
     """
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
-    return (
-        q.shape[1] != k.shape[1]
-        and q.shape[2] <= MAX_FOLDED_QUERIES
-        and not key_range.causal
-        and one_mask
-    )
+    limit = 1 if is_compiling() else MAX_FOLDED_QUERIES  # a graph must not specialise on a length
+    return q.shape[1] != k.shape[1] and q.shape[2] <= limit and not key_range.causal and one_mask
 
 
 def _describe_sizes(call: Call) -> str:
@@ -399,10 +399,10 @@ def _describe_sizes(call: Call) -> str:
 
 def _covers_all_queries(rows: slice, length: int) -> bool:
     """Return whether a block of queries is all of them."""
-    return (rows.start, rows.stop) == (0, length)
+    return rows == ALL or (rows.start, rows.stop) == (0, length)
 
 
-def _count_pairs(rows: slice, key_range: KeyRange) -> int:
+def _count_pairs(rows: slice, key_range: KeyRange, length: int) -> int:
     """Return the number of query-key pairs of a block and a key range."""
-    queries = int(rows.stop - rows.start)
+    queries = len(range(*rows.indices(length)))
     return queries * (queries + 1) // 2 if key_range.causal else queries * key_range.size

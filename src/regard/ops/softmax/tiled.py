@@ -85,10 +85,16 @@ class TiledKernel:
         reasons = [*([f"does not expose {sorted(call.needs)}"] if call.needs else [])]
         if call.q.dtype not in DTYPES:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
+        if call.compiling:  # a question about sizes would specialise the graph
+            reason = "reads the tiles of the mask, which is not possible in a compiled graph"
+            return [*reasons, reason]
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if call.compiling:
-            reasons.append("reads the tiles of the mask, which is not possible in a compiled graph")
+        if not call.readable:
+            reasons.append(
+                "reads values, which a transform of torch.func hides, and which meta and fake "
+                "tensors do not have"
+            )
         elif not reasons and not call.finite:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         return reasons
