@@ -15,7 +15,7 @@ from regard.argument_checks import check_positions, check_query_key_value
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.ops.softmax.call import as_mask
-from regard.ops.softmax.reference import softmax_sum, softmax_weights, weighted_values
+from regard.ops.softmax.definition import softmax_sum, softmax_weights, weighted_values
 from regard.span import Positions, Span
 from regard.tracing import tap
 

@@ -374,8 +374,7 @@ def test_refusals() -> None:
         regard.attend(q, k, v, bias=bias, backend="gemm")
     out = regard.attend(q, k, v, mask=masks.Causal(), backend="gemm")
     (found,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        found.sum().backward()
+    assert found.grad_fn is not None, "tests/ops/softmax/test_second_derivatives.py compares it"
 
 
 def test_it_is_left_alone_by_autocast() -> None:

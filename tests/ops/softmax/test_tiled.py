@@ -183,15 +183,6 @@ def test_no_graph_is_kept_where_nobody_learns() -> None:
     assert x.shape == v.shape
 
 
-def test_a_second_derivative_is_refused() -> None:
-    q, k, v = (x.requires_grad_() for x in qkv())
-    (g,) = torch.autograd.grad(
-        KERNEL.run(make_call(q, k, v)).out.pow(2).sum(), (q,), create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
-
-
 def test_an_input_changed_before_backward_is_found() -> None:
     q, k, v = qkv()
     w = q.clone().requires_grad_()

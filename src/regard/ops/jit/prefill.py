@@ -11,13 +11,13 @@ sizes, dtypes and devices. Numba is imported at the first call.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.ops.jit import openmp
 
@@ -91,11 +91,26 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
     return out, max_score, scaled_sum
 
 
-def prefill_with_gradient(args: PrefillArgs) -> tuple[Tensor, Tensor]:
+Gradients: TypeAlias = Callable[
+    [tuple[Tensor, ...], Tensor | None, Tensor | None], tuple[Tensor | None, ...]
+]
+"""(q, k, v), the gradient of the output and that of the lse -> the gradients of q, k and v."""
+
+
+def prefill_with_gradient(
+    args: PrefillArgs, differentiable_gradients: Gradients
+) -> tuple[Tensor, Tensor]:
     """Return the output `[B, H, T, E]` and the lse `[B, H, T]`, with gradients for q, k and v.
     No scores are saved.
+
+    Args:
+        args: the arguments of `prefill`.
+        differentiable_gradients: computes the gradients where they must be differentiable
+            themselves (`create_graph=True`), which those of the compiled loops are not.
     """
-    results: tuple[Tensor, Tensor] = _PrefillFunction.apply(args, args.q, args.k, args.v)
+    results: tuple[Tensor, Tensor] = _PrefillFunction.apply(
+        args, differentiable_gradients, args.q, args.k, args.v
+    )
     return results
 
 
@@ -104,9 +119,15 @@ class _PrefillFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, args: PrefillArgs, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any,
+        args: PrefillArgs,
+        differentiable_gradients: Gradients,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> tuple[Tensor, Tensor]:
         out, top, total = prefill(args)
+        ctx.differentiable_gradients = differentiable_gradients
         ctx.save_for_backward(q, k, v, out, top, total)
         # autograd saves q, k and v already; the saved arguments hold their shapes only
         ctx.args = replace(args, **{x: getattr(args, x).detach().to("meta") for x in "qkv"})
@@ -114,14 +135,15 @@ class _PrefillFunction(torch.autograd.Function):
         return out, top + total.log()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, top, total = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, None, *ctx.differentiable_gradients((q, k, v), d_out, d_lse)
         args = replace(ctx.args, q=q.detach(), k=k.detach(), v=v.detach())
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lse = torch.zeros_like(top) if d_lse is None else d_lse
         with torch.autocast("cpu", enabled=False):
-            return None, *prefill_gradient(args, out, (top, total), d_out, d_lse)
+            return None, None, *prefill_gradient(args, out, (top, total), d_out, d_lse)
 
 
 def prefill_gradient(

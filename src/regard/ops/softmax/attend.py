@@ -12,15 +12,15 @@ from regard.biases import Bias
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
-from regard.ops.softmax.dispatch import run_call, zero_empty_slots
-from regard.ops.softmax.reference import (
-    BLOCK_BYTES,
+from regard.ops.softmax.definition import (
     add_sink,
     join_sums,
     scores,
     softmax_sum,
     softmax_weights,
 )
+from regard.ops.softmax.dispatch import run_call, zero_empty_slots
+from regard.ops.softmax.reference import BLOCK_BYTES
 from regard.span import Positions
 
 

@@ -5,7 +5,8 @@ products over the visible tiles of a mask, with their gradient (`regard.ops.jit.
 from __future__ import annotations
 
 import math
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from regard.ops.jit import has_numba
 from regard.ops.jit.argument_structs import DTYPES
 from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, round_up
 from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.merge import apply_sink
 from regard.span import as_tensor, slice_positions
 
@@ -123,7 +125,10 @@ class GemmKernel:
         """Compute the output, with a gradient if an input requires one."""
         args = prefill_args(call)
         if call.has_gradient:
-            out, lse = prefill_with_gradient(args)
+            # the call without its tensors, which autograd saves
+            shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
+            gradients = partial(differentiable_gradients, replace(call, sink=None, **shapes))
+            out, lse = prefill_with_gradient(args, gradients)
         else:
             out, max_score, scaled_sum = prefill(args)
             lse = max_score + scaled_sum.log()

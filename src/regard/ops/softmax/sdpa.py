@@ -7,16 +7,17 @@ A call whose mask torch supports is one call of it. For other masks the keys are
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import (
     ALL,
     BLOCK_QUERIES,
@@ -133,16 +134,15 @@ class SdpaKernel:
         # torch writes -inf above the diagonal before it scales; a negative scale would make it +inf
         q, scale = (q, call.scale) if call.scale > 0 else (-q, -call.scale)
         blocks = lower_mask(call, self.sizes)
-        is_one_range = (
-            len(blocks) == 1
-            and len(blocks[0].ranges) == 1
-            and _covers_all_queries(blocks[0].rows, call.T)
-        )
-        if is_one_range and not call.wants_lse and call.sink is None:
+        # torch's operator has no second derivative on a CPU, and `BlockwiseSdpa` has
+        twice = call.has_gradient and call.q.is_cpu
+        if _is_one_range(blocks, call.T) and not (call.wants_lse or call.sink is not None or twice):
             out = attend_range(q, k, v, blocks[0].ranges[0], scale)
             return KernelResult(out if call.E >= call.D else out[..., : call.E], None)
-        attend = BlockwiseSdpa.apply if call.has_gradient else attend_blocks
-        out, lse = attend(q, k, v, scale, blocks)
+        if call.has_gradient:
+            out, lse = BlockwiseSdpa.apply(q, k, v, scale, blocks, call)  # type: ignore[no-untyped-call]
+        else:
+            out, lse = attend_blocks(q, k, v, scale, blocks)
         out = out if call.E >= call.D else out[..., : call.E]
         return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
@@ -255,6 +255,8 @@ def attend_blocks(
     """Attend to all key ranges: q `[B, H, T, D]`, k and v `[B, G, S, D]` -> out `[B, H, T, D]`,
     lse `[B, H, T]`.
     """
+    if _is_one_range(blocks, q.shape[2]):
+        return attend_range_with_lse(q, k, v, blocks[0].ranges[0], scale)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full(q.shape[:3], -math.inf, dtype=lse_dtype, device=q.device)
@@ -276,20 +278,33 @@ class BlockwiseSdpa(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[QueryBlock]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        blocks: list[QueryBlock],
+        call: Call,
     ) -> tuple[Tensor, Tensor]:
         """Attend to all key ranges, and save what the backward pass needs."""
         out, lse = attend_blocks(q, k, v, scale, blocks)
         ctx.save_for_backward(q, k, v, out, lse)
+        # autograd saves q, k and v; the saved call holds their shapes only
+        q, k, v = (x.detach().to("meta") for x in (q, k, v))
+        ctx.call = replace(call, q=q, k=k, v=v, scale=scale, sink=None)
         ctx.scale, ctx.blocks = scale, blocks
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of q, k and v, summed in the dtype of the lse."""
+        """Return the gradients of q, k and v, summed in the dtype of the lse; where they must be
+        differentiable, the definition computes them.
+        """
         q, k, v, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = differentiable_gradients(ctx.call, (q, k, v), d_out, d_lse)
+            return *grads[:3], None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         # for a row that sees nothing: exp(-inf - 0) is 0, as required
@@ -303,7 +318,7 @@ class BlockwiseSdpa(torch.autograd.Function):
                 d_q[:, :, rows] += g_q
                 d_k[:, :, key_range.columns] += g_k
                 d_v[:, :, key_range.columns] += g_v
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None
 
 
 def attend_range_with_lse(
@@ -400,6 +415,15 @@ def _describe_sizes(call: Call) -> str:
 def _covers_all_queries(rows: slice, length: int) -> bool:
     """Return whether a block of queries is all of them."""
     return rows == ALL or (rows.start, rows.stop) == (0, length)
+
+
+def _is_one_range(blocks: list[QueryBlock], length: int) -> bool:
+    """Return whether one key range serves all queries."""
+    return (
+        len(blocks) == 1
+        and len(blocks[0].ranges) == 1
+        and _covers_all_queries(blocks[0].rows, length)
+    )
 
 
 def _count_pairs(rows: slice, key_range: KeyRange, length: int) -> int:

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.ops.softmax.bias_gradient import BiasGradient
 from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import visible_key_ranges
 from regard.ops.softmax.merge import apply_sink
 
@@ -193,11 +193,15 @@ class TiledFunction(torch.autograd.Function):
         return out, max_score + scaled_sum.log()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        """Compute the scores of all tiles again, and return the gradients."""
+        """Compute the scores of all tiles again, and return the gradients; where they must be
+        differentiable, the definition computes them.
+        """
         q, k, v, out, max_score, scaled_sum, *bias_tensors = ctx.saved_tensors
         call = ctx.call
+        if torch.is_grad_enabled():  # create_graph=True
+            inputs = (q, k, v, *bias_tensors)
+            return None, None, None, *differentiable_gradients(call, inputs, d_out, d_lse)
         if call.bias is not None:
             call = replace(call, bias=call.bias.with_tensors(bias_tensors))
         d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6:], max_score.dtype)

@@ -1,0 +1,238 @@
+"""The definition of softmax attention as differentiable operations of torch: scores, then softmax,
+then the weighted mean of the values. The reference kernel runs it, `attention_weights` shows its
+weights, and second derivatives of all kernels are computed with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard import units
+from regard.errors import KernelRefusal
+from regard.ops.softmax.call import Call, KernelResult
+from regard.tracing import is_edited, tap
+
+MAX_SCORE_BYTES = 2**32
+"""The most bytes of scores that a traced or trained call may hold in memory."""
+
+EVERYTHING = slice(None)
+
+
+def scores(
+    call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
+) -> tuple[Tensor, Tensor]:
+    """Compute the scores `[B, H, t, s]` of a block, -inf where masked, and which of them are
+    visible (bool, broadcastable to that shape).
+
+    s_ij = softcap(scale * q_i . k_j) + bias_ij
+
+    The computation is in fp32 (fp64 for fp64 inputs). The query is scaled before the product, so
+    that a product in half precision cannot overflow.
+
+    Args:
+        call: the checked call.
+        rows: the queries of the block.
+        columns: the keys of the block.
+    """
+    visible = call.mask.block(
+        call.q_positions, call.k_positions, rows, columns, device=call.q.device
+    )
+    s = scaled_dot(call, rows, columns)
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if call.bias is not None:
+        s = s + call.bias.block(
+            call.q_positions, call.k_positions, rows, columns, dtype=s.dtype, device=s.device
+        )
+    return s.masked_fill(~visible, -math.inf), visible
+
+
+def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
+    """Compute scale * q k^T `[B, H, t, s]`; query head h uses key head h // (H/G), without copies
+    of the keys.
+    """
+    q = call.q[:, :, rows].to(call.score_dtype) * call.scale
+    k = call.k[:, :, columns].to(call.score_dtype)
+    s = _grouped_matmul(q, k.mT)
+    if not call.readable or call.finite:
+        return s
+    # The gradient of a masked score is 0, but 0 times a NaN in q or k is NaN: so the gradient is
+    # that of the product of the finite entries, and the value is that of all entries.
+    clean = _grouped_matmul(_zero_non_finite(q), _zero_non_finite(k).mT)
+    return torch.where(s.isfinite(), clean, s.detach())
+
+
+def weighted_values(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
+    """Compute the weighted sum of the values `[B, H, t, E]`; a masked value has no effect, even if
+    it is NaN.
+
+    Args:
+        pattern: weights `[B, H, t, s]`.
+        visible: which keys each query sees, broadcastable to the weights.
+        v: values `[B, G, s, E]`.
+        finite: whether q, k and v are known to be finite, so that a plain product is correct.
+    """
+    v = v.to(pattern.dtype)
+    # masked weights are 0 already; this also sets their gradient to 0, which may be infinite for a
+    # very large masked value
+    pattern = pattern.masked_fill(~visible, 0)
+    if finite:
+        return _grouped_matmul(pattern, v)
+    out = _grouped_matmul(pattern, _zero_non_finite(v))
+    # 0 x NaN is NaN, so non-finite values are excluded from the product above; each query that
+    # sees one gets it here, by counting the visible ones.
+    visible_weights = visible.expand(pattern.shape).to(pattern.dtype)
+    sees_nan, sees_inf, sees_minus_inf = (
+        _grouped_matmul(visible_weights, is_bad.to(v.dtype)) > 0
+        for is_bad in (v.isnan(), v.isposinf(), v.isneginf())
+    )
+    out = out.masked_fill(sees_inf, math.inf).masked_fill(sees_minus_inf, -math.inf)
+    return out.masked_fill(sees_nan | (sees_inf & sees_minus_inf), math.nan)
+
+
+def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply x `[B, H, t, a]` by y `[B, G, a, b]` to `[B, H, t, b]`; the H/G query heads of a
+    group are rows of one product.
+    """
+    H, t, G = x.shape[1], x.shape[2], y.shape[1]
+    x = torch.unflatten(x, 1, (G, H // G)).flatten(2, 3)  # [B,G,(H/G)t,a]
+    return torch.unflatten(x @ y, 2, (H // G, t)).flatten(1, 2)
+
+
+def _zero_non_finite(x: Tensor) -> Tensor:
+    """Return x with 0 in place of NaN and infinities."""
+    return torch.where(x.isfinite(), x, 0)
+
+
+class SoftmaxSum(NamedTuple):
+    """The sum of exp(score) of each row, stored without overflow as scaled_sum * e^max_score.
+
+    Args:
+        max_score: `[..., t]`, the largest score of the row, or 0 for a row that sees nothing;
+            without gradient.
+        scaled_sum: `[..., t]`, sum_j exp(s_ij - max_score), 0 for a row that sees nothing.
+    """
+
+    max_score: Tensor
+    scaled_sum: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        """The natural logarithm of the sum; -inf, with gradient 0, for a row that sees nothing."""
+        sees_nothing = self.scaled_sum == 0
+        log = self.scaled_sum.masked_fill(sees_nothing, 1).log()
+        return (self.max_score + log).masked_fill(sees_nothing, -math.inf)
+
+
+def softmax_sum(s: Tensor) -> SoftmaxSum:
+    """Sum exp(score) over the last dimension of scores `[..., t, s]` that are -inf where masked."""
+    if s.shape[-1] == 0:
+        return SoftmaxSum(s.new_zeros(s.shape[:-1]), s.sum(-1))
+    max_score = s.amax(-1).detach()
+    max_score = max_score.masked_fill(max_score.isneginf(), 0)
+    return SoftmaxSum(max_score, torch.exp(s - max_score[..., None]).sum(-1))
+
+
+def join_sums(parts: Sequence[SoftmaxSum]) -> SoftmaxSum:
+    """Return the sums over the union of several disjoint sets of keys; at least one is given."""
+    max_scores, scaled_sums = (torch.stack(x) for x in zip(*parts, strict=True))
+    # a part that sees nothing has the placeholder 0, which is not a score
+    max_scores = max_scores.masked_fill(scaled_sums == 0, -math.inf)
+    max_score = max_scores.amax(0)
+    max_score = max_score.masked_fill(max_score.isneginf(), 0)
+    return SoftmaxSum(max_score, (scaled_sums * torch.exp(max_scores - max_score)).sum(0))
+
+
+def add_sink(sums: SoftmaxSum, sink: Tensor | None) -> SoftmaxSum:
+    """Add exp(sink) to the sums of rows `[B, H, t]`; sink: one logit per head `[H]`, or None."""
+    if sink is None:
+        return sums
+    logit = sink.to(sums.max_score.dtype)[:, None].expand(sums.max_score.shape)
+    max_score = torch.where(
+        sums.scaled_sum == 0, logit, torch.maximum(sums.max_score, logit)
+    ).detach()
+    rescaled = torch.where(
+        sums.scaled_sum == 0, 0, sums.scaled_sum * torch.exp(sums.max_score - max_score)
+    )
+    return SoftmaxSum(max_score, rescaled + torch.exp(logit - max_score))
+
+
+def softmax_weights(s: Tensor, sums: SoftmaxSum) -> Tensor:
+    """Compute exp(s_ij) divided by the sum of its row, for any columns of the row; 0 for a row that
+    sees nothing.
+    """
+    divisor = sums.scaled_sum.masked_fill(sums.scaled_sum == 0, 1)
+    return torch.exp(s - sums.max_score[..., None]) / divisor[..., None]
+
+
+def attend_rows(call: Call, rows: slice) -> KernelResult:
+    """Compute the definition for a block of queries."""
+    s, visible = scores(call, rows)
+    s = tap("scores", s)
+    sums = softmax_sum(s)
+    pattern = tap("pattern", softmax_weights(s, add_sink(sums, call.sink)))
+    dropped = F.dropout(pattern, call.dropout) if call.dropout else pattern
+    finite = call.readable and call.finite
+    out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
+    return KernelResult(
+        out, sums.lse, s if is_edited("scores") else None, pattern if is_edited("pattern") else None
+    )
+
+
+def differentiable_gradients(
+    call: Call, inputs: Sequence[Tensor], d_out: Tensor | None, d_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of an attention call as differentiable functions of its inputs.
+
+    The backward pass of a fast kernel cannot be differentiated. Where a caller asks for that
+    (`create_graph=True`), its gradients are computed with this function instead, which holds all
+    scores in memory.
+
+    Args:
+        call: the checked call without its sink.
+        inputs: q, k, v and the tensors of the bias, with their graphs.
+        d_out: the gradient of the output `[B, H, T, E]`, or None.
+        d_lse: the gradient of the lse `[B, H, T]`, or None.
+
+    Returns:
+        The gradients of the inputs, in their order; None for one that requires none.
+
+    Raises:
+        KernelRefusal: the call drops weights at random, or needs too much memory.
+    """
+    size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
+    if call.dropout or size > MAX_SCORE_BYTES:
+        reason = (
+            "dropout, whose random numbers cannot be repeated"
+            if call.dropout
+            else f"{units.size(size)} of scores; the limit is {units.size(MAX_SCORE_BYTES)}"
+        )
+        raise KernelRefusal(
+            f"no second derivative of attention with {reason}: use backend='reference', or fewer "
+            "queries at a time"
+        )
+    # views, so that a tensor that is passed as q and as k gets a gradient for each
+    q, k, v, *bias_tensors = (x.view_as(x) for x in inputs)
+    bias = None if call.bias is None else call.bias.with_tensors(bias_tensors)
+    with torch.enable_grad():
+        result = attend_rows(replace(call, q=q, k=k, v=v, bias=bias, sink=None), EVERYTHING)
+        assert result.lse is not None
+        outputs = [(result.out, d_out), (result.lse, d_lse)]
+        wanted = [x for x in (q, k, v, *bias_tensors) if x.requires_grad]
+        grads = iter(
+            torch.autograd.grad(
+                [x for x, d in outputs if d is not None],
+                wanted,
+                [d for _, d in outputs if d is not None],
+                create_graph=True,
+                allow_unused=True,
+            )
+        )
+    return tuple(next(grads) if x.requires_grad else None for x in (q, k, v, *bias_tensors))
