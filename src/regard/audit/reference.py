@@ -102,8 +102,8 @@ FAULTY_VALUES: dict[str, tuple[str, ...]] = {
 }
 """The faulty values of each field. These names need an explanation:
 
-rotary: "mixed", "mixed-back": angles in one layout and pairs in the other. "each-*": queries in this
-    layout, keys in the other. "heads-*": rotation by the index of the head. "values-*": values
+rotary: "mixed", "mixed-back": angles in one layout and pairs in the other. "each-*": queries in
+    this layout, keys in the other. "heads-*": rotation by the index of the head. "values-*": values
     are rotated, too. "queries-*": only queries are. "opposite-*": keys are rotated backwards.
 bias: "alibi-grows", "given-negated": ALiBi, or the given bias, with the wrong sign.
 mask: "own-hidden": a query does not see its own key; "-first" excepts the first query, and with

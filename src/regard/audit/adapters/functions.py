@@ -289,8 +289,8 @@ def _function_keywords(signature_parameters: Any, claims: AuditClaims) -> CallKe
 class CustomAdapter(TargetAdapter):
     """Call the target through an adapter function of the user.
 
-    The function has the form adapter(target, x, *, keep, tokens, positions, memory, weights). It may
-    leave out any keyword argument; checks that need the argument are then not made:
+    The function has the form adapter(target, x, *, keep, tokens, positions, memory, weights). It
+    may leave out any keyword argument; checks that need the argument are then not made:
 
         target: the code under audit.
         x: the tokens, [B, T, M].

@@ -42,8 +42,10 @@ CACHE_IN_MODULE = "inside the module"
 
 
 class ModuleAdapter(TargetAdapter):
-    """Call a module with tokens [B, T, M]: forward(x), or forward(x, x, x) if it takes query, key and
-    value, or forward(x_t, x) for each token t if it takes one query and all keys.
+    """Call a module with tokens x [B, T, M].
+
+    The call is forward(x), or forward(x, x, x) if the module takes query, key and value, or
+    forward(x_t, x) for each token t if it takes one query and all keys.
 
     Args:
         module: the code; a copy in evaluation mode runs.
