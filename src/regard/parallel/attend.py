@@ -432,14 +432,14 @@ class _ExchangeBlocks(torch.autograd.Function):
                 continue
             blocks_returned = _blocks(call, (ranks.rank + step) % ranks.world, ranks.rank)
             shapes = _block_shapes(k, v, blocks_returned)
-            like = q.new_empty(sum(int(torch.Size(x).numel()) for x in shapes), dtype=wide_dtype)
+            buffer = q.new_empty(sum(int(torch.Size(x).numel()) for x in shapes), dtype=wide_dtype)
             sent = _pack([*d_keys, *d_values]) if blocks else None
             message = ranks.send_receive(
                 "gradients of keys and values",
                 step,
                 sent,
                 source,
-                like if blocks_returned else None,
+                buffer if blocks_returned else None,
                 (ranks.rank + step) % ranks.world,
             )
             pending.append((step, message.wait))
@@ -496,13 +496,13 @@ def _receive_blocks(call: _RankedCall, k: Tensor, v: Tensor, message_name: str) 
             else None
         )
         shapes = _block_shapes(k, v, blocks_received)
-        like = (
+        buffer = (
             k.new_empty(sum(int(torch.Size(x).numel()) for x in shapes))
             if blocks_received
             else None
         )
         return (
-            ranks.send_receive(message_name, step, send, to, like, source),
+            ranks.send_receive(message_name, step, send, to, buffer, source),
             blocks_received,
             shapes,
         )
@@ -673,8 +673,8 @@ class _HeadExchange:
         """Send x [B, H, tokens of this rank, D]; return [B, H / W, all tokens, D]."""
         (B, H, _, D), W = x.shape, self.ranks.world
         parts = [part.contiguous().view(-1) for part in x.chunk(W, 1)]
-        like = [x.new_empty(B * (H // W) * n * D) for n in self.counts]
-        received = self.ranks.all_to_all("heads", parts, like)
+        buffers = [x.new_empty(B * (H // W) * n * D) for n in self.counts]
+        received = self.ranks.all_to_all("heads", parts, buffers)
         tensors = [p.view(B, H // W, n, D) for p, n in zip(received, self.counts, strict=True)]
         return self.shards.join(tensors) if self.by_position else torch.cat(tensors, 2)
 
@@ -687,8 +687,10 @@ class _HeadExchange:
             else x.split(self.counts, 2)
         )
         count = self.counts[self.ranks.rank]
-        like = [x.new_empty(B * n * count * D) for _ in tensors]
-        received = self.ranks.all_to_all("heads", [x.contiguous().view(-1) for x in tensors], like)
+        buffers = [x.new_empty(B * n * count * D) for _ in tensors]
+        received = self.ranks.all_to_all(
+            "heads", [x.contiguous().view(-1) for x in tensors], buffers
+        )
         return torch.cat([p.view(B, n, count, D) for p in received], 1)
 
 

@@ -376,12 +376,14 @@ def _check_by_operations(context: CheckContext, T: int) -> list[Finding]:
     """Check the recorded operations at this length, with at least two tokens."""
     adapter = context.float64_adapter or context.adapter
     x = context.random_tokens(1, max(T, 2), turn=3)
-    whole = getattr(adapter, "query_keys", None) is None
-    if not whole and _output_is_weighted_tokens(adapter, x):
+    all_queries = getattr(adapter, "query_keys", None) is None
+    if not all_queries and _output_is_weighted_tokens(adapter, x):
         context.notes["checked by operations"] = True
         return []
-    faults = check_operations(adapter, x, adapter.claims.scale, adapter.width, whole=whole)
-    if not faults and whole:
+    faults = check_operations(
+        adapter, x, adapter.claims.scale, adapter.width, all_queries=all_queries
+    )
+    if not faults and all_queries:
         faults = check_rotary(adapter, x[:, :1].expand(-1, 6, -1).clone())
     context.notes["checked by operations"] = True
     return [_finding_of(each, x.shape[1]) for each in faults]
