@@ -121,8 +121,9 @@ def attend(
         method: how tokens are exchanged; every method gives the same result. "exchange": each rank
             keeps its queries and receives the keys and values that they see. "gather": every rank
             receives all keys and values. "heads": each rank receives all tokens of some heads.
-            "both": "heads" inside a node, "exchange" between nodes. "auto": "heads" if the heads
-            can be divided among the ranks and fewer bytes are sent, otherwise "exchange".
+            "both": "heads" inside a node, "exchange" between nodes. "auto": "both" with two
+            groups; otherwise "heads" if there is no bias, the heads can be divided among the ranks
+            and fewer bytes are sent; otherwise "exchange".
         options: mask, bias, scale, softcap, sink and backend: see `ParallelOptions`.
 
     Returns:

@@ -68,9 +68,10 @@ def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tupl
 def unused_parameters(module: nn.Module, interpretations: Sequence[Projections]) -> list[str]:
     """Return the names of the parameters that belong to none of the projections.
 
-    >>> heads = nn.MultiheadAttention(8, 2)
-    >>> unused_parameters(heads, read_projections(nn.MultiheadAttention(8, 2), AuditClaims(), 8))
-    ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
+    >>> names = ("q", "k", "v", "out", "gate")
+    >>> module = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
+    >>> unused_parameters(module, read_projections(module, AuditClaims(heads=2), 8))
+    ['gate.weight']
     """
     known: set[int] = set()
     for maps in interpretations:
