@@ -357,7 +357,7 @@ def test_masks_in_no_form_that_is_known() -> None:
         ),
         (torch.softmax, {}, "is neither a function attend"),
         (3, {}, "int is int; it must be a module, a class or a function"),
-        (base.attend, {"heads": 4, "kv_heads": 3}, "4 query heads are not divisible by 3"),
+        (base.attend, {"heads": 4, "kv_heads": 3}, "heads is 4 and kv_heads is 3; kv_heads must"),
         (base.attend, {"heads": 0}, "heads is 0; it must be an integer of at least 1"),
         (
             base.attend,

@@ -275,7 +275,7 @@ FOREIGN = {
     ),
     "lt|gt|eq|ne": (lambda m: m < 0, lambda m: m > 0, lambda m: m == 0, lambda m: m != 0),
     "where": (lambda m: scores.where(m, 1.0), lambda m: torch.where(scores > 0, m, m)),
-    "converted to torch": (
+    "converts a bool mask to torch": (
         lambda m: m.to(torch.bool),
         lambda m: m.to(torch.float32),
         lambda m: m.to(dtype=torch.int64),

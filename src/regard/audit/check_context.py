@@ -1,5 +1,5 @@
-"""What all checks share: how the code is called, which mask it needs, and when two outputs
-differ.
+"""`CheckContext`, which all checks receive: how to call the code, which mask it needs, and how to
+compare two of its outputs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from regard.tolerance import allowed_error
 MAX_PARAMETERS = 500_000_000
 """The largest number of parameters of which a second copy in float64 is made."""
 T = 6
+"""The number of tokens with which `make_context` finds out whether the code is causal."""
 
 
 class Mismatch(NamedTuple):
@@ -52,8 +53,8 @@ def worst_mismatch(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Mismat
 
     Args:
         x: the output to be judged.
-        plains: straightforward computations of equal standing in the same dtype; the largest of
-            their errors counts.
+        plains: straightforward computations of the same quantity in the same dtype, which differ
+            only by rounding; the largest of their errors counts.
         ref64: the definition in float64. NaN and infinities must be at the same places.
 
     >>> worst_mismatch(torch.ones(2), [torch.ones(2)], torch.ones(2).double())
@@ -75,7 +76,7 @@ def worst_mismatch(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Mismat
 
 
 RunTarget: TypeAlias = "Callable[[TargetAdapter, Tensor], Tensor]"
-"""From a adapter, in one dtype or another, and tokens to an output."""
+"""A function (adapter, tokens) -> output; the adapter determines the dtype."""
 
 
 @dataclass
@@ -89,8 +90,10 @@ class CheckContext:
         seed: the seed of all random numbers.
         strict: whether the code must also meet what `regard` itself guarantees.
         notes: results that checks share: "mask_behavior" (what each mask argument does), "flag"
-            (the adapter with its causal flag set), "unclear" (it shows some later tokens and not
-            all), and those of the definition check.
+            (the adapter with its causal flag set), "unclear" (without a mask, some outputs
+            depend on later tokens and others do not), and those of the definition check:
+            "interpretation" and "variant" (they reproduce the output), "softcap", "differs"
+            (nothing reproduces the output), "checked by operations" and "long definition holds".
         float64_adapter: the same code in float64, or None if it cannot run there.
     """
 
@@ -105,8 +108,8 @@ class CheckContext:
         self.float64_adapter = to_float64(self.adapter)
 
     def expected_mask(self, T: int, S: int, *, causal: bool | None = None) -> Tensor:
-        """Return the mask of the last T of S tokens as claimed, bool [T, S]; `causal` overrides the
-        context's.
+        """Return the claimed mask of the last T queries and S keys, bool [T, S]; `causal` overrides
+        the context's.
         """
         causal = self.causal if causal is None else causal
         i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
@@ -119,7 +122,7 @@ class CheckContext:
         return visible
 
     def random_tokens(self, B: int, T: int, turn: int = 0) -> Tensor:
-        """Return random tokens [B, T, ...]; each `turn` gives others."""
+        """Return random tokens [B, T, ...], which are different for each `turn`."""
         return self.adapter.random_tokens(B, T, self.seed * 101 + turn)
 
     def replace_token(self, x: Tensor, j: int) -> Tensor:
@@ -165,16 +168,16 @@ class CheckContext:
         """Return where `run` differs from `reference`, both on this code, by the error rule, else
         None.
 
-        The reference in float64 is the definition. The plain errors are those of the reference
-        itself, on x and on inputs that equal x up to rounding, so that the luck of a single run
-        does not count.
+        The reference in float64 is the definition. The allowed error comes from the
+        reference in the dtype of the code, on x and on inputs that equal x up to rounding, so that
+        it does not depend on the rounding errors of a single run.
         """
         plains, ref = self.reference_outputs(x, reference)
         return worst_mismatch(run(self.adapter, x), plains, ref)
 
     def reference_outputs(self, x: Tensor, reference: RunTarget) -> tuple[list[Tensor], Tensor]:
-        """Return the outputs that an output on x is compared with: plain computations, and
-        float64.
+        """Return what an output on x is compared with: plain computations in the dtype of the code,
+        and the reference in float64.
         """
         plain = reference(self.adapter, x)
         ref = (
@@ -182,9 +185,11 @@ class CheckContext:
             if self.float64_adapter is None
             else reference(self.float64_adapter, x).double()
         )
-        return [plain, *self._equal_standing_outputs(x, ref, reference)], ref
+        return [plain, *self._outputs_with_other_rounding(x, ref, reference)], ref
 
-    def _equal_standing_outputs(self, x: Tensor, ref: Tensor, reference: RunTarget) -> list[Tensor]:
+    def _outputs_with_other_rounding(
+        self, x: Tensor, ref: Tensor, reference: RunTarget
+    ) -> list[Tensor]:
         """Return plain computations on x with rounding errors, or, for ids, with the errors on
         other ids.
         """
@@ -222,21 +227,21 @@ class CheckContext:
             reply = self.call(x[:, start : start + n], start=start, memory=memory, adapter=adapter)
             memory = reply.memory
             if memory is NEW_CACHE or memory is None:
-                raise CheckNotPossible("it returns no cache: give an adapter")
+                raise CheckNotPossible("it returns no cache; give an adapter that returns one")
             outs.append(reply.out)
             start += n
         return torch.cat(outs, 1), memory
 
 
 def to_float64(adapter: TargetAdapter) -> TargetAdapter | None:
-    """Return the adapter in float64, or None if the code does not run there or is too large."""
+    """Return the adapter in float64; None if the code does not run in float64 or is too large."""
     state = adapter.state_tensors()
     if state and sum(x.numel() for x in state.values()) > MAX_PARAMETERS:
         return None
     try:
         float64_adapter = adapter.to_dtype(torch.float64)
         out = float64_adapter.call(adapter.random_tokens(1, 3, 0)).out
-    except Exception:  # the limits of the code are not a fault
+    except Exception:  # code that runs in some dtypes only has no fault
         return None
     return float64_adapter if out.dtype == torch.float64 else None
 
@@ -247,8 +252,10 @@ def make_context(
     """Find out whether the code is causal and whether its mask must be passed, and make the
     context.
 
-    If nothing is claimed, code that shows no later token is causal, and code that shows all tokens
-    is causal if it takes a mask. If other code shows some later tokens, these are not judged.
+    If causality is not claimed, a call without a mask decides. Code in which no output depends on a
+    later token is causal. Code in which every output depends on every token is causal if it takes a
+    mask or has a causal flag, and bidirectional otherwise. For other code the note "unclear" is
+    set, and its dependence on later tokens is not reported as a fault.
     """
     claimed_causal = adapter.claims.causal
     unmasked_context = CheckContext(adapter, causal=False, masked=False, seed=seed, strict=strict)

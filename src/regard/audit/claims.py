@@ -1,4 +1,4 @@
-"""What attention code is claimed to be: its sizes, causality, window, scale and mask convention."""
+"""`AuditClaims`: the claimed sizes, causality, window, scale and mask convention of the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class AuditClaims:
-    """The properties that attention code is claimed to have. A property that is None is found out
+    """The properties that attention code is claimed to have. A property that is None is inferred
     from the code, or not checked.
 
     Args:
@@ -17,13 +17,13 @@ class AuditClaims:
         heads: the number of query heads H.
         kv_heads: the number of key/value heads G.
         head_dim: the features of one head D.
-        causal: True if no token may depend on a later one; None accepts what the code does without
-            a mask.
+        causal: True if no token may depend on a later one; None infers it from the code's results
+            without a mask.
         window: the number of keys that a query sees, its own included.
         scale: the factor on the scores; None means 1/sqrt(D).
         mask: the meaning of a mask: "keep" (True = may attend), "block" (True = hidden) or
-            "additive". None accepts the convention that works, but "block" for
-            `nn.MultiheadAttention` and modules like it.
+            "additive". None accepts any convention that works; for
+            `nn.MultiheadAttention` and modules with its argument names it means "block".
         layout: the order of a function's arguments, "BHTD" or "BTHD".
 
     Raises:
@@ -58,7 +58,7 @@ class AuditClaims:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {words}")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ArgumentError(
-                f"{self.heads} query heads are not divisible by {self.kv_heads} key/value heads"
+                f"heads is {self.heads} and kv_heads is {self.kv_heads}; kv_heads must divide heads"
             )
 
     @property

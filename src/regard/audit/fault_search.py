@@ -24,6 +24,7 @@ from regard.audit.reference import (
 )
 
 LENGTH = 5
+"""The default number of tokens of the shorter of the two searched outputs."""
 FLOAT64_TOLERANCE = 1e-9
 """The largest difference of two computations in float64, relative to the largest number."""
 TRIED_IN_PAIRS = {
@@ -71,7 +72,7 @@ class WeightInterpretation:
 
 
 class FaultSearch:
-    """The outputs of the code for two lengths, compared with variants of the definition."""
+    """A search for the variant of the definition that reproduces two outputs of the code."""
 
     def __init__(self, context: CheckContext, T: int = LENGTH) -> None:
         self.context, self.window = context, context.adapter.claims.window
@@ -83,16 +84,17 @@ class FaultSearch:
         self.inputs_cache: dict[tuple[int, bool, int, torch.dtype, int], ReferenceInputs] = {}
 
     def _run(self, n: int) -> tuple[Tensor, Tensor]:
-        # the scores differ clearly, and the softmax does not saturate
-        """Call the code on n random tokens; return the tokens and the output."""
+        """Call the code on n random tokens; return the tokens [2, n, M] and the output."""
+        # with the factor 1.5 the scores differ clearly, and the softmax does not saturate
         x = self.context.random_tokens(2, n, turn=3) * 1.5
         return x, self.context.call(x).out
 
     def inputs_for(
         self, interpretation: WeightInterpretation, x: Tensor, dtype: torch.dtype, turn: int = 0
     ) -> ReferenceInputs:
-        """Return the inputs of the reference for tokens x; equal questions share intermediate
-        results.
+        """Return the inputs of the reference for tokens x.
+
+        Calls with equal arguments return the same object, which stores intermediate results.
         """
         key = (id(interpretation.maps), interpretation.causal, x.shape[1], dtype, turn)
         if key not in self.inputs_cache:
@@ -298,7 +300,7 @@ def _interpretations(context: CheckContext) -> Iterator[WeightInterpretation]:
 
 
 def _within(variant: AttentionVariant, known: AttentionVariant) -> bool:
-    """Whether the faults of a variant are among those that explained a larger example."""
+    """Whether `known`, which explained a larger example, has all faults of the variant."""
     return all(getattr(variant, f) == getattr(known, f) for f in variant.faults)
 
 
@@ -325,7 +327,7 @@ def candidates(
         bases: the rotary bases to try.
         n: the number of faults.
         windowed: whether the code has a window.
-        named: whether queries, keys and values have maps with names of their own.
+        named: whether the parameter names tell queries, keys and values apart.
         sinks: whether the code has sinks.
         mapped: whether the code has an output projection.
         biased: whether the code is given a bias.
@@ -351,20 +353,22 @@ def candidates(
         changes: dict[str, Any] = dict(combination)
         if len(changes) < n:  # two faults of the same step
             continue
-        correct = correct_variants
+        bases_without_fault = correct_variants
         if n > 1:  # partial rotary and ALiBi are searched with one fault only
-            correct = [r for r in correct_variants if r.rotary_divisor == 1 and r.bias == "none"]
+            bases_without_fault = [
+                r for r in correct_variants if r.rotary_divisor == 1 and r.bias == "none"
+            ]
         if "rotary" in changes:
-            correct = list(
+            bases_without_fault = list(
                 dict.fromkeys(
                     AttentionVariant(base=r.base, rotary_divisor=r.rotary_divisor)
-                    for r in correct
+                    for r in bases_without_fault
                     if r.rotary != "none"
                 )
             )
         if "bias" in changes:
-            correct = [AttentionVariant()]
-        variants += [replace(right, **changes) for right in correct]
+            bases_without_fault = [AttentionVariant()]
+        variants += [replace(base, **changes) for base in bases_without_fault]
     return tuple(variants)
 
 
@@ -374,8 +378,9 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "roles": ("named",),
     "sink": ("sinks",),
     "output": ("mapped",),
-    "given-back": ("biased",),
+    "given-negated": ("biased",),
 }
+"""The conditions of `candidates` under which a field or a faulty value is tried."""
 
 
 def _correct_variants(head_dim: int, bases: tuple[float, ...]) -> Iterator[AttentionVariant]:

@@ -12,9 +12,9 @@ Severity: TypeAlias = Literal["error", "warning"]
 
 
 _LEAKS = ("future-leak", "padding-leak", "window-off-by-one", "window-ignored")
-_RUNS = ("cache-differs", "left-padding-shift")
+_CACHE_OR_PADDING_FAULTS = ("cache-differs", "left-padding-shift")
 _MASKS = ("mask-added", "mask-ignored", "mask-polarity", "mask-rows", "padding-on-queries")
-_PLACES = ("left-padding-shift", "position-shift")
+_POSITION_FAULTS = ("left-padding-shift", "position-shift")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Finding:
 
     @property
     def size(self) -> int:
-        """The size of the example, B + T + heads + head dim: shrinking makes it smaller."""
+        """The size of the example, B + T + heads + head dim; an audit reports a small one."""
         sizes = (self.example.get(key, 1) for key in ("B", "T", "heads", "head_dim"))
         return sum(value for value in sizes if isinstance(value, int))
 
@@ -58,7 +58,7 @@ class PassedCheck:
 
     Args:
         name: the name of the check.
-        description: what is true of the code, since it passed.
+        description: the property of the code that the check confirmed.
     """
 
     name: str
@@ -130,7 +130,9 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of `regard audit`: 1 for faults, 3 for none but an open check, else 0."""
+        """The exit code of `regard audit`: 1 if there are faults; 3 if there are none, but a check
+        that applies could not be made; else 0.
+        """
         return 1 if self.findings else 0 if self.complete else 3
 
     @property
@@ -184,7 +186,7 @@ class Audit:
 
 
 def _number(x: float | str) -> str:
-    """A number with six digits, or a text unchanged."""
+    """Return a number with six digits, or a text unchanged."""
     return x if isinstance(x, str) else f"{x:.6g}"
 
 
@@ -219,9 +221,9 @@ FAULTS: dict[str, Fault] = {
         "dropout_p=... of scaled_dot_product_attention, F.dropout without training=self.training",
     ),
     "state-kept": Fault(
-        "A call changes what later calls give.",
+        "A call changes the results of later calls.",
         "buffers and attributes written in forward, a cache that is not reset",
-        implies=_RUNS,
+        implies=_CACHE_OR_PADDING_FAULTS,
     ),
     "input-changed": Fault(
         "The call changes its input in place.",
@@ -231,14 +233,14 @@ FAULTS: dict[str, Fault] = {
     "batch-mixing": Fault(
         "A row of the batch depends on other rows.",
         "reshapes and transposes that move the batch, a softmax or a norm over it",
-        implies=(*_RUNS, "padding-leak", "definition-differs", "keys-ignored"),
+        implies=(*_CACHE_OR_PADDING_FAULTS, "padding-leak", "definition-differs", "keys-ignored"),
     ),
     "mask-polarity": Fault(
-        "The mask hides what it should show.",
+        "The mask hides the keys that it should show, and shows those that it should hide.",
         "masked_fill(mask == 0) against masked_fill(mask), ~mask",
         implies=(
             *_LEAKS,
-            *_RUNS,
+            *_CACHE_OR_PADDING_FAULTS,
             "mask-zeroed",
             "definition-differs",
             "keys-ignored",
@@ -260,7 +262,7 @@ FAULTS: dict[str, Fault] = {
         "a mask in an attribute, or in a cache by shape, that is not renewed",
         implies=(
             *_LEAKS,
-            *_RUNS,
+            *_CACHE_OR_PADDING_FAULTS,
             "state-kept",
             "mask-rows",
             "mask-polarity",
@@ -280,23 +282,23 @@ FAULTS: dict[str, Fault] = {
     ),
     "mask-zeroed": Fault(
         "Hidden scores are set to about 0 instead of -inf.",
-        "masked_fill(mask, 0) or 1e-9 for -1e9, scores * mask",
-        implies=(*_LEAKS, *_RUNS),
+        "masked_fill(mask, 0) or 1e-9 instead of -1e9, scores * mask",
+        implies=(*_LEAKS, *_CACHE_OR_PADDING_FAULTS),
     ),
     "mask-after-softmax": Fault(
         "The mask is applied after the softmax, so that rows do not sum to 1.",
         "the order of softmax and mask",
-        implies=(*_LEAKS, *_RUNS, "weights-sum", "keys-ignored"),
+        implies=(*_LEAKS, *_CACHE_OR_PADDING_FAULTS, "weights-sum", "keys-ignored"),
     ),
     "own-key-hidden": Fault(
         "A token does not see itself.",
-        "tril(-1) for tril(), < for <=",
+        "tril(-1) instead of tril(), < instead of <=",
         implies=("future-leak", "keys-ignored", "output-not-finite", "cache-differs"),
     ),
     "future-leak": Fault(
         "A token sees later tokens.",
         "triu and tril, their diagonal, the path that drops the mask",
-        implies=(*_RUNS, "definition-differs"),
+        implies=(*_CACHE_OR_PADDING_FAULTS, "definition-differs"),
     ),
     "padding-on-queries": Fault(
         "The padding mask hides queries instead of keys.",
@@ -304,7 +306,7 @@ FAULTS: dict[str, Fault] = {
         implies=("padding-leak", "left-padding-shift", "empty-row", "mask-rows"),
     ),
     "padding-leak": Fault(
-        "The content of padding reaches tokens.",
+        "The content of padded slots affects other tokens.",
         "whether the padding mask is applied to keys",
         implies=("left-padding-shift",),
     ),
@@ -314,7 +316,7 @@ FAULTS: dict[str, Fault] = {
         "warning",
     ),
     "empty-row": Fault(
-        "A row whose keys are all hidden gives no numbers, or affects other rows.",
+        "A query whose keys are all hidden gives NaN or an average, or affects other queries.",
         "softmax of a row that is all -inf",
     ),
     "keys-ignored": Fault(
@@ -359,7 +361,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "queries-keys-exchanged": Fault(
         "Queries are used as keys, and keys as queries.",
-        "k @ q^T for q @ k^T",
+        "k @ q^T instead of q @ k^T",
         implies=("softmax-axis", "queries-values-exchanged"),
     ),
     "queries-values-exchanged": Fault(
@@ -367,8 +369,8 @@ FAULTS: dict[str, Fault] = {
         "the order in which q, k and v are passed, split or assigned",
     ),
     "bias-sign": Fault(
-        "A bias of positions has the wrong sign.",
-        "scores - bias for scores + bias; ALiBi adds -slope * distance",
+        "A position bias has the wrong sign.",
+        "scores - bias instead of scores + bias; ALiBi adds -slope * distance",
         implies=("definition-differs",),
     ),
     "sink-renormalised": Fault(
@@ -377,25 +379,32 @@ FAULTS: dict[str, Fault] = {
         implies=("softmax-overflow",),
     ),
     "weights-uniform": Fault(
-        "Every visible key has the same weight: scores do nothing.", "a mean for a softmax"
+        "Every visible key has the same weight: the scores have no effect.",
+        "a mean instead of a softmax",
     ),
     "softmax-axis": Fault(
         "The softmax runs over another axis than the keys.",
         "dim=-1",
-        implies=(*_LEAKS, *_RUNS, "weights-sum", "definition-differs", "batch-mixing"),
+        implies=(
+            *_LEAKS,
+            *_CACHE_OR_PADDING_FAULTS,
+            "weights-sum",
+            "definition-differs",
+            "batch-mixing",
+        ),
     ),
     "softmax-missing": Fault(
         "The scores are used without a softmax.",
-        "softmax, and the sum that it divides by",
+        "a missing softmax, or one without the division by the sum",
         implies=("weights-sum", "softmax-overflow"),
     ),
     "softmax-not-rescaled": Fault(
-        "Blocks are joined without rescaling the earlier sums to the new maximum.",
-        "acc * exp(m_old - m_new), and the same of the sum",
+        "Blocks of keys are joined without rescaling the earlier sums to the new maximum.",
+        "acc * exp(m_old - m_new), and the same factor on the sum",
         implies=("definition-differs",),
     ),
     "precision-lost": Fault(
-        "The numbers are rounded to a smaller dtype on the way.",
+        "Intermediate results are rounded to a smaller dtype.",
         "a softmax or products in float16 or bfloat16",
     ),
     "softmax-overflow": Fault(
@@ -404,17 +413,17 @@ FAULTS: dict[str, Fault] = {
     ),
     "gqa-head-order": Fault(
         "Query heads use the wrong key/value heads.",
-        "repeat for repeat_interleave: head h uses h // (H/G)",
+        "repeat instead of repeat_interleave: head h uses h // (H/G)",
     ),
     "heads-split": Fault(
         "Heads are split without moving the token axis: they mix tokens.",
         "view(B, T, H, D).transpose(1, 2)",
-        implies=(*_LEAKS, *_RUNS, *_MASKS),
+        implies=(*_LEAKS, *_CACHE_OR_PADDING_FAULTS, *_MASKS),
     ),
     "heads-joined": Fault(
         "Heads are joined without moving the token axis: they mix tokens.",
         "transpose(1, 2) before reshape(B, T, H*D)",
-        implies=(*_LEAKS, *_RUNS, *_MASKS),
+        implies=(*_LEAKS, *_CACHE_OR_PADDING_FAULTS, *_MASKS),
     ),
     "output-missing": Fault(
         "The module has an output projection and does not apply it.", "return self.out_proj(out)"
@@ -430,25 +439,30 @@ FAULTS: dict[str, Fault] = {
         "each step between projection and output, on the example",
     ),
     "rotary-mixed": Fault(
-        "Rotary mixes its two layouts: scores depend on absolute positions, and norms change.",
+        "Rotary mixes the half and interleaved layouts: scores depend on absolute positions, and "
+        "norms change.",
         "rotate_half against repeat_interleave of cos and sin",
-        implies=_PLACES,
+        implies=_POSITION_FAULTS,
     ),
     "rotary-axis": Fault(
         "Rotary rotates by the index of the head instead of the position of the token.",
         "[B,T,H,D] against [B,H,T,D]",
-        implies=_PLACES,
+        implies=_POSITION_FAULTS,
     ),
     "rotary-values": Fault(
-        "Values are rotated, and not rotated back.", "apply_rotary to q and k only", implies=_PLACES
+        "Values are rotated, and not rotated back.",
+        "apply_rotary to q and k only",
+        implies=_POSITION_FAULTS,
     ),
     "rotary-one-sided": Fault(
-        "Only queries are rotated.", "apply_rotary to q and k", implies=(*_PLACES, "cache-differs")
+        "Only queries are rotated.",
+        "apply_rotary to q and k",
+        implies=(*_POSITION_FAULTS, "cache-differs"),
     ),
     "rotary-not-relative": Fault(
         "Products of rotated queries and keys depend on more than their distance.",
-        "layouts, positions that count something else",
-        implies=_PLACES,
+        "mixed layouts, opposite directions, positions that do not count tokens",
+        implies=_POSITION_FAULTS,
     ),
     "rotary-precision": Fault(
         "Far positions are rotated by rounded angles.",
@@ -456,7 +470,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "position-shift": Fault(
         "The output changes when all positions are shifted.",
-        "rotary, and masks that count slots for positions",
+        "rotary, and masks that use slot indices as positions",
     ),
     "left-padding-shift": Fault(
         "A row with padding in front gives other results than the same row alone.",
@@ -482,7 +496,7 @@ FAULTS: dict[str, Fault] = {
         "warning",
     ),
     "parameters-not-finite": Fault(
-        "A weight is NaN or infinite.", "the checkpoint, or what made it"
+        "A weight is NaN or infinite.", "the checkpoint, or the training that produced it"
     ),
     "cache-in-state-dict": Fault(
         "A mask or a cache is saved with the weights.",

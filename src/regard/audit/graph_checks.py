@@ -1,5 +1,5 @@
 """Check the attention that is found in a module's operations: its scale, softmax, bias, heads,
-roles and rotary positions.
+q/k/v roles and rotary positions.
 
 `reference.py` needs projections that can be read from the parameters. These checks need none,
 because `operation_graph.py` finds attention in the recorded operations themselves.
@@ -32,6 +32,7 @@ from regard.audit.operation_graph import (
 from regard.units import plural
 
 HIDDEN_BIAS = 1e3
+"""A bias of at least this size hides the key."""
 
 
 @dataclass
@@ -45,13 +46,13 @@ class GraphFault:
 
 
 def check_operations(
-    adapter: TargetAdapter, x: Tensor, scale: float | None, dim: int, *, whole: bool = True
+    adapter: TargetAdapter, x: Tensor, scale: float | None, dim: int, *, all_queries: bool = True
 ) -> list[GraphFault]:
     """Return the faults that the operations on tokens x [1, T, M] show; an empty list if there are
     none.
 
-    `whole` is False for code that takes one query at a time, whose scores may be of any kind: then
-    only the weights are checked.
+    `all_queries` is False for code that takes one query at a time. Its scores may be additive or
+    products, so that only its weights are checked.
 
     Raises:
         CheckNotPossible: no attention is found in the operations, or one of them is not understood.
@@ -66,7 +67,7 @@ def check_operations(
     attentions = find_attention(recorder)
     for attention in attentions:
         faults += _check_weight_sums(attention)
-        if attention.additive or not whole:
+        if attention.additive or not all_queries:
             continue
         faults += [
             *_check_scale(attention, x.shape[1], scale, dim),
@@ -75,7 +76,7 @@ def check_operations(
             *_check_head_groups(attention),
         ]
         faults += _check_joined_heads(attention, recorder, len(attentions))
-    if whole:
+    if all_queries:
         faults += _check_token_alignment(adapter, x, attentions)
     unique = {fault.name: fault for fault in reversed(faults)}
     return list(unique.values())
@@ -228,7 +229,7 @@ def _rotary_table_by_head(node: OperationNode, T: int) -> GraphFault | None:
             if float(differences[..., 1:].max()) > TOLERANCE:
                 return GraphFault(
                     "rotary-axis",
-                    "Queries are rotated by angles that differ by head and not by token.",
+                    "The angles of rotated queries differ by head and not by token.",
                     0.0,
                     float(differences.max()),
                 )
@@ -355,8 +356,10 @@ def _scale_name(factor: float, correct: float, dim: int, T: int) -> str:
 
 
 def _sizes(attention: AttentionNodes, size: int) -> list[int]:
-    """Return the sizes that 1/sqrt may refer to: the number of summed features, and, for absorbed
-    latents, that of the head before its own map.
+    """Return the head sizes D for which the scale 1/sqrt(D) is correct.
+
+    These are the number of summed features and, if a head's projection is absorbed into its query
+    or key (as in multi-head latent attention), the size of the head before that projection.
     """
     sizes = [size]
     for node in (attention.query, attention.key):
@@ -392,9 +395,7 @@ def _check_bias(attention: AttentionNodes) -> Iterator[GraphFault]:
             continue
         steps = steps[moving]
         if not node.weights and bool((steps > 0).all()):
-            sentence = (
-                "A bias of positions grows with the distance, so that far keys are preferred."
-            )
+            sentence = "A position bias grows with the distance, so that far keys are preferred."
             yield GraphFault(
                 "bias-sign", sentence, float(-means[moving][0, -1]), float(means[moving][0, -1])
             )
@@ -451,7 +452,10 @@ def _check_roles(attention: AttentionNodes) -> Iterator[GraphFault]:
     for fault, (a, b) in swaps.items():
         if roles_used[a] == {b} and roles_used[b] == {a}:
             yield GraphFault(
-                fault, f"The map with the name of {b} makes {a}, and vice versa.", 0.0, 1.0
+                fault,
+                f"The map named {b} computes {a}, and the map named {a} computes {b}.",
+                0.0,
+                1.0,
             )
 
 
@@ -530,6 +534,7 @@ def _check_joined_heads(
                 float(rows.flatten()[position]),
             )
             return
+        # heads that were joined correctly and then multiplied by a gate
         gate = rows_of_node / expected
         if bool(((gate >= 0) & (gate <= 1)).all()):
             return

@@ -23,7 +23,7 @@ class Influence(NamedTuple):
     @property
     def visible(self) -> Tensor:
         """Whether token j reaches output i, bool [T, S]. NaN counts as a change."""
-        return ~(self.amount <= self.threshold)  # NaN is an influence
+        return ~(self.amount <= self.threshold)
 
     def strongest(self, where: Tensor) -> tuple[int, int, float]:
         """Return the first output with an influence inside `where`, its strongest token, and the
@@ -67,9 +67,8 @@ def influence(
     for j in range(x.shape[1]) if tokens is None else tokens:
         other = run(changed(x, j))
         difference = (other - base).abs().double()
-        difference = torch.where(
-            other.isnan() & base.isnan(), 0.0, difference
-        )  # NaN in both outputs shows no influence
+        # NaN in both outputs does not show that the token has an influence
+        difference = torch.where(other.isnan() & base.isnan(), 0.0, difference)
         columns.append(difference.transpose(0, 1).flatten(1).amax(1))
     finite = base[base.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 1.0

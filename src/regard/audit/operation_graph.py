@@ -103,8 +103,7 @@ class OperationNode:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Record operations below autograd, where all ways to write attention use the same few
-    operations.
+    """Record the operations below autograd: a few basic ones, however attention is written.
 
     >>> import torch
     >>> x = torch.ones(1, 2, 3)
@@ -187,7 +186,7 @@ class AttentionNodes:
         products: (node, factor applied after it) of each q k^T; several if a head is computed in
             parts.
         biases: (node, sign) of each term of the scores that depends on no token.
-        scale_free_reason: why the scale is not judged, or None.
+        scale_free_reason: why the scale is not checked, or None.
         weights: the attention weights [N, T, S]; None inside a fused operation.
         softmax: the node of the softmax, or None.
         additive: whether the scores are learned functions instead of products.
@@ -222,7 +221,7 @@ def find_attention(recorder: OperationRecorder) -> list[AttentionNodes]:
         a, b = operands(node)
         if not (a.tokens and b.tokens) or (id(a) in after_softmax) == (id(b) in after_softmax):
             continue
-        attentions.append(_from_products(node, a, b, first=id(a) in after_softmax))
+        attentions.append(_from_products(node, a, b, weights_first=id(a) in after_softmax))
     unique = {id(attention.out.value): attention for attention in attentions}
     if not unique:
         raise CheckNotPossible("no product of a softmax and of values is found in its operations")
@@ -264,11 +263,14 @@ def _from_fused(node: OperationNode) -> AttentionNodes:
 
 
 def _from_products(
-    node: OperationNode, a: OperationNode, b: OperationNode, *, first: bool
+    node: OperationNode, a: OperationNode, b: OperationNode, *, weights_first: bool
 ) -> AttentionNodes:
-    """Return the attention that ends in a product of weights and values."""
-    pattern, value = (a, b) if first else (b, a)
-    weights = pattern.value if first else pattern.value.transpose(-1, -2)
+    """Return the attention that ends in the product `node` of weights and values.
+
+    `weights_first` says whether the weights are its first operand a or its second operand b.
+    """
+    pattern, value = (a, b) if weights_first else (b, a)
+    weights = pattern.value if weights_first else pattern.value.transpose(-1, -2)
     softmax = _softmax_of(pattern)
     attention = AttentionNodes(value, value, value, node, weights=weights, softmax=softmax)
     for product, factor in _score_products(softmax.inputs[0], 1.0, attention):
@@ -429,8 +431,8 @@ def scale_and_weights(node: OperationNode) -> tuple[float, frozenset[str]]:
 def _unit_vector_reason(
     q: OperationNode, k: OperationNode, *, transposed: bool = False
 ) -> str | None:
-    """Return why the scale is free if queries and keys are unit vectors, so that scores are
-    cosines.
+    """Return why any scale is correct if queries and keys are unit vectors, whose products are
+    cosines; else None.
     """
     keys = k.value.transpose(-1, -2) if transposed else k.value
     lengths = [
@@ -438,6 +440,3 @@ def _unit_vector_reason(
     ]
     unit = all(float((n - 1).abs().max()) < 1e-3 for n in lengths)
     return "its queries and keys are unit vectors, whose scale is a temperature" if unit else None
-
-
-# -- judging it

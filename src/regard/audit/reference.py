@@ -17,7 +17,7 @@ class AttentionVariant:
     """One way to compute attention: each field is one step, and its default is correct.
 
     Attributes:
-        roles: "named", or two of queries, keys and values that are exchanged.
+        roles: "named" if each map has the role of its name, or the two roles that are exchanged.
         rotary: "none", a layout ("half", "interleaved"), or a faulty rotation.
         base: the rotary base.
         rotary_divisor: n if only the first 1/n of each head is rotated.
@@ -76,11 +76,11 @@ FAULTY_VALUES: dict[str, tuple[str, ...]] = {
         "values-interleaved",
         "queries-half",
         "queries-interleaved",
-        "apart-half",
-        "apart-interleaved",
+        "opposite-half",
+        "opposite-interleaved",
     ),
     "scale": ("none", "twice", "model_dim", "length", "inverted", "fitted"),
-    "bias": ("alibi-grows", "given-back"),
+    "bias": ("alibi-grows", "given-negated"),
     "sink": ("renormalised",),
     "groups": ("tiled",),
     "softmax": ("queries", "heads", "absent", "linear", "unnormalised", "sigmoid", "uniform"),
@@ -100,7 +100,18 @@ FAULTY_VALUES: dict[str, tuple[str, ...]] = {
     "join": ("rows",),
     "output": ("absent",),
 }
-"""The faulty values of each field."""
+"""The faulty values of each field. These names need an explanation:
+
+rotary: "mixed", "mixed-back": angles in one layout and pairs in the other. "each-*": queries in
+    this layout, keys in the other. "heads-*": rotation by the index of the head. "values-*": values
+    are rotated, too. "queries-*": only queries are. "opposite-*": keys are rotated backwards.
+bias: "alibi-grows", "given-negated": ALiBi, or the given bias, with the wrong sign.
+mask: "own-hidden": a query does not see its own key; "-first" excepts the first query, and with
+    "-zero" queries without keys have weights of 0. "next-seen": it sees one later key. "one-more",
+    "one-less": the window has one key too many or too few. "zeroed": hidden scores are 0.
+    "after": weights are set to 0 after the softmax.
+split, join: "rows": a reshape without the transpose.
+"""
 
 
 @dataclass
@@ -207,8 +218,14 @@ def join_and_project(inputs: ReferenceInputs, variant: AttentionVariant, z: Tens
     if maps.norm is None:
         return out
     weight, bias, eps = maps.norm
-    both = (out + inputs.x, (inputs.x.shape[-1],), weight.to(out.dtype), bias.to(out.dtype), eps)
-    return torch.nn.functional.layer_norm(*both)
+    norm_arguments = (
+        out + inputs.x,
+        (inputs.x.shape[-1],),
+        weight.to(out.dtype),
+        bias.to(out.dtype),
+        eps,
+    )
+    return torch.nn.functional.layer_norm(*norm_arguments)
 
 
 def score_scale(inputs: ReferenceInputs, variant: AttentionVariant) -> float:
@@ -259,7 +276,7 @@ def _bias(inputs: ReferenceInputs, variant: AttentionVariant) -> Tensor | None:
         return (bias if variant.bias == "alibi" else -bias).to(inputs.x.dtype)
     if inputs.bias is None:
         return None
-    return inputs.bias.to(inputs.x.dtype) * (-1 if variant.bias == "given-back" else 1)
+    return inputs.bias.to(inputs.x.dtype) * (-1 if variant.bias == "given-negated" else 1)
 
 
 def _linear(x: Tensor, weights: LinearMap) -> Tensor:
@@ -280,8 +297,8 @@ def _split(x: Tensor, heads: int, D: int, layout: str) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, times: int, order: str) -> Tensor:
-    """Repeat the key/value heads for the query heads: each for adjacent heads, or all of them in
-    turn.
+    """Repeat G key/value heads for the query heads: each head `times` times in a row, or for the
+    fault "tiled" the whole sequence of heads `times` times.
     """
     B, G, T, D = x.shape
     if order == "tiled":
@@ -311,8 +328,8 @@ def _mask(inputs: ReferenceInputs, how: str) -> Tensor:
 def _attention_weights(
     scores: Tensor, inputs: ReferenceInputs, variant: AttentionVariant
 ) -> Tensor:
-    """Return the weights of scores [B, H, T, S]; a row that sees nothing is uniform, as with
-    -1e9.
+    """Return the weights of scores [B, H, T, S]; a row in which every key is hidden is
+    uniform, because hidden scores are -1e9 and not -inf.
     """
     keep: Tensor = inputs.once(("mask", variant.mask), lambda: _mask(inputs, variant.mask))
     axis = {"queries": -2, "heads": 1}.get(variant.softmax, -1)
@@ -365,7 +382,7 @@ SOFTMAX_REPLACEMENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid": lambda scores, keep: torch.sigmoid(scores).masked_fill(~keep, 0.0),
     "uniform": _evenly,
 }
-"""What faulty code computes instead of a softmax, by the value of `AttentionVariant.softmax`."""
+"""The functions that faulty code uses instead of a softmax, by `AttentionVariant.softmax`."""
 
 
 def _rotate_heads(
@@ -388,7 +405,7 @@ def _rotate_heads(
         return rotate_head(q), k, v
     if rotated_part == "each":  # queries have one layout, keys the other
         return rotate_head(q), rotate_head(k, "interleaved" if layout == "half" else "half"), v
-    if rotated_part == "apart":  # keys are rotated in the opposite direction
+    if rotated_part == "opposite":  # keys are rotated in the opposite direction
         return rotate_head(q), rotate_head(k, sign=-1), v
     return rotate_head(q), rotate_head(k), rotate_head(v) if rotated_part == "values" else v
 
@@ -396,8 +413,16 @@ def _rotate_heads(
 def rotate(
     x: Tensor, base: float, layout: str, axis: int, sign: int = 1, *, rounded: bool = False
 ) -> Tensor:
-    """Return x cos + turn(x) sin with positions along an axis; mixed layouts take half of each
-    convention.
+    """Rotate the features of x by the positions along an axis: x cos + turn(x) sin.
+
+    Args:
+        x: the vectors, [B, H, T, D].
+        base: the rotary base.
+        layout: "half" (feature n is paired with n + D/2), "interleaved" (2n with 2n + 1), "mixed"
+            (interleaved angles, half pairs) or "mixed-back" (half angles, interleaved pairs).
+        axis: the axis whose index is the position: 2, or 1 for the fault of rotation by head.
+        sign: -1 rotates backwards.
+        rounded: whether the angles are computed in float32 instead of float64.
 
     >>> rotate(torch.ones(1, 1, 2, 4), 10000.0, "half", 2)[0, 0, 0]
     tensor([1., 1., 1., 1.])

@@ -33,15 +33,15 @@ def audit_rotary(
     rotation.
     """
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
-    rotate: Any = import_target(target) if isinstance(target, str) else target
+    function: Any = import_target(target) if isinstance(target, str) else target
     H, D = claims.heads or 2, claims.head_dim or 8
-    second = list(parameters(getattr(rotate, "forward", rotate)).values())[1:2]
+    second = list(parameters(getattr(function, "forward", function)).values())[1:2]
     takes_positions, takes_start = bool(second), bool(second) and isinstance(second[0].default, int)
 
     def run(x: Tensor, start: int = 0) -> Tensor:
         positions = start if takes_start else torch.arange(start, start + x.shape[2])
         with torch.no_grad():
-            out: Tensor = rotate(x, positions) if takes_positions else rotate(x)
+            out: Tensor = function(x, positions) if takes_positions else function(x)
         return out
 
     x = _equal_vectors(H, D, seed)
@@ -54,7 +54,15 @@ def audit_rotary(
     if not isinstance(out, Tensor) or out.shape != x.shape:
         raise ArgumentError(f"{name} must give a tensor of its input's shape, {list(x.shape)}")
     findings = _check_relative(x, out.double(), dtype)
-    passed = [] if findings else [PassedCheck("relative", "products depend on distance alone")]
+    passed = (
+        []
+        if findings
+        else [
+            PassedCheck(
+                "relative", "the product of a query and a key depends on their distance alone"
+            )
+        ]
+    )
     skipped = [] if takes_positions else [NotTried("precision", "it takes no positions")]
     if takes_positions:
         rounded = _check_precision(run, D, seed)
@@ -62,7 +70,12 @@ def audit_rotary(
         passed += (
             []
             if rounded
-            else [PassedCheck("precision", "far positions have different angles in bfloat16")]
+            else [
+                PassedCheck(
+                    "precision",
+                    "vectors in bfloat16 are rotated by accurate angles at far positions",
+                )
+            ]
         )
     called = "rotate(x, positions)" if takes_positions else "rotate(x)"
     return Audit(
@@ -109,8 +122,8 @@ def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]
     )
     ratio = out.norm(dim=-1) / x.norm(dim=-1)
     sentence = (
-        f"q at i + {distance} times k at i is {products_text} for i = {starts_text}; norms change "
-        f"by {float(ratio.min()):.4g} to {float(ratio.max()):.4g}."
+        f"q at i + {distance} times k at i is {products_text} for i = {starts_text}; norms "
+        f"are multiplied by {float(ratio.min()):.4g} to {float(ratio.max()):.4g}."
     )
     tolerance = torch.finfo(dtype).eps ** 0.5 * float(x.abs().max())
     mixed_rotations = [rotate(x, 10000.0, layout, 2) for layout in ("mixed", "mixed-back")]
@@ -125,8 +138,8 @@ def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]
 
 
 def _check_precision(run: Callable[..., Tensor], D: int, seed: int) -> list[Finding]:
-    """Check bfloat16 vectors at a far position: angles rounded to bfloat16 are wrong by whole turns
-    there.
+    """Check bfloat16 vectors at a far position, where angles that are rounded to bfloat16 are wrong
+    by whole turns.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, 1, 1, D, generator=generator, dtype=torch.float64).bfloat16()

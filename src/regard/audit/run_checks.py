@@ -24,7 +24,9 @@ from regard.errors import ArgumentError
 from regard.process_state import ignore_warnings
 
 DEFAULT_LENGTH, LONGEST_SHRUNK = 8, 24
-"""Shorter examples are tried below the length of a finding (8 if it has none), and below 24."""
+"""`shrink` tries examples that are shorter than that of the finding (8 tokens if it has no length)
+and shorter than 24 tokens.
+"""
 CHECKS_WITH_LENGTH = (
     "future",
     "window",
@@ -94,7 +96,9 @@ CHECKS = (
     ),
     AuditCheck("garbage", "NaN in a masked slot reaches no output", masks.check_nan_behind_mask),
     AuditCheck(
-        "empty rows", "a query whose keys are all hidden gives numbers", masks.check_empty_rows
+        "empty rows",
+        "a query whose keys are all hidden does not make other outputs NaN",
+        masks.check_empty_rows,
     ),
     AuditCheck("weights", "the returned weights sum to 1", numerics.check_weight_sums),
     AuditCheck("positions", "shifting all positions changes nothing", caches.check_position_shift),
@@ -191,8 +195,9 @@ def audit(
         target: a function attend(q, k, v); a module; a class or function that builds a module;
             "package.module:name" of any of these; a model of `regard.load`; or, with
             adapter="rotary", a function rotate(x) or rotate(x, positions).
-        adapter: a function of your own that calls the target, or its "package.module:name": see
-            `regard.audit.adapters.functions.CustomAdapter`.
+        adapter: a function adapter(target, x, ...) of your own that calls the target, or its
+            "package.module:name": see `regard.audit.adapters.functions.CustomAdapter`; or
+            "rotary" for a rotary function.
         options: arguments of the target's constructor, besides the sizes.
         dtype: the floating-point dtype in which the code runs.
         seed: the seed of all random numbers; equal seeds give equal audits.
@@ -232,7 +237,7 @@ def audit(
             report = rotary_audit.audit_rotary(
                 target, checked_claims, dtype=dtype, seed=seed, reported_claims=reported_claims
             )
-            return _set_accepted_apart(report, accept)
+            return _separate_accepted(report, accept)
         try:
             target_adapter, mask_behavior = resolve_target(
                 target, checked_claims, user_adapter=adapter, options=options, dtype=dtype
@@ -245,7 +250,7 @@ def audit(
                 seed=seed,
                 claims=reported_claims,
             )
-            return _set_accepted_apart(report, accept)
+            return _separate_accepted(report, accept)
         context = make_context(target_adapter, mask_behavior, seed, strict=strict)
         findings, passed, skipped = run_checks(context, progress)
     report = Audit(
@@ -257,10 +262,10 @@ def audit(
         seed=seed,
         claims={"causal": context.causal, **reported_claims},
     )
-    return _set_accepted_apart(report, accept)
+    return _separate_accepted(report, accept)
 
 
-def _set_accepted_apart(report: Audit, accept: Collection[str]) -> Audit:
+def _separate_accepted(report: Audit, accept: Collection[str]) -> Audit:
     """Move the findings with accepted names to `Audit.accepted`."""
     accepted = tuple(f for f in report.findings if f.name in accept)
     remaining = tuple(f for f in report.findings if f not in accepted)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 from jaxtyping import Float
@@ -39,13 +39,21 @@ from regard.units import plural
 Method = Literal["auto", "exchange", "gather", "heads", "both"]
 METHODS: tuple[Method, ...] = ("exchange", "gather", "heads", "both")
 
+Block: TypeAlias = tuple[int, int, int]
+"""A run of keys on one rank: (index of the rank's span, first position, one past the last)."""
+
 
 class ParallelOptions(TypedDict, total=False):
     """The options of `regard.parallel.attend` and `decode` besides q, k, v and shards.
 
-    mask: a mask that is a rule on positions; a dense tensor of one call's slots is refused. bias: a
-    bias that is a rule on positions; a dense tensor is refused. scale, softcap, sink: as in
-    `regard.attend`; the sink is the same on every rank. backend: the kernel that each rank uses.
+    Attributes:
+        mask: a mask that is computed from positions, such as `Causal()`; a dense tensor is refused,
+            because its indices are not the same on every rank.
+        bias: a bias that is computed from positions; a dense tensor is refused.
+        scale: the factor on the scores, as in `regard.attend`.
+        softcap: c in c tanh(score / c), as in `regard.attend`.
+        sink: one sink logit for each query head, [H], the same on every rank.
+        backend: the name of the kernel that each rank uses.
     """
 
     mask: Mask | None
@@ -58,7 +66,16 @@ class ParallelOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _RankedCall:
-    """One checked call: which rank holds which queries and keys, and the options of the kernel."""
+    """One checked call.
+
+    Attributes:
+        ranks: the ranks that make the call.
+        q_shards: which rank holds which queries.
+        shards: which rank holds which keys.
+        mask: the mask.
+        bias: the bias, or None.
+        options: scale, softcap and backend, if they were given.
+    """
 
     ranks: Any
     q_shards: Shards
@@ -69,6 +86,7 @@ class _RankedCall:
 
     @property
     def queries(self) -> tuple[Span, ...]:
+        """The spans of the queries that this rank holds."""
         return self.q_shards.spans(self.ranks.rank)
 
 
@@ -98,10 +116,14 @@ def attend(
         shards: which rank holds which keys.
         q_shards: which rank holds which queries; None means `shards`.
         group: a process group; None means the default group. The method "both" takes two groups:
-            the ranks of this node, which exchange heads, and the ranks with the same place in every
-            node.
-        method: one of the methods in the table at the top of this module. "auto" takes "heads" if
-            the heads can be divided among the ranks and fewer bytes are sent, otherwise "exchange".
+            the ranks of this node, which exchange heads, and the ranks that have the same number
+            inside their nodes.
+        method: how tokens are exchanged; every method gives the same result. "exchange": each rank
+            keeps its queries and receives the keys and values that they see. "gather": every rank
+            receives all keys and values. "heads": each rank receives all tokens of some heads.
+            "both": "heads" inside a node, "exchange" between nodes. "auto": "both" with two
+            groups; otherwise "heads" if there is no bias, the heads can be divided among the ranks
+            and fewer bytes are sent; otherwise "exchange".
         options: mask, bias, scale, softcap, sink and backend: see `ParallelOptions`.
 
     Returns:
@@ -112,14 +134,18 @@ def attend(
             calls; every rank raises it before anything is computed.
         ParallelError: a rank has ended or did not answer in time.
 
+    Every rank runs this code; here there is one rank, and torchrun starts more.
+
     >>> import torch, regard
-    >>> def rank(r, x):
-    ...     shards = regard.parallel.Shards.zigzag(16, 2)
-    ...     mine = shards.take(x, r)
-    ...     mask = regard.masks.Causal()
-    ...     return regard.parallel.attend(mine, mine, mine, shards=shards, mask=mask)
-    >>> rank.__name__  # regard.parallel.spawn(rank, 2, x) runs it on two processes
-    'rank'
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x, mask = torch.randn(1, 2, 16, 8), regard.masks.Causal()
+    >>> shards = regard.parallel.Shards.zigzag(16, dist.get_world_size())
+    >>> own = shards.take(x, dist.get_rank())  # the tokens that this rank holds
+    >>> z = regard.parallel.attend(own, own, own, shards=shards, mask=mask)
+    >>> torch.allclose(z, regard.attend(x, x, x, mask=mask), atol=1e-5)
+    True
+    >>> dist.destroy_process_group()
 
     Source: Liu et al. 2023 (arXiv 2310.01889) for blocks that move between ranks; Jacobs et al.
     2023 (arXiv 2309.14509) for heads; Fang and Zhao 2024 (arXiv 2405.07719) for both.
@@ -132,15 +158,15 @@ def attend(
             f"two groups were given for the method {method!r}; only the method 'both' takes two"
         )
     ranks = RankGroup(group)
-    work = _check_call(q, k, v, _CallShards(ranks, q_shards, shards), options)
-    ranks.agree("attend", _call_facts(q, k, v, work, method))
-    chosen = _choose_method(q, k, v, work, method)
+    call = _check_call(q, k, v, _CallShards(ranks, q_shards, shards), options)
+    ranks.agree("attend", _call_facts(q, k, v, call, method))
+    chosen = _choose_method(q, k, v, call, method)
     sink = options.get("sink")
     if sink is not None:
         sink = _SharedParameter.apply(sink, ranks)  # type: ignore[no-untyped-call]
     if chosen == "heads":
-        return _heads(q, k, v, work, sink)
-    out, lse = (_exchange if chosen == "exchange" else _gather)(q, k, v, work)
+        return _heads(q, k, v, call, sink)
+    out, lse = (_exchange if chosen == "exchange" else _gather)(q, k, v, call)
     return (out if sink is None else apply_sink(out, lse, sink)).to(q.dtype)
 
 
@@ -162,12 +188,12 @@ class _CallShards:
 
 
 def _check_call(
-    q: Tensor, k: Tensor, v: Tensor, places: _CallShards, options: ParallelOptions
+    q: Tensor, k: Tensor, v: Tensor, call_shards: _CallShards, options: ParallelOptions
 ) -> _RankedCall:
     """Check the arguments of a call on this rank."""
     check_query_key_value(q, k, v)
-    ranks = places.ranks
-    for name, shards, x in (("q", places.q_shards, q), ("k", places.shards, k)):
+    ranks = call_shards.ranks
+    for name, shards, x in (("q", call_shards.q_shards, q), ("k", call_shards.shards, k)):
         if not isinstance(shards, Shards):
             raise ArgumentTypeError(
                 f"the shards of {name} are {type(shards).__name__}; they must be Shards, for "
@@ -181,7 +207,8 @@ def _check_call(
         if x.shape[2] != shards.count(ranks.rank):
             raise ArgumentError(
                 f"{name} has {plural(x.shape[2], 'token')} on rank {ranks.rank}, but its shard has "
-                f"{shards.count(ranks.rank)}: {shards}"
+                f"{shards.count(ranks.rank)}; give shards.take({name}, {ranks.rank}). "
+                f"The shards are {shards}"
             )
     unknown = set(options) - set(ParallelOptions.__annotations__)
     if unknown:
@@ -194,14 +221,14 @@ def _check_call(
         if rule is not None and (not isinstance(rule, kind) or _depends_on_slots(rule)):
             raise ArgumentTypeError(
                 f"{name} is {rule if isinstance(rule, kind) else type(rule).__name__}, which "
-                "depends on the slots of one call; slots differ between ranks: give a rule on "
-                "positions"
+                "depends on the indices of one call's tensors, which differ between ranks; give a "
+                f"{name} that is computed from positions"
             )
     names = ("scale", "softcap", "backend")
     return _RankedCall(
         ranks,
-        places.q_shards,
-        places.shards,
+        call_shards.q_shards,
+        call_shards.shards,
         Full() if mask is None else mask,
         bias,
         {name: options[name] for name in names if name in options},  # type: ignore[literal-required]
@@ -209,8 +236,8 @@ def _check_call(
 
 
 def _depends_on_slots(rule: Mask | Bias) -> bool:
-    """Whether a mask or bias depends on the slots of one call, as a dense tensor or a selection
-    does.
+    """Whether a mask or bias depends on tensor indices instead of positions, as a dense tensor or
+    a selection does.
     """
     if rule.by_slot or isinstance(rule, Selected):
         return True
@@ -218,18 +245,18 @@ def _depends_on_slots(rule: Mask | Bias) -> bool:
 
 
 def _call_facts(
-    q: Tensor, k: Tensor, v: Tensor, work: _RankedCall, method: str
+    q: Tensor, k: Tensor, v: Tensor, call: _RankedCall, method: str
 ) -> dict[str, object]:
     """Return the facts that must be equal on all ranks, by name."""
     sizes = [(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]
     return {
         "the sizes [B, heads, dim] of q, k and v": sizes,
         "the dtypes": [x.dtype for x in (q, k, v)],
-        "the shards of the keys": work.shards.ranks,
-        "the shards of the queries": work.q_shards.ranks,
-        "the mask": work.mask,
-        "the bias": work.bias,
-        "the options": sorted(work.options.items()),
+        "the shards of the keys": call.shards.ranks,
+        "the shards of the queries": call.q_shards.ranks,
+        "the mask": call.mask,
+        "the bias": call.bias,
+        "the options": sorted(call.options.items()),
         "the method": method,
         "which of q, k and v want a gradient": [
             torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)
@@ -237,24 +264,24 @@ def _call_facts(
     }
 
 
-def _choose_method(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall, method: Method) -> str:
+def _choose_method(q: Tensor, k: Tensor, v: Tensor, call: _RankedCall, method: Method) -> str:
     """Return the method to use; "auto" compares the plans of the methods."""
-    H, G, W = q.shape[1], k.shape[1], work.ranks.world
+    H, G, W = q.shape[1], k.shape[1], call.ranks.world
     why = why_not_heads(H, G, W)
     if method == "heads" and why:
         raise ArgumentError(why)
     if method == "auto":
         from regard.parallel.plan import plan
 
-        if why or work.bias is not None:
+        if why or call.bias is not None:
             return "exchange"
         return plan(
-            work.shards,
-            work.mask,
+            call.shards,
+            call.mask,
             heads=(H, G),
             dims=(q.shape[3], v.shape[3]),
             dtype=q.dtype,
-            q_shards=work.q_shards,
+            q_shards=call.q_shards,
         ).method
     if method not in METHODS:
         raise ArgumentError(f"method is {method!r}; it must be auto or one of {', '.join(METHODS)}")
@@ -292,24 +319,22 @@ class _SharedParameter(torch.autograd.Function):
         return ctx.ranks.sum("parameters", gradient), None
 
 
-def _exchange(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries by exchanged blocks, in fp32 or wider."""
-    tensors = () if work.bias is None else work.bias.tensors()
-    result: tuple[Tensor, Tensor] = _ExchangeBlocks.apply(work, q, k, v, *tensors)  # type: ignore[no-untyped-call]
+def _exchange(q: Tensor, k: Tensor, v: Tensor, call: _RankedCall) -> tuple[Tensor, Tensor]:
+    """Compute the method "exchange": out [B,H,T,E] and lse [B,H,T] of this rank's queries, in fp32
+    or wider.
+    """
+    tensors = () if call.bias is None else call.bias.tensors()
+    result: tuple[Tensor, Tensor] = _ExchangeBlocks.apply(call, q, k, v, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
-def _blocks(work: _RankedCall, receiver: int, sender: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the runs of the sender's keys that the receiver's queries see, as (span, first,
-    stop).
-    """
-    return needed_keys(work.mask, work.q_shards.spans(receiver), work.shards.spans(sender))
+def _blocks(call: _RankedCall, receiver: int, sender: int) -> tuple[Block, ...]:
+    """Return blocks of the sender's keys with all keys that the receiver's queries see."""
+    return needed_keys(call.mask, call.q_shards.spans(receiver), call.shards.spans(sender))
 
 
-def _take_blocks(
-    x: Tensor, spans: tuple[Span, ...], blocks: Sequence[tuple[int, int, int]]
-) -> list[Tensor]:
-    """Return the tokens of each block as views of the tensor of a rank, [B, heads, n, dim]."""
+def _take_blocks(x: Tensor, spans: tuple[Span, ...], blocks: Sequence[Block]) -> list[Tensor]:
+    """Return the tokens of each block, [B, heads, n, dim], as views of x, the tokens of a rank."""
     offsets = [0]
     for span in spans:
         offsets.append(offsets[-1] + len(span))
@@ -334,66 +359,67 @@ def _unpack(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return parts
 
 
-def _block_shapes(
-    k: Tensor, v: Tensor, blocks: Sequence[tuple[int, int, int]]
-) -> list[tuple[int, ...]]:
+def _block_shapes(k: Tensor, v: Tensor, blocks: Sequence[Block]) -> list[tuple[int, ...]]:
     """Return the shapes of the keys, then of the values, of each block."""
     return [(x.shape[0], x.shape[1], b - a, x.shape[3]) for x in (k, v) for _, a, b in blocks]
 
 
 class _ExchangeBlocks(torch.autograd.Function):
-    """Attention by exchanged blocks; its backward pass exchanges the blocks again."""
+    """Attention over exchanged blocks of keys; the backward pass exchanges the blocks again.
+
+    The results are out [B, H, T, E] and lse [B, H, T].
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, work: _RankedCall, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+        ctx: Any, call: _RankedCall, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        for _, blocks, keys, values in _receive_blocks(work, k, v, "keys and values"):
+        wide_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide_dtype)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype)
+        for _, blocks, keys, values in _receive_blocks(call, k, v, "keys and values"):
             for block, kj, vj in zip(blocks, keys, values, strict=True):
-                for rows, span in _query_rows(work.queries):
-                    if not needed_keys(work.mask, (span,), (_span(block),)):
+                for rows, span in _query_rows(call.queries):
+                    if not needed_keys(call.mask, (span,), (_span(block),)):
                         continue
-                    part = _partial(work, q[:, :, rows], kj, vj, span, block, work.bias)
-                    joined = merge(
+                    part = _partial(call, q[:, :, rows], kj, vj, span, block, call.bias)
+                    merged = merge(
                         [
                             Partial(out[:, :, rows], lse[:, :, rows]),
-                            Partial(part.out.to(wide), part.lse.to(wide)),
+                            Partial(part.out.to(wide_dtype), part.lse.to(wide_dtype)),
                         ]
                     )
-                    out[:, :, rows], lse[:, :, rows] = joined
-        ctx.work, ctx.tensors = work, len(tensors)
+                    out[:, :, rows], lse[:, :, rows] = merged
+        ctx.call, ctx.tensors = call, len(tensors)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        work: _RankedCall = ctx.work
+        call: _RankedCall = ctx.call
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        ranks, wide = work.ranks, out.dtype
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-        d_tensors = [torch.zeros_like(x, dtype=wide) for x in tensors]
-        # the term of d_lse that is the same for all parts
-        rest = d_lse - (d_out * out).sum(-1)
-        own = work.shards.spans(ranks.rank)
+        ranks, wide_dtype = call.ranks, out.dtype
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v))
+        d_tensors = [torch.zeros_like(x, dtype=wide_dtype) for x in tensors]
+        # the part of the gradient of each block's lse that does not depend on the block
+        lse_term = d_lse - (d_out * out).sum(-1)
+        own = call.shards.spans(ranks.rank)
         pending: list[tuple[int, Callable[[], Tensor | None]]] = []
-        for step, blocks, keys, values in _receive_blocks(work, k, v, "keys and values again"):
+        for step, blocks, keys, values in _receive_blocks(call, k, v, "keys and values again"):
             source = (ranks.rank - step) % ranks.world
-            d_keys = [torch.zeros_like(x, dtype=wide) for x in keys]
-            d_values = [torch.zeros_like(x, dtype=wide) for x in values]
+            d_keys = [torch.zeros_like(x, dtype=wide_dtype) for x in keys]
+            d_values = [torch.zeros_like(x, dtype=wide_dtype) for x in values]
             for n, block in enumerate(blocks):
-                for rows, span in _query_rows(work.queries):
-                    if not needed_keys(work.mask, (span,), (_span(block),)):
+                for rows, span in _query_rows(call.queries):
+                    if not needed_keys(call.mask, (span,), (_span(block),)):
                         continue
                     gradients_of_part = _partial_gradients(
-                        work,
+                        call,
                         (q[:, :, rows], keys[n], values[n], *tensors),
                         span,
                         block,
-                        (lse[:, :, rows], d_out[:, :, rows], rest[:, :, rows]),
+                        (lse[:, :, rows], d_out[:, :, rows], lse_term[:, :, rows]),
                     )
                     for total, gradient in zip(
                         (dq[:, :, rows], d_keys[n], d_values[n], *d_tensors),
@@ -405,25 +431,32 @@ class _ExchangeBlocks(torch.autograd.Function):
             if step == 0:
                 _add(dk, dv, own, blocks, d_keys, d_values)
                 continue
-            to_me = _blocks(work, (ranks.rank + step) % ranks.world, ranks.rank)
-            shapes = _block_shapes(k, v, to_me)
-            like = q.new_empty(sum(int(torch.Size(x).numel()) for x in shapes), dtype=wide)
+            blocks_returned = _blocks(call, (ranks.rank + step) % ranks.world, ranks.rank)
+            shapes = _block_shapes(k, v, blocks_returned)
+            buffer = q.new_empty(sum(int(torch.Size(x).numel()) for x in shapes), dtype=wide_dtype)
             sent = _pack([*d_keys, *d_values]) if blocks else None
             message = ranks.send_receive(
                 "gradients of keys and values",
                 step,
                 sent,
                 source,
-                like if to_me else None,
+                buffer if blocks_returned else None,
                 (ranks.rank + step) % ranks.world,
             )
             pending.append((step, message.wait))
         for step, wait in pending:
-            line = wait()
-            if line is not None:
-                to_me = _blocks(work, (ranks.rank + step) % ranks.world, ranks.rank)
-                parts = _unpack(line, _block_shapes(k, v, to_me))
-                _add(dk, dv, own, to_me, parts[: len(to_me)], parts[len(to_me) :])
+            flat = wait()
+            if flat is not None:
+                blocks_returned = _blocks(call, (ranks.rank + step) % ranks.world, ranks.rank)
+                parts = _unpack(flat, _block_shapes(k, v, blocks_returned))
+                _add(
+                    dk,
+                    dv,
+                    own,
+                    blocks_returned,
+                    parts[: len(blocks_returned)],
+                    parts[len(blocks_returned) :],
+                )
         sums = [ranks.sum("parameters", x) for x in d_tensors]
         gradients = zip((dq, dk, dv, *sums), (q, k, v, *tensors), strict=True)
         return None, *(x.to(like.dtype) for x, like in gradients)
@@ -433,29 +466,30 @@ def _add(
     dk: Tensor,
     dv: Tensor,
     spans: tuple[Span, ...],
-    blocks: Sequence[tuple[int, int, int]],
+    blocks: Sequence[Block],
     d_keys: Sequence[Tensor],
     d_values: Sequence[Tensor],
 ) -> None:
     """Add the gradients of blocks to the gradients of all keys and values of a rank."""
     for total, parts in ((dk, d_keys), (dv, d_values)):
-        for place, part in zip(_take_blocks(total, spans, blocks), parts, strict=True):
-            place += part
+        for block_of_total, part in zip(_take_blocks(total, spans, blocks), parts, strict=True):
+            block_of_total += part
 
 
-def _receive_blocks(work: _RankedCall, k: Tensor, v: Tensor, call: str) -> Any:
-    """Yield the blocks of each step, this rank's own first; messages are sent one step ahead.
+def _receive_blocks(call: _RankedCall, k: Tensor, v: Tensor, message_name: str) -> Any:
+    """Yield the blocks of each step, this rank's own first. Messages start one step in advance.
 
     Yields:
         The step, its blocks, and for each block a tensor of keys and one of values.
     """
-    ranks, spans = work.ranks, work.shards.spans(work.ranks.rank)
+    ranks, spans = call.ranks, call.shards.spans(call.ranks.rank)
 
-    def post(step: int) -> Any:
+    def start_messages(step: int) -> Any:
+        """Start sending and receiving the blocks of a step."""
         to, source = (ranks.rank + step) % ranks.world, (ranks.rank - step) % ranks.world
         blocks_sent, blocks_received = (
-            _blocks(work, to, ranks.rank),
-            _blocks(work, ranks.rank, source),
+            _blocks(call, to, ranks.rank),
+            _blocks(call, ranks.rank, source),
         )
         send = (
             _pack([*_take_blocks(k, spans, blocks_sent), *_take_blocks(v, spans, blocks_sent)])
@@ -463,22 +497,26 @@ def _receive_blocks(work: _RankedCall, k: Tensor, v: Tensor, call: str) -> Any:
             else None
         )
         shapes = _block_shapes(k, v, blocks_received)
-        like = (
+        buffer = (
             k.new_empty(sum(int(torch.Size(x).numel()) for x in shapes))
             if blocks_received
             else None
         )
-        return ranks.send_receive(call, step, send, to, like, source), blocks_received, shapes
+        return (
+            ranks.send_receive(message_name, step, send, to, buffer, source),
+            blocks_received,
+            shapes,
+        )
 
-    next_message = post(1) if ranks.world > 1 else None
-    blocks = _blocks(work, ranks.rank, ranks.rank)
+    next_message = start_messages(1) if ranks.world > 1 else None
+    blocks = _blocks(call, ranks.rank, ranks.rank)
     yield 0, blocks, _take_blocks(k, spans, blocks), _take_blocks(v, spans, blocks)
     for step in range(1, ranks.world):
         assert next_message is not None
         message, blocks_received, shapes = next_message
-        next_message = post(step + 1) if step + 1 < ranks.world else None
-        line = message.wait()
-        parts = [] if line is None else _unpack(line, shapes)
+        next_message = start_messages(step + 1) if step + 1 < ranks.world else None
+        flat = message.wait()
+        parts = [] if flat is None else _unpack(flat, shapes)
         yield step, blocks_received, parts[: len(blocks_received)], parts[len(blocks_received) :]
 
 
@@ -491,18 +529,18 @@ def _query_rows(spans: tuple[Span, ...]) -> list[tuple[slice, Span]]:
     return rows
 
 
-def _span(block: tuple[int, int, int]) -> Span:
+def _span(block: Block) -> Span:
     """Return the positions of a block as a `Span`."""
     return Span(block[1], block[2] - block[1])
 
 
 def _partial(
-    work: _RankedCall,
+    call: _RankedCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     span: Span,
-    block: tuple[int, int, int],
+    block: Block,
     bias: Bias | None,
 ) -> Partial:
     """Compute attention of one span of queries over one block of keys: (out, lse)."""
@@ -510,34 +548,37 @@ def _partial(
         q,
         k,
         v,
-        mask=work.mask,
+        mask=call.mask,
         bias=bias,
         q_positions=span,
         k_positions=_span(block),
-        **work.options,
+        **call.options,
     )
 
 
 def _partial_gradients(
-    work: _RankedCall,
+    call: _RankedCall,
     inputs: tuple[Tensor, ...],
     span: Span,
-    block: tuple[int, int, int],
-    joined: tuple[Tensor, Tensor, Tensor],
+    block: Block,
+    whole: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of one part with respect to q, k, v and the tensors of the bias.
+    """Return the gradients of one block's attention with respect to q, k, v and the bias tensors.
+
+    `inputs` are q, k, v and the bias tensors. `whole` has the lse over all blocks, the gradient
+    dO of the whole output, and d_lse - dO . out. The index p marks the results of this block alone.
 
     share = exp(lse_p - lse);  d_out_p = share dO;  d_lse_p = share (dO . out_p - dO . out + d_lse)
     """
-    lse, d_out, rest = joined
+    lse, d_out, lse_term = whole
     with torch.enable_grad():
         q, k, v, *tensors = (x.detach().requires_grad_() for x in inputs)
-        bias = None if work.bias is None else work.bias.with_tensors(tensors)
-        part = _partial(work, q, k, v, span, block, bias)
+        bias = None if call.bias is None else call.bias.with_tensors(tensors)
+        part = _partial(call, q, k, v, span, block, bias)
     share = torch.exp(part.lse.detach() - lse.masked_fill(lse.isneginf(), 0))
     share = share.masked_fill(lse.isneginf(), 0)
     d_part = share[..., None] * d_out
-    d_lse = share * ((d_out * part.out.detach()).sum(-1) + rest)
+    d_lse = share * ((d_out * part.out.detach()).sum(-1) + lse_term)
     return torch.autograd.grad(
         (part.out, part.lse),
         (q, k, v, *tensors),
@@ -566,22 +607,22 @@ class _GatherTokens(torch.autograd.Function):
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         parts = [shards.take(wide, r).contiguous().view(-1) for r in range(ranks.world)]
         mine = parts[ranks.rank]
-        every = ranks.all_to_all(
+        received = ranks.all_to_all(
             "gradients of keys and values", parts, [torch.empty_like(mine) for _ in parts]
         )
         B, G, _, D = gradient.shape
-        total = torch.stack(every).sum(0).view(B, G, shards.count(ranks.rank), D)
+        total = torch.stack(received).sum(0).view(B, G, shards.count(ranks.rank), D)
         return total.to(gradient.dtype), None, None
 
 
-def _gather(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries over all keys at once."""
-    keys, values = (_GatherTokens.apply(x, work.shards, work.ranks) for x in (k, v))  # type: ignore[no-untyped-call]
-    block = (0, work.shards.start, work.shards.stop)
-    bias = _shared_bias(work.bias, work.ranks)
+def _gather(q: Tensor, k: Tensor, v: Tensor, call: _RankedCall) -> tuple[Tensor, Tensor]:
+    """Compute the method "gather": (out, lse) of this rank's queries over all keys at once."""
+    keys, values = (_GatherTokens.apply(x, call.shards, call.ranks) for x in (k, v))  # type: ignore[no-untyped-call]
+    block = (0, call.shards.start, call.shards.stop)
+    bias = _shared_bias(call.bias, call.ranks)
     parts = [
-        _partial(work, q[:, :, rows], keys, values, span, block, bias)
-        for rows, span in _query_rows(work.queries)
+        _partial(call, q[:, :, rows], keys, values, span, block, bias)
+        for rows, span in _query_rows(call.queries)
     ]
     if not parts:
         return _no_queries(q, keys, values, bias)
@@ -605,7 +646,7 @@ def _shared_bias(bias: Bias | None, ranks: RankGroup) -> Bias | None:
 
 @dataclass(frozen=True)
 class _HeadExchange:
-    """Exchange tokens for heads among the ranks of a group, and back.
+    """An exchange that gives each rank all tokens of some heads, and its inverse.
 
     Args:
         ranks: the ranks that exchange heads.
@@ -621,23 +662,25 @@ class _HeadExchange:
 
     @property
     def counts(self) -> list[int]:
+        """The number of tokens of each rank."""
         return [self.shards.count(r) for r in self.members]
 
     @property
     def spans(self) -> tuple[Span, ...]:
+        """The spans of all ranks, rank after rank."""
         return tuple(x for r in self.members for x in self.shards.spans(r))
 
     def tokens_of_all(self, x: Tensor) -> Tensor:
-        """Exchange [B, H, tokens of this rank, D] for [B, H / W, all tokens, D]."""
+        """Send x [B, H, tokens of this rank, D]; return [B, H / W, all tokens, D]."""
         (B, H, _, D), W = x.shape, self.ranks.world
         parts = [part.contiguous().view(-1) for part in x.chunk(W, 1)]
-        like = [x.new_empty(B * (H // W) * n * D) for n in self.counts]
-        every = self.ranks.all_to_all("heads", parts, like)
-        tensors = [p.view(B, H // W, n, D) for p, n in zip(every, self.counts, strict=True)]
+        buffers = [x.new_empty(B * (H // W) * n * D) for n in self.counts]
+        received = self.ranks.all_to_all("heads", parts, buffers)
+        tensors = [p.view(B, H // W, n, D) for p, n in zip(received, self.counts, strict=True)]
         return self.shards.join(tensors) if self.by_position else torch.cat(tensors, 2)
 
     def heads_of_all(self, x: Tensor) -> Tensor:
-        """Exchange [B, H / W, all tokens, D] for [B, H, tokens of this rank, D]."""
+        """Send x [B, H / W, all tokens, D]; return [B, H, tokens of this rank, D]."""
         B, n, _, D = x.shape
         tensors = (
             [self.shards.take(x, r) for r in self.members]
@@ -645,9 +688,11 @@ class _HeadExchange:
             else x.split(self.counts, 2)
         )
         count = self.counts[self.ranks.rank]
-        like = [x.new_empty(B * n * count * D) for _ in tensors]
-        every = self.ranks.all_to_all("heads", [x.contiguous().view(-1) for x in tensors], like)
-        return torch.cat([p.view(B, n, count, D) for p in every], 1)
+        buffers = [x.new_empty(B * n * count * D) for _ in tensors]
+        received = self.ranks.all_to_all(
+            "heads", [x.contiguous().view(-1) for x in tensors], buffers
+        )
+        return torch.cat([p.view(B, n, count, D) for p in received], 1)
 
 
 class _TokensToHeads(torch.autograd.Function):
@@ -678,27 +723,27 @@ class _HeadsToTokens(torch.autograd.Function):
         return ctx.layout.tokens_of_all(gradient), None
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall, sink: Tensor | None) -> Tensor:
+def _heads(q: Tensor, k: Tensor, v: Tensor, call: _RankedCall, sink: Tensor | None) -> Tensor:
     """Compute the method "heads": every rank attends over all tokens with some of the heads."""
-    ranks = work.ranks
+    ranks = call.ranks
     members = tuple(range(ranks.world))
-    queries = _HeadExchange(ranks, work.q_shards, members, by_position=True)
-    keys = _HeadExchange(ranks, work.shards, members, by_position=True)
+    queries = _HeadExchange(ranks, call.q_shards, members, by_position=True)
+    keys = _HeadExchange(ranks, call.shards, members, by_position=True)
     qh = _TokensToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
     kh, vh = (_TokensToHeads.apply(_repeat_heads(x, ranks.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // ranks.world
-    mine = slice(ranks.rank * n, (ranks.rank + 1) * n)
-    bias = _shared_bias(work.bias, ranks)
+    own_heads = slice(ranks.rank * n, (ranks.rank + 1) * n)
+    bias = _shared_bias(call.bias, ranks)
     z = attend_here(
         qh,
         kh,
         vh,
-        mask=work.mask.select_heads(mine),
-        bias=None if bias is None else bias.select_heads(mine),
-        sink=None if sink is None else sink[mine],
-        q_positions=Span(work.q_shards.start, qh.shape[2]),
-        k_positions=Span(work.shards.start, kh.shape[2]),
-        **work.options,
+        mask=call.mask.select_heads(own_heads),
+        bias=None if bias is None else bias.select_heads(own_heads),
+        sink=None if sink is None else sink[own_heads],
+        q_positions=Span(call.q_shards.start, qh.shape[2]),
+        k_positions=Span(call.shards.start, kh.shape[2]),
+        **call.options,
     )
     result: Tensor = _HeadsToTokens.apply(z, queries)  # type: ignore[no-untyped-call]
     return result
@@ -714,23 +759,26 @@ def _hybrid(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    places: tuple[Shards, Shards],
+    both_shards: tuple[Shards, Shards],
     group: Group | Sequence[Group] | None,
     options: ParallelOptions,
 ) -> Tensor:
-    """Compute the method "both": exchange heads inside a node, and blocks between nodes."""
+    """Compute the method "both": exchange heads inside a node, and blocks between nodes.
+
+    `both_shards` are the shards of the keys and of the queries.
+    """
     if not isinstance(group, Sequence) or len(group) != 2:
         raise ArgumentError(
             "the method 'both' needs two groups, group=(node, across): the ranks of this node, and "
-            "the ranks with the same place in every node"
+            "the ranks that have the same number inside their nodes"
         )
     node, across = RankGroup(group[0]), RankGroup(group[1])
-    shards, q_shards = places
+    shards, q_shards = both_shards
     world = node.world * across.world
     here = _RankNumber(across.rank * node.world + node.rank, world)
-    work = _check_call(q, k, v, _CallShards(here, q_shards, shards), options)
+    call = _check_call(q, k, v, _CallShards(here, q_shards, shards), options)
     for ranks in (node, across):
-        ranks.agree("attend", _call_facts(q, k, v, work, "both"))
+        ranks.agree("attend", _call_facts(q, k, v, call, "both"))
     if why := why_not_heads(q.shape[1], k.shape[1], node.world):
         raise ArgumentError(why)
     members = tuple(across.rank * node.world + i for i in range(node.world))
@@ -739,21 +787,21 @@ def _hybrid(
     qh = _TokensToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
     kh, vh = (_TokensToHeads.apply(_repeat_heads(x, node.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // node.world
-    mine = slice(node.rank * n, (node.rank + 1) * n)
-    bias = _shared_bias(work.bias, node)
+    own_heads = slice(node.rank * n, (node.rank + 1) * n)
+    bias = _shared_bias(call.bias, node)
     inner = _RankedCall(
         across,
         _merge_ranks_of_nodes(q_shards, node.world),
         _merge_ranks_of_nodes(shards, node.world),
-        work.mask.select_heads(mine),
-        None if bias is None else bias.select_heads(mine),
-        work.options,
+        call.mask.select_heads(own_heads),
+        None if bias is None else bias.select_heads(own_heads),
+        call.options,
     )
     out, lse = _exchange(qh, kh, vh, inner)
     sink = options.get("sink")
     if sink is not None:
         shared = _SharedParameter.apply(_SharedParameter.apply(sink, node), across)  # type: ignore[no-untyped-call]
-        out = apply_sink(out, lse, shared[mine])
+        out = apply_sink(out, lse, shared[own_heads])
     result: Tensor = _HeadsToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
     return result
 

@@ -92,7 +92,7 @@ class RankGroup:
         raise ArgumentError(_difference([x or {} for x in texts]))
 
     def send_receive(
-        self, call: str, step: int, send: Tensor | None, to: int, like: Tensor | None, source: int
+        self, call: str, step: int, send: Tensor | None, to: int, buffer: Tensor | None, source: int
     ) -> PendingMessage:
         """Start sending a tensor to one rank and receiving one from another.
 
@@ -101,8 +101,8 @@ class RankGroup:
             step: the number of the step, for errors.
             send: a contiguous tensor; None sends nothing.
             to: the rank that `send` goes to.
-            like: an empty tensor to receive into; None receives nothing.
-            source: the rank that sends into `like`.
+            buffer: an empty tensor to receive into; None receives nothing.
+            source: the rank that sends into `buffer`.
 
         Returns:
             The message; `PendingMessage.wait` returns the received tensor.
@@ -111,20 +111,29 @@ class RankGroup:
         if send is not None and send.numel():
             traffic.add(call, send)
             operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
-        if like is not None and like.numel():
-            operations.append(dist.P2POp(dist.irecv, like, group=self.group, group_peer=source))
+        if buffer is not None and buffer.numel():
+            operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source))
         works = (
             self._run(call, f"step {step}", lambda: dist.batch_isend_irecv(operations))
             if operations
             else []
         )
-        return PendingMessage(self, call, step, works, like, send)
+        return PendingMessage(self, call, step, works, buffer, send)
 
     def all_to_all(
-        self, call: str, parts: Sequence[Tensor], like: Sequence[Tensor]
+        self, call: str, parts: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send one tensor to each rank and receive one from each, in steps of pairs."""
-        received = list(like)
+        """Send one tensor to each rank and receive one from each.
+
+        Args:
+            call: the name of the call, for errors and for the count of bytes.
+            parts: the tensor for each rank.
+            buffers: an empty tensor for what each rank sends; its size must be that of the message.
+
+        Returns:
+            The tensor that each rank sent, in the order of the ranks.
+        """
+        received = list(buffers)
         received[self.rank].copy_(parts[self.rank])
         messages = []
         for step in range(1, self.world):
@@ -137,16 +146,18 @@ class RankGroup:
         return received
 
     def sum(self, call: str, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, in fp32 or wider, added in the order of the
-        ranks.
+        """Return the sum of a tensor over all ranks.
+
+        Every rank adds the tensors in fp32 or wider, in the order of the ranks, so that the sum is
+        bitwise equal on every rank.
         """
         if self.world == 1:
             return x
         wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-        every = [torch.empty_like(wide) for _ in range(self.world)]
+        gathered = [torch.empty_like(wide) for _ in range(self.world)]
         traffic.add(call, wide)
-        self._run(call, "sum", lambda: dist.all_gather(every, wide, group=self.group))
-        return torch.stack(every).sum(0).to(x.dtype)
+        self._run(call, "sum", lambda: dist.all_gather(gathered, wide, group=self.group))
+        return torch.stack(gathered).sum(0).to(x.dtype)
 
     def gather(self, call: str, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return the flattened tensors of all ranks; that of rank r has sizes[r] elements."""
@@ -158,18 +169,18 @@ class RankGroup:
         backend = dist.get_backend(self.group)
         return torch.device("cuda" if backend == "nccl" else "cpu")
 
-    def _run(self, call: str, what: str, function: Callable[[], R]) -> R:
+    def _run(self, call: str, stage: str, function: Callable[[], R]) -> R:
         """Run a function of torch.distributed and turn its errors into `ParallelError`."""
         try:
             return function()
         except (RuntimeError, ValueError) as error:
-            raise self.failure(call, what, error) from error
+            raise self.failure(call, stage, error) from error
 
-    def failure(self, call: str, what: str, error: Exception) -> ParallelError:
-        """Make the error for a message that failed."""
+    def failure(self, call: str, stage: str, error: Exception) -> ParallelError:
+        """Make the error for a message that failed at a stage of a call, such as "step 2"."""
         text = str(error).strip().splitlines() or [type(error).__name__]
         return ParallelError(
-            f"rank {self.rank} of {self.world}: {call} failed at its {what}: {text[0]}; another "
+            f"rank {self.rank} of {self.world}: {call} failed at its {stage}: {text[0]}; another "
             "rank has ended, did not answer in time, or made another call. Nothing was retried: "
             "start all ranks again"
         )
@@ -204,9 +215,11 @@ def _difference(texts: Sequence[Mapping[str, str]]) -> str:
         values = [x.get(name, "nothing") for x in texts]
         if len(set(values)) > 1:
             common = max(set(values), key=values.count)
-            odd = [f"{value} on rank {r}" for r, value in enumerate(values) if value != common]
+            differing = [
+                f"{value} on rank {r}" for r, value in enumerate(values) if value != common
+            ]
             return (
-                f"the ranks differ in {name}: {common} on most, but {', '.join(odd)}; every rank "
-                "must make the same call"
+                f"the ranks differ in {name}: {common} on most, but {', '.join(differing)}; every "
+                "rank must make the same call"
             )
     return "the ranks make different calls"

@@ -28,14 +28,16 @@ def decode(
 
     (out, lse) = merge over ranks of attend_partial(q, k_r, v_r)
 
-    Each rank computes (out, lse) over its own keys, and only these results are sent.
+    Each rank computes the output and the log-sum-exp of the scores over its own keys, and only
+    these two results are sent.
 
     Args:
         q: the queries, [B, H, T, D], the same on every rank.
         k: the keys in this rank's cache, [B, G, S, D]; S may be 0.
         v: the values of these keys, [B, G, S, E].
-        q_positions: the positions of the queries.
-        k_positions: the positions of this rank's keys; -1 marks an empty slot.
+        q_positions: the positions of the queries, a `Span` or int [B, T].
+        k_positions: the positions of this rank's keys, a `Span` or int [B, S]; -1 marks an
+            empty slot.
         group: a process group; None means the default group.
         options: mask, bias, scale, softcap, sink and backend, as in `regard.parallel.attend`.
 
@@ -46,6 +48,18 @@ def decode(
         ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
             calls.
         ParallelError: a rank has ended or did not answer in time.
+
+    Every rank runs this code, here with one rank, whose cache has keys 0 to 5:
+
+    >>> import torch, regard
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q, k = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 6, 8)
+    >>> q_at, k_at = regard.Span(5, 1), regard.Span(0, 6)
+    >>> z = regard.parallel.decode(q, k, k, q_positions=q_at, k_positions=k_at)
+    >>> torch.allclose(z, regard.attend(q, k, k), atol=1e-5)
+    True
+    >>> dist.destroy_process_group()
 
     Source: Shyam et al. 2024 (arXiv 2408.04093), section 4.
     """
@@ -61,10 +75,12 @@ def decode(
             "the options": [options.get(name) for name in ("scale", "softcap", "backend")],
         },
     )
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide_dtype = torch.promote_types(q.dtype, torch.float32)
     part = attend_partial(q, k, v, q_positions=q_positions, k_positions=k_positions, **options)
-    line = torch.cat([part.out.to(wide).reshape(-1), part.lse.to(wide).reshape(-1)])
-    every = ranks.gather("partial results", line, [line.numel()] * ranks.world)
+    flat = torch.cat([part.out.to(wide_dtype).reshape(-1), part.lse.to(wide_dtype).reshape(-1)])
+    received = ranks.gather("partial results", flat, [flat.numel()] * ranks.world)
     size = part.out.numel()
-    parts = [Partial(x[:size].view(part.out.shape), x[size:].view(part.lse.shape)) for x in every]
+    parts = [
+        Partial(x[:size].view(part.out.shape), x[size:].view(part.lse.shape)) for x in received
+    ]
     return merge(parts, sink=sink).out.to(q.dtype)

@@ -100,8 +100,8 @@ def plan(
 
     >>> from regard.masks import Causal, Window
     >>> shards = Shards.even(65536, 4)
-    >>> found = plan(shards, Causal() & Window(512), heads=(8, 2), dims=(64, 64))
-    >>> found.method, found["exchange"].sent
+    >>> result = plan(shards, Causal() & Window(512), heads=(8, 2), dims=(64, 64))
+    >>> result.method, result["exchange"].sent
     ('exchange', (523264, 523264, 523264, 0))
     """
     from regard.parallel.attend import why_not_heads
@@ -110,25 +110,29 @@ def plan(
     (H, G), (D, E), W = heads, dims, shards.world
     if H % G:
         raise ArgumentError(
-            f"{plural(H, 'query head')} cannot be divided among {plural(G, 'key/value head')}"
+            f"{plural(H, 'query head')} cannot be divided among {plural(G, 'key/value head')}; "
+            "the number of query heads must be a multiple of that of key/value heads"
         )
     if q_shards.world != W:
         raise ArgumentError(
             f"the shards of the queries are for {plural(q_shards.world, 'rank')}, and those of the "
             f"keys for {W}; they must be for the same number"
         )
-    number = dtype.itemsize
-    key = batch * G * (D + E) * number
-    keys = [shards.count(r) for r in range(W)]
-    queries = [q_shards.count(r) for r in range(W)]
-    moved = [
+    element_bytes = dtype.itemsize
+    key_value_bytes = batch * G * (D + E) * element_bytes
+    key_counts = [shards.count(r) for r in range(W)]
+    query_counts = [q_shards.count(r) for r in range(W)]
+    keys_received = [
         [
             sum(b - a for _, a, b in needed_keys(mask, q_shards.spans(i), shards.spans(j)))
             for j in range(W)
         ]
         for i in range(W)
     ]
-    steps = tuple(tuple(key * moved[(r + step) % W][r] for r in range(W)) for step in range(1, W))
+    steps = tuple(
+        tuple(key_value_bytes * keys_received[(r + step) % W][r] for r in range(W))
+        for step in range(1, W)
+    )
     sent = tuple(sum(step[r] for step in steps) for r in range(W))
     pairs = [
         sum(mask.count(x, y) for x in q_shards.spans(r) for s in range(W) for y in shards.spans(s))
@@ -142,22 +146,28 @@ def plan(
     exchange = MethodCost("exchange", sent, flops, in_flight)
     gather = MethodCost(
         "gather",
-        tuple(key * n * (W - 1) for n in keys),
+        tuple(key_value_bytes * n * (W - 1) for n in key_counts),
         flops,
-        tuple(key * (sum(keys) - n) for n in keys),
+        tuple(key_value_bytes * (sum(key_counts) - n) for n in key_counts),
     )
     why = why_not_heads(H, G, W)
     G_moved = max(G, W)
     heads_cost = MethodCost(
         "heads",
         tuple(
-            batch * number * (W - 1) * (keys[r] * G_moved * (D + E) + queries[r] * H * D) // W
-            + batch * number * (H // W) * E * (sum(queries) - queries[r])
+            batch
+            * element_bytes
+            * (W - 1)
+            * (key_counts[r] * G_moved * (D + E) + query_counts[r] * H * D)
+            // W
+            + batch * element_bytes * (H // W) * E * (sum(query_counts) - query_counts[r])
             for r in range(W)
         ),
         (sum(flops) // W,) * W,
         tuple(
-            batch * number * (G_moved // W * (D + E) * sum(keys) + H // W * (D + E) * sum(queries))
+            batch
+            * element_bytes
+            * (G_moved // W * (D + E) * sum(key_counts) + H // W * (D + E) * sum(query_counts))
             for _ in range(W)
         ),
         why,
@@ -171,7 +181,7 @@ def plan(
 
 
 def _counted_masks(mask: Mask, q_shards: Shards, shards: Shards) -> int:
-    """Return over how many masks (batch rows times heads) `mask.count` sums."""
+    """Return the number of masks (batch rows times heads) whose pairs `mask.count` adds up."""
     for spans in q_shards.ranks:
         for span in spans:
             visible = mask.visible(span, shards.spans(0)[0] if shards.spans(0) else span)

@@ -24,7 +24,8 @@ CHUNKS = 4
 PAIRS_PER_KEY = 8
 """The cost of sending one key and value, in query-key pairs, when sharding schemes are compared.
 
-Sending overlaps with computing, so that balance counts most, and fewer messages if it is equal.
+The cost is small because sending overlaps with computing: the balance of the work decides first.
+Between schemes of nearly equal balance, the number of sent keys decides.
 """
 
 
@@ -117,7 +118,7 @@ class Shards:
 
     @classmethod
     def balanced(cls, S: int, W: int, mask: Mask | None = None, *, start: int = 0) -> Shards:
-        """Return the best of even, zigzag and greedily distributed runs for a mask.
+        """Return the best of even, zigzag and greedily distributed shards for a mask.
 
         The best has the smallest work of the busiest rank plus `PAIRS_PER_KEY` times the largest
         number of keys that one rank receives. The greedy candidate cuts `CHUNKS` runs for each
@@ -310,7 +311,7 @@ class Shards:
         """Estimate the time of a call, in query-key pairs: the busiest rank's work plus its
         received keys.
         """
-        moved = (
+        received_keys = (
             sum(
                 stop - first
                 for j in range(self.world)
@@ -319,7 +320,7 @@ class Shards:
             )
             for i in range(self.world)
         )
-        return max(self.work(mask)) + PAIRS_PER_KEY * max(moved)
+        return max(self.work(mask)) + PAIRS_PER_KEY * max(received_keys)
 
     def __str__(self) -> str:
         lines = [f"{plural(len(self), 'token')} on {plural(self.world, 'rank')}"]
@@ -334,8 +335,7 @@ class Shards:
 def needed_keys(
     mask: Mask, queries: tuple[Span, ...], keys: tuple[Span, ...]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return the keys that the queries see: for each span of keys, the shortest run that holds
-    them.
+    """Return, for each span of keys, the shortest run that contains every key that the queries see.
 
     Args:
         mask: the mask.
@@ -377,7 +377,7 @@ def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
 
 
 def _check_ranks(W: int) -> int:
-    """Check the number of ranks."""
+    """Return W; raise an error if it is not an integer of at least 1."""
     return check_int("the number of ranks", W, 1)
 
 
@@ -385,10 +385,10 @@ def _split_evenly(S: int, n: int, start: int) -> list[Span]:
     """Cut S positions into n runs of nearly equal length; the longer ones come first."""
     check_int("the number of positions", S, 0)
     check_int("start", start, 0)
-    size, more = divmod(S, n)
+    size, remainder = divmod(S, n)
     bounds = [start]
     for i in range(n):
-        bounds.append(bounds[-1] + size + (i < more))
+        bounds.append(bounds[-1] + size + (i < remainder))
     return [Span(a, b - a) for a, b in itertools.pairwise(bounds)]
 
 

@@ -25,8 +25,8 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
     that is defined inside another function or in an interactive session.
 
     Args:
-        function: called with the rank and the arguments; its result must be picklable, with
-            detached tensors.
+        function: called with the rank and the arguments; its result must be picklable, and
+            tensors in it must be detached.
         W: the number of ranks.
         args: further arguments, the same for every rank.
         timeout: the number of seconds that a rank waits for another.
@@ -37,6 +37,9 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
     Raises:
         ArgumentError: W is below 1.
         ParallelError: a rank raised an error or ended; the message has the rank and its traceback.
+
+    >>> spawn(pow, 2, 3)  # pow(rank, 3) on two ranks
+    [0, 1]
     """
     if W < 1:
         raise ArgumentError(f"W is {W}; it must be at least 1")
@@ -61,13 +64,16 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
             process.join()
     failed = [(rank, text) for rank, (text, _) in enumerate(results) if text]
     if failed:
-        # a failing rank makes others fail; the cause is the error that is not a failed message
-        cause = next((x for x in failed if not any(y in x[1] for y in _MESSAGES)), failed[0])
+        # when one rank fails, messages of the other ranks fail, too: report the first error that is
+        # not about a message
+        cause = next(
+            (x for x in failed if not any(y in x[1] for y in _MESSAGE_ERROR_WORDS)), failed[0]
+        )
         raise ParallelError(f"rank {cause[0]} of {W} failed:\n{cause[1]}")
     return [value for _, value in results]
 
 
-_MESSAGES = ("ParallelError", "gloo", "monitoredBarrier")
+_MESSAGE_ERROR_WORDS = ("ParallelError", "gloo", "monitoredBarrier")
 """Words in the traceback of a rank that failed because another rank did not answer."""
 
 
@@ -112,6 +118,5 @@ def _run_rank(
         with contextlib.suppress(EOFError):
             pipe.recv()  # shared tensors end with this process: wait until the caller has read them
     except BaseException:
-        pipe.send(
-            (traceback.format_exc(), None)
-        )  # then the process ends, and calls of other ranks fail
+        # after this the process ends, so that the calls of other ranks fail, too
+        pipe.send((traceback.format_exc(), None))

@@ -1,6 +1,4 @@
-"""The interface of adapters, `TargetAdapter`: call attention code on tokens, and get mixed tokens
-back.
-"""
+"""`TargetAdapter`, the interface through which the checks call attention code of any kind."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class CallInputs(NamedTuple):
         positions: the positions of the tokens, int [B, T]; None means the code's own.
         memory: a cache that holds the earlier tokens; None means no cache, `NEW_CACHE` an empty
             one.
-        weights: whether the attention weights shall be returned.
+        weights: whether the attention weights should be returned.
     """
 
     keep: Tensor | None = None
@@ -70,13 +68,14 @@ class Projections:
     """The linear maps of an attention module, as read from its parameters.
 
     Attributes:
-        q, k, v: weight [out, in], and bias [out] or None.
+        q, k, v: the maps from tokens to queries, keys and values: weight [out, in], and bias [out]
+            or None.
         o: the output map, or None if the module has none.
         heads: the number of query heads H.
         groups: the number of key/value heads G.
         bases: rotary bases that the module may use.
-        named: whether queries, keys and values have maps with names of their own, so that
-            exchanging them is a fault.
+        named: whether the parameter names tell queries, keys and values apart, so that exchanging
+            them is a fault.
         sinks: one sink logit for each head, [H], or None.
         norm: weight, bias and eps of a layer norm over the sum of output and input, as in BERT, or
             None.
@@ -125,7 +124,7 @@ class TargetAdapter(ABC):
     relative = False
 
     @abstractmethod
-    def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008  # a NamedTuple does not change
+    def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008  # a NamedTuple is immutable
         """Call the code on tokens x [B, T, M] or ids [B, T]."""
 
     @abstractmethod

@@ -33,7 +33,7 @@ MEMORY_NAMES = (
     "past_key_values",
     "layer_past",
 )
-USE_NAMES = ("use_cache", "return_cache", "use_kv_cache")
+USE_CACHE_NAMES = ("use_cache", "return_cache", "use_kv_cache")
 WEIGHTS_NAMES = (
     "need_weights",
     "output_attentions",
@@ -54,7 +54,8 @@ BIAS_NAMES = (
 )
 SINKS_NAMES = ("sink", "sinks", "attention_sinks", "attn_sink", "sink_logits", "s_aux")
 SCALE_NAMES = ("scale", "scaling", "softmax_scale", "sm_scale", "scale_factor")
-KEYS_NAMES_OF_TWO = (
+# the parameters of additive attention, forward(query, keys)
+PAIR_KEYS_NAMES = (
     "keys",
     "key",
     "k",
@@ -70,7 +71,7 @@ KEYS_NAMES_OF_TWO = (
     "encoder_states",
     "encoder_hidden_states",
 )
-QUERY_NAMES_OF_TWO = (
+PAIR_QUERY_NAMES = (
     "query",
     "queries",
     "q",
@@ -190,7 +191,7 @@ def query_keys_names(known: Iterable[str]) -> tuple[str, str] | None:
     (('decoder_hidden', 'encoder_outputs'), None)
     """
     leading = list(known)[:2]
-    query, keys = first_known(QUERY_NAMES_OF_TWO, leading), first_known(KEYS_NAMES_OF_TWO, leading)
+    query, keys = first_known(PAIR_QUERY_NAMES, leading), first_known(PAIR_KEYS_NAMES, leading)
     return (query, keys) if query and keys and query != keys else None
 
 
@@ -264,8 +265,16 @@ class CallKeywords:
     """The names of a callable's arguments by their role; None if it has none for that role.
 
     Attributes:
-        mask, padding, positions, start, memory, use, weights, causal, bias, sinks: names of
-            parameters.
+        mask: a mask of queries and keys.
+        padding: a mask of keys only.
+        positions: the positions of the tokens.
+        start: the position of the first token.
+        memory: the cache.
+        use: a flag that asks for a cache.
+        weights: a flag that asks for the attention weights.
+        causal: a flag for causal attention.
+        bias: a bias on the scores.
+        sinks: the sink logits.
         mask_format, padding_format: the formats of the masks; None if no format works, so that no
             mask can be given.
         fixed: arguments with the same value in every call.
@@ -296,7 +305,7 @@ class CallKeywords:
             "positions": POSITIONS_NAMES,
             "start": START_NAMES,
             "memory": MEMORY_NAMES,
-            "use": USE_NAMES,
+            "use": USE_CACHE_NAMES,
             "weights": WEIGHTS_NAMES,
             "causal": CAUSAL_NAMES,
         }
@@ -320,9 +329,9 @@ class CallKeywords:
         for name in (self.mask, self.memory):
             if name in self.required and name not in arguments:
                 arguments[str(name)] = None
-        return {**arguments, **self._places(inputs, x), **self._memory(inputs)}
+        return {**arguments, **self._position_arguments(inputs, x), **self._cache_arguments(inputs)}
 
-    def _places(self, inputs: CallInputs, x: Tensor) -> dict[str, Any]:
+    def _position_arguments(self, inputs: CallInputs, x: Tensor) -> dict[str, Any]:
         """Return the arguments for the positions of the tokens."""
         arguments: dict[str, Any] = {}
         if inputs.positions is None:
@@ -332,13 +341,13 @@ class CallKeywords:
                 arguments[str(self.positions)] = torch.arange(x.shape[1]).expand(x.shape[0], -1)
             return arguments
         if self.positions:  # gpt-fast's input_pos is [T]
-            one = self.positions == "input_pos"
-            arguments[self.positions] = inputs.positions[0] if one else inputs.positions
+            one_row = self.positions == "input_pos"
+            arguments[self.positions] = inputs.positions[0] if one_row else inputs.positions
         if self.start:
             arguments[self.start] = int(inputs.positions[0, 0])
         return arguments
 
-    def _memory(self, inputs: CallInputs) -> dict[str, Any]:
+    def _cache_arguments(self, inputs: CallInputs) -> dict[str, Any]:
         """Return the arguments for the cache."""
         arguments: dict[str, Any] = {}
         if inputs.memory is not None:
@@ -364,7 +373,10 @@ class CallKeywords:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The format of what a call returns: the index of the weights, or None if there are none.
+    """The format of what a call returns.
+
+    Attributes:
+        weights: the index of the attention weights in the returned sequence, or None.
 
     >>> import torch
     >>> x = torch.ones(2, 3, 4)
@@ -389,11 +401,12 @@ class OutputFormat:
         return CallOutput(parts[0], weights if isinstance(weights, Tensor) else None, memory)
 
     @staticmethod
-    def of(replies: dict[int, Any], B: int) -> OutputFormat:
-        """Find the format from results for several lengths: only weights have the length in two
-        dimensions.
+    def of(results: dict[int, Any], B: int) -> OutputFormat:
+        """Find the format from the results for several lengths T, by length.
+
+        The weights are the part whose last two dimensions are T for every T.
         """
-        parts = {T: output_parts(reply) for T, reply in replies.items()}
+        parts = {T: output_parts(result) for T, result in results.items()}
         for n in range(1, min(len(p) for p in parts.values())):
             if all(_square(p[n], B, T) for T, p in parts.items()):
                 return OutputFormat(n)
@@ -417,7 +430,7 @@ def output_parts(result: Any) -> list[Any]:
         type_name = type(parts[0]).__name__ if parts else "nothing"
         raise ArgumentTypeError(
             f"the code returned {type_name}; it must return a tensor, or a sequence or dictionary "
-            "that begins with one: give an adapter"
+            "that begins with one; give an adapter that returns one"
         )
     return parts
 

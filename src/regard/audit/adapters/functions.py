@@ -46,6 +46,7 @@ ADAPTER_KEYWORDS = {
     "memory": "memory",
     "weights": "weights",
 }
+"""The keyword arguments of a user's adapter, with the names of `TargetAdapter.accepts`."""
 
 
 class FunctionAdapter(TargetAdapter):
@@ -58,8 +59,8 @@ class FunctionAdapter(TargetAdapter):
 
     Args:
         function: the code; a module without parameters counts as one.
-        claims: what the code is claimed to be; without sizes, 4 heads of 6 features, for which no
-            two wrong scales are equal.
+        claims: what the code is claimed to be. Without sizes there are 4 heads of 6 features,
+            because for these sizes all wrong scales that an audit can name are different.
         name: the name of the code.
         dtype: the dtype in which it runs.
         keywords: the names of its arguments; None reads them from its signature.
@@ -147,8 +148,10 @@ class FunctionAdapter(TargetAdapter):
                     self._to_layout(q), self._to_layout(k), self._to_layout(v), **arguments
                 )
             )
-        plain = self.single_head or self.heads_joined
-        out = reply.out if plain else self._to_layout(reply.out).transpose(1, 2).flatten(2)
+        has_joined_heads = self.single_head or self.heads_joined
+        out = (
+            reply.out if has_joined_heads else self._to_layout(reply.out).transpose(1, 2).flatten(2)
+        )
         return reply._replace(out=out)
 
     def call_last_queries(self, x: Tensor, n: int, keep: Tensor | None = None) -> Tensor:
@@ -197,8 +200,8 @@ class FunctionAdapter(TargetAdapter):
         )
 
     def bias(self, T: int, S: int | None = None) -> Tensor | None:
-        """Return a random bias [1,H,T,S] of the distances of the last T of S tokens, if the code
-        takes one.
+        """Return a random bias by distance, [1,H,T,S], for the last T of S tokens; None if the code
+        takes no bias.
         """
         if not self.keywords.bias:
             return None
@@ -210,8 +213,10 @@ class FunctionAdapter(TargetAdapter):
             generator=generator,
             dtype=torch.float64,
         )
-        gap = torch.arange(S - T, S)[:, None] - torch.arange(S)
-        return table[:, gap.clamp(-MAX_BIAS_DISTANCE, MAX_BIAS_DISTANCE) + MAX_BIAS_DISTANCE][None]
+        distance = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        return table[:, distance.clamp(-MAX_BIAS_DISTANCE, MAX_BIAS_DISTANCE) + MAX_BIAS_DISTANCE][
+            None
+        ]
 
     def to_dtype(self, dtype: torch.dtype) -> FunctionAdapter:
         """Return an adapter for the same function in another dtype."""
@@ -284,13 +289,19 @@ def _function_keywords(signature_parameters: Any, claims: AuditClaims) -> CallKe
 class CustomAdapter(TargetAdapter):
     """Call the target through an adapter function of the user.
 
-    The keyword arguments of that function say what can be tested:
+    The function has the form adapter(target, x, *, keep, tokens, positions, memory, weights). It
+    may leave out any keyword argument; checks that need the argument are then not made:
 
-        adapter(target, x [B,T,M], *, keep [B or 1,T,S] True = may attend, tokens [B,S] False =
-        padding,
-                positions [B,T], memory (the cache; NEW_CACHE at the start), weights)
+        target: the code under audit.
+        x: the tokens, [B, T, M].
+        keep: a mask, bool [B or 1, T, S], True = may attend, or None.
+        tokens: a padding mask, bool [B, S], False = padding, or None.
+        positions: the positions of the tokens, int [B, T], or None.
+        memory: the cache; `NEW_CACHE` asks for a new one, None for a call without a cache.
+        weights: True asks for the attention weights.
 
-    It returns out; (out, weights) if weights is True; or (out, memory) if there is a cache.
+    It returns the output [B, T, N]; (output, weights) if weights is True; or (output, memory) if
+    there is a cache.
 
     Raises:
         ArgumentError: the adapter has an argument with another name.

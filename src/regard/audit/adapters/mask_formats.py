@@ -1,5 +1,5 @@
-"""Find out the mask format of attention code: give it masks, and see which tokens reach which
-outputs.
+"""Find out in which format attention code expects masks: call it with masks in every format, and
+measure which tokens influence which outputs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from regard.audit.influence import influence
 from regard.process_state import ignore_warnings
 
 T = 5
+"""The number of tokens in the calls that test mask formats."""
 TEST_MASK = torch.tensor(
     [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [1, 1, 0, 1, 0], [0, 1, 0, 1, 1]]
 ).bool()  # causal; every query sees its own key; queries 2 to 4 do not see one earlier key
 TEST_HIDDEN = ~TEST_MASK
 TEST_VISIBLE = torch.ones(T, T).tril(-1).bool() & TEST_MASK
+"""The earlier keys that a query sees; its own key is not counted."""
 
 
 TORCH_BLOCKING_NAMES = ("src_mask", "tgt_mask")
@@ -105,8 +107,12 @@ def _raw_output(adapter: ModuleAdapter | FunctionAdapter, x: Tensor, inputs: Cal
 def _find_mask_format(
     adapter: ModuleAdapter | FunctionAdapter,
 ) -> tuple[MaskBehavior, MaskFormat | None]:
-    """Try shapes and kinds of masks: the first that works as claimed, else the first that is
-    inverted.
+    """Try masks of every shape and kind.
+
+    Returns:
+        What the mask does: "works" if a format works as claimed, otherwise the first of "inverted",
+        "added", "ignored" and "overflow" that occurs, or "refused"; and the format that other
+        checks use, or None.
     """
     keywords = adapter.keywords
     like_torch = keywords.mask == "attn_mask" or keywords.padding == "key_padding_mask"
@@ -128,7 +134,7 @@ def _find_mask_format(
             ), mask_format
         verdicts.append(MaskBehavior(verdict, mask_format))
     for wanted in ("inverted", "added", "ignored", "overflow"):
-        behavior = next((h for h in verdicts if h.verdict == wanted), None)
+        behavior = next((tried for tried in verdicts if tried.verdict == wanted), None)
         if behavior is not None and behavior.mask_format is not None:
             return behavior, _working_format(adapter, behavior) if wanted in (
                 "inverted",
@@ -166,7 +172,9 @@ def _mask_is_reused(adapter: ModuleAdapter | FunctionAdapter, mask_format: MaskF
     try:
         masked_adapter.call(x, CallInputs(keep=TEST_MASK[None]))
         visible = influence(
-            lambda x: masked_adapter.call(x, CallInputs(keep=SECOND_MASK[None])).out, x, _changed
+            lambda x: masked_adapter.call(x, CallInputs(keep=SECOND_MASK[None])).out,
+            x,
+            _replace_token,
         ).visible
     except Exception:  # the code refuses the call, which is not a fault of masks
         return False
@@ -185,7 +193,7 @@ def _try_mask(adapter: ModuleAdapter | FunctionAdapter, mask_format: MaskFormat)
 
     try:
         with ignore_warnings():
-            visible = influence(run, x, _changed).visible
+            visible = influence(run, x, _replace_token).visible
             changes_output = not torch.equal(run(x), masked_adapter.call(x).out)
     except Exception as error:  # the code refuses this format
         return "overflow" if overflows(error) else "refused"
@@ -199,7 +207,11 @@ def _try_mask(adapter: ModuleAdapter | FunctionAdapter, mask_format: MaskFormat)
 def _find_padding_format(
     adapter: ModuleAdapter | FunctionAdapter,
 ) -> tuple[MaskBehavior, MaskFormat | None]:
-    """Find out whether True in a padding mask marks a token or padding."""
+    """Find out whether True in a padding mask marks a token or padding.
+
+    Returns:
+        What the padding mask does, and the format that other checks use, or None.
+    """
     block = MaskFormat("BS", "block")
     expected = adapter.claims.mask or (
         "keep" if adapter.keywords.padding == "padding_mask" else "block"
@@ -209,17 +221,17 @@ def _find_padding_format(
         and adapter.claims.mask is None
     ):
         expected = "block" if "key" in str(adapter.keywords.padding) else expected
-    order = (
+    candidates = (
         [MaskFormat("BS", "keep"), block]
         if expected == "keep"
         else [block, MaskFormat("BS", "keep")]
     )
-    for mask_format in order:
+    for mask_format in candidates:
         if _try_padding(replace(adapter.keywords, padding_format=mask_format), adapter):
-            verdict = "works" if mask_format is order[0] else "inverted"
-            return MaskBehavior(verdict, order[0]), mask_format
+            verdict = "works" if mask_format is candidates[0] else "inverted"
+            return MaskBehavior(verdict, candidates[0]), mask_format
     padded_adapter = adapter.with_conventions(
-        replace(adapter.keywords, padding_format=order[0]), adapter.output_format
+        replace(adapter.keywords, padding_format=candidates[0]), adapter.output_format
     )
     x, tokens = adapter.random_tokens(1, T, 12), torch.ones(1, T, dtype=torch.bool)
     tokens[0, 1] = False
@@ -230,9 +242,9 @@ def _find_padding_format(
     except Exception:
         return MaskBehavior("refused"), None
     return (
-        (MaskBehavior("leaks", order[0]), order[0])
+        (MaskBehavior("leaks", candidates[0]), candidates[0])
         if changes_output
-        else (MaskBehavior("ignored", order[0]), None)
+        else (MaskBehavior("ignored", candidates[0]), None)
     )
 
 
@@ -248,7 +260,7 @@ def _try_padding(keywords: CallKeywords, adapter: ModuleAdapter | FunctionAdapte
 
     try:
         with ignore_warnings():
-            visible = [influence(partial(run_row, b), x, _changed).visible for b in (0, 1)]
+            visible = [influence(partial(run_row, b), x, _replace_token).visible for b in (0, 1)]
     except Exception:
         return False
     return not any(bool(visible[b][j + 1 :, j].any()) for b, j in ((0, 1), (1, 2))) and bool(
@@ -272,7 +284,7 @@ def _mask_argument_is_padding(
     return keywords, mask_behavior
 
 
-def _changed(x: Tensor, j: int) -> Tensor:
+def _replace_token(x: Tensor, j: int) -> Tensor:
     """Return x with another token at index j."""
     generator = torch.Generator().manual_seed(j)
     other = x.clone()

@@ -38,11 +38,14 @@ from regard.audit.claims import AuditClaims
 from regard.errors import ArgumentTypeError
 
 CACHE_IN_MODULE = "inside the module"
-"""Stands for a cache that the module itself holds."""
+"""The value of `CallInputs.memory` for a cache that the module itself holds."""
 
 
 class ModuleAdapter(TargetAdapter):
-    """Call a module with tokens [B, T, M], once or as query, key and value.
+    """Call a module with tokens x [B, T, M].
+
+    The call is forward(x), or forward(x, x, x) if the module takes query, key and value, or
+    forward(x_t, x) for each token t if it takes one query and all keys.
 
     Args:
         module: the code; a copy in evaluation mode runs.
@@ -56,7 +59,9 @@ class ModuleAdapter(TargetAdapter):
             its sizes are fixed.
     """
 
-    relative = True  # a layer that takes positions uses rotary or a similar scheme
+    relative = (
+        True  # a layer that takes positions is expected to use a relative scheme, such as rotary
+    )
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class ModuleAdapter(TargetAdapter):
         self.rebuild = rebuild
         self.batch_first = bool(getattr(module, "batch_first", True))
         self.output_format = output_format or OutputFormat()
-        self.accepts = self.keywords.accepts | self._extra_abilities()
+        self.accepts = self.keywords.accepts | self._accepted_cache_and_weights()
 
     @property
     def called(self) -> str:  # type: ignore[override]
@@ -135,19 +140,19 @@ class ModuleAdapter(TargetAdapter):
         weights = None if rows[0] is None else torch.cat([r for r in rows if r is not None], 1)
         return CallOutput(torch.cat(outs, 1), None if weights is None else weights[:, None])
 
-    def _parts(self, answer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _parts(self, result: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the context [B,1,N] and the weights [B,1,S] or None of one query, recognized by
         their sizes.
         """
         B, S = x.shape[:2]
-        parts = [part for part in output_parts(answer) if isinstance(part, Tensor)]
+        parts = [part for part in output_parts(result) if isinstance(part, Tensor)]
         weights = [
             p for p in parts if p.numel() == B * S and (self.width != S or p is not parts[0])
         ]
         contexts = [p for p in parts if not any(p is w for w in weights)]
         if not contexts or contexts[0].numel() % B:
             raise ArgumentTypeError(
-                "no context [B, M] is among what the code returned: give an adapter"
+                "the code returned no context vector [B, M]; give an adapter that returns one"
             )
         return contexts[0].reshape(B, 1, -1), weights[0].reshape(B, 1, S) if weights else None
 
@@ -257,7 +262,7 @@ class ModuleAdapter(TargetAdapter):
             for name, value in tensors_by_name
         )
 
-    def _extra_abilities(self) -> frozenset[str]:
+    def _accepted_cache_and_weights(self) -> frozenset[str]:
         """Return "memory" if a cache can be used, and "weights" if weights are returned."""
         has_reset = first_known(RESET_CACHE_METHOD_NAMES, dir(self.module)) is not None
         has_cache = (

@@ -68,9 +68,10 @@ def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tupl
 def unused_parameters(module: nn.Module, interpretations: Sequence[Projections]) -> list[str]:
     """Return the names of the parameters that belong to none of the projections.
 
-    >>> heads = nn.MultiheadAttention(8, 2)
-    >>> unused_parameters(heads, read_projections(nn.MultiheadAttention(8, 2), AuditClaims(), 8))
-    ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
+    >>> names = ("q", "k", "v", "out", "gate")
+    >>> module = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
+    >>> unused_parameters(module, read_projections(module, AuditClaims(heads=2), 8))
+    ['gate.weight']
     """
     known: set[int] = set()
     for maps in interpretations:
@@ -141,20 +142,22 @@ def _orientations(p: Tensor, *, out: bool) -> list[Tensor]:
 def _maps(
     module: nn.Module, heads: int, groups: int
 ) -> Iterator[tuple[tuple[LinearMap, LinearMap, LinearMap], bool, bool]]:
-    """Yield (q, k, v), whether they have names of their own, and whether faults are searched with
-    them.
+    """Yield each interpretation: (q, k, v); whether parameter names tell them apart; and whether
+    faults are searched under it.
     """
-    named = _maps_by_role(module)
-    ways = range(max((len(maps) for maps in named.values()), default=1))
-    for way in ways:
-        one = {what: maps[min(way, len(maps) - 1)] for what, maps in named.items()}
-        if {"q", "k", "v"} <= set(one):
-            yield (one["q"], one["k"], one["v"]), True, True
-        elif {"q", "kv"} <= set(one):
-            for n, (k, v) in enumerate(_split_fused(one["kv"], (1, 1), groups)):
-                yield (one["q"], k, v), False, n in (0, 1)
-        elif "qkv" in one:
-            yield from _fused(one["qkv"], heads, groups)
+    maps_by_role = _maps_by_role(module)
+    orientations = range(max((len(maps) for maps in maps_by_role.values()), default=1))
+    for n_orientation in orientations:
+        map_of_role = {
+            role: maps[min(n_orientation, len(maps) - 1)] for role, maps in maps_by_role.items()
+        }
+        if {"q", "k", "v"} <= set(map_of_role):
+            yield (map_of_role["q"], map_of_role["k"], map_of_role["v"]), True, True
+        elif {"q", "kv"} <= set(map_of_role):
+            for n, (k, v) in enumerate(_split_fused(map_of_role["kv"], (1, 1), groups)):
+                yield (map_of_role["q"], k, v), False, n in (0, 1)
+        elif "qkv" in map_of_role:
+            yield from _fused(map_of_role["qkv"], heads, groups)
 
 
 def _fused(
@@ -295,7 +298,7 @@ def _map(child: nn.Module) -> LinearMap | None:
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         return None
     weight = weight.detach()
-    if type(child).__name__ == "Conv1D":  # GPT-2's keeps [in, out]
+    if type(child).__name__ == "Conv1D":  # GPT-2's Conv1D stores its weight as [in, out]
         weight = weight.T
     elif not isinstance(child, nn.Linear) and not hasattr(child, "in_features"):
         return None

@@ -93,7 +93,10 @@ class MixerAdapter(TargetAdapter):
 
 
 class _ModelAdapter(TargetAdapter):
-    """Base class for models: ids to logits or states. `width` is the size of the vocabulary."""
+    """Base class of adapters for models, which map ids to logits or hidden states.
+
+    `width` is the size of the vocabulary, and `abilities` the inputs that the model accepts.
+    """
 
     def __init__(
         self, model: Any, network: nn.Module, claims: AuditClaims, name: str, dtype: torch.dtype
@@ -127,7 +130,7 @@ class _ModelAdapter(TargetAdapter):
 
 
 class DecoderAdapter(_ModelAdapter):
-    """Call a `Model`: ids to logits."""
+    """Call a `Model`, which maps ids to logits."""
 
     called = "model.forward(ids, positions, caches)"
     abilities = frozenset({"padding", "positions", "memory"})
@@ -152,7 +155,7 @@ class DecoderAdapter(_ModelAdapter):
 
 
 class EncoderAdapter(_ModelAdapter):
-    """Call a `TextEncoder`: ids to hidden states."""
+    """Call a `TextEncoder`, which maps ids to hidden states."""
 
     called = "model.hidden(ids, positions)"
 
@@ -164,7 +167,7 @@ class EncoderAdapter(_ModelAdapter):
 
 
 class Seq2SeqAdapter(_ModelAdapter):
-    """Call a `Seq2Seq`: target ids to logits, with one fixed source text."""
+    """Call a `Seq2Seq`, which maps target ids to logits, with one fixed source text."""
 
     called = "model.forward(source, ids)"
     abilities = frozenset({"memory"})

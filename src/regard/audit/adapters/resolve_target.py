@@ -34,7 +34,7 @@ from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
 from regard.process_state import seeded
 
-FLAGS = {
+SIZE_FLAGS = {
     "dim": "--dim",
     "heads": "--heads",
     "kv_heads": "--kv-heads",
@@ -124,8 +124,8 @@ def construct_module(
 
 def _flag(name: str) -> str:
     """Return the command-line option that gives a constructor's argument of this name."""
-    size = next((size for size in FLAGS if name in SIZE_NAMES[size]), None)
-    return f"--set {name}=value" if size is None else f"{FLAGS[size]} N"
+    size = next((size for size in SIZE_FLAGS if name in SIZE_NAMES[size]), None)
+    return f"--set {name}=value" if size is None else f"{SIZE_FLAGS[size]} N"
 
 
 def claims_with_sizes(
@@ -134,8 +134,8 @@ def claims_with_sizes(
     """Return the claims, with missing sizes taken from the constructor's arguments and defaults.
 
     >>> def make(d_model, n_head=2): ...
-    >>> found = claims_with_sizes(make, AuditClaims(), {"d_model": 8})
-    >>> found.dim, found.heads
+    >>> claims = claims_with_sizes(make, AuditClaims(), {"d_model": 8})
+    >>> claims.dim, claims.heads
     (8, 2)
     """
     signature_parameters = parameters(maker)
@@ -146,7 +146,7 @@ def claims_with_sizes(
     }
     arguments = {**defaults, **_sizes(signature_parameters, claims), **options}
     known_sizes: dict[str, Any] = {}
-    for size in FLAGS:
+    for size in SIZE_FLAGS:
         if getattr(claims, size) is None:
             values = (
                 arguments[name]
@@ -246,7 +246,9 @@ def resolve_target(
     """
     name = target if isinstance(target, str) else target_name(target)
     target = import_target(target) if isinstance(target, str) else target
-    call_target = import_target(user_adapter) if isinstance(user_adapter, str) else user_adapter
+    adapter_function = (
+        import_target(user_adapter) if isinstance(user_adapter, str) else user_adapter
+    )
     rebuild = None
     if is_factory(target):
         factory, given_options, given_claims = target, dict(options or {}), claims
@@ -269,18 +271,18 @@ def resolve_target(
         raise ArgumentTypeError(
             f"{name} is {type(target).__name__}; it must be a module, a class or a function"
         )
-    if call_target is not None:
+    if adapter_function is not None:
         width = _width(target, claims, name)
-        adapter = CustomAdapter(target, call_target, claims, width, name, dtype)
+        adapter = CustomAdapter(target, adapter_function, claims, width, name, dtype)
         return _require_call_works(adapter), {}
     if isinstance(target, nn.Module) and (
         isinstance(target, Mixer) or any(True for _ in target.parameters())
     ):
-        return _module(target, claims, name, dtype, rebuild)
-    return _function(target, claims, name, dtype)
+        return _adapt_module(target, claims, name, dtype, rebuild)
+    return _adapt_function(target, claims, name, dtype)
 
 
-def _module(
+def _adapt_module(
     module: nn.Module, claims: AuditClaims, name: str, dtype: torch.dtype, rebuild: Any
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
     """Return the adapter of a module, and what its masks do."""
@@ -301,7 +303,7 @@ def _module(
     return detect_conventions(adapter)
 
 
-def _function(
+def _adapt_function(
     function: Callable[..., Any], claims: AuditClaims, name: str, dtype: torch.dtype
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
     """Return the adapter of attend(q, k, v), with several heads or else with one, and what its

@@ -19,26 +19,37 @@ from regard.audit.check_context import CheckContext, worst_mismatch
 from regard.audit.findings import Finding, finding
 from regard.units import plural
 
-SHORTEST, SLOW, LONGEST = 7, 40, 400
-
-
+LENGTH_WITHOUT_WINDOW = 7
+"""The number of tokens in tests of a cache without a window."""
+MANY_TOKENS = 40
+"""Chunkings with many short chunks are left out for more tokens than this."""
+LONGEST = 400
+"""The largest number of tokens in tests of a cache with a window."""
 SHIFT = 11
+"""The number by which `check_position_shift` shifts all positions."""
 
 
 def tested_length(context: CheckContext) -> int:
-    """Return three windows and one token; a few tokens if there is no window or it is too long."""
+    """Return the number of tokens for tests of the cache: three windows and one token.
+
+    Without a window it is `LENGTH_WITHOUT_WINDOW`; if three windows are too long, `MANY_TOKENS`.
+    """
     W = context.adapter.cache_window
-    return SHORTEST if W is None else 3 * W + 1 if 3 * W + 1 <= LONGEST else SLOW
+    return (
+        LENGTH_WITHOUT_WINDOW if W is None else 3 * W + 1 if 3 * W + 1 <= LONGEST else MANY_TOKENS
+    )
 
 
 def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
-    """Yield ways to cut T tokens: single steps, a prompt and steps, equal chunks, long and short,
-    random.
+    """Yield ways to cut T tokens into chunks, as tuples of lengths.
+
+    They are: single tokens; a prompt and two single tokens; equal chunks; one token and the rest;
+    all but one token and the last; and two random cuts. W is the window, or None.
     """
-    if T <= SLOW:
+    if T <= MANY_TOKENS:
         yield (1,) * T
     yield (T - 2, 1, 1)
-    for n in dict.fromkeys((*((2, 3) if T <= SLOW else ()), W or 2, (W or 2) + 1)):
+    for n in dict.fromkeys((*((2, 3) if T <= MANY_TOKENS else ()), W or 2, (W or 2) + 1)):
         yield (*(n,) * (T // n), *((T % n,) if T % n else ()))
     yield (1, T - 1)
     yield (T - 1, 1)
@@ -56,10 +67,13 @@ def check_cache(context: CheckContext, T: int | None = None) -> list[Finding]:
         raise CheckNotApplicable("it takes no cache")
     if getattr(context.adapter, "causal_flag", False):
         raise CheckNotApplicable(
-            "its causal flag does not say which positions the queries have if there are more keys"
+            "its causal flag does not say which positions the queries have if there are more keys "
+            "than queries"
         )
     if not context.causal:
-        raise CheckNotApplicable("it is bidirectional, so that nothing can be cached")
+        raise CheckNotApplicable(
+            "it is bidirectional, so that later tokens change all earlier results"
+        )
     longest = T or tested_length(context)
     W = context.adapter.cache_window
     finding, refused = _first_failure(context, longest)
@@ -86,12 +100,12 @@ def _first_failure(context: CheckContext, T: int) -> tuple[Finding | None, list[
     """Return the first chunking of T tokens that fails, and the errors that calls raised."""
     x, W = context.random_tokens(2, T), context.adapter.cache_window
     refused: list[str] = []
-    standard = context.reference_outputs(x, lambda adapter, x: context.call(x, adapter=adapter).out)
+    one_pass = context.reference_outputs(x, lambda adapter, x: context.call(x, adapter=adapter).out)
     for chunks in dict.fromkeys(chunkings(T, W, context.seed)):
         if min(chunks) < 1:
             continue
         try:
-            finding = _check_chunking(context, x, chunks, standard)
+            finding = _check_chunking(context, x, chunks, one_pass)
         except CheckNotPossible:
             raise
         except Exception as error:  # the code refuses such chunks, which is not a wrong result
@@ -103,10 +117,10 @@ def _first_failure(context: CheckContext, T: int) -> tuple[Finding | None, list[
 
 
 def _check_chunking(
-    context: CheckContext, x: Tensor, chunks: tuple[int, ...], standard: tuple[list[Tensor], Tensor]
+    context: CheckContext, x: Tensor, chunks: tuple[int, ...], one_pass: tuple[list[Tensor], Tensor]
 ) -> Finding | None:
     """Return a finding if chunks of these lengths differ from one pass."""
-    T, (plains, ref) = x.shape[1], standard
+    T, (plains, ref) = x.shape[1], one_pass
     out, _ = context.run_cached(x, chunks, context.adapter)
     if out.shape[1] != T:
         sentence = (
@@ -178,7 +192,7 @@ def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
     if getattr(adapter, "positions_index_cache", False):
         raise CheckNotApplicable("its positions are indices into a cache that it holds")
     if not adapter.relative:
-        raise CheckNotApplicable("whether positions are relative is not claimed")
+        raise CheckNotApplicable("its results may depend on absolute positions")
     x = context.random_tokens(1, T)
     keep = context.expected_mask(T, T)[None] if context.masked else None
 
@@ -188,7 +202,7 @@ def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
         ).out
 
     mismatch = context.compare(
-        x, lambda s, x: run_from(SHIFT, s, x), lambda s, x: run_from(0, s, x)
+        x, lambda a, x: run_from(SHIFT, a, x), lambda a, x: run_from(0, a, x)
     )
     if mismatch is None:
         return []

@@ -65,7 +65,7 @@ FAULT_NAMES = {
     ("softmax", "sigmoid"): "softmax-missing",
     ("softmax", "uniform"): "weights-uniform",
     ("bias", "alibi-grows"): "bias-sign",
-    ("bias", "given-back"): "bias-sign",
+    ("bias", "given-negated"): "bias-sign",
     ("sink", "renormalised"): "sink-renormalised",
     ("split", "rows"): "heads-split",
     ("join", "rows"): "heads-joined",
@@ -78,17 +78,18 @@ _ROTARY_FAULTS = {
     "values": "rotary-values",
     "queries": "rotary-one-sided",
     "each": "rotary-mixed",
-    "apart": "rotary-not-relative",
+    "opposite": "rotary-not-relative",
 }
 
 
 LONGEST_WINDOW = 64
-"""Longer windows are left to the checks of windows and caches."""
+"""The definition is checked with tokens beyond the window if the window is at most this long."""
 LONG_LENGTHS = (293, 149, 75, 37)
 """Lengths that no block size divides; the first that the code accepts is used."""
 FEW_QUERIES = 7
 """The number of queries in a test with more keys than queries."""
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+"""The block sizes that are tried to explain a wrong output for many tokens."""
 
 
 def name_of(field: str, value: str) -> str:
@@ -115,14 +116,14 @@ def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
     W = context.adapter.claims.window
     if W and W + 2 <= LONGEST_WINDOW:
         T = max(T, W + 2)
-    if context.notes.get("judged by trace"):
+    if context.notes.get("checked by operations"):
         return _check_by_operations(context, T)
     try:
         search = FaultSearch(context, T)
     except CheckNotApplicable:
         raise
-    except CheckNotPossible as unread_why:
-        return _check_without_weights(context, T, str(unread_why))
+    except CheckNotPossible as reason:
+        return _check_without_weights(context, T, str(reason))
     if context.notes.get("differs"):  # a smaller example of an output that no variant reproduces
         return _definition_differs(search)
     if "softcap" not in context.notes:
@@ -164,10 +165,10 @@ def _findings_of_faults(
     variant: AttentionVariant,
 ) -> list[Finding]:
     """Return a finding for each fault of a variant that reproduces the output."""
-    shown = _difference_from_correct(context, search, interpretation, variant)
-    if shown is None:
+    difference = _difference_from_correct(context, search, interpretation, variant)
+    if difference is None:
         return []
-    example, expected, got = shown
+    example, expected, got = difference
     return [
         finding(
             name_of(field, getattr(variant, field)),
@@ -186,7 +187,9 @@ def _difference_from_correct(
     interpretation: WeightInterpretation,
     variant: AttentionVariant,
 ) -> tuple[dict[str, int], float, float] | None:
-    """Return where the output differs most from the correct variant, or None if they agree."""
+    """Return (example, expected number, actual number) where the output differs most from the
+    correct variant, or None if they agree.
+    """
     x, out = search.runs[0]
     corrected_fields: dict[str, Any] = {
         name: _correct_value(name, variant) for name in variant.faults
@@ -238,7 +241,9 @@ def _correct_value(name: str, variant: AttentionVariant) -> str:
 def _sentence(
     variant: AttentionVariant, field: str, search: FaultSearch, interpretation: WeightInterpretation
 ) -> str:
-    """Return the sentence of a finding: the fault, and what reproduces the output."""
+    """Return the sentence of a finding, which names the fault and says that it reproduces the
+    output.
+    """
     others = [name_of(f, getattr(variant, f)) for f in variant.faults if f != field]
     with_others = f" together with {', '.join(others)}" if others else ""
     summary = FAULTS[name_of(field, getattr(variant, field))].summary.rstrip(".")
@@ -251,17 +256,14 @@ def _sentence(
             f"{interpretation.maps.head_dim})"
         )
     return (
-        f"{summary}: the definition with this fault{with_others} reproduces the output, and "
-        "without it does not."
+        f"{summary}: attention with this fault{with_others} reproduces the output, and correct "
+        "attention does not."
     )
 
 
-# -- outputs that nothing explains
-
-
 def _not_reproduced(context: CheckContext, search: FaultSearch, T: int) -> list[Finding]:
-    """Handle an output that no known faults reproduce: rounding, other steps, or an unknown
-    fault.
+    """Return the findings of an output that no variant reproduces: it is rounded, the module has
+    other steps, or the fault is unknown.
     """
     rounded = _rounded_to_half(context, search)
     if rounded:
@@ -322,8 +324,8 @@ def _rounded_to_half(context: CheckContext, search: FaultSearch) -> list[Finding
         <= 4 * torch.finfo(torch.bfloat16).eps
     ):
         return []
-    # a small change of the tokens changes the effect of a fault a little, but rounding errors
-    # completely
+    # if the tokens change a little, the effect of a fault changes a little, whereas rounding errors
+    # change completely
     generator = torch.Generator().manual_seed(5)
     perturbed = x * (1 + 3e-3 * torch.randn(x.shape, generator=generator, dtype=x.dtype))
     moved_difference = context.call(perturbed).out.double() - reference_attention(
@@ -333,8 +335,8 @@ def _rounded_to_half(context: CheckContext, search: FaultSearch) -> list[Finding
         return []
     name = str(adapter.dtype).removeprefix("torch.")
     sentence = (
-        f"In {name} the output is off by {relative_error:.2g} of its size, as if numbers were "
-        "rounded to half precision."
+        f"In {name} the output has a relative error of {relative_error:.2g}, as if intermediate "
+        "results were rounded to half precision."
     )
     return [finding("precision-lost", sentence, *_largest_difference(out, ref, interpretation))]
 
@@ -347,8 +349,8 @@ def _check_without_weights(context: CheckContext, T: int, why: str) -> list[Find
         raise CheckNotPossible(why)
     try:
         return _check_by_operations(context, T)
-    except CheckNotPossible as also:
-        raise CheckNotPossible(f"{why}; and {also}") from also
+    except CheckNotPossible as second:
+        raise CheckNotPossible(f"{why}; and {second}") from second
 
 
 def _not_finite(context: CheckContext, T: int) -> list[Finding]:
@@ -374,26 +376,28 @@ def _check_by_operations(context: CheckContext, T: int) -> list[Finding]:
     """Check the recorded operations at this length, with at least two tokens."""
     adapter = context.float64_adapter or context.adapter
     x = context.random_tokens(1, max(T, 2), turn=3)
-    whole = getattr(adapter, "query_keys", None) is None
-    if not whole and _weighs_tokens(adapter, x):
-        context.notes["judged by trace"] = True
+    all_queries = getattr(adapter, "query_keys", None) is None
+    if not all_queries and _output_is_weighted_tokens(adapter, x):
+        context.notes["checked by operations"] = True
         return []
-    faults = check_operations(adapter, x, adapter.claims.scale, adapter.width, whole=whole)
-    if not faults and whole:
+    faults = check_operations(
+        adapter, x, adapter.claims.scale, adapter.width, all_queries=all_queries
+    )
+    if not faults and all_queries:
         faults = check_rotary(adapter, x[:, :1].expand(-1, 6, -1).clone())
-    context.notes["judged by trace"] = True
+    context.notes["checked by operations"] = True
     return [_finding_of(each, x.shape[1]) for each in faults]
 
 
-def _weighs_tokens(adapter: TargetAdapter, x: Tensor) -> bool:
+def _output_is_weighted_tokens(adapter: TargetAdapter, x: Tensor) -> bool:
     """Whether the output is the sum of the tokens with the returned weights, which sum to 1."""
     reply = adapter.call(x)
     if reply.weights is None or reply.out.shape != x.shape:
         return False
     weights = reply.weights[:, 0]
     close = torch.finfo(weights.dtype).eps ** 0.5
-    even = bool(((weights.sum(-1) - 1).abs() < close).all())
-    return even and bool(((weights @ x.to(weights.dtype) - reply.out).abs() < close).all())
+    sums_are_one = bool(((weights.sum(-1) - 1).abs() < close).all())
+    return sums_are_one and bool(((weights @ x.to(weights.dtype) - reply.out).abs() < close).all())
 
 
 def _rotary_by_head(context: CheckContext) -> list[Finding]:
@@ -419,9 +423,6 @@ def _finding_of(fault: GraphFault, T: int) -> Finding:
     return finding(fault.name, fault.sentence, {"T": T}, fault.expected, fault.got)
 
 
-# -- long texts
-
-
 def check_long_sequences(context: CheckContext) -> list[Finding]:
     """Check the definition at a length that no block size divides, and with more keys than queries.
 
@@ -432,7 +433,7 @@ def check_long_sequences(context: CheckContext) -> list[Finding]:
         raise CheckNotApplicable("the definition differs at few tokens already")
     interpretation, variant = context.notes.get("interpretation"), context.notes.get("variant")
     if interpretation is None or variant is None:
-        if not context.notes.get("judged by trace"):
+        if not context.notes.get("checked by operations"):
             raise CheckNotApplicable("the definition could not be tried at few tokens")
         return _check_long_by_operations(context)
     if variant.faults:
@@ -446,7 +447,7 @@ def check_long_sequences(context: CheckContext) -> list[Finding]:
             continue
         if not findings and isinstance(context.adapter, FunctionAdapter):
             findings = _check_more_keys(context, context.adapter, interpretation, variant, T)
-        context.notes["long holds"] = not findings
+        context.notes["long definition holds"] = not findings
         return findings
     raise CheckNotApplicable(
         f"it takes no long texts: {type(length_error).__name__}: {str(length_error)[:200]}"
@@ -497,7 +498,7 @@ def _long_sequence_fault(
     x: Tensor,
     mismatch: Mismatch,
 ) -> Finding:
-    """Name the fault of an output that is correct for few tokens and wrong for many."""
+    """Return the finding of an output that is correct for few tokens and wrong for many."""
     T, out = x.shape[1], context.call(x).out
     has_output = (out != 0).any(-1)[0] & out.isfinite().all(-1)[0]
     if out.shape[1] < T or not bool(has_output.all()):
@@ -506,13 +507,16 @@ def _long_sequence_fault(
             "queries-dropped",
             f"Query {t} of {plural(T, 'token')} gets no output.",
             {"T": T, "query": t},
-            "an answer",
+            "an output",
             "nothing, or zeros",
         )
     for block in BLOCK_SIZES:
-        for mistake in ("neither", "sum", "values"):
+        for rescaled in ("neither", "sum", "values"):
             ref = _blockwise_output(
-                reference_inputs(context, interpretation, x, torch.float64), variant, block, mistake
+                reference_inputs(context, interpretation, x, torch.float64),
+                variant,
+                block,
+                rescaled,
             )
             if (
                 ref is not None
@@ -557,9 +561,13 @@ def _unrescaled_blocks(
 
 
 def _blockwise_output(
-    numbers: ReferenceInputs, variant: AttentionVariant, block: int, mistake: str
+    numbers: ReferenceInputs, variant: AttentionVariant, block: int, rescaled: str
 ) -> Tensor | None:
-    """Compute an online softmax in which a new maximum does not rescale the earlier sums."""
+    """Compute an online softmax in which a new maximum does not rescale all earlier sums.
+
+    `rescaled` says which sums are rescaled: "neither", "sum" (of the weights), or "values" (the
+    weighted sum of the values). The result is None for a variant with sinks or a bias.
+    """
     if numbers.maps.sinks is not None or variant.bias != "none":
         return None
     products, v = products_and_values(numbers, variant)
@@ -575,7 +583,7 @@ def _blockwise_output(
         "neither": (running_weights, running_weights),
         "sum": (running_weights, correct_weights),
         "values": (correct_weights, running_weights),
-    }[mistake]
+    }[rescaled]
     return join_and_project(
         numbers, variant, (numerator_weights @ v) / denominator_weights.sum(-1, keepdim=True)
     )
@@ -584,9 +592,7 @@ def _blockwise_output(
 def _shortest_failing_length(
     context: CheckContext, interpretation: WeightInterpretation, variant: AttentionVariant, T: int
 ) -> int:
-    """Return a short length that differs, by bisection between one that agrees and one that does
-    not.
-    """
+    """Return a short length at which the output differs, by bisection between 1 and T tokens."""
     low, high = 1, T
     while high - low > 1:
         middle = (low + high) // 2
@@ -605,8 +611,8 @@ def _check_more_keys(
     variant: AttentionVariant,
     T: int,
 ) -> list[Finding]:
-    """Check a few queries against many keys, as with a cache: they are the last rows of the
-    whole.
+    """Check a few queries with many keys, as with a cache: their outputs must be the last rows of
+    the output of all queries.
     """
     if "flag" in context.notes and adapter.causal_flag:
         return []  # a causal flag does not say which positions the queries have

@@ -1,5 +1,5 @@
-"""Checks of what reaches a token: later tokens, other rows of the batch, keys outside the
-window.
+"""Checks of the tokens that influence an output: later tokens, other rows of the batch, keys
+outside the window, and visible keys without influence.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from regard.audit.findings import Finding, finding
 from regard.audit.influence import Influence, influence
 from regard.units import plural
 
-LONGEST = 9
-
-
+FUTURE_LENGTH = 9
+"""The number of tokens in tests of later tokens."""
 _PATH_WORDS = {
     "weights": " when the weights are returned",
     "padding": " when padding is marked",
@@ -34,6 +33,7 @@ _PATH_WORDS = {
 LONG_LENGTHS = (293, 149, 75, 37)
 """Lengths that no block size divides; the first that the code accepts is used."""
 TESTED_KEYS = (0, 20, 70, 135, 200, 283, 290)
+"""The keys that are tested in long sequences: in the first, middle and last blocks."""
 
 
 def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
@@ -43,10 +43,10 @@ def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
     flag.
     """
     if context.notes.get("unclear"):
-        return _check_unclear(context, T or LONGEST)
+        return _check_unclear(context, T or FUTURE_LENGTH)
     if not context.causal:
         raise CheckNotApplicable("it is bidirectional")
-    lengths = [T] if T else [LONGEST]
+    lengths = [T] if T else [FUTURE_LENGTH]
     findings: list[Finding] = []
     for path in ("", "weights", "padding", "memory", "flag"):
         if path and path not in context.adapter.accepts and path != "flag":
@@ -59,11 +59,14 @@ def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
 
 
 def _check_unclear(context: CheckContext, T: int) -> list[Finding]:
-    """Check code without claims: tokens that see nothing but later ones are wrong in any case."""
+    """Check code that is neither causal nor bidirectional: an inverted causal mask is wrong in any
+    case.
+    """
     findings = [f for f in _check_path(context, T, "") if f.name == "mask-polarity"]
     if not findings:
         raise CheckNotPossible(
-            "it shows some later tokens and not all; give --causal or --bidirectional"
+            "some of its outputs depend on later tokens, and others do not; give --causal or "
+            "--bidirectional"
         )
     return findings
 
@@ -74,7 +77,8 @@ def _check_path(context: CheckContext, T: int, path: str) -> list[Finding]:
     later = torch.ones(T, T).triu(1).bool()
     if not bool((measured.visible & later).any()):
         return []
-    # with an inverted mask the last query sees nothing; masked with -1e9, it averages all values
+    # with an inverted mask the last query sees no key; if hidden scores are -1e9, it averages all
+    # values
     earlier = later.T & (torch.arange(T) < T - 1)[:, None] if T > 2 else later.T
     i, j, amount = measured.strongest(later)
     example = {"T": T, "query": i, "key": j}
@@ -132,13 +136,17 @@ def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding
     The tokens are small, so that the weights are nearly equal and every key counts.
     """
     if not _mask_is_inferred(context.adapter):
-        raise CheckNotApplicable("its mask is declared, so that it need not be found out")
+        raise CheckNotApplicable(
+            "it declares its mask, which need not be inferred from its outputs"
+        )
     if context.notes.get("unclear"):
         return _check_without_known_mask(context, T or 6)
     long_lengths: tuple[int, ...] = (
         LONG_LENGTHS if getattr(context.adapter, "query_keys", None) is None else LONG_LENGTHS[-1:]
     )  # a call for each query
-    if context.notes.get("long holds"):  # the definition check has compared the whole output
+    if context.notes.get(
+        "long definition holds"
+    ):  # the definition check has compared the whole output
         long_lengths = ()
     for n in (T,) if T else (6, *long_lengths):
         try:
@@ -155,19 +163,21 @@ def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding
 
 
 def _check_without_known_mask(context: CheckContext, T: int) -> list[Finding]:
-    """Find a key that no query uses, in code whose mask is not known, if every query uses another
-    key.
+    """Return a finding for a key that no query uses, in code whose mask is not known.
+
+    It is a fault if some other key is used by all queries.
     """
     x = 0.3 * context.random_tokens(1, T)
     adapter = context.float64_adapter or context.adapter
-    got = influence(
+    visible = influence(
         lambda x: context.call(x, adapter=adapter).out, x, context.replace_token
     ).visible
     others = ~torch.eye(T, dtype=torch.bool)
-    unused = ~(got & others).any(0)
-    if not bool((got | ~others).all(0).any()) or not bool(unused.any()):
+    unused = ~(visible & others).any(0)
+    if not bool((visible | ~others).all(0).any()) or not bool(unused.any()):
         raise CheckNotApplicable(
-            "it shows some later tokens and not all, by a rule that is not claimed"
+            "some of its outputs depend on later tokens, and others do not, by a rule that is not "
+            "claimed"
         )
     j = int(unused.to(torch.int64).argmax())
     return [
@@ -186,7 +196,7 @@ def _mask_is_inferred(adapter: TargetAdapter) -> bool:
     return isinstance(adapter, (FunctionAdapter, ModuleAdapter, CustomAdapter))
 
 
-def _unused_key(context: CheckContext, T: int, places: Sequence[int]) -> list[Finding]:
+def _unused_key(context: CheckContext, T: int, tested_keys: Sequence[int]) -> list[Finding]:
     """Return a finding for the first key that no query uses although it is visible."""
     adapter = context.float64_adapter or context.adapter
     x = 0.3 * context.random_tokens(1, T)
@@ -194,13 +204,13 @@ def _unused_key(context: CheckContext, T: int, places: Sequence[int]) -> list[Fi
     def run(x: Tensor) -> Tensor:
         return context.call(x, adapter=adapter).out
 
-    visible = influence(run, x, context.replace_token, list(places)).visible
+    visible = influence(run, x, context.replace_token, list(tested_keys)).visible
     own_visible = influence(run, x, context.replace_token, [T - 1]).visible[-1, 0]
     if not bool(own_visible):
         sentence = f"Query {T - 1} of {T} does not depend on its own token: it gets no output."
-        return [finding("queries-dropped", sentence, {"T": T, "query": T - 1}, "an answer", 0.0)]
-    expected = context.expected_mask(T, T)[:, list(places)]
-    own_key = torch.arange(T)[:, None] == torch.tensor(list(places))
+        return [finding("queries-dropped", sentence, {"T": T, "query": T - 1}, "an output", 0.0)]
+    expected = context.expected_mask(T, T)[:, list(tested_keys)]
+    own_key = torch.arange(T)[:, None] == torch.tensor(list(tested_keys))
     allowed = expected & ~own_key
     if T < 30:
         hidden_pairs = allowed & ~visible
@@ -214,7 +224,7 @@ def _unused_key(context: CheckContext, T: int, places: Sequence[int]) -> list[Fi
     if not bool(unused_keys.any()):
         return []
     n = int(unused_keys.to(torch.int64).argmax())
-    j = list(places)[n]
+    j = list(tested_keys)[n]
     i = int(hidden_pairs[:, n].nonzero()[-1])
     sentence = (
         f"Query {i} does not use key {j}, which nothing hides (give --window if this is intended)."

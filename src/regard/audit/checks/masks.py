@@ -1,5 +1,5 @@
-"""Checks of masks and padding that are passed to the code: their meaning, their rows, hidden
-content.
+"""Checks of masks and padding that are passed to the code: the meaning of True, masks that differ
+by row, the content of hidden tokens, and rows in which every key is hidden.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _MEANING = {
 
 
 PADDING_LENGTH = 3
+"""The number of padded slots in front of a row."""
 
 
 def check_masks(context: CheckContext) -> list[Finding]:
@@ -74,8 +75,8 @@ def check_masks(context: CheckContext) -> list[Finding]:
             findings.append(finding(name, sentence, *_effect_of_hidden_key(context, role, kind)))
     if all(behavior.verdict == "refused" for behavior in behaviors.values()):
         raise CheckNotPossible(
-            "no mask format that was tried is accepted, or has the effect of a mask: give an "
-            "adapter"
+            "no mask format that was tried is accepted and has the effect of a mask; give an "
+            "adapter that passes the mask"
         )
     return findings
 
@@ -84,7 +85,9 @@ def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
     """Return the finding of a number that the dtype cannot hold."""
     name = str(adapter.dtype).removeprefix("torch.")
     most = torch.finfo(adapter.dtype).max
-    sentence = f"{what} that is written in the code does not fit in {name}, and the call raises."
+    sentence = (
+        f"{what} that is written in the code does not fit in {name}, and the call raises an error."
+    )
     return finding(
         "mask-value-overflow",
         sentence,
@@ -97,8 +100,10 @@ def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
 def _effect_of_hidden_key(
     context: CheckContext, role: str, kind: str
 ) -> tuple[dict[str, Any], float, float]:
-    """Return the change of the last query when key 0 is replaced, which a mask as claimed hides
-    from it.
+    """Replace key 0, which the claimed mask hides from the last query, and measure the effect.
+
+    Returns:
+        The example, the expected change of the last output (0), and the actual change.
     """
     adapter: Any = context.float64_adapter or context.adapter
     keywords = adapter.keywords
@@ -138,16 +143,16 @@ def check_mask_rows(context: CheckContext, T: int = 4) -> list[Finding]:
     x = context.random_tokens(1, T)
     x = torch.cat([x, x])
 
-    def asked(adapter: TargetAdapter, x: Tensor, rows: slice) -> Tensor:
+    def run_rows(adapter: TargetAdapter, x: Tensor, rows: slice) -> Tensor:
         if by_keys:
             return context.call(x[rows], tokens=tokens[rows], adapter=adapter).out
         return adapter.call(x[rows], CallInputs(keep=(masks & tokens[:, None])[rows])).out
 
     def together(adapter: TargetAdapter, x: Tensor) -> Tensor:
-        return asked(adapter, x, slice(None))[1:, T - 1 :]
+        return run_rows(adapter, x, slice(None))[1:, T - 1 :]
 
     def alone(adapter: TargetAdapter, x: Tensor) -> Tensor:
-        return asked(adapter, x, slice(1, 2))[:, T - 1 :]
+        return run_rows(adapter, x, slice(1, 2))[:, T - 1 :]
 
     mismatch = context.compare(x, together, alone)
     if mismatch is None:
@@ -163,7 +168,7 @@ def check_mask_rows(context: CheckContext, T: int = 4) -> list[Finding]:
     ]
 
 
-def _need_padding(context: CheckContext) -> None:
+def _require_padding_mask(context: CheckContext) -> None:
     """Raise `CheckNotApplicable` if the code takes no mask that can mark padding."""
     if not context.adapter.accepts & {"padding", "rows", "mask"}:
         raise CheckNotApplicable("it takes no mask that could mark padding")
@@ -171,7 +176,7 @@ def _need_padding(context: CheckContext) -> None:
 
 def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
     """Check that replacing a padded token, in front or at the end, changes no other token."""
-    _need_padding(context)
+    _require_padding_mask(context)
     adapter = context.float64_adapter or context.adapter
     x = context.random_tokens(1, T)
     for pad in (0, T - 1):
@@ -233,7 +238,7 @@ def check_nan_behind_mask(context: CheckContext, T: int = 4) -> list[Finding]:
         raise CheckNotApplicable(
             "it is only made with --strict: plain softmax code multiplies hidden values by 0"
         )
-    _need_padding(context)
+    _require_padding_mask(context)
     x = context.random_tokens(1, T)
     if not x.is_floating_point():
         raise CheckNotApplicable("tokens are ids, which cannot be NaN")
@@ -343,7 +348,7 @@ def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
     return [
         finding(
             "empty-row",
-            "Every key is hidden from query 0, and it gives an average of all values.",
+            "Every key is hidden from query 0, and its output is an average of all values.",
             {"T": T, "query": 0},
             float(expected[position]),
             float(out[0, position]),

@@ -11,13 +11,14 @@ from regard.audit.findings import Finding, finding
 from regard.units import plural
 
 FACTORS = (4.0, 16.0, 64.0)
+"""The factors on standard normal tokens that give large scores."""
 
 
 def check_large_scores(context: CheckContext, T: int = 4) -> list[Finding]:
     """Check that large tokens, whose scaled scores fit in the dtype, give finite outputs."""
     x = context.random_tokens(1, T)
     if not x.is_floating_point():
-        raise CheckNotApplicable("tokens are ids, whose size is the model's own")
+        raise CheckNotApplicable("its tokens are ids, which cannot be scaled")
     for factor in _factors(context, x):
         out = context.call(x * factor).out
         if bool(out.isfinite().all()):
@@ -37,8 +38,8 @@ def check_large_scores(context: CheckContext, T: int = 4) -> list[Finding]:
 
 
 def _factors(context: CheckContext, x: Tensor) -> tuple[float, ...]:
-    """Return factors for the tokens; in float16 the one whose scaled scores are half of the largest
-    number.
+    """Return the factors on the tokens; in float16, the factor for which the largest scaled score
+    is half of the largest number of the dtype.
     """
     if context.adapter.dtype != torch.float16:
         return FACTORS
@@ -128,7 +129,7 @@ def check_weight_sums(context: CheckContext, T: int = 4) -> list[Finding]:
     x = context.random_tokens(1, T)
     weights = context.call(x, weights=True).weights
     if weights is None:
-        raise CheckNotPossible("it returned no weights when asked")
+        raise CheckNotPossible("it returned no weights in a call that requests them")
     rows = weights.double().sum(-1)
     deviation = (rows - 1).abs()
     # the rounding error of a sum of T numbers of at most 1
@@ -139,16 +140,15 @@ def check_weight_sums(context: CheckContext, T: int = 4) -> list[Finding]:
     b, h, i = (int(n) for n in torch.unravel_index(deviation.argmax(), deviation.shape))
     columns = weights.double().sum(-2)
     columns_sum_to_one = float((columns - 1).abs().max()) <= 2 * T * torch.finfo(weights.dtype).eps
-    alone = T > 1 and bool(
-        (weights == 1).all()
-    )  # the softmax runs over an axis of size 1, such as the batch
-    name = "softmax-axis" if columns_sum_to_one or alone else "weights-sum"
+    # all weights are 1 if the softmax runs over an axis of size 1, such as the batch
+    all_ones = T > 1 and bool((weights == 1).all())
+    name = "softmax-axis" if columns_sum_to_one or all_ones else "weights-sum"
     sentence = f"The weights of query {i}, head {h} sum to {float(rows[b, h, i]):.6g}"
     sentence += (
         ", and those of each key to 1."
         if columns_sum_to_one
         else ": each of them is 1."
-        if alone
+        if all_ones
         else "."
     )
     return [finding(name, sentence, {"T": T, "head": h, "query": i}, 1.0, float(rows[b, h, i]))]

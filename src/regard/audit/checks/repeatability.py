@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from regard.audit.adapters.base import TargetAdapter
+from regard.audit.adapters.base import CallInputs, TargetAdapter
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import influence
@@ -16,11 +16,13 @@ from regard.process_state import seeded
 from regard.units import plural
 
 CALLS = 6
+"""The number of equal calls that are compared."""
 
 
 def check_repeatable(context: CheckContext, T: int = 8) -> list[Finding]:
-    """Check that equal calls give equal bits; if they do not, equal seeds tell dropout from other
-    causes.
+    """Check that equal calls give bitwise equal results.
+
+    If they do not, but do with equal random seeds, the cause is dropout.
     """
     x = context.random_tokens(2, T)
     with seeded(None):
@@ -42,9 +44,8 @@ def check_repeatable(context: CheckContext, T: int = 8) -> list[Finding]:
             context.call(x, adapter=context.adapter.to_dtype(context.adapter.dtype)).out
             for _ in range(2)
         ]
-        state_changed = _equal(
-            fresh_outputs[0], fresh_outputs[1]
-        )  # copies that were never called before agree, so that a call changes the state
+        # if copies that were never called before agree, the first call has changed the state
+        state_changed = _equal(fresh_outputs[0], fresh_outputs[1])
         name = "state-kept" if state_changed else "not-repeatable"
         why = "a second call differs from the first" if state_changed else "equal calls differ"
     return [
@@ -76,7 +77,7 @@ def check_input_unchanged(context: CheckContext, T: int = 4) -> list[Finding]:
     return [
         finding(
             "input-changed",
-            "The tokens are changed by the call.",
+            "The call changes its tokens.",
             {"T": T, "input": list(position)},
             float(before[position]),
             float(x[position]),
@@ -90,8 +91,6 @@ def _check_heads_unchanged(context: CheckContext, T: int) -> list[Finding]:
     heads = adapter.project_heads(context.random_tokens(1, T).to(adapter.dtype))  # type: ignore[attr-defined]
     before = [h.clone() for h in heads]
     keep = context.expected_mask(T, T)[None] if context.masked else None
-    from regard.audit.adapters.base import CallInputs
-
     adapter.call_function(*heads, CallInputs(keep))  # type: ignore[attr-defined]
     for name, original, current in zip("qkv", before, heads, strict=True):
         if not torch.equal(original, current):
@@ -99,7 +98,7 @@ def _check_heads_unchanged(context: CheckContext, T: int) -> list[Finding]:
             return [
                 finding(
                     "input-changed",
-                    f"{name} is changed by the call.",
+                    f"The call changes {name}.",
                     {"T": T, name: list(position)},
                     float(original[position]),
                     float(current[position]),

@@ -31,8 +31,9 @@ class RecognizedMask:
         mask: the rule; `Dense` if no rule fits; None if every query sees every key.
         q_positions: the positions of the queries; the keys are at 0..S-1.
         bias: what a float mask adds to the scores, or None.
-        uniform_rows: True if a row hides every key by a finite number. torch then returns the mean
-            of all values, which no rule expresses, so that such a call is left to torch.
+        uniform_rows: True if the mask hides every key of a row, and by a finite number such as
+            finfo.min instead of -inf. torch then returns the mean of all values, which no rule
+            expresses, so that torch must run such a call.
     """
 
     mask: Mask | None
@@ -54,8 +55,8 @@ def recognize_mask(mask: Tensor, B: int, T: int, S: int) -> RecognizedMask:
     Returns:
         The rule, the positions of the queries, and what a float mask adds to the scores.
 
-    >>> found = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 1, 3, 5)
-    >>> print(found.mask, found.q_positions)
+    >>> recognized = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 1, 3, 5)
+    >>> print(recognized.mask, recognized.q_positions)
     causal Span(start=2, length=3)
     """
     mask = mask.detach()
@@ -118,10 +119,10 @@ class RecognizedMaskCache:
 
 def _rule(visible: Tensor, B: int, T: int, S: int) -> RecognizedMask:
     """Return the first candidate rule that equals a bool mask [B or 1, H or 1, T, S]."""
-    here = Span(S - T, T, tokens=S < T)
+    end_aligned = Span(S - T, T, tokens=S < T)
     if T and S and _same_for_heads(visible):
         if bool(visible.all()):
-            return RecognizedMask(None, here)
+            return RecognizedMask(None, end_aligned)
         visible = visible[:, :1]
         for rule, start in _candidates(visible[:, 0], B, T, S):
             positions = Span(start, T, tokens=start < 0)
@@ -130,7 +131,7 @@ def _rule(visible: Tensor, B: int, T: int, S: int) -> RecognizedMask:
                 visible.expand(B, 1, T, S),
             ):
                 return RecognizedMask(rule, positions)
-    return RecognizedMask(Dense(visible), here)
+    return RecognizedMask(Dense(visible), end_aligned)
 
 
 def _same_for_heads(visible: Tensor) -> bool:

@@ -41,20 +41,22 @@ FAST_KERNELS = ("cpu", "gemm")
 """The kernels that are faster than torch, so that a call for which one is chosen runs here."""
 
 MIN_KEY_VALUE_NUMBERS = 1 << 17
-"""With few queries, calls whose keys and values have fewer numbers than this run in torch."""
+"""Calls with few queries (`FEW_QUERIES`) whose keys and values have fewer elements than this run in
+torch.
+"""
 
 MIN_PRODUCTS = 1 << 28
-"""With many queries, calls with B H T S (D + E) below this run in torch."""
+"""Calls with more queries than `FEW_QUERIES` and B H T S (D + E) below this run in torch."""
 
 FEW_QUERIES = 16
-"""Up to this many query rows per key/value head the time of a call is that of reading memory; with
-more it is that of matrix multiplication.
+"""The largest number of query rows per key/value head for which reading the keys and values takes
+most of the time of a call; with more rows the matrix products do.
 """
 
 SMALL = "it is small"
 TORCH_AS_FAST = "torch is as fast for these sizes"
 NOT_MASKED_ATTENTION = (
-    "its arguments do not fit, or its mask gives the mean of the values in hidden rows"
+    "its arguments are invalid, or torch gives the mean of the values in rows that its mask hides"
 )
 
 _torch_attention = F.scaled_dot_product_attention
@@ -85,7 +87,7 @@ class CallCounts:
 
 
 class _OpenContexts(threading.local):
-    """The contexts that are open in this thread."""
+    """The `accelerate` contexts that are open in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.open: list[CallCounts] = []
@@ -203,6 +205,7 @@ class _AfterForward:
 
 _lock = threading.Lock()
 _users = 0
+"""The number of open contexts and accelerated models that need the replacements."""
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
 """The replaced functions of torch: the namespace of a module, the name, and the original."""
 
@@ -227,7 +230,7 @@ def _install_replacements() -> None:
 
 
 def _remove_replacements() -> None:
-    """Put torch's functions back when the last user has ended."""
+    """Count one user less; without users put torch's own functions back."""
     global _users
     with _lock:
         _users -= 1
@@ -340,9 +343,10 @@ def _as_call(
     scale: float | None,
     grouped: bool,
 ) -> Call | None:
-    """Turn the arguments into a `Call`; return None if torch's result is not masked attention.
+    """Turn the arguments of torch's function into a `Call`, or return None if torch must run it.
 
-    Arguments that do not fit give None, too, because torch's own errors describe them best.
+    The result is None for invalid arguments, because torch's own errors describe them best, and
+    for masks whose result in torch is not masked attention (`RecognizedMask.uniform_rows`).
     """
     B, H, T, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     fits = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
@@ -486,7 +490,7 @@ def _encoder(
 
 
 def _is_active(x: Tensor) -> bool:
-    """Whether calls are accelerated in this thread, and x has a plain layout."""
+    """Whether calls are accelerated in this thread, and x is not a nested tensor."""
     return not is_compiling() and bool(_contexts.open) and not x.is_nested
 
 
@@ -498,11 +502,11 @@ def _self_attention(
     mask: Tensor | None,
     mask_type: int | None,
 ) -> Tensor | None:
-    """Compute self-attention of x [B,T,M] before the output map; None if torch's fused path is as
-    fast.
+    """Return self-attention of x [B,T,M] before the output projection; None if torch must run it.
 
     Args:
-        mask: True = hidden. mask_type 0 is [T, T], 1 is [B, T] for padding, 2 is [B, heads, T, T].
+        mask: a bool mask, True = hidden, or None.
+        mask_type: 0 for a mask [T, T], 1 for padding [B, T], 2 for [B, heads, T, T].
     """
     B, T, width = x.shape
     small = B * T * T * width * 2 < MIN_PRODUCTS

@@ -37,7 +37,7 @@ IGNORED_KEYWORDS = frozenset(
         "num_items_in_batch",
         "logits_to_keep",
         "input_ids",
-        # how another kernel computes the same sums
+        # an option of other kernels, which does not change the mathematical result
         "deterministic",
     }
 )
@@ -46,7 +46,7 @@ IGNORED_KEYWORDS = frozenset(
 USED_KEYWORDS = frozenset(
     {"softcap", "s_aux", "position_bias", "indices", "block_indices", "output_attentions"}
 )
-"""Keyword arguments that are applied."""
+"""Keyword arguments that `regard_attention` passes on to `attend`, or answers itself."""
 
 REFUSED_KEYWORDS = {
     "sinks": "sinks that differ from query to query",
@@ -57,10 +57,12 @@ REFUSED_KEYWORDS = {
         "begin at 0 in each row",
     ),
 }
-"""Keyword arguments of transformers that would change the result, with the reason why they are
-refused. Unknown arguments are refused, too."""
+"""Keyword arguments that are refused because they would change the result, with their meanings.
+Unknown arguments are refused, too.
+"""
 
 _tap_prefixes: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The prefixes of taps by module, as `name_taps` sets them."""
 
 
 class _MaskArguments(TypedDict, total=False):
@@ -221,9 +223,11 @@ def _restrict_to_selection(
     table = table.scatter(-1, columns, value=True)[..., :count]
     if groups > 1:
         table = table.repeat_interleave(H // groups, dim=1)
-    first = mask_arguments.get("k_positions", Span(0, S)).start
+    first_position = mask_arguments.get("k_positions", Span(0, S)).start
     mask: Mask = Selected(table, size)
-    if first:  # here blocks begin at the first slot, while Selected counts them from position 0
+    if (
+        first_position
+    ):  # here blocks begin at the first slot, while Selected counts them from position 0
         mask = masks.Dense(table.repeat_interleave(size, dim=-1)[..., :S])
     other_mask = mask_arguments["mask"]
     return {**mask_arguments, "mask": mask if other_mask is None else other_mask & mask}

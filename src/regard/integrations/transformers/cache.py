@@ -26,7 +26,8 @@ class PreallocatedLayer(CacheLayerMixin):
     Args:
         window: the number of keys that a query sees, its own included; None means all. When the
             buffer is full, older keys are dropped: the last window - 1 tokens are copied to the
-            front of a new buffer, at most once in as many steps.
+            front of a new buffer. Unless `max_length` is short, this happens at most once in
+            window - 1 steps.
         max_length: the number of slots to allocate at once. None doubles the buffer when it is
             full.
         spare: the minimum number of slots to allocate beyond those that are needed.
@@ -56,8 +57,8 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.record_past = False
         self._slots: Fixed | None = None
-        self._mask_arguments = 0
-        self._since = 0  # tokens that a crop may remove
+        self._length = 0
+        self._tokens_since_crop = 0  # kept beyond the window, so that a crop can remove them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first update allocates the buffers."""
@@ -77,28 +78,24 @@ class PreallocatedLayer(CacheLayerMixin):
         n = key_states.shape[2]
         length, _ = self.get_mask_sizes(n)
         slots = self._ensure_capacity(n)
-        (keys, values), _ = slots.update((key_states, value_states), Span(self._mask_arguments, n))
-        self._mask_arguments += n
-        self._since = self._since + n if self.record_past else 0
+        (keys, values), _ = slots.update((key_states, value_states), Span(self._length, n))
+        self._length += n
+        self._tokens_since_crop = self._tokens_since_crop + n if self.record_past else 0
         start = keys.shape[2] - length
         self.keys, self.values = keys[:, :, start:], values[:, :, start:]
         self.is_initialized = True
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys an update with so many tokens returns, and the position of the
-        first.
+        """Return the number of keys that an update with `query_length` tokens returns, and the
+        position of the first.
         """
-        old = (
-            self._mask_arguments
-            if self.window is None
-            else min(self._mask_arguments, self.window - 1)
-        )
-        return old + query_length, self._mask_arguments - old
+        old = self._length if self.window is None else min(self._length, self.window - 1)
+        return old + query_length, self._length - old
 
     def get_seq_length(self) -> int:
         """Return how many tokens were added."""
-        return self._mask_arguments
+        return self._length
 
     def get_max_length(self) -> int:
         """Return the maximum number of tokens, or -1 if there is none."""
@@ -106,7 +103,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Remove all tokens and free the buffers."""
-        self._slots, self._mask_arguments, self._since = None, 0, 0
+        self._slots, self._length, self._tokens_since_crop = None, 0, 0
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -126,7 +123,7 @@ class PreallocatedLayer(CacheLayerMixin):
             ArgumentError: the number is positive, or the window before the remaining tokens was
                 dropped.
         """
-        n, self._since = -tokens_to_remove, 0
+        n, self._tokens_since_crop = -tokens_to_remove, 0
         if n < 0:
             raise ArgumentError(
                 f"crop({tokens_to_remove}): give the number of tokens to remove as a negative "
@@ -134,9 +131,9 @@ class PreallocatedLayer(CacheLayerMixin):
             )
         if n == 0 or self._slots is None:
             return
-        remaining = max(0, self._mask_arguments - n)
+        remaining = max(0, self._length - n)
         needed = remaining if self.window is None else min(remaining, self.window - 1)
-        available = len(self._slots) - (self._mask_arguments - remaining)
+        available = len(self._slots) - (self._length - remaining)
         if available < needed:
             raise ArgumentError(
                 f"crop({tokens_to_remove}) needs {plural(needed, 'token')} before the remaining "
@@ -144,7 +141,7 @@ class PreallocatedLayer(CacheLayerMixin):
                 "tokens that may be removed"
             )
         self._slots.crop(remaining)
-        self._mask_arguments = remaining
+        self._length = remaining
         self._update_views()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
@@ -174,15 +171,19 @@ class PreallocatedLayer(CacheLayerMixin):
             self._update_views()
 
     def _ensure_capacity(self, n: int) -> Fixed:
-        """Return slots with space for n more tokens: the present ones, or new ones with what is
-        still needed.
+        """Return buffers with space for n more tokens.
+
+        These are the present buffers if they have the space, otherwise new ones with a copy of the
+        tokens that are still needed.
         """
         old_slots = self._slots
         old_length = 0 if old_slots is None else len(old_slots)
         if old_slots is not None and old_length + n <= old_slots.capacity:
             return old_slots
         remaining = (
-            old_length if self.window is None else min(old_length, self.window - 1 + self._since)
+            old_length
+            if self.window is None
+            else min(old_length, self.window - 1 + self._tokens_since_crop)
         )
         slots = Fixed(self._size(remaining, n))
         if old_slots is not None and remaining:
@@ -192,12 +193,12 @@ class PreallocatedLayer(CacheLayerMixin):
                 for k, x in old_tensors.items()
                 if isinstance(x, Tensor)
             }
-            slots.fill({**memory, "positions": Span(self._mask_arguments - remaining, remaining)})
+            slots.fill({**memory, "positions": Span(self._length - remaining, remaining)})
         self._slots = slots
         return slots
 
     def _size(self, remaining: int, n: int) -> int:
-        """Return how many slots to allocate for n new tokens behind those that stay."""
+        """Return the number of slots for the remaining tokens, n new ones, and free space."""
         size = remaining + n + max(remaining, self.spare)
         if self.max_length is None:
             return size
@@ -207,7 +208,7 @@ class PreallocatedLayer(CacheLayerMixin):
             raise ArgumentError(
                 f"the cache has max_length={self.max_length}, but needs "
                 f"{plural(remaining + n, 'token')}; "
-                "make a longer one, or give no max_length"
+                "make a cache with a larger max_length, or give no max_length"
             )
         return self.max_length
 
@@ -256,7 +257,7 @@ def _preallocated(layer: Any, max_length: int | None) -> Any:
 
 
 def _is_identity(rows: Tensor) -> bool:
-    """Whether every row stays in its place. Off the CPU this is not checked, since it would
-    wait.
+    """Whether every row stays in its place. On other devices than a CPU the answer is False,
+    because reading the rows would wait for the device.
     """
     return rows.device.type == "cpu" and rows.tolist() == list(range(len(rows)))

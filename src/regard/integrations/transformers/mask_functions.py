@@ -1,8 +1,9 @@
 """Convert transformers' mask functions into rules: causal, window, chunk, documents, padding.
 
 transformers builds a mask from small closures (q_idx, kv_idx) -> bool, joined by `and` and `or`.
-Each has an equivalent mask of regard. The names of the closures and the numbers that they hold are
-read; no closure is evaluated. A function that is not one of transformers' own becomes a dense mask.
+Each has an equivalent mask of regard, which is found by the name of the closure and the numbers
+that it holds; no closure is called. A function that is not one of transformers' own becomes a dense
+mask.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class MaskPositions(NamedTuple):
         return max(self.q.stop, self.k.stop)
 
     @property
-    def longest(self) -> int:
+    def largest_distance(self) -> int:
         """The largest distance between a query and a key."""
         return max(self.q.stop - 1 - self.k.start, self.k.stop - 1 - self.q.start)
 
@@ -63,7 +64,7 @@ def regard_mask(
         kv_length: the number of keys S.
         q_offset: the position of the first query.
         kv_offset: the position of the first key.
-        mask_function: the mask as transformers writes it.
+        mask_function: the mask as a function (batch_idx, head_idx, q_idx, kv_idx) -> bool.
         attention_mask: [B, L], True = a token, at positions 0 to L - 1.
         device: the device of the mask.
         kwargs: other arguments of transformers. `allow_is_causal_skip` is applied in a traced graph
@@ -111,8 +112,8 @@ def rule_of(function: MaskFunction, positions: MaskPositions) -> Mask | None:
     >>> print(rule_of(masking_utils.causal_mask_function, MaskPositions(Span(0, 3), Span(0, 3))))
     causal
     """
-    meaning = _RULES.get(_name(function))
-    return None if meaning is None else meaning(_closure_values(function), positions)
+    convert = _RULES.get(_name(function))
+    return None if convert is None else convert(_closure_values(function), positions)
 
 
 def _name(function: MaskFunction) -> str:
@@ -130,7 +131,7 @@ def _closure_values(function: MaskFunction) -> dict[str, Any]:
 
 
 def _causal(_values: dict[str, Any], positions: MaskPositions) -> Mask:
-    # no key comes after a decoded token, so that kernels need not look for hidden keys
+    # no key comes after a decoded token: without a mask, kernels do not test for hidden keys
     return Full() if positions.q.start >= positions.k.stop - 1 else Causal()
 
 
@@ -146,7 +147,7 @@ def _bidirectional_window(values: dict[str, Any], positions: MaskPositions) -> M
     size = values["sliding_window"]
     if size < 0:
         return EMPTY_WINDOW
-    return Full() if positions.longest <= size else Window(size + 1, ahead=size)
+    return Full() if positions.largest_distance <= size else Window(size + 1, ahead=size)
 
 
 def _chunk(values: dict[str, Any], positions: MaskPositions) -> Mask:
@@ -173,8 +174,8 @@ def _all_of(values: dict[str, Any], positions: MaskPositions) -> Mask | None:
     rules = []
     for function in functions:
         if packed and _name(function) == "remap_positions_for_packed_sequence":
-            # positions count from the start of each document: inside a document, their
-            # differences are those of the slots
+            # here positions count from the start of each document; the difference of two
+            # positions in one document equals that of their slots
             function = _closure_values(function)["mask_function"]
             if not _depends_on_distance(function):
                 return None
@@ -240,7 +241,7 @@ def _plain_mask_for_graph(arguments: dict[str, Any], others: dict[str, Any]) -> 
 
 
 def _dense(arguments: dict[str, Any], others: dict[str, Any]) -> Mask:
-    """Make the mask as transformers does, and never leave it out."""
+    """Return the dense mask that transformers makes, even where it would leave the mask out."""
     no_skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     table = masking_utils.sdpa_mask(**arguments, **(others | no_skips))
     assert table is not None, "the arguments forbid leaving the mask out"

@@ -57,6 +57,7 @@ _SHAPE_METHODS = {
 _VALUE_ATTRIBUTES = {
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
 }
+"""Attributes that give access to the values of a mask, and are refused."""
 
 _IDENTITY_FUNCTIONS = {Tensor.detach, Tensor.contiguous, Tensor.clone, torch.detach, torch.clone}
 """Functions that return the same mask."""
@@ -164,12 +165,15 @@ class BoolMask(Tensor):
 class MaskRule(BoolMask):
     """The bool mask [B,1,T,S] of a rule at the positions of a call, without its entries in memory.
 
-    rule: the mask; q_positions, k_positions: the positions of the queries and of the keys.
+    Attributes:
+        rule: the mask as a rule on positions.
+        q_positions: the positions of the queries.
+        k_positions: the positions of the keys.
 
     Indexing by slices of queries or keys gives another `MaskRule`; any other index, and `&` and
     `|`, give a dense `BoolMask`. `~` gives a plain bool tensor, True = hidden; `torch.where(mask,
-    a, b)` gives a where a key is visible. Everything else is refused, above all what is done with a
-    mask that is added to scores: arithmetic, comparisons, `masked_fill`, `cat`, another dtype.
+    a, b)` gives a where a key is visible. Everything else is refused, above all operations on
+    masks that are added to scores: arithmetic, comparisons, `masked_fill`, `cat`, another dtype.
 
     >>> from regard.masks import Causal
     >>> mask = MaskRule.make(Causal(), Span(0, 2), Span(0, 2))
@@ -279,7 +283,7 @@ def _device(
     dtype = next((x for x in requested if isinstance(x, torch.dtype)), None)
     if dtype is not None:
         raise ArgumentError(
-            f"a bool mask is to be converted to {dtype}, as if its numbers were added to scores; "
+            f"the model converts a bool mask to {dtype}, as if its numbers were added to scores; "
             f"{_ADVICE}"
         )
     moved: Tensor = func(torch.empty((), dtype=torch.bool, device=mask.device), *args, **kwargs)
@@ -293,8 +297,8 @@ _ADVICE = (
 
 
 def _refuse(func: Callable[..., Any]) -> NoReturn:
-    # for an attribute, func is the __get__ of its descriptor
     """Raise the error for an operation that a mask does not support."""
+    # for an attribute, func is the __get__ of its descriptor
     named = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # type: ignore[attr-defined]
     name = getattr(named, "__name__", str(named)).strip("_")
     raise ArgumentError(

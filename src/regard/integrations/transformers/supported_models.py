@@ -37,8 +37,9 @@ _warned: dict[str, object] = {}
 
 
 class AttentionUsage(NamedTuple):
-    """How the source of a model class uses attention. Its parts are included, other model classes
-    are not.
+    """How the source of a model class uses attention.
+
+    The modules that the class builds are included; other model classes are not.
     """
 
     interface: bool
@@ -168,8 +169,8 @@ def _reachable_definitions(cls: type) -> tuple[set[tuple[str, str]], bool]:
 
 
 def require_supported(cls: type) -> None:
-    """Refuse a model class whose attention cannot run through regard; warn once if it ignores the
-    name.
+    """Refuse a model class whose attention cannot run through regard; warn once about a class that
+    ignores `attn_implementation`.
 
     Raises:
         ArgumentError: the class computes its attention itself from a mask of transformers, or looks
@@ -227,13 +228,13 @@ def architectures() -> tuple[str, ...]:
         *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     }
     root = Path(transformers.__file__).parent / "models"
-    with_it = {
+    supported_folders = {
         path.parent.name
         for path in root.glob("*/modeling_*.py")
         if INTERFACE_NAME in path.read_text("utf-8")
     }
     folder = transformers.models.auto.configuration_auto.model_type_to_module_name
-    return tuple(sorted(name for name in names if folder(name) in with_it))
+    return tuple(sorted(name for name in names if folder(name) in supported_folders))
 
 
 def accepts_bool_masks(config: object) -> bool:
