@@ -44,8 +44,8 @@ PROC_MAPS = Path("/proc/self/maps")
 
 
 class ThreadPool:
-    """Runs `work(part, parts)` for every part at the same time in Python threads; part 0 runs in
-    the calling thread.
+    """Runs `work(part, parts)` for all parts 0 to parts - 1 at the same time in Python threads; part
+    0 runs in the calling thread.
 
     >>> done = []
     >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
@@ -60,7 +60,7 @@ class ThreadPool:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
-    def run(self, work: Callable[[int, int], Any], parts: int) -> None:
+    def run(self, work: Callable[[int, int], object], parts: int) -> None:
         """Run all parts and return when they are finished; an exception in any of them is
         raised.
         """

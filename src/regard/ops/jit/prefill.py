@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.ops.jit import openmp
+
+FlatArray: TypeAlias = npt.NDArray[np.generic]
+"""The memory of a tensor as a numpy array of one dimension."""
 
 _NO_POSITION = 1 << 62
 """Larger than any position."""
@@ -196,7 +200,7 @@ def _factors_per_word(args: PrefillArgs) -> int:
     return 2 if args.q.dtype == torch.bfloat16 and HAS_BF16_DOT else 1
 
 
-def _flat_array(x: Tensor) -> Any:
+def _flat_array(x: Tensor) -> FlatArray:
     """Return the memory of a contiguous tensor as a flat numpy array; 16-bit numbers are viewed as
     uint16.
     """
@@ -204,7 +208,7 @@ def _flat_array(x: Tensor) -> Any:
     return flat.numpy() if x.dtype == torch.float32 else flat.view(torch.uint16).numpy()
 
 
-def _flat_memory(x: Tensor) -> tuple[Any, ...]:
+def _flat_memory(x: Tensor) -> tuple[object, ...]:
     """Return the flat memory of a tensor of four dimensions, its first three strides, and the tag
     of its encoding; it is copied if its last dimension is not contiguous.
     """
@@ -220,7 +224,7 @@ def _flat_memory(x: Tensor) -> tuple[Any, ...]:
     return _flat_array(x.as_strided((length,), (1,))), *strides[:3], tag
 
 
-def _mask_arguments(args: PrefillArgs) -> tuple[Any, ...]:
+def _mask_arguments(args: PrefillArgs) -> tuple[object, ...]:
     """Return the argument `mask` of the loops: the positions of the keys; for each panel of keys
     the smallest and the largest position and whether no slot is empty; and the starts and stops of
     the ranges of positions that each query sees.
@@ -241,7 +245,7 @@ def _mask_arguments(args: PrefillArgs) -> tuple[Any, ...]:
     return padded.numpy(), bounds.numpy(), starts, stops
 
 
-def _score_arguments(args: PrefillArgs) -> tuple[Any, ...]:
+def _score_arguments(args: PrefillArgs) -> tuple[object, ...]:
     """Return the argument `extra` of the loops: the scale, the softcap, whether ALiBi is symmetric,
     its slopes, and the positions of the queries.
     """
@@ -249,7 +253,7 @@ def _score_arguments(args: PrefillArgs) -> tuple[Any, ...]:
     return np.float32(args.scale), np.float32(args.softcap), args.symmetric, slopes, q_positions
 
 
-def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[Any, ...], int]:
+def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[object, ...], int]:
     """Pack keys and values for `prefill`.
 
     Returns:
@@ -280,7 +284,7 @@ def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[Any, .
     return (*packed, length * depth, length * width, length * PANEL), depth
 
 
-def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...]:
+def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, ...]:
     """Allocate the memory of one thread of `prefill`: the queries, scores, weights and output sums
     of a block, and one panel of numbers for computing maxima.
     """
@@ -297,7 +301,7 @@ def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...
     return q, scores, weights, sums, torch.empty(PANEL_COLUMNS).numpy()
 
 
-def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
+def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
     """Return the keys and the values in panels `[dims, PANEL_COLUMNS]` for the products over
     dimensions, and the keys in panels `[S, PANEL_COLUMNS]` for the products over tokens.
     """
@@ -321,7 +325,7 @@ def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
     return packed
 
 
-def _backward_scratch(args: PrefillArgs, step: int) -> tuple[Any, ...]:
+def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
     """Allocate the memory of one thread of the backward pass.
 
     Returns:

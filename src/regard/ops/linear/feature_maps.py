@@ -23,12 +23,12 @@ def identity(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
 
 
 def relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """Return max(x, 0) elementwise."""
+    """Return the elementwise maximum of x and 0."""
     return x.relu()
 
 
 def squared_relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """Return max(x, 0)^2 elementwise."""
+    """Return the square of max(x, 0) elementwise."""
     return x.relu().square()
 
 
