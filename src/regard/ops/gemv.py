@@ -25,8 +25,8 @@ smaller weights fit into the cache, and a call has a fixed cost.
 """
 
 WEIGHTS_PER_THREAD = 1 << 17
-"""One thread more is used for each so many elements of the weight; with fewer elements per thread,
-starting the thread takes longer than it saves.
+"""The number of elements of the weight per additional thread. For fewer, starting a thread takes
+longer than it saves.
 """
 
 
@@ -61,7 +61,7 @@ def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
         )
     )
-    if not fits:  # every layer calls this function: the reason is only searched for after a failure
+    if not fits:  # only now, because every layer of a model calls this function for every token
         _raise_mismatch(x, weight, bias)
 
 

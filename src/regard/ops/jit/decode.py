@@ -25,8 +25,8 @@ TILE_KEYS = 64
 """The number of keys in a tile; it must be equal to `decode_loops.TILE`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
-"""One thread is used for each so many elements of keys and values; with fewer elements per thread,
-starting the thread takes longer than it saves.
+"""The number of elements of keys and values per thread. For fewer, starting a thread takes longer
+than it saves.
 """
 
 

@@ -44,7 +44,7 @@ PROC_MAPS = Path("/proc/self/maps")
 
 
 class ThreadPool:
-    """Runs `work(part, parts)` for all parts 0 to parts - 1 at the same time in Python threads; part
+    """Runs `work(part, parts)` for part = 0 ... parts - 1 at the same time, in Python threads; part
     0 runs in the calling thread.
 
     >>> done = []

@@ -42,8 +42,8 @@ def retention(
     Each key/value head g has one gamma; query head h reads the state of key/value head h // (H/G).
     With gamma = 1 this is linear attention without a feature map and normalisation. In the paper,
     rotary positions are applied to q and k before, and each head is normalised afterwards; the
-    module `regard.nn.variants.retention` does both. Every token decays the state by one
-    step, even where positions have gaps.
+    module `regard.nn.variants.retention` does both. Every token decays the state once, even where
+    positions have gaps.
 
     Args:
         q: queries `[B, H, T, D]`.
