@@ -22,8 +22,8 @@ from regard.tracing import tap
 __all__ = ["AdditiveAttentionOutput", "additive_attention"]
 
 BLOCK_BYTES = 2**26
-"""The most memory of the hidden layer for one block of queries; for a gradient, torch keeps all
-blocks.
+"""The largest size in bytes of the hidden layer `[B, H, t, S, A]` of one block of queries. For a
+gradient, autograd saves the hidden layers of all blocks, and the total is not bounded.
 """
 
 
@@ -31,9 +31,9 @@ class AdditiveAttentionOutput(NamedTuple):
     """The result of additive attention.
 
     Args:
-        context: `[B, H, T, E]`, the weighted mean of the values; 0 for a query that sees nothing.
-        weights: `[B, H, T, S]`, the alignment; each row sums to 1, or is 0 for a query that sees
-            nothing.
+        context: `[B, H, T, E]`, the weighted mean of the values; 0 for a query that sees no key.
+        weights: `[B, H, T, S]`, the attention weights (the alignment in Bahdanau's paper); each row
+            sums to 1, or is 0 for a query that sees no key.
     """
 
     context: Tensor
@@ -50,16 +50,18 @@ def additive_attention(
     q_positions: Positions | None = None,
     k_positions: Positions | None = None,
 ) -> AdditiveAttentionOutput:
-    """Compute additive attention: query and key are added, and a vector maps the tanh of the sum to
-    the score.
+    """Compute additive attention: the score of a query and a key is the dot product of a weight
+    vector with the tanh of their sum.
 
     e_ij = weight . tanh(query_i + keys_j);  a_ij = exp(e_ij) / sum_j exp(e_ij)
     context_i = sum_j a_ij values_j
 
-    With query = W s_{i-1} and keys = U h_j this is Bahdanau's attention; with the two halves of one
-    W applied to the pair it is Luong's `concat`. Queries and keys are projected before the call, so
-    that the keys of a source sequence are computed once for all steps. A masked key affects neither
-    context nor weights and gets no gradient, whatever it contains. Taps: `scores`, `pattern`.
+    With query_i = W s_{i-1} and keys_j = U h_j this is Bahdanau's attention. With query_i = W_1 h_i
+    and keys_j = W_2 h_j, where [W_1 W_2] is the matrix that Luong applies to the concatenated
+    states, it is Luong's `concat` score. Queries and keys are projected before the call, so that
+    the keys of a source sequence are computed once for all steps. A masked key affects neither
+    context nor weights and gets no gradient, whatever it contains. An open trace (`regard.Trace`)
+    can record and edit the scores and the weights, under the names `scores` and `pattern`.
 
     Args:
         query: projected queries `[B, H, T, A]`.
@@ -109,17 +111,19 @@ def additive_attention(
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor) -> Tensor:
-    """Compute the scores `[B, H, T, S]`, -inf where masked, one block of queries at a time."""
+    """Compute the scores `[B, H, T, S]`, -inf where masked, one block of queries at a time; visible
+    is bool, broadcastable to the scores.
+    """
     (B, H, T, A), (_, G, S, _) = query.shape, keys.shape
     keys = keys[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2)  # [B,H,S,A]
     visible = visible.expand(B, H, T, S)
     step = max(1, BLOCK_BYTES // max(1, B * H * S * A * query.element_size()))
     blocks = []
     for i in range(0, T, step):
-        rows, visible_block = query[:, :, i : i + step, None], visible[:, :, i : i + step]
-        # masked before the tanh: the gradient of a masked score is 0, but 0 times the slope at a
-        # NaN is NaN
-        hidden = torch.tanh((rows + keys[:, :, None]).masked_fill(~visible_block[..., None], 0))
+        queries, visible_block = query[:, :, i : i + step, None], visible[:, :, i : i + step]
+        # The sum is masked before the tanh as well: a masked score has the gradient 0, but 0 times
+        # the derivative of tanh at a NaN would be NaN.
+        hidden = torch.tanh((queries + keys[:, :, None]).masked_fill(~visible_block[..., None], 0))
         s = torch.einsum("bhtsa,ha->bhts", hidden, weight)
         blocks.append(s.masked_fill(~visible_block, -math.inf))
     return torch.cat(blocks, 2) if blocks else query.new_zeros(B, H, 0, S)
@@ -138,6 +142,5 @@ def _check_weight(weight: Tensor, query: Tensor) -> None:
     if weight.dtype != query.dtype or weight.device != query.device:
         raise ArgumentError(
             f"weight is {weight.dtype} on {weight.device} and query {query.dtype} on "
-            f"{query.device}; "
-            "move or convert one with .to()"
+            f"{query.device}; move or convert one with .to()"
         )

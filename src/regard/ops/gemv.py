@@ -1,5 +1,6 @@
-"""A linear map of a few vectors on a CPU at the speed of the memory, which dominates the time
-of a decoded token.
+"""`gemv`: compute y = W x + b for a few vectors x on a CPU, as fast as W can be read from memory.
+
+A model computes such products for every decoded token, and they take most of its time.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from regard.ops.jit.argument_structs import GEMV_STRUCT
 from regard.process_state import is_compiling
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
-"""The most vectors, by dtype; for more, torch's matrix products are faster."""
+"""The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
 
 MIN_WEIGHT_SIZE = 1 << 14
-"""The fewest numbers of a weight for which the compiled loop is faster than torch: smaller
-weights fit into the cache, and a call has a fixed cost.
+"""The smallest number of elements of a weight for which the compiled loop is faster than torch:
+smaller weights fit into the cache, and a call has a fixed cost.
 """
 
 WEIGHTS_PER_THREAD = 1 << 17
-"""The numbers of a weight for which one more thread is worth its start."""
+"""The number of elements of the weight per additional thread. For fewer, starting a thread takes
+longer than it saves.
+"""
 
 
 def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -58,12 +61,12 @@ def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
         )
     )
-    if not fits:  # the exact reason is determined only after a failure
+    if not fits:  # only now, because every layer of a model calls this function for every token
         _raise_mismatch(x, weight, bias)
 
 
 def _raise_mismatch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise the error that describes why x, weight and bias do not fit together."""
+    """Raise an error with the reason why x, weight and bias do not fit together."""
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(
             f"x is {type(x).__name__}; it must be a torch tensor [..., features]"
@@ -89,8 +92,7 @@ def _raise_mismatch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if x.dtype != y.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ArgumentTypeError(
                 f"x is {_dtype_name(x)} and {name} is {_dtype_name(y)}; all must have one dtype: "
-                "convert "
-                "one with .to()"
+                "convert one with .to()"
             )
 
 
@@ -101,17 +103,20 @@ def _dtype_name(x: Tensor) -> str:
 def try_gemv(
     x: object, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
 ) -> Tensor | None:
-    """Compute W x + b with compiled code, or return None if it does not apply, is not faster, or
-    the arguments do not fit.
+    """Compute W x + b with compiled code, or return None if compiled code cannot read the tensors,
+    is not faster than torch, or the arguments do not fit together.
 
-    Every matrix of a model calls this for every decoded token, so all conditions are in one
-    function, and each is checked once.
+    Every linear layer of a model calls this function for every decoded token. To keep the cost of a
+    call low, all conditions are in this one function, and each is checked once.
 
     Args:
-        x: vectors `[..., M]`; any other object gives None.
+        x: vectors `[..., M]`; for an object that is not a tensor the result is None.
         weight: `[N, M]`.
         bias: `[N]`, or None.
-        only_if_faster: return None also where torch was measured to be faster.
+        only_if_faster: whether to return None also where torch was measured to be faster.
+
+    Returns:
+        W x + b `[..., N]` in the dtype of x, or None.
     """
     if (
         not isinstance(x, Tensor)
@@ -119,15 +124,15 @@ def try_gemv(
         or type(weight) not in _PLAIN_TENSOR_TYPES
     ):
         return None
-    if is_compiling():  # a graph must not depend on the sizes below
+    if is_compiling():  # torch.compile would specialise the graph on the sizes below
         return None
-    dtype, numbers = x.dtype, x.numel()
+    dtype, element_count = x.dtype, x.numel()
     if dtype not in MAX_VECTORS or weight.dtype != dtype or weight.ndim != 2:
         return None
     N, M = weight.shape
-    if only_if_faster and (numbers > MAX_VECTORS[dtype] * M or N * M < MIN_WEIGHT_SIZE):
+    if only_if_faster and (element_count > MAX_VECTORS[dtype] * M or N * M < MIN_WEIGHT_SIZE):
         return None
-    if numbers == 0 or N == 0 or x.shape[-1:] != (M,):
+    if element_count == 0 or N == 0 or x.shape[-1:] != (M,):
         return None
     if not (x.is_cpu and weight.is_cpu and weight.is_contiguous()):
         return None
@@ -143,7 +148,7 @@ def try_gemv(
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
     record = GEMV_STRUCT.pack_numbers(
-        numbers // M,
+        element_count // M,
         M,
         N,
         x.data_ptr(),
@@ -157,8 +162,8 @@ def try_gemv(
 
 
 def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
-    """Return whether compiled code may read both tensors: equal dtypes on a CPU, no compiled
-    graph, no gradient, no autocast, and Numba is installed.
+    """Return whether compiled code may read both tensors: they have one supported dtype, are on a
+    CPU and need no gradient, neither torch.compile nor autocast is active, and Numba is installed.
     """
     return (
         isinstance(x, Tensor)
@@ -176,11 +181,13 @@ def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
 
 
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-"""Tensor types whose memory holds their numbers directly."""
+"""The tensor types whose `data_ptr()` is the address of their elements. Other subclasses of Tensor,
+such as quantised ones, may store something else there.
+"""
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute y = W x + b for a few vectors, summed in fp32 and rounded once.
+    """Compute y = W x + b for a few vectors; sums are in fp32 and rounded once to the dtype of x.
 
     Args:
         x: vectors `[..., M]`, fp32, bf16 or fp16, on a CPU.
@@ -212,7 +219,9 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @cache
 def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops, and return the function that gives their entry for a dtype."""
+    """Import the compiled loops at the first call, and return their function `entry_address`, which
+    maps a dtype to the address of compiled code.
+    """
     from regard.ops.jit import gemv_loops
 
     return gemv_loops.entry_address

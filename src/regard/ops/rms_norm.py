@@ -16,11 +16,14 @@ from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 
 MAX_COMPILED_SIZE = 1 << 14
-"""Up to this many numbers per call the compiled loop is faster than torch."""
+"""The largest number of elements of x for which the compiled loop is faster than torch."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Compute y = x / sqrt(mean(x^2) + eps) * (weight + offset), rounded once.
+    """Compute y = x / sqrt(mean(x^2) + eps) * (weight + offset), with the mean over the last
+    dimension.
+
+    It is computed in fp32 (fp64 for fp64 inputs) and rounded once to the dtype of x.
 
     Args:
         x: `[..., M]`, a floating-point tensor.
@@ -41,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
     if (
-        # first, since a compiled graph must not depend on the sizes below
+        # first, because torch.compile would specialise the graph on the sizes below
         compiled_kernel_applies(x, weight)
         and x.shape[-1:] == weight.shape
         and 0 < x.numel() <= MAX_COMPILED_SIZE
@@ -79,15 +82,16 @@ def _check_sizes(x: Tensor, weight: Tensor) -> None:
     if x.shape[-1:] != weight.shape:
         raise ArgumentError(
             f"x is {tuple(x.shape)} and the weight of the norm is {tuple(weight.shape)}; the "
-            "weight "
-            "must have one number for each feature of x: build the norm for this size"
+            "weight must have one number for each feature of x: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
 
 
 @cache
 def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops, and return the function that gives their entry for a dtype."""
+    """Import the compiled loops at the first call, and return their function `entry_address`, which
+    maps a dtype to the address of compiled code.
+    """
     from regard.ops.jit import rms_norm_loops
 
     return rms_norm_loops.entry_address

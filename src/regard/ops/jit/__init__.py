@@ -1,30 +1,30 @@
-"""Compiled CPU kernels: loops that PyTorch has no fast form of, written in Python and compiled by
-Numba.
+"""Compiled CPU kernels: loops for which PyTorch has no fast operator, written in Python and
+compiled by Numba.
 
 There are four entry points:
 
-- `decode`: a few queries against many keys. Each key and value is read once, at the speed of the
-memory, also from the codes of a quantised cache. Its caller is `regard.ops.softmax.cpu`.
-- `prefill`: many queries, as products of small matrices over the visible tiles of a mask, and their
-gradient. Its caller is `regard.ops.softmax.gemm`.
+- `decode`: attention of a few queries to many keys. Each key and value is read once, as fast as the
+memory allows, also from the codes of a quantised cache. Its caller is `regard.ops.softmax.cpu`.
+- `prefill`: attention of many queries, computed as products of small matrices over the tiles that
+the mask does not hide, and its gradient. Its caller is `regard.ops.softmax.gemm`.
 - `gemv_loops` and `rms_norm_loops`: a linear map and an RMS norm of a few rows. Their callers are
 `regard.ops.gemv` and `regard.ops.rms_norm`.
 
-One call, from the entry point to the loop. `regard.attend(q, k, v)` decodes one token against 1,024
-keys:
+The steps of one call, from the entry point to the loop, where `regard.attend(q, k, v)` decodes one
+token with 1,024 keys:
 
 1. `regard.ops.softmax.dispatch` tries the kernel "cpu" (`regard.ops.softmax.cpu.CpuKernel`) first,
 because keys and values are large. It supports the call, so its `run` converts the call to plain
-contiguous tensors, a `DecodeArgs`: which ranges of positions each query sees, and what is added to
-its scores.
+contiguous tensors, a `DecodeArgs`: the ranges of positions that each query sees, the terms that are
+added to its scores, and so on.
 2. `decode.decode(args, k, v)` decides on the number of threads and into how many splits the keys
 are divided, allocates the output, and packs all addresses and sizes into one C struct:
 `argument_structs.DECODE_STRUCT`, whose list of fields is written once and used by both sides.
 3. `decode_loops.entry_address(dtype)` returns the address of the compiled code for this dtype. The
-first call in a process loads it from disk; the first call on a machine compiles it (`compile.py`
-documents when it is compiled again).
+first call in a process loads the code from disk; the first call on a machine compiles it
+(`compile.py` documents when it is compiled again).
 4. `openmp.run_entry(entry, record, workers)` lets torch's own OpenMP threads call that address, all
-with the same struct. Where no OpenMP library is found, Python threads do.
+with the same struct. Where no OpenMP library is found, Python threads call it.
 5. In each thread the entry reads the arrays of the struct (`entry_points.struct_at`, `array_4d_at`)
 and calls `decode_loops.run_tasks`, which takes one task after another (`entry_points.take_task`
 increments a counter in the struct). A task is one split of the keys of one key/value head. For each
@@ -40,24 +40,24 @@ The files, from the entry points inwards:
     argument_structs.py         the C structs of arguments: one list of fields each
     openmp.py                   torch's OpenMP threads, or Python threads where there are none
     decode_loops.py             decoding: tiles of keys, masks, tasks, the entry
-    decode_quantized_loops.py   the same from quantised codes
-    int_dot.py                  its sums over 8-bit codes, with 16-bit integer products
+    decode_quantized_loops.py   decoding over keys and values that are stored as quantised codes
+    int_dot.py                  the sums over 8-bit codes, with 16-bit integer products
     prefill_loops.py            prefill: blocks of queries against tiles of keys
     prefill_gradient_loops.py   the gradient of prefill
-    matmul.py                   the matrix products of both, and the panels that they read
+    matmul.py                   the matrix products of prefill, and the packing of their factors
     gemv_loops.py               a linear map of a few rows
     rms_norm_loops.py           an RMS norm of a few rows
     entry_points.py             compiled functions that take the address of a struct
     llvm_vectors.py             loops written in LLVM's vector instructions
     half_precision.py           bfloat16 and float16 in registers
-    exp_tanh.py                 exponential and hyperbolic tangent
+    exp_tanh.py                 exponential and hyperbolic tangent, without calls to libm
     compile.py                  decorators, the on-disk cache, processor features
 
-Compiled code checks nothing: the caller has checked every size, dtype, device and stride. To change
-a loop, edit its file; everything compiled from that file, or from a file that uses it, is compiled
-again automatically. `NUMBA_DISABLE_JIT=1` does not work here, because some loops are written as
-LLVM code (`numba.extending.intrinsic`); `tests/ops/softmax/test_cpu.py` and its neighbours compare
-every loop with fp64.
+Compiled code checks no argument: the caller has checked every size, dtype, device and stride. To
+change a loop, edit its file; everything compiled from that file, or from a file that uses it, is
+compiled again automatically. `NUMBA_DISABLE_JIT=1` does not work here, because some loops are
+written as LLVM code (`numba.extending.intrinsic`); `tests/ops/softmax/test_cpu.py` and its
+neighbours compare every loop with fp64.
 """
 
 from __future__ import annotations

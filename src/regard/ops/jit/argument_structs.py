@@ -1,12 +1,12 @@
 """C structs that carry the arguments of a call to compiled code.
 
 A Numba dispatcher inspects the type of every array argument, which takes longer than a short call
-itself. An entry therefore takes one address: that of a C struct of 8-byte fields. Each struct is
-one list of fields in this file: `StructLayout.pack` fills it, and Numba reads it as the numpy dtype
-`StructLayout.dtype` (`entry_points.struct_at`).
+itself. A compiled entry therefore takes a single argument: the address of a C struct of 8-byte
+fields. Each struct is defined by one list of fields in this file: `StructLayout.pack` fills it, and
+Numba reads it as the numpy dtype `StructLayout.dtype` (`entry_points.struct_at`).
 
-Every struct begins with two counters that all threads of a call share: `taken` assigns the next
-task, so that a slow thread takes fewer, and `done` counts finished tasks.
+Every struct begins with two counters that all threads of a call share: `taken` is the number of the
+next task, which a thread takes when it has finished its last one, and `done` counts finished tasks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StructField:
 
     Args:
         name: the name of the argument.
-        *parts: for each C field its name, its kind, and how many numbers it has.
+        *parts: for each C field its name, its kind "q" or "d", and how many numbers it has.
     """
 
     def __init__(self, name: str, *parts: tuple[str, str, int]) -> None:
@@ -57,8 +57,8 @@ class FloatField(StructField):
 
 
 class ArrayField(StructField):
-    """A contiguous tensor of up to four dimensions: its address, and `<name>_shape`, padded
-    with 1 in front.
+    """A contiguous tensor of up to four dimensions: its address, and its shape as `<name>_shape`,
+    padded to four dimensions with leading ones.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,8 +66,8 @@ class ArrayField(StructField):
 
 
 class StridedField(StructField):
-    """Keys or values `[B, G, S, d]` of any strides: the address, and the strides of B, G and S;
-    the last dimension is contiguous.
+    """Keys or values `[B, G, S, d]` of any strides: the address, and the strides of B, G and S as
+    `<name>_steps`; the last dimension is contiguous.
     """
 
     def __init__(self, name: str) -> None:
@@ -75,9 +75,11 @@ class StridedField(StructField):
 
 
 class QuantizedField(StructField):
-    """Keys or values as codes of a few bits: the address of the codes and their strides in B,
-    G, rows and lines; the addresses of scales and zeros and their strides; the columns of a
-    group, and the bits of a code.
+    """Keys or values that are stored as codes `[B, G, R, lines, bytes]` of a few bits.
+
+    The C fields are the address of the codes and their strides of B, G, R and lines; the addresses
+    of the scales and of the zeros `[B, G, R, lines, 1]` and their common strides; the number of
+    codes in a line (`<name>_group`); and the number of bits of a code.
     """
 
     def __init__(self, name: str) -> None:
@@ -94,8 +96,8 @@ class QuantizedField(StructField):
 
 
 class StructLayout:
-    """A list of fields as a C struct; `dtype` is the equivalent numpy structured dtype, which Numba
-    reads.
+    """The layout of a C struct, defined by a list of fields; `dtype` is the same layout as a numpy
+    structured dtype.
 
     Args:
         *fields: the arguments after the two counters.
@@ -117,11 +119,12 @@ class StructLayout:
         self._arguments = [(field.name, type(field)) for field in fields]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
-        """Return a struct in memory with its counters at 0.
+        """Return a struct in memory, with its two counters at 0.
 
         Args:
-            **arguments: each field by name: a number; a contiguous tensor for an `ArrayField`; all
-                numbers in order for a `StridedField` or `QuantizedField`. The tensors must live as
+            **arguments: the value of each field by name: a number for an `IntField` or a
+                `FloatField`; a contiguous tensor for an `ArrayField`; a sequence of all numbers for
+                a `StridedField` or a `QuantizedField`. The caller must keep the tensors alive as
                 long as the struct is read.
         """
         numbers: list[Any] = [0] * _COUNTER_FIELDS
@@ -137,8 +140,10 @@ class StructLayout:
         return array("q", self._struct.pack(*numbers))
 
     def pack_numbers(self, *numbers: float) -> PackedStruct:
-        """Return a struct of numbers only, given in the order of the fields; keyword arguments
-        would take half a microsecond, a tenth of a short call.
+        """Return a struct whose fields are all numbers, given in the order of the fields.
+
+        `pack` would take half a microsecond longer for its keyword arguments, which is a tenth of
+        the time of a short call.
         """
         return array("q", self._struct.pack(0, 0, *numbers))
 
@@ -150,16 +155,16 @@ _DECODE_FIELDS = (
     IntField("symmetric"),  # whether ALiBi is symmetric
     FloatField("scale"),
     ArrayField("q"),  # fp32 [B,G,R,D]
-    ArrayField("out"),  # fp32 [B G,P,R,E], written
-    ArrayField("lse"),  # fp32 [B,G,P,R], written
+    ArrayField("out"),  # fp32 [B G,P,R,E], an output: the result of each of P splits of the keys
+    ArrayField("lse"),  # fp32 [B,G,P,R], an output
     ArrayField("k_positions"),  # int64 [b,S], or [1,0] for contiguous positions from `origin` on
-    ArrayField("starts"),  # int64 [b,h,t,n]: ranges of positions that a query sees
-    ArrayField("stops"),
-    ArrayField("visible"),  # bool [b,h,t,S] in place of ranges, or empty
+    ArrayField("starts"),  # int64 [b,h,t,n]: starts of the ranges of positions that a query sees
+    ArrayField("stops"),  # int64 [b,h,t,n]: one past the ends of these ranges
+    ArrayField("visible"),  # bool [b,h,t,S]: in place of ranges, which keys a query sees; or empty
     ArrayField("slopes"),  # fp32 [H], the slopes of ALiBi, or empty
-    ArrayField("bias"),  # fp32 [b,h,t,S], or empty
+    ArrayField("bias"),  # fp32 [b,h,t,S], any other bias, or empty
     ArrayField("q_positions"),  # int64 [b,T]
-    IntField("S"),  # keys
+    IntField("S"),  # the number of keys
 )
 DECODE_STRUCT = StructLayout(*_DECODE_FIELDS, StridedField("k"), StridedField("v"))
 """The arguments of decoding over keys and values in full precision, packed by `decode`."""
@@ -168,26 +173,26 @@ DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), Qua
 """The arguments of decoding over quantised keys and values."""
 
 GEMV_STRUCT = StructLayout(
-    IntField("R"),  # vectors
-    IntField("M"),
-    IntField("N"),
-    IntField("x"),  # [R,M]
-    IntField("w"),  # [N,M]
-    IntField("b"),  # [N], or 0
-    IntField("y"),  # [R,N], written
+    IntField("R"),  # the number of vectors
+    IntField("M"),  # the size of a vector of x
+    IntField("N"),  # the size of a vector of y
+    IntField("x"),  # the address of the vectors [R,M]
+    IntField("w"),  # the address of the weight [N,M]
+    IntField("b"),  # the address of the bias [N], or 0 without one
+    IntField("y"),  # the address of the output [R,N]
 )
-"""The arguments of a matrix-vector product of a few vectors, packed by `regard.ops.gemv`."""
+"""The arguments of y = W x + b for a few vectors x, packed by `regard.ops.gemv`."""
 
 RMS_NORM_STRUCT = StructLayout(
-    IntField("R"),  # rows
-    IntField("M"),
-    IntField("x"),  # [R,M]
-    IntField("w"),  # [M]
-    IntField("y"),  # [R,M], written
-    FloatField("eps"),
-    FloatField("offset"),
+    IntField("R"),  # the number of rows
+    IntField("M"),  # the size of a row
+    IntField("x"),  # the address of the rows [R,M]
+    IntField("w"),  # the address of the weight [M]
+    IntField("y"),  # the address of the output [R,M]
+    FloatField("eps"),  # added to the mean square
+    FloatField("offset"),  # added to the weight
 )
 """The arguments of the RMS norm of a few rows, packed by `regard.ops.rms_norm`."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of keys, values, weights and the scales of codes."""
+"""The dtypes that compiled code supports for keys, values, weights and the scales of codes."""

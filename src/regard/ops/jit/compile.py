@@ -1,12 +1,12 @@
-"""The decorators that compile a function with Numba, its on-disk cache, and the processor features
-that loops may use.
+"""The decorators that compile a function with Numba, the on-disk cache of compiled code, and the
+processor features that loops may use.
 
-Numba stores compiled code in `__pycache__` (or in NUMBA_CACHE_DIR) and compiles a function again
-when its own file changes, but not when another file changes whose functions were inlined. Here each
-compiled function is stored with a stamp, `source_stamp`: a SHA-256 hash of the sources of its
-module and of every module of this package that it uses. A changed loop is therefore always compiled
-again, in every file that uses it; and code is not compiled again because files were copied or
-checked out anew.
+Numba stores compiled code in `__pycache__` (or in NUMBA_CACHE_DIR). It compiles a function again
+when the file of the function changes, but not when another file changes whose functions were
+inlined into it. Here each compiled function is stored with a stamp, `source_stamp`: a SHA-256 hash
+of the sources of its module and of every module of this package that the module uses. A changed
+loop is therefore always compiled again, together with every function that uses it, while a file
+that is only copied or checked out again is not compiled again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SourceStamps:
     """Computes a hash for each module of a package from its source and the sources of the modules
     that it uses.
 
-    A module uses every module of the package whose full name occurs in its text, and the modules
-    that those use. This finds every form of import; a name that occurs in a comment only costs an
-    unnecessary compilation, and outdated code is never used.
+    A module is taken to use every module of the package whose full name occurs in its text, and the
+    modules that those use. This finds every form of import, so that outdated code is never used. A
+    full name in a comment counts as well, which at worst causes an unnecessary compilation.
 
     Args:
         package: the full name of the package.
@@ -65,7 +65,7 @@ class SourceStamps:
         return known
 
     def stamp(self, name: str) -> str:
-        """Return the SHA-256 hash of the names and sources of those modules."""
+        """Return the SHA-256 hash of the names and sources of the modules in `built_upon(name)`."""
         digest = hashlib.sha256()
         for module in sorted(self.built_upon(name)):
             digest.update(module.encode() + b"\0" + self.source(module) + b"\0")
@@ -84,7 +84,9 @@ def source_stamp(module: str) -> str:
 
 
 class _StampedCache(FunctionCache):  # type: ignore[misc, unused-ignore]
-    """Numba's on-disk cache of a function, which is valid as long as the stamp is unchanged."""
+    """Numba's on-disk cache of a function, which is valid as long as the function's source stamp is
+    unchanged.
+    """
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
         super().__init__(function)
@@ -111,8 +113,8 @@ def njit_cached(
     Args:
         fastmath: the LLVM fast-math flags. `reassoc` allows reordering additions, which a
             vectorised sum needs.
-        makes_arrays: False for a loop that allocates no array; Numba then omits reference counts
-            for its array arguments, which took a tenth of the time.
+        makes_arrays: whether the function allocates arrays. With False Numba omits the reference
+            counts of array arguments, which saves a tenth of the time.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -127,15 +129,17 @@ def njit_cached(
 
 
 njit_strict = njit_cached()
-"""Compile a loop over integers and positions, or over floating-point numbers in their written
-order.
+"""Decorator: compile a function without fast-math flags, for integers and positions, and for
+floating-point sums whose order matters.
 """
 
 FASTMATH_FLAGS = ("contract", "reassoc", "nsz")
-"""The flags of most loops: fused multiply-add, sums in any order, no distinction of -0."""
+"""The LLVM fast-math flags of most loops: they allow fused multiply-add and sums in any order, and
+do not distinguish -0 from 0.
+"""
 
 njit_fastmath = njit_cached(fastmath=FASTMATH_FLAGS)
-"""Compile a loop over floating-point numbers with `FASTMATH_FLAGS`."""
+"""Decorator: compile a loop over floating-point numbers with `FASTMATH_FLAGS`."""
 
 
 def has_cpu_feature(feature: str) -> bool:

@@ -1,11 +1,11 @@
-"""Decoding on a CPU: a few queries against many keys.
+"""Decoding on a CPU: attention of a few queries to many keys.
 
-`DecodeArgs` holds the arguments as contiguous tensors; `decode` reads keys and values of any
-strides, and `decode_quantized` reads those that a cache stores as codes. Each packs an argument
-struct (`regard.ops.jit.argument_structs`), takes the entry for the dtype (`decode_loops`,
-`decode_quantized_loops`) and runs it in torch's threads (`openmp`); `join_splits` joins the results
-of both. Compiled code checks nothing: the caller has checked sizes, dtypes and devices. Numba is
-imported at the first call.
+`DecodeArgs` holds the arguments as contiguous tensors. `decode` attends to keys and values in full
+precision, of any strides; `decode_quantized` attends to keys and values that a cache stores as
+codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up the compiled entry
+for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
+`join_splits` joins the results of the two functions. Compiled code checks no argument: the caller
+has checked sizes, dtypes and devices. Numba is imported at the first call.
 """
 
 from __future__ import annotations
@@ -22,27 +22,34 @@ from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
 
 TILE_KEYS = 64
-"""The number of keys in a tile, as in `decode_loops`."""
+"""The number of keys in a tile; it must be equal to `decode_loops.TILE`."""
 
 ELEMENTS_PER_THREAD = 1 << 17
-"""The numbers of keys and values for which one more thread is worth its start."""
+"""The number of elements of keys and values per thread. For fewer, starting a thread takes longer
+than it saves.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeArgs:
-    """The arguments of decoding: the queries, the keys that each sees, and the terms that are added
-    to the scores. All tensors are contiguous.
+    """The arguments of decoding except keys and values: the queries, which keys each query sees,
+    and the terms that are added to the scores. All tensors are contiguous.
+
+    In the shapes b, h and t are B, H and T, or 1.
 
     Args:
-        q: `[B, G, R, D]` fp32 with R = H/G * T: row r is query r % T of head g H/G + r // T.
+        q: queries `[B, G, R, D]` in fp32 with R = H/G * T: row r of key/value head g is query r % T
+            of query head g H/G + r // T.
         scale: the factor on q . k.
         T: the number of queries.
         k_positions: the positions of the keys `[b, S]`, or `[1, 0]` for contiguous positions from
             `origin` on.
         origin: the position of key 0 if the positions are contiguous.
-        starts: the starts of the ranges of positions that a query sees, `[b, h, t, n]`, or empty.
-        stops: the ends of these ranges, in the same shape.
-        visible: in place of ranges, which keys a query sees, `[b, h, t, S]`, or `[..., 0]`.
+        starts: the starts of the n ranges of positions that each query sees, `[b, h, t, n]`, or
+            empty if `visible` is given.
+        stops: one past the ends of these ranges, in the same shape.
+        visible: in place of ranges, which keys each query sees, bool `[b, h, t, S]`, or
+            `[..., 0]`.
         softcap: the bound on the scores; 0: none.
         symmetric: whether ALiBi is symmetric.
         slopes: the slopes of ALiBi `[H]`, or `[0]`.
@@ -65,7 +72,7 @@ class DecodeArgs:
     q_positions: Tensor
 
     def after_slots(self, slots: int) -> DecodeArgs:
-        """Return the arguments for the keys after the first `slots` ones."""
+        """Return the arguments for all keys except the first `slots` ones."""
         k_positions, visible, bias = (
             x[..., slots:].contiguous() for x in (self.k_positions, self.visible, self.bias)
         )
@@ -79,8 +86,11 @@ class DecodeArgs:
 
 
 class QuantizedCodes(Protocol):
-    """Protocol of quantised slots: the codes, and for each group the numbers that decode them,
-    x = zero + code * scale.
+    """Protocol of the codes of quantised keys or values: a number is x = zero + code * scale, with
+    one scale and one zero per line of codes.
+
+    For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
+    tokens, and a line is one group of channels of a token.
     """
 
     @property
@@ -91,16 +101,18 @@ class QuantizedCodes(Protocol):
 
     @property
     def scale(self) -> Tensor:
-        """The scale of each group `[B, G, R, lines, 1]`, in the dtype of the numbers."""
+        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers before
+        quantisation.
+        """
 
     @property
     def zero(self) -> Tensor:
-        """The number that the code 0 stands for, in the shape of the scale."""
+        """The number that the code 0 stands for in each line, in the shape of the scale."""
 
 
 class QuantizedSlots(Protocol):
-    """Protocol of the slots of a quantised cache: earlier slots as codes, and recent ones in
-    full precision.
+    """Protocol of the keys or values of a quantised cache: earlier slots are stored as codes,
+    recent ones in full precision.
     """
 
     @property
@@ -109,7 +121,7 @@ class QuantizedSlots(Protocol):
 
     @property
     def axis(self) -> str:
-        """Which numbers share a scale: those of one "channel" or those of one "token"."""
+        """Whether the numbers that share a scale belong to one "channel" or to one "token"."""
 
     @property
     def bits(self) -> int:
@@ -121,11 +133,12 @@ class QuantizedSlots(Protocol):
 
 
 class QuantizedSegment(NamedTuple):
-    """Keys and values stored as codes, and the recent slots that follow them.
+    """The keys and values of a quantised cache, as compiled code reads them: the slots that are
+    stored as codes, and the recent slots that follow them.
 
     Args:
-        k: the codes of the keys in memory, as a `QuantizedField` takes them.
-        v: the codes of the values in memory.
+        k: the codes of the keys: addresses, strides and sizes, as a `QuantizedField` takes them.
+        v: the same for the values.
         dtype: the dtype of the scales.
         slots: the number of slots that are stored as codes.
         recent: keys and values of the slots after them, in full precision.
@@ -141,8 +154,16 @@ class QuantizedSegment(NamedTuple):
 
 
 def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
-    """Return the slots of a cache that are stored as codes, if keys have a scale per channel
-    and values one per token; None for any other tensors.
+    """Return the slots of a quantised cache that are stored as codes, if compiled code supports
+    them.
+
+    Args:
+        k: the keys `[B, G, S, D]` that a cache returned.
+        v: the values `[B, G, S, E]` that a cache returned.
+
+    Returns:
+        The segment, or None if k and v are not from a quantised cache, or if their format is not
+        supported: keys must have one scale per channel, values one per token.
     """
     keys: QuantizedSlots | None = getattr(k, "coded", None)
     values: QuantizedSlots | None = getattr(v, "coded", None)
@@ -151,7 +172,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     if keys.groups.scale.dtype != values.groups.scale.dtype:
         return None
     slots = k.shape[2] - keys.recent.shape[2]
-    if slots != v.shape[2] - values.recent.shape[2]:  # one loop reads the codes of both
+    if slots != v.shape[2] - values.recent.shape[2]:  # the loop reads the codes of both together
         return None
     (k_codes, k_owners), (v_codes, v_owners) = (
         _quantized_argument(keys),
@@ -164,7 +185,7 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
 
 
 def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """Return the numbers of a `QuantizedField`, and the tensors whose memory they describe."""
+    """Return the numbers of a `QuantizedField`, and the tensors whose memory they refer to."""
     codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     if zero.stride() != scale.stride():  # the strides of scale and zero must be equal
@@ -186,6 +207,11 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     the lse `[B, G, R]` in fp32.
 
     Keys and values of any strides are read without a copy if their last dimension is contiguous.
+
+    Args:
+        args: the queries, the mask and the terms that are added to the scores.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, E]`.
     """
     (k, k_argument), (v, v_argument) = strided_argument(k), strided_argument(v)
     return _run_decode(
@@ -210,8 +236,8 @@ def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def split_count(heads: int, S: int, workers: int) -> int:
-    """Return into how many splits the keys of each head are divided, so that every worker gets
-    several tasks and every split several tiles.
+    """Return the number of splits into which the keys of each head are divided, so that each thread
+    gets several tasks and each split contains several tiles.
 
     Args:
         heads: the number of key/value heads, over the batch.
@@ -225,8 +251,8 @@ def split_count(heads: int, S: int, workers: int) -> int:
 
 
 def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
-    """Attend to the slots of a segment that are stored as codes; return the output and the lse
-    as `decode` does. E is the dimension of the values.
+    """Attend to the slots of a segment that are stored as codes; return the output `[B, G, R, E]`
+    and the lse `[B, G, R]` in fp32, where E is the dimension of the values.
     """
     fields = segment.k, segment.v
     return _run_decode(
@@ -243,8 +269,17 @@ def _run_decode(
     S: int,
     E: int,
 ) -> tuple[Tensor, Tensor]:
-    """Pack the argument struct, run the entry in as many threads as are worth starting, and
-    return the output and the lse.
+    """Pack the argument struct, run the entry in one or more threads, and return the output and the
+    lse.
+
+    Args:
+        args: the queries, the mask and the terms that are added to the scores.
+        record: the layout of the struct.
+        entry: a function from a dtype to the address of the compiled entry.
+        dtype: the dtype of the keys and values, or of the scales of their codes.
+        memory: the values of the struct fields `k` and `v`.
+        S: the number of keys.
+        E: the dimension of the values.
     """
     B, G, R, D = args.q.shape
     workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
@@ -275,7 +310,9 @@ def _run_decode(
 
 
 def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """Join two or more results, out `[B, G, R, E]` and lse `[B, G, R]`, into one."""
+    """Join two or more results over disjoint keys, out `[B, G, R, E]` and lse `[B, G, R]`, into
+    one.
+    """
     from regard.ops.jit.decode_loops import join_splits
 
     out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
@@ -285,8 +322,8 @@ def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor,
 
 @cache
 def _plain_entry() -> Callable[[torch.dtype], int]:
-    """Import the loops for full-precision keys and values, and return the function that gives
-    their entry for a dtype.
+    """Import the loops for full-precision keys and values, and return their function
+    `entry_address`, which maps a dtype to the address of compiled code.
     """
     from regard.ops.jit import decode_loops as loops
 
@@ -295,8 +332,8 @@ def _plain_entry() -> Callable[[torch.dtype], int]:
 
 @cache
 def _quantized_entry() -> Callable[[torch.dtype], int]:
-    """Import the loops for quantised keys and values, and return the function that gives their
-    entry for a dtype.
+    """Import the loops for quantised keys and values, and return their function `entry_address`,
+    which maps a dtype to the address of compiled code.
     """
     from regard.ops.jit import decode_quantized_loops as loops
 

@@ -1,24 +1,31 @@
-"""The loops of decoding: few queries, many keys; each key and value is read once.
+"""The compiled loops of decoding: attention of a few queries to many keys, in which each key and
+value is read once.
 
-For each row of the batch and each key/value head, all queries that share the head are the rows of
-one block: R = H/G * T, where row r is query r % T of head g H/G + r // T. Keys are visited tile by
-tile; for each tile the scores, their maximum and sum, and the weighted values are computed together
-(online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). Splits of the keys are tasks, and
-their results are joined by their lse. While a tile is computed, the cache lines of the next one are
-prefetched in order: a core that waits for every line reads at half the memory's speed (LOG.md).
+For each row of the batch and each key/value head, all queries that use the head are the R = H/G * T
+rows of one block: row r is query r % T of query head g H/G + r // T. The keys are processed in
+tiles; for each tile the scores, their maximum and sum, and the weighted values are computed
+together (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). The keys of a head are
+divided into splits. A task is one split of one head, and the results of the splits are joined by
+their lse. While a tile is computed, the cache lines of the next one are prefetched in order: a core
+that waits for every line reaches half of the memory bandwidth (LOG.md).
 
-The first half of the file is the work on one tile: `compute_scores`, `online_softmax` and
-`add_values` have no masks; a masked key has the score -inf. The second half determines which keys a
-query sees and goes through the tasks (`run_tasks`). `decode` calls `entry_address`.
+The first half of the file computes one tile: `compute_scores`, `online_softmax` and `add_values` do
+not use the mask, because a masked key has the score -inf there. The second half determines which
+keys each query sees and processes the tasks (`run_tasks`). The module `decode` calls
+`entry_address`.
 
 Arguments that the functions share:
     keys, values: (flat memory, offset of the head in it, stride from one token to the next, tag of
         the encoding)
-    index: [:n] are the indices of the tokens that take part, with room up to a multiple of eight
-    mask: (positions of the keys [b,S] or empty, the position of key 0, starts and stops of the
-        ranges of positions that a query sees [b,h,t,n], or its visibility key by key [b,h,t,S], or
-        empty)
-    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or empty, another bias
+    index: int64; the first n entries are the indices of the n keys of the tile that some row sees,
+        and there is room up to the next multiple of eight
+    s: the scores, later the weights, of the rows and of these n keys [R,TILE]
+    acc, top, total: for each row the sum of weighted values [R,E], the largest score so far [R],
+        and the sum of the weights [R]
+    mask: (positions of the keys [b,S] or empty; the position of key 0; starts and stops of the
+        ranges of positions that each query sees [b,h,t,n]; which keys each query sees [b,h,t,S],
+        or empty where there are ranges)
+    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or empty, any other bias
         [b,h,t,S] or empty, positions of the queries [b,T])
 where b, h and t are B, H and T, or 1.
 """
@@ -70,11 +77,11 @@ from regard.ops.jit.llvm_vectors import (
 )
 
 TILE = 64
-"""The keys that are scored together; with their values they fit into the first cache."""
+"""The number of keys in a tile; they and their values fit into the L1 cache."""
 
 KEYS_PER_STEP = {4: 4, 1: 8}
-"""For each number of rows that are scored together, the number of keys that are scored with
-them: their sums stay in registers.
+"""For 4 rows of q and for 1 row, the number of keys whose scores with these rows are computed
+together, so that all sums stay in registers.
 """
 
 ZERO, NEG_INF = np.float32(0), np.float32(-np.inf)
@@ -83,8 +90,8 @@ njit_fast_leaf = njit_cached(fastmath=(*FASTMATH_FLAGS, "arcp"), makes_arrays=Fa
 
 
 def _make_score_loop(rows: int) -> Any:
-    """Return a compiled loop over keys for `rows` rows of q: the scale times their products,
-    summed over D.
+    """Return a compiled loop over keys that computes their scores with `rows` rows of q: the scale
+    times the dot products.
     """
 
     def loop(context: Any, q: Any, r: Any, keys: Any, index: Any, n: Any, s: Any) -> Any:
@@ -138,8 +145,8 @@ def _make_score_loop(rows: int) -> Any:
 def _sum_over_dims(
     builder: Any, D: Any, keys: list[Any], queries: tuple[Any, Any], tag: Any
 ) -> list[Any]:
-    """Emit the sums over D of each row with each key, first in pairs of bfloat16 numbers where
-    the queries exist in that form too.
+    """Emit the dot products over D of each row of q with each key; where `queries` has a bfloat16
+    form, as many dimensions as possible are multiplied in pairs of bfloat16 numbers.
     """
     float_queries, bf16_queries = queries
     sizes = (*((2 * LANES,) if bf16_queries else ()), LANES, 1)
@@ -162,8 +169,8 @@ def _sum_over_dims(
 
 
 def _make_value_loop(rows: int, columns: int) -> Any:
-    """Return a compiled loop over values for `rows` rows of weights and `columns` columns of
-    the output sums.
+    """Return a compiled loop over the values of a tile that adds them, multiplied by the weights of
+    `rows` rows, to `columns` columns of `acc`.
     """
     lanes, steps = min(LANES, columns), [i64_constant(i) for i in range(0, columns, LANES)]
 
@@ -219,8 +226,8 @@ _mix_1_128, _mix_1_16, _mix_1_1 = (
 
 @njit_leaf
 def to_bfloat16(x, words):
-    """Write the numbers x `[R, D]` as bfloat16 to `words`; exact for numbers that were bfloat16
-    before.
+    """Write the fp32 numbers x `[R, D]` to `words` as bfloat16, by dropping the lower 16 bits; this
+    is exact for numbers that were bfloat16 before.
     """
     for r in range(x.shape[0]):
         for d in range(x.shape[1]):
@@ -229,8 +236,8 @@ def to_bfloat16(x, words):
 
 @njit_leaf
 def compute_scores(q, rows, keys, index, n, s):
-    """Compute the scores of all rows of q with n keys, four rows at a time, and a single
-    remaining row alone. q: (`[R, D]`, the same as bfloat16 `[R, D]`, the scale).
+    """Compute the scores of all rows of q with n keys: four rows at a time, and one row alone if
+    only one remains. q: (fp32 `[R, D]`, the same numbers as bfloat16 `[R, D]`, the scale).
     """
     for c in range(n, (n + 7) // 8 * 8):
         index[c] = index[n - 1]
@@ -243,13 +250,13 @@ def compute_scores(q, rows, keys, index, n, s):
 
 @njit_leaf
 def add_values(s, rows, values, index, n, acc):
-    """Compute acc `[R, E]` += weights times values, four rows at a time, and a single remaining
-    row alone.
+    """Compute acc `[R, E]` += weights times values: four rows at a time, and one row alone if only
+    one remains.
     """
     E, r, e = acc.shape[1], 0, 0
     while r < rows:
         four = rows - r > 1
-        ahead = E if r == 0 and e == 0 else 0  # the next tile is prefetched once
+        ahead = E if r == 0 and e == 0 else 0  # the first pass prefetches the next tile
         left, out = E - e, (acc, e, ahead)
         if four and left >= 64:
             _mix_4_64(s, r, values, index, n, out)
@@ -275,8 +282,8 @@ def add_values(s, rows, values, index, n, acc):
 
 @njit_fast_leaf
 def add_visible_values(s, rows, values, index, n, acc):
-    """Compute what `add_values` computes, row by row, without reading a value whose weight is
-    0: behind a mask it may be NaN.
+    """Compute acc `[R, E]` += weights times values, row by row, without reading a value whose
+    weight is 0, because a masked value may be NaN.
     """
     flat, base, step, tag = values
     E = acc.shape[1]
@@ -294,8 +301,8 @@ def add_visible_values(s, rows, values, index, n, acc):
 
 @njit_fast_leaf
 def online_softmax(s, rows, n, acc, top, total):
-    """Convert the scores of all rows to weights relative to the maximum of each row so far, and
-    rescale the earlier sums to it.
+    """Replace the scores s of all rows by the weights exp(s - top), where top is the largest score
+    of the row so far, and rescale the earlier sums `acc` and `total` to this maximum.
     """
     for r in range(rows):
         scores = s[r, :n]
@@ -307,7 +314,7 @@ def online_softmax(s, rows, n, acc, top, total):
                 row[e] *= correction
             top[r] = new_max
         added = ZERO
-        if new_max == NEG_INF:  # nothing was visible yet
+        if new_max == NEG_INF:  # all scores are -inf or NaN: the weights are 0, or stay NaN
             for c in range(n):
                 scores[c] = scores[c] * ZERO if scores[c] != scores[c] else ZERO
                 added += scores[c]
@@ -329,8 +336,8 @@ def _row_of(x, b, h, t):
 
 @njit_strict
 def tile_coverage(b, g, tile, rows, T, mask):
-    """Return for contiguous keys 2 if every row sees all of a tile, 0 if no row sees any of it,
-    else 1.
+    """Return 2 if every row sees all keys of a tile, 0 if no row sees any of them, else 1; for keys
+    at contiguous positions.
     """
     _, origin, starts, stops, _ = mask
     heads = rows // T
@@ -351,7 +358,7 @@ def tile_coverage(b, g, tile, rows, T, mask):
 
 @njit_strict
 def query_visibility(b, h, t, tile, mask, visible):
-    """Write which keys of a tile a query sees to `seen`."""
+    """Set visible[c] to whether query t of head h sees key c of a tile."""
     k_positions, origin, starts, stops, dense = mask
     j0, j1 = tile
     if dense.shape[3]:
@@ -374,8 +381,8 @@ def query_visibility(b, h, t, tile, mask, visible):
 
 @njit_strict
 def _gather_visible_keys(b, g, tile, rows, T, mask, vis, index):
-    """Write the indices of the keys of a tile that some row sees to `index`; return their
-    number and whether every row sees each of them.
+    """Write the indices of the keys of a tile that some row sees to `index`, and which row sees
+    which of them to `vis`; return their number and whether every row sees all of them.
     """
     heads = rows // T
     for r in range(rows):
@@ -429,7 +436,7 @@ def write_output(acc, top, total, out, lse):
     """
     for r in range(out.shape[0]):
         some = total[r] != 0
-        # rounded once
+        # computed in fp64 and rounded once to fp32
         lse[r] = np.float64(top[r]) + math.log(np.float64(total[r])) if some else NEG_INF
         for e in range(out.shape[1]):
             out[r, e] = acc[r, e] / total[r] if some else ZERO
@@ -468,8 +475,8 @@ def join_splits(out, lse):
 
 @njit_strict
 def run_tasks(address, call, keys, values):
-    """Take tasks of the B G P of a call until none is left, and write their results to out `[B, G,
-    P, R, E]` and lse `[B, G, P, R]`.
+    """Take tasks until none of the B G P tasks of a call is left, and write their results to out
+    `[B, G, P, R, E]` and lse `[B, G, P, R]`.
 
     call: (q `[B, G, R, D]`, the scale, T, mask, extra, out, lse). keys, values: (flat memory,
     strides of B, G and the tokens, tag, number of tokens S).
@@ -559,7 +566,7 @@ ARGUMENTS = DECODE_STRUCT.dtype
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
-    """Return the entry for one storage dtype and tag."""
+    """Return the Python function of the entry for one storage dtype and tag, to be compiled."""
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)

@@ -1,23 +1,23 @@
-"""The loops of decoding over keys and values that are stored as codes of a few bits. The codes are
-read directly; no copy of them is converted in memory.
+"""The compiled loops of decoding over keys and values that are stored as codes of 8, 4 or 2 bits.
+The loops read the codes directly; they are never converted to a copy in memory.
 
-Keys have a scale per channel for each group of tokens, values one per token for each group of
-channels. A line is a run of numbers that share a scale and a zero, x = zero + code * scale: for
-keys one channel over tokens, for values one token over channels. Scores and weighted values are
-therefore the same loop, `weighted_line_sums`:
+Keys have one scale per channel for each group of tokens, values have one scale per token for each
+group of channels. A line is a run of numbers that share a scale and a zero, x = zero + code *
+scale: for keys the tokens of a group in one channel, for values a group of channels of one token.
+One function, `weighted_line_sums`, therefore computes both scores and weighted values:
 
     out[r, :] (+)= sum_i w[r, i] (zero[i] + code[i, :] scale[i])
                = sum_i (w[r, i] scale[i]) (code[i, :] - half)
                  + sum_i w[r, i] (zero[i] + half scale[i])
 
-Each code is read once for four rows and multiplied as it is, since its scale is in the weight.
-Codes are counted from the middle of their range: counted from its lower end, the two sums would be
-larger than their total, and fp32 less accurate by a factor of several. Codes of 8 bits are summed
-by `int_dot` where the processor can. Codes are finite whatever the masked slot contained, so that
-they may be multiplied by a weight of 0.
+Each code is read once for four rows, and is multiplied as an integer converted to float, because
+its scale is part of the weight. Codes are counted from the middle of their range, `half`: counted
+from 0, the two sums would be larger than their total, and the total in fp32 several times less
+accurate. Codes of 8 bits are summed by `int_dot` where the processor supports it. Codes are always
+finite, so that a masked one may be multiplied by a weight of 0.
 
-Masks, the terms that are added to scores, and tasks are those of `decode_loops`. `decode` calls
-`entry_address`. Arguments that the functions of the second half share:
+Masks, the terms that are added to scores, and tasks are those of `decode_loops`. The module
+`decode` calls `entry_address`. Arguments that the functions of the second half share:
     keys, values: (bytes of the codes, their strides [B, G, rows, lines]; scales, zeros, their
         strides [B, G, rows, lines], tag of their encoding; columns of a group, bits; number of
         tokens S). For keys a row is a group of tokens and a line is a channel; for values a row is
@@ -72,14 +72,19 @@ from regard.ops.jit.llvm_vectors import (
 )
 
 BLOCK_COLUMNS = 32
-"""The numbers of a line that are summed together; their sums for four rows stay in registers."""
+"""The number of columns of a line that are summed together; their sums for four rows stay in
+registers.
+"""
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 
 
 def _load_codes(builder: Any, flat: Any, start: Any, columns: int, bits: int) -> list[Any]:
-    """Load codes as vectors of floats: vector v * per + i holds every per-th number of the v-th
-    run of bytes, from i on.
+    """Load `columns` codes as vectors of floats, minus the middle of their range.
+
+    A byte holds per = 8 / bits codes. Vector v * per + i holds the i-th code of each byte of the
+    v-th run of bytes, so that the codes are not in the order of the columns; `_interleave` restores
+    this order.
     """
     per, size = 8 // bits, columns * bits // 8
     lanes = min(16, size)
@@ -100,7 +105,9 @@ def _load_codes(builder: Any, flat: Any, start: Any, columns: int, bits: int) ->
 
 
 def _interleave(builder: Any, parts: list[Any]) -> list[Any]:
-    """Interleave vectors of every n-th number into one vector of the numbers in order."""
+    """Interleave n vectors, of which vector i holds the numbers i, n + i, 2 n + i, ..., into one
+    vector of the numbers in order; n is a power of 2.
+    """
     while len(parts) > 1:
         half, lanes = len(parts) // 2, parts[0].type.count
         turns = [i for j in range(lanes) for i in (j, lanes + j)]
@@ -112,13 +119,13 @@ def _interleave(builder: Any, parts: list[Any]) -> list[Any]:
 
 @intrinsic
 def _sum_variant(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
-    """Run `weighted_line_sums` for the rows and columns of a variant; each variant has its own
-    loop, which is chosen at run time.
+    """Compute the sums of `weighted_line_sums` for a few rows and columns. Each of the `VARIANTS`
+    has its own loop in the compiled code, which is chosen at run time.
 
-    variant: (rows, columns, bits). lines: (bytes of the codes, byte of the first line, stride to
-    the next, number of lines). weights: (array `[R, n]`, from column 0; the term added to every
-    number of a row `[R]`). out: (array `[R, n]`, first row here and of the weights, first column,
-    whether it is overwritten).
+    variant: (rows, columns, bits). lines: (bytes of the codes, index of the first byte of the first
+    line, stride to the next line, number of lines). weights: (array `[R, n]`; the term added to
+    every number of a row `[R]`). out: (array `[R, n]`, first row of it and of the weights, first
+    column, whether the numbers are overwritten rather than added to).
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -160,11 +167,13 @@ VARIANTS = (
     *product((4, 1), (BLOCK_COLUMNS,), (8, 4, 2)),
     *((1, 8 // bits, bits) for bits in (8, 4, 2)),
 )
-"""Rows, columns and bits of each variant: four rows or one, and the rest of a line byte by byte."""
+"""The rows, columns and bits of each variant: four rows or one row of BLOCK_COLUMNS columns, and
+one row of the columns of one byte, for the end of a line.
+"""
 
 
 def _variant_number(rows: int, columns: int, bits: int) -> int:
-    """Return the number of a variant."""
+    """Return a number that identifies a variant."""
     return (rows * 64 + columns) * 16 + bits
 
 
@@ -177,7 +186,9 @@ def _variant_key(builder: Any, variant: list[Any]) -> Any:
 def _line_loop(
     builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[Any]
 ) -> list[Any]:
-    """Emit the loop over lines, and return the sums of each row, vector by vector."""
+    """Emit the loop over lines, and return for each row the list of its sum vectors, in the order
+    of `_load_codes`.
+    """
     (columns, bits), (codes, start, step, count) = form, lines
     lanes = min(16, columns * bits // 8)
     n = columns // lanes
@@ -194,7 +205,7 @@ def _line_loop(
 def _store_sums(
     builder: Any, sums: list[Any], place: Any, per: int, overwrite: Any, row_term: Any
 ) -> None:
-    """Store the sums of a row plus one more number, or add them to the stored numbers."""
+    """Store the sums of a row plus `row_term`, or add them to the stored numbers."""
     overwrite = builder.trunc(overwrite, ir.IntType(1))
     for v in range(0, len(sums), per):
         (whole,) = _interleave(builder, sums[v : v + per])
@@ -211,8 +222,8 @@ njit_leaf = njit_cached(fastmath=FASTMATH_FLAGS, makes_arrays=False)
 
 @njit_leaf
 def _scale_weights(scales, first, count, w, rows, half, scratch):
-    """Multiply weights `[R, n]` by the scales of their lines, and compute for each row the sum
-    of its weights times the middles of the lines `[R]`.
+    """Compute w[r, i] scale[i] `[R, n]`, and for each row sum_i w[r, i] (zero[i] + half scale[i])
+    `[R]`; both are written to `scratch`.
     """
     scale, zero, step, tag = scales
     weighed, wide, middle, added, _, _ = scratch
@@ -239,12 +250,13 @@ def weighted_line_sums(rows, memory, offsets, w, scratch, out):
     """Compute out[r, c] (+)= sum_i w[r, i] x[i, c] over the lines i of a group, for all its columns
     c and all rows r.
 
-    memory: (codes, stride of the lines in bytes, (scales, zeros, stride from one line to the next,
-    tag of their encoding), columns, bits, lines). at: (byte of the first line, index of its scale,
-    byte from which as many bytes are prefetched). w: `[R, n]`. scratch: (weights `[R, n]`, two
-    lines `[n]`, `[R]`, (int16 `[R, n]`, `[R]`), whether weights may be rounded to 16 bits). out:
-    (array `[R, n]`, first column, whether it is overwritten). Rows beyond the requested ones, up to
-    a multiple of four, may be written too.
+    memory: (bytes of the codes, stride of the lines in bytes, (scales, zeros, stride from one line
+    to the next, tag of their encoding), number of columns, bits, number of lines). offsets: (index
+    of the first byte of the first line, index of its scale, index of the first byte to prefetch;
+    as many bytes are prefetched as are read). w: `[R, n]`. scratch: (weights `[R, n]`, two lines
+    `[n]`, `[R]`, (int16 `[R, n]`, `[R]`, int32 `[R]`), whether weights may be rounded to 16 bits).
+    out: (array `[R, n]`, first column, whether the numbers are overwritten rather than added to).
+    Rows after the requested ones, up to a multiple of four, may be written too.
     """
     codes, step, scales, group, bits, count = memory
     z, first, overwrite = out
@@ -276,12 +288,16 @@ def weighted_line_sums(rows, memory, offsets, w, scratch, out):
 
 
 MIN_TILE_TOKENS = 128
-"""The least tokens of a tile: fewer would not be worth a call for each group of channels."""
+"""The smallest number of tokens in a tile, which keeps the cost of the calls for each group of
+channels low.
+"""
 
 
 @njit_strict
 def _aligned_rows(rows, columns):
-    """Return an array of zeros in which a row of 16 k columns begins at a cache line."""
+    """Return an array of zeros `[rows, columns]` that begins at a cache line; if `columns` is a
+    multiple of 16, so does each row.
+    """
     flat = np.zeros(rows * columns + 16, np.float32)
     first = -(flat.ctypes.data // 4) % 16
     return flat[first : first + rows * columns].reshape(rows, columns)
@@ -289,8 +305,8 @@ def _aligned_rows(rows, columns):
 
 @njit_strict
 def _tile_scores(q, rows, keys, b, g, tile, s, scratch):
-    """Compute the scores of all rows of q `[R, D]` with the keys of a tile, which is a whole
-    number of groups.
+    """Compute the scores s `[R, n]` of all rows of q `[R, D]` with the keys of a tile, which
+    contains a whole number of groups of tokens.
     """
     codes, steps, scale, zero, scale_steps, tag, group, bits, _ = keys
     memory = (codes, steps[3], (scale, zero, scale_steps[3], tag), group, bits, q.shape[1])
@@ -327,8 +343,8 @@ def _add_tile_values(s, rows, values, b, g, tile, acc, scratch):
 
 @njit_strict
 def _tile_visibility(b, g, tile, rows, T, mask, visible):
-    """Write which keys of a tile each row sees to `seen`, and return whether any row sees any
-    key.
+    """Set visible[r, c] to whether row r sees key c of a tile, and return whether any row sees any
+    of these keys.
     """
     heads, some = rows // T, False
     for r in range(rows):
@@ -340,7 +356,9 @@ def _tile_visibility(b, g, tile, rows, T, mask, visible):
 
 @njit_strict
 def run_tasks(address, call, keys, values):
-    """Run the tasks of `decode_loops.run_tasks` for keys and values that are stored as codes."""
+    """Take tasks until none is left, as `decode_loops.run_tasks` does, for keys and values that are
+    stored as codes.
+    """
     q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
     D, group, S = q_all.shape[3], keys[6], keys[8]
@@ -403,7 +421,9 @@ ARGUMENTS = DECODE_QUANTIZED_STRUCT.dtype
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
-    """Return the entry for one storage dtype and tag of the scales."""
+    """Return the Python function of the entry for one storage dtype and tag of the scales, to be
+    compiled.
+    """
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)

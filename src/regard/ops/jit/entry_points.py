@@ -1,5 +1,6 @@
-"""Entry points: compiled functions that take the address of an argument struct, the functions
-that read its fields and arrays, and the counters that threads share in it.
+"""Entry points: compiled functions of one argument, the address of an argument struct. This module
+compiles them, and holds the functions by which they read the fields and arrays of the struct and
+increment the counters in it that all threads share.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STORAGE = {
     torch.bfloat16: (np.uint16, BF16),
     torch.float16: (np.uint16, FP16),
 }
-"""For each torch dtype the numpy dtype of its memory, and a tag whose type says how 16-bit
-numbers are encoded.
+"""For each torch dtype the numpy dtype in which compiled code reads its memory, and a tag whose
+type determines whether 16-bit numbers are bfloat16 or float16.
 """
 
 UNBOUNDED = np.int64(1) << 60
@@ -41,8 +42,8 @@ def int_to_pointer(context: Any, address: Any) -> Any:
 
 
 def _atomic_counter(place: int) -> Any:
-    """Return a compiled function that adds 1 to a counter of the struct at an address, atomically,
-    and returns its value before.
+    """Return a compiled function that atomically adds 1 to a counter of the struct at an address,
+    and returns the value that the counter had before.
 
     Args:
         place: the index of the counter in the struct.
@@ -61,14 +62,14 @@ def _atomic_counter(place: int) -> Any:
 
 
 take_task, finish_task = _atomic_counter(0), _atomic_counter(1)
-"""`take_task(address)` returns the next task number, each once over all threads;
-`finish_task(address)` counts one task as finished and returns how many were finished before.
+"""`take_task(address)` returns the number of the next task; no two threads get the same one.
+`finish_task(address)` counts one task as finished, and returns how many were finished before.
 """
 
 
 @njit_strict
 def struct_at(address, dtype):
-    """View the struct at `address`, with its fields by name."""
+    """View the struct at `address` as a numpy record of the structured `dtype`."""
     return carray(int_to_pointer(address), (1,), dtype)[0]
 
 
@@ -85,7 +86,7 @@ def memory_at(address, dtype):
 
 
 _loaded_entries: list[Any] = []
-"""The compiled entries, kept alive as long as the process."""
+"""The compiled entries; this list keeps them alive as long as the process."""
 
 
 def compile_entry(entry: Callable[[int], None]) -> int:

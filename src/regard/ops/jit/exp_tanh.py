@@ -1,5 +1,5 @@
-"""The exponential and the hyperbolic tangent, written so that loops over them are vectorised;
-calls to libm are not.
+"""The exponential and the hyperbolic tangent without calls to libm, which would keep the compiler
+from vectorising the loops that compute them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HALF, _ONE, _ZERO, _LEAST = np.float32(0.5), np.float32(1), np.float32(0), np.f
 
 @njit_cached(fastmath=("contract", "nsz"))
 def exp(x: np.float32) -> np.float32:
-    """Return e^x for x <= 0, accurate to about one rounding; 0 below -87, where fp32 is no longer
-    normal; NaN stays NaN.
+    """Return e^x for x <= 0, accurate to about one rounding. It is 0 for x below -87, where e^x
+    would be subnormal in fp32, and NaN for NaN.
 
     e^x = 2^n e^r,  n = round(x / ln 2),  r = x - n ln 2 in two parts
 

@@ -1,8 +1,8 @@
-"""A matrix times a few vectors, compiled: y = W x + b. Each weight is read once, in the order of
-its memory.
+"""The compiled product of a matrix and a few vectors, y = W x + b. Each number of W is read once,
+in the order of its memory.
 
-One row of W is read at a time: a core that reads four rows at once reads at half the memory's speed
-(LOG.md). `regard.ops.gemv` calls `entry_address`.
+One row of W is read at a time: a core that reads four rows at once reaches half of the memory
+bandwidth (LOG.md). `regard.ops.gemv` calls `entry_address`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from regard.ops.jit.llvm_vectors import fma as multiply_add
 from regard.ops.jit.llvm_vectors import load_floats as load
 
 VECTORS_PER_STEP = 4
-"""The vectors that a weight is multiplied with once it is in a register."""
+"""The number of vectors x that are multiplied with a number of W while it is in a register."""
 
 PREFETCH_DISTANCE = 2048
-"""How many bytes ahead of the current weight are prefetched."""
+"""The distance in bytes from the numbers of W that are read to those that are prefetched."""
 
 TASK_BYTES = 1 << 17
-"""The bytes of weights in one task."""
+"""The size in bytes of the rows of W in one task."""
 
 
 ARGUMENTS = GEMV_STRUCT.dtype
 
 
 def _make_row_dot(rows: int) -> Any:
-    """Return a compiled function that multiplies one row of W with `rows` vectors and writes
-    the products to out[:rows].
+    """Return a compiled function that computes the dot products of one row of W with `rows`
+    vectors, and writes them to out[:rows].
     """
 
     def product(
@@ -108,16 +108,19 @@ def _sum_over_dims(
     tag: Any,
     total: list[Any],
 ) -> list[Any]:
-    """Emit the loop over a range of dimensions, several vectors of them per iteration, each with
-    its own sum.
+    """Emit the loop that adds the products of a range of dimensions. An iteration covers several
+    LLVM vectors of dimensions, each with its own sum.
 
     Args:
         builder: the LLVM builder.
         run: begin, end and step of the range.
         row: a pointer to the row of W.
-        vectors: pointers to the vectors.
-        tag: the tag of the encoding.
-        total: the sums so far, one per vector.
+        vectors: pointers to the vectors x.
+        tag: the Numba type that describes the encoding of the numbers.
+        total: the sums so far, an LLVM vector for each vector x.
+
+    Returns:
+        The sums after the loop, in the same form.
     """
     begin, end, step = run
     vectors_per_step, lanes, rows = max(1, step // LANES), min(step, LANES), len(vectors)
@@ -145,8 +148,10 @@ _dot_4, _dot_1 = _make_row_dot(VECTORS_PER_STEP), _make_row_dot(1)
 
 @njit_strict
 def run_tasks(address, arguments, x, w, b, y, tag):
-    """Compute blocks of rows of W until none is left. The vectors are converted to fp32 once,
-    and padded to a multiple of four (one vector alone is not padded).
+    """Take tasks, blocks of rows of W, until none is left, and write their results to y.
+
+    The vectors are first converted to fp32, and their number is padded to a multiple of
+    VECTORS_PER_STEP (a single vector is not padded).
     """
     R, M, N = arguments.R, arguments.M, arguments.N
     vectors = np.zeros(
@@ -173,7 +178,7 @@ def run_tasks(address, arguments, x, w, b, y, tag):
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
-    """Return the entry for one storage dtype and tag."""
+    """Return the Python function of the entry for one storage dtype and tag, to be compiled."""
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)

@@ -1,5 +1,5 @@
-"""Half precision in registers: bfloat16 and float16 numbers converted to and from float32
-without a table and without a call, so that loops over them are vectorised.
+"""Conversions of bfloat16 and float16 numbers to and from float32, without tables and library
+calls, so that the compiler vectorises the loops that use them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from numba.extending import intrinsic
 from regard.ops.jit.compile import njit_strict
 
 BF16, FP16 = np.int8(0), np.int16(0)
-"""Tags whose type says how 16 bits encode a number: int8 for bfloat16, int16 for float16."""
+"""Tags for the encoding of 16-bit numbers in compiled code. Only their type matters: int8 stands
+for bfloat16, int16 for float16.
+"""
 
 
 @intrinsic
 def to_float32(context: Any, x: Any, tag: Any) -> Any:
-    """Convert a stored number to float32: a float32 unchanged, 16 bits as a bfloat16 or a
-    float16 according to the type of the tag.
+    """Convert a stored number to float32: a float32 is returned unchanged, 16 bits are read as
+    bfloat16 or float16 according to the type of the tag.
     """
 
     def as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -74,8 +76,8 @@ def _unchanged(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 @intrinsic
 def from_float32(context: Any, x: Any, tag: Any, like: Any) -> Any:
-    """Convert a float32 to the dtype of the array `like`: unchanged, or to 16 bits according to
-    the type of the tag.
+    """Convert a float32 to a number for the array `like`: unchanged if it holds float32, else to
+    bfloat16 or float16 bits according to the type of the tag.
     """
 
     def bfloat(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -92,8 +94,8 @@ def from_float32(context: Any, x: Any, tag: Any, like: Any) -> Any:
 
 @intrinsic
 def convert(context: Any, x: Any, tag: Any, like: Any) -> Any:
-    """Convert a stored number for the array `like`: 16 bits are copied if it holds 16-bit
-    numbers, else converted to float32.
+    """Convert a stored number for the array `like`: if it holds 16-bit numbers, the 16 bits are
+    copied; if it holds float32, the number is converted to float32.
     """
 
     def wide(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Weighted sums of 8-bit codes with 16-bit integer products: twice as many products per instruction
-as in fp32.
+"""Weighted sums of 8-bit codes, computed with products of 16-bit integers: an instruction computes
+twice as many of them as in fp32. The weights w of a row r are rounded to integers W.
 
     sum_i w[r, i] x[i, c] = f_r (sum_i W[r, i] code[i, c] - 128 sum_i W[r, i]) + sum_i w[r, i]
     (zero[i] + 128 scale[i])
     W[r, i] = round(w[r, i] scale[i] / f_r),   f_r = max_i |w[r, i] scale[i]| / 32767
 
-The 32-bit sums may wrap around, and so may the term that is subtracted; the difference is exact
-while it is below 2^31, that is for up to `MAX_LINES` lines of at most 2^22 each. A weight is off by
-at most 2^-16 of the largest of its row, which is below the precision of 16-bit inputs but not of
-fp32 ones.
+The 32-bit sums and the term that is subtracted may wrap around; their difference is still exact if
+it is below 2^31, that is for up to `MAX_LINES` lines that contribute at most 2^22 each. Rounding
+changes a weight by at most 2^-16 of the largest weight of its row, which is less than the rounding
+of 16-bit inputs, but more than that of fp32 inputs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ HAS_INT_DOT = has_cpu_feature("avx512bw")
 """Whether the processor multiplies pairs of 16-bit integers in registers of 512 bits."""
 
 ROWS, MAX_LINES = 4, 511
+"""The rows of weights that are summed together, and the largest number of lines in a sum."""
+
 BLOCK_COLUMNS = 64
-"""The columns that are summed together: two cache lines of codes, so that the sums stay in
-registers.
+"""The number of columns that are summed together, a cache line of codes in each of two lines; their
+sums for ROWS rows stay in registers.
 """
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
@@ -49,8 +51,11 @@ _I32_VECTOR, _I16_VECTOR = ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * L
 
 
 def _load_code_pairs(builder: Any, codes: Any, offsets: tuple[Any, Any], columns: int) -> list[Any]:
-    """Load codes of two lines as adjacent 16-bit numbers: the even columns of each eight words,
-    then the odd ones.
+    """Load the codes of two lines as vectors of 16-bit numbers in which the codes of both lines
+    alternate.
+
+    A 16-bit word of a line holds the codes of two neighbouring columns. For each of `_word_orders`
+    the result has one vector of the even columns (the lower bytes) and one of the odd ones.
     """
     vector_type = ir.VectorType(_I16, columns // 2)
     a, b = (
@@ -67,8 +72,10 @@ def _load_code_pairs(builder: Any, codes: Any, offsets: tuple[Any, Any], columns
 
 
 def _word_orders(columns: int) -> list[list[int]]:
-    """Return the order of the words of two lines in each register: alternating between the
-    lines, and for a wide line by the lower and upper halves of its quarters.
+    """Return for each register the order of the words of two lines in it.
+
+    The words of the two lines alternate. A wide line needs two registers: one for the lower half of
+    each quarter of its words, one for the upper half.
     """
     words = columns // 2
     runs: list[list[int]] = [list(range(words))]
@@ -78,7 +85,9 @@ def _word_orders(columns: int) -> list[list[int]]:
 
 
 def _column_lanes(columns: int) -> list[int]:
-    """Return the lane of each column's sum, counted over the sums of all registers."""
+    """Return for each column the lane of its sum, counted over the vectors of sums one after
+    another.
+    """
     words = columns // 2
     lane_of = {}
     for n, order in enumerate(_word_orders(columns)):
@@ -91,12 +100,14 @@ def _column_lanes(columns: int) -> list[int]:
 
 
 def _make_sum(columns: int) -> Any:
-    """Return a compiled function that sums four rows over pairs of lines, for `columns` columns.
+    """Return a compiled function that computes the weighted sums of `columns` columns for four
+    rows, two lines at a time.
 
-    lines: (bytes of the codes, byte of the first line, stride to the next line, an even number of
-    lines, byte from which lines are prefetched in order). weights: (integers `[R, n]`, factors
-    `[R]`, the term added to every number of a row `[R]`, the sums of the integers `[R]`). out:
-    (array `[R, n]`, first row, first column, whether it is overwritten).
+    lines: (bytes of the codes, index of the first byte of the first line, stride to the next line,
+    an even number of lines, index of the first byte to prefetch). weights: (integers `[R, n]`,
+    factors f `[R]`, the term added to every number of a row `[R]`, the sums of the integers `[R]`).
+    out: (array `[R, n]`, first row, first column, whether the numbers are overwritten rather than
+    added to).
     """
 
     def loop(context: Any, lines: Any, weights: Any, out: Any) -> Any:
@@ -153,8 +164,8 @@ def _concatenate(builder: Any, vectors: list[Any], order: list[int]) -> Any:
 
 
 def _multiply_add_pairs(builder: Any) -> Any:
-    """Return the LLVM function that multiplies 32 pairs of 16-bit integers and adds
-    neighbouring products: 16 sums of 32 bits.
+    """Return the LLVM function that multiplies 32 pairs of 16-bit integers and adds neighbouring
+    products, which gives 16 sums of 32 bits.
     """
     kind = ir.FunctionType(_I32_VECTOR, [_I16_VECTOR, _I16_VECTOR])
     return cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.pmaddw.d.512")
@@ -163,8 +174,10 @@ def _multiply_add_pairs(builder: Any) -> Any:
 def _store_rescaled(
     builder: Any, integers: Any, row_values: list[Any], place: Any, overwrite: Any
 ) -> None:
-    """Subtract the middle of the codes from integer sums, multiply by the value of one unit,
-    add one more number, and store the result or add it to the stored numbers.
+    """Convert integer sums of a row to floats and store them, or add them to the stored numbers.
+
+    row_values: the factor f of the row; the term added to every number of the row; the sum of its
+    integer weights, which is subtracted 128 times, since the codes are counted from 128.
     """
     unit, added, weight_sum = row_values
     columns = integers.type.count
@@ -185,8 +198,8 @@ njit_leaf = njit_cached(fastmath=("contract", "nsz"), makes_arrays=False)
 
 @njit_leaf
 def _quantize_weights(weighed, rows, count, whole, factors, totals):
-    """Convert weights `[R, n]` to 16-bit integers; also compute the value of one unit `[R]` and
-    the sums of the integers `[R]`.
+    """Round the weights `weighed` `[R, n]` to 16-bit integers `whole` `[R, n]` times a factor per
+    row `[R]`, and compute the sums of the integers `[R]`.
     """
     for r in range(rows):
         row_weights, line, total = weighed[r], whole[r], np.int32(0)
@@ -206,9 +219,11 @@ def int_weighted_sums(rows, lines, columns, weighed, added, scratch, out):
     """Compute `decode_quantized_loops.weighted_line_sums` for a multiple of `ROWS` rows and of 32
     columns.
 
-    lines: (codes, byte of the first line, stride, an even number of lines, byte from which as many
-    bytes are prefetched). weighed: `[R, n]`, weights times the scales of the lines. scratch: (int16
-    `[R, n]`, `[R]`, int32 `[R]`). out: (array `[R, n]`, first column, whether it is overwritten).
+    lines: (bytes of the codes, index of the first byte of the first line, stride to the next line,
+    an even number of lines, index of the first byte to prefetch). weighed: the weights times the
+    scales of the lines, `[R, n]`. added: the term added to every number of a row, `[R]`. scratch:
+    (int16 `[R, n]`, `[R]`, int32 `[R]`). out: (array `[R, n]`, first column, whether the numbers
+    are overwritten rather than added to).
     """
     whole, factors, totals = scratch
     codes, first_byte, step, count, prefetch_start = lines

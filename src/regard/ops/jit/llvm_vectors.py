@@ -1,8 +1,9 @@
-"""Loops written in LLVM's vector types, which every processor supports in some width. Without them
-the compiler keeps sums in memory, and checks every number for NaN when it computes a maximum.
+"""Functions that emit loops over LLVM vectors, for which LLVM generates vector instructions on
+every processor. In loops written in plain Python, the compiler would keep sums in memory instead of
+registers, and would check every number for NaN in a maximum.
 
-A vector here is `LANES` float32 numbers. These functions emit code with an LLVM builder while Numba
-compiles; none of them runs when a kernel runs.
+A vector here is `LANES` float32 numbers. The functions run while Numba compiles, and emit code with
+an LLVM builder; they do not run when a kernel runs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from numba.extending import intrinsic
 from regard.ops.jit.compile import has_cpu_feature
 
 LANES = 16
+"""The number of float32 numbers in a vector."""
+
 CACHE_LINE = 64
-"""The bytes of a cache line."""
+"""The size in bytes of a cache line."""
 
 _I8, _I16, _I32, I64, FLOAT = (
     ir.IntType(8),
@@ -34,7 +37,7 @@ ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 
 
 def i64_constant(n: int) -> Any:
-    """Return an integer constant of 64 bits."""
+    """Return n as an LLVM constant of 64 bits."""
     return ir.Constant(I64, n)
 
 
@@ -44,7 +47,7 @@ def shuffle_mask(order: Sequence[int]) -> Any:
 
 
 def broadcast(builder: Any, x: Any, lanes: int = LANES) -> Any:
-    """Return a vector with one number in every lane."""
+    """Return a vector with the number x in every lane."""
     empty = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
     one = builder.insert_element(empty, x, ir.Constant(_I32, 0))
     return builder.shuffle_vector(one, empty, shuffle_mask([0] * lanes))
@@ -63,8 +66,8 @@ float32, rounded like two fused multiply-adds.
 """
 
 _WORDS = ir.VectorType(_I32, LANES)
-"""A vector of pairs of bfloat16 numbers. Newer versions of LLVM have a type for it, which
-llvmlite cannot name; they upgrade this one themselves.
+"""The type of a vector of pairs of bfloat16 numbers. Newer versions of LLVM have a bfloat type,
+which llvmlite cannot name; they upgrade calls with this type automatically.
 """
 
 
@@ -81,10 +84,11 @@ def bf16_dot_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def load_floats(builder: Any, place: Any, tag: Any, lanes: int) -> Any:
-    """Load `lanes` numbers from a pointer as floats: 16, or one followed by zeros.
+    """Load numbers from a pointer as a vector of float32: `lanes` = LANES numbers, or with `lanes`
+    = 1 one number followed by zeros.
 
-    place: a pointer to float32, or to 16 bits that the tag (a Numba type: int8 for bfloat16, int16
-    for float16) describes.
+    place: a pointer to float32, or to 16-bit numbers that the tag (a Numba type: int8 for bfloat16,
+    int16 for float16) describes.
     """
     stored = place.type.pointee
     if lanes == 1:
@@ -96,7 +100,7 @@ def load_floats(builder: Any, place: Any, tag: Any, lanes: int) -> Any:
 
 
 def _to_float32(builder: Any, x: Any, tag: Any, lanes: int) -> Any:
-    """Convert stored numbers to float32; `lanes` is 0 for a single number."""
+    """Convert a vector of `lanes` stored numbers to float32; `lanes` is 0 for a single number."""
 
     def of(kind: Any) -> Any:
         return ir.VectorType(kind, lanes) if lanes else kind
@@ -111,12 +115,12 @@ def _to_float32(builder: Any, x: Any, tag: Any, lanes: int) -> Any:
 
 
 def _type_size(kind: Any) -> int:
-    """Return the bytes of a number of this LLVM type."""
+    """Return the size in bytes of a number of this LLVM type."""
     return 4 if kind == FLOAT else 1 if kind == _I8 else 2
 
 
 def pointee_size(place: Any) -> int:
-    """Return the bytes of the number that a pointer points to."""
+    """Return the size in bytes of the number that a pointer points to."""
     return _type_size(place.type.pointee)
 
 
@@ -131,9 +135,9 @@ def store(builder: Any, x: Any, place: Any, lanes: int = LANES) -> None:
 
 
 def lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
-    """Return the sum of the lanes of each vector: 2^n vectors become one vector of 2^n numbers.
+    """Return the sum of the lanes of each of 2^n vectors, as one vector of 2^n numbers.
 
-    The vectors are added by halves, so that one addition serves several sums.
+    Halves of two vectors are added in one instruction, until one number per vector is left.
     """
     remaining, width = list(vectors), LANES
     while len(remaining) > 1:
@@ -172,8 +176,8 @@ def split_vector(builder: Any, x: Any, size: int) -> list[Any]:
 
 
 def prefetch_elements(builder: Any, place: Any, length: Any) -> None:
-    """Prefetch the cache lines of `length` numbers from a pointer on into the second cache, in
-    order; reading past the end of an array does no harm.
+    """Prefetch the cache lines of `length` numbers from a pointer on into the L2 cache, in order;
+    prefetching past the end of an array has no effect.
     """
     step = i64_constant(CACHE_LINE // pointee_size(place))
     with cgutils.for_range_slice(builder, i64_constant(0), length, step, intp=I64) as (i, _):
@@ -181,7 +185,9 @@ def prefetch_elements(builder: Any, place: Any, length: Any) -> None:
 
 
 def prefetch_bytes(builder: Any, place: Any, ahead: int, size: int) -> None:
-    """Prefetch the cache lines of `size` bytes, `ahead` bytes after a pointer."""
+    """Prefetch the cache lines of `size` bytes into the L2 cache, beginning `ahead` bytes after a
+    pointer.
+    """
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     start = builder.bitcast(place, _I8.as_pointer())
@@ -192,7 +198,7 @@ def prefetch_bytes(builder: Any, place: Any, ahead: int, size: int) -> None:
 
 @intrinsic
 def prefetch_array(context: Any, memory: Any, index: Any, size: Any) -> Any:
-    """Prefetch the cache lines of `size` bytes of a flat array, from the index `at` on."""
+    """Prefetch the cache lines of `size` elements of the flat array `memory` from `index` on."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = builder.gep(array_data(context, builder, memory, args[0]), [args[1]])
@@ -203,18 +209,18 @@ def prefetch_array(context: Any, memory: Any, index: Any, size: Any) -> Any:
 
 
 class LLVMLoop:
-    """Emits `for i in range(start, stop, step)` with values that are carried from one iteration to
-    the next.
+    """Emits `for index in range(start, stop, step)` with values that are carried from one iteration
+    to the next.
 
-    Between the constructor and `close` the builder emits the body; `now` holds the carried values
-    of the iteration, and after `close` the final ones.
+    The code that the builder emits between the constructor and `close` is the body of the loop. In
+    it, `index` is the loop index and `now` the list of carried values of the current iteration.
 
     Args:
         builder: the LLVM builder.
         start: the first index.
         stop: the end of the range.
         step: the step of the range.
-        carried: the initial values.
+        carried: the values before the first iteration.
     """
 
     def __init__(
@@ -258,8 +264,8 @@ def row_pointer(context: Any, builder: Any, kind: Any, array: Any, row: Any) -> 
 
 
 def _make_max(*, absolute: bool) -> Any:
-    """Return a compiled function for the largest of `count` numbers, or of their absolute
-    values; NaN is ignored.
+    """Return a compiled function of (array, start, count) that returns the largest of `count`
+    numbers of a flat array from `start` on, or of their absolute values; NaN is ignored.
     """
 
     def of(context: Any, array: Any, start: Any, count: Any) -> Any:
@@ -289,7 +295,7 @@ def _make_max(*, absolute: bool) -> Any:
 
 
 def _constant(kind: Any, x: float) -> Any:
-    """Return a constant number, or a vector of it."""
+    """Return the constant x, or a vector with x in every lane, as an LLVM value of this type."""
     return ir.Constant(kind, [x] * LANES if kind == VECTOR else x)
 
 

@@ -1,18 +1,19 @@
-"""Products of small matrices in registers, and the panels in which they read keys and values:
-REGISTER_ROWS rows of a times PANEL_COLUMNS columns of b, with fp32 sums and bfloat16 or fp32
-factors.
+"""The matrix product that prefill consists of, and the packing of keys and values for it. One
+product multiplies REGISTER_ROWS rows of a with PANEL_COLUMNS columns of b; the factors are bfloat16
+or fp32 and the sums fp32.
 
     c_rj (+)= sum_k a_rk b_kj        r < REGISTER_ROWS, j < PANEL_COLUMNS
 
-All sums stay in registers while k runs: a number of a is broadcast to all lanes, and PANEL_COLUMNS
-numbers of b are loaded at once. With AVX512-BF16 one instruction adds two products of bfloat16
-numbers to each of 16 fp32 sums, without rounding in between. The loop is written as LLVM code,
-since no compiler finds this form by itself.
+All sums stay in registers during the loop over k: a number of a is broadcast to all lanes, and
+PANEL_COLUMNS numbers of b are loaded at once. With AVX512-BF16 one instruction adds two products of
+bfloat16 numbers to each of 16 fp32 sums, without rounding in between. The loop is written as LLVM
+code, because compilers do not generate this form.
 
-a is stored row by row. b is packed in panels, `[k, PANEL_COLUMNS]`, for bfloat16 in pairs, `[k/2,
-PANEL_COLUMNS, 2]`: two neighbours along the sum are adjacent. A panel of keys is `[D,
-PANEL_COLUMNS]`, one dimension of PANEL_COLUMNS keys per row; a panel of values is `[keys,
-PANEL_COLUMNS]`, PANEL_COLUMNS dimensions of one key per row. Missing keys and dimensions are zeros.
+a is stored row by row. b is packed in panels `[k, PANEL_COLUMNS]`, for bfloat16 as `[k/2,
+PANEL_COLUMNS, 2]`, so that two neighbours along the sum are adjacent. A panel of keys is `[D,
+PANEL_COLUMNS]`: a row has one dimension of PANEL_COLUMNS keys. A panel of values is `[keys,
+PANEL_COLUMNS]`: a row has PANEL_COLUMNS dimensions of the value of one key. Missing keys and
+dimensions are zeros.
 
 Source: Goto and van de Geijn 2008 (ACM TOMS 34, 12), sections 4 and 5: panels, and the block of
 registers.
@@ -33,30 +34,34 @@ from regard.ops.jit.compile import has_cpu_feature, njit_fastmath
 from regard.ops.jit.half_precision import convert
 
 HAS_AVX512 = has_cpu_feature("avx512f")
-"""Whether the processor has 32 registers of 16 numbers."""
+"""Whether the processor has AVX-512: 32 registers of 16 fp32 numbers."""
 
 HAS_BF16_DOT = HAS_AVX512 and has_cpu_feature("avx512bf16")
-"""Whether the processor multiplies pairs of bfloat16 numbers; otherwise they are converted to
-fp32.
+"""Whether the processor multiplies pairs of bfloat16 numbers (AVX512-BF16); otherwise they are
+converted to fp32.
 """
 
 LANES = 16 if HAS_AVX512 else 8 if has_cpu_feature("avx2") else 4
+"""The number of fp32 numbers in a register."""
+
 REGISTERS = 4 if HAS_AVX512 else 2
+"""The number of registers for the sums of one row."""
+
 REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
-"""The rows of a product in registers, and the columns of a panel."""
+"""The rows of a that one product multiplies, and the columns of a panel of b."""
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 class _FactorType(NamedTuple):
-    """How the factors are stored in memory.
+    """The LLVM types in which the factors of a product are stored.
 
     Args:
         number: the type of one number.
         word: the type that is broadcast to all lanes: one number, or a pair of bfloat16 numbers.
         register: the type of a register of words.
-        each: the numbers in a word.
+        each: the number of numbers in a word, 1 or 2.
     """
 
     number: ir.Type
@@ -73,8 +78,8 @@ class _MatmulEmitter:
 
     def __init__(self, builder: Any, kind: _FactorType) -> None:
         self.builder, self.kind = builder, kind
-        # newer versions of LLVM expect bfloat vectors here, which llvmlite cannot name; they
-        # upgrade this declaration themselves
+        # Newer versions of LLVM expect bfloat vectors here, which llvmlite cannot name; they
+        # convert this declaration themselves.
         pair_product = "llvm.x86.avx512bf16.dpbf16ps.512", [_SUMS, _WORDS, _WORDS]
         name, argument_types = (
             pair_product if kind.each == 2 else (f"llvm.fma.v{LANES}f32", [_SUMS] * 3)
@@ -105,10 +110,11 @@ class _MatmulEmitter:
 
     @contextmanager
     def loop(self, times: Any, sums: list[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-        """Emit a loop that carries sums.
+        """Emit a loop of `times` iterations that carries sums from one iteration to the next.
 
-        It yields the iteration number, the sums so far, and a list to fill with their next values;
-        afterwards `sums` holds the final sums.
+        The body of the `with` block emits one iteration. The context manager yields the iteration
+        number, the sums so far, and a list to fill with their next values. After the block, the
+        list `sums` holds the final sums.
         """
         builder, before, next_sums = self.builder, self.builder.block, list(sums)
         head, done = (builder.append_basic_block(name) for name in ("products", "done"))
@@ -131,7 +137,9 @@ class _MatmulEmitter:
 
 
 def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
-    """Return the code generator of one product, in the form that Numba expects."""
+    """Return the function that emits the code of `matmul`, or with `adds` of `matmul_add`, in the
+    form that Numba expects.
+    """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
@@ -168,7 +176,7 @@ def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
                 for v in range(REGISTERS):
                     after[r * REGISTERS + v] = emit.add(so_far[r * REGISTERS + v], x, ys[v])
         for target_pointer, total in zip(targets, sums, strict=True):
-            if adds:  # added at the end: sums of partial sums round less than one long sum
+            if adds:  # added last, because a sum of partial sums rounds less than one long sum
                 total = builder.fadd(emit.load(target_pointer, _SUMS), total)
             builder.store(total, builder.bitcast(target_pointer, ir.PointerType(_SUMS)), align=4)
         return context.get_dummy_value()
@@ -184,10 +192,12 @@ def _signature(a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def matmul(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
-    """Compute c = a b for flat arrays.
+    """Compute c = a b for REGISTER_ROWS rows of a and one panel of b, which are parts of flat
+    arrays.
 
-    a begins at a_at with a_step numbers between rows, b at b_at, and c as a; k is even for
-    bfloat16.
+    The rows of a begin at a_at and are a_step numbers apart; the panel of b begins at b_at; the
+    rows of c begin at c_at and are c_step numbers apart. k is the number of products in a sum; it
+    is even for bfloat16.
     """
     kind = _BF16 if a.dtype == types.uint16 else _FP32
     return _signature(a, b, c), _make_matmul(kind, adds=False)
@@ -202,8 +212,11 @@ def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
 
 @njit_fastmath
 def pack_keys(memory, tokens, D, each, out, start):
-    """Write the keys tokens[0] to tokens[1] - 1 of D dimensions to one panel of `out`,
-    beginning at `at`.
+    """Pack the keys tokens[0] to tokens[1] - 1 of D dimensions into one panel of `out`, beginning
+    at index `start`.
+
+    memory: (flat memory, offset of the head in it, stride of the tokens, tag). each: the numbers in
+    a word, 2 for bfloat16 in pairs.
     """
     flat, base, step, tag = memory
     first, count = tokens[0], tokens[1] - tokens[0]
@@ -217,8 +230,10 @@ def pack_keys(memory, tokens, D, each, out, start):
 
 @njit_fastmath
 def pack_values(memory, tokens, E, each, out, offset, across):
-    """Write the values of tokens[0] to tokens[1] - 1 to every panel of E dimensions; panels
-    begin `across` numbers apart.
+    """Pack the values of the keys tokens[0] to tokens[1] - 1 into all panels of their E dimensions.
+
+    memory and each are as in `pack_keys`. The panels of `out` begin at index `offset` and are
+    `across` numbers apart.
     """
     flat, base, step, tag = memory
     for j in range(tokens[0], tokens[1]):
@@ -242,8 +257,8 @@ def pack_panels(keys, values, sizes, packed, first, stride):
     of the same keys.
 
     keys, values: (flat memory, strides of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
-    per word. packed: keys `[B, G, panels of S, D, PANEL_COLUMNS]` and values `[B, G, panels of E,
-    S, PANEL_COLUMNS]`, flat and zero-filled, with S and D rounded up.
+    per word. packed: the outputs, keys `[B, G, panels of S, D, PANEL_COLUMNS]` and values `[B, G,
+    panels of E, S, PANEL_COLUMNS]`, flat; S and D are rounded up, and the padding must be zeros.
     """
     B, G, S, D, E, each = sizes
     count = (S + PANEL_COLUMNS - 1) // PANEL_COLUMNS

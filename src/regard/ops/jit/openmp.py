@@ -1,18 +1,18 @@
 """Threads for compiled loops: torch's own OpenMP threads where they are found, otherwise Python
 threads.
 
-Between its products torch's threads spin while they wait for work. Other threads beside them lose
-up to a fifth of the memory bandwidth (LOG.md) and wake up a hundred times more slowly, so an entry
-is run by the same threads, through its address. This module is the only one that searches for
-OpenMP:
+Between two operations torch's threads spin while they wait for work. Threads of another pool would
+lose up to a fifth of the memory bandwidth to them (LOG.md) and wake up a hundred times more slowly.
+A compiled loop is therefore run by torch's own threads, which call it through its address. This
+module is the only one that searches for OpenMP:
 
 1. `loaded_openmp_libraries` lists the OpenMP libraries that this process has loaded, torch's own
 first. It reads /proc/self/maps and so works on Linux only.
 2. `find_gomp_parallel` looks up `GOMP_parallel` in each of them; GNU's, LLVM's and Intel's
 libraries all have it.
-3. Where none has it (another system, a torch without OpenMP), and in a forked process (a child has
-none of its parent's threads), `run_entry` falls back to `ThreadPool`: as many Python threads, with
-the same results.
+3. Where no library has it (another system, a torch without OpenMP), and in a forked process (a
+child has none of its parent's threads), `run_entry` falls back to `ThreadPool`: the same number of
+Python threads, with the same results.
 
 Numba's own threading layers are not used: one of them crashes when two Python threads call it,
 another after a fork, and all keep spinning threads beside torch's.
@@ -35,15 +35,17 @@ import torch
 from regard.ops.jit.argument_structs import PackedStruct
 
 ParallelFunction = Callable[[int, int, int, int], None]
-"""`GOMP_parallel(function, its argument, threads, flags)`, with addresses as integers."""
+"""The type of `GOMP_parallel(function, argument of the function, threads, flags)`, with addresses
+as integers.
+"""
 
 PROC_MAPS = Path("/proc/self/maps")
 """The file that lists what this process has loaded, on Linux."""
 
 
 class ThreadPool:
-    """Runs `work(part, parts)` for every part at the same time in Python threads; part 0 runs in
-    the calling thread.
+    """Runs `work(part, parts)` for part = 0 ... parts - 1 at the same time, in Python threads; part
+    0 runs in the calling thread.
 
     >>> done = []
     >>> ThreadPool().run(lambda part, parts: done.append((part, parts)), 1)
@@ -58,7 +60,7 @@ class ThreadPool:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
-    def run(self, work: Callable[[int, int], Any], parts: int) -> None:
+    def run(self, work: Callable[[int, int], object], parts: int) -> None:
         """Run all parts and return when they are finished; an exception in any of them is
         raised.
         """
@@ -75,6 +77,7 @@ class ThreadPool:
             other.result()
 
     def _at_least(self, size: int) -> ThreadPoolExecutor:
+        """Return an executor of at least `size` threads, and keep it for later calls."""
         with self._lock:
             if self._executor is None or self._size < size:
                 self._executor = ThreadPoolExecutor(size, thread_name_prefix="regard")
@@ -92,6 +95,7 @@ _forked = False
 
 
 def _mark_as_forked() -> None:
+    """Record that this process is a forked child, which must not use torch's OpenMP threads."""
     global _forked
     _forked = True
 
@@ -101,7 +105,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def thread_count() -> int:
-    """Return the number of threads: as many as torch uses."""
+    """Return the number of threads that torch uses, `torch.get_num_threads()`."""
     return torch.get_num_threads()
 
 
@@ -127,8 +131,8 @@ def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
 
 @cache
 def _callable_at(entry: int) -> Callable[[int], None]:
-    """Return the code at an address as a function, which releases the interpreter lock while it
-    runs.
+    """Return the code at an address as a Python function, which releases the interpreter lock while
+    it runs.
     """
     return _EntryPrototype(entry)
 
@@ -154,8 +158,8 @@ def find_gomp_parallel(paths: Iterable[str]) -> ParallelFunction | None:
 
 
 def loaded_openmp_libraries(maps: Path = PROC_MAPS) -> list[str]:
-    """Return the paths of the loaded OpenMP libraries, torch's own first; empty where the
-    system does not list what is loaded.
+    """Return the paths of the OpenMP libraries that this process has loaded, torch's own first; an
+    empty list on systems other than Linux.
     """
     if not maps.exists():
         return []

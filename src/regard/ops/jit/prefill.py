@@ -1,10 +1,11 @@
-"""Prefill on a CPU: many queries, and their gradient.
+"""Prefill on a CPU: attention of many queries, and its gradient.
 
 `PrefillArgs` holds the arguments. `prefill` packs keys and values into the panels that the matrix
-products read (`matmul`), then computes blocks of queries (`prefill_loops`); `prefill_with_gradient`
-is its form for autograd, whose backward pass goes through the same blocks again
-(`prefill_gradient_loops`). A call takes milliseconds, so arguments go through Numba's dispatchers
-and threads are those of `openmp.THREAD_POOL`. Compiled code checks nothing: the caller has checked
+products read (`matmul`), then computes blocks of queries (`prefill_loops`). `prefill_with_gradient`
+does the same for autograd; its backward pass computes the weights of the same blocks again
+(`prefill_gradient_loops`). A call takes milliseconds; it therefore uses Numba's dispatchers and the
+Python threads of `openmp.THREAD_POOL`, which are simpler and slower to start than the argument
+structs and entry points of `decode`. Compiled code checks no argument: the caller has checked
 sizes, dtypes and devices. Numba is imported at the first call.
 """
 
@@ -16,10 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from regard.ops.jit import openmp
+
+FlatArray: TypeAlias = npt.NDArray[np.generic]
+"""The memory of a tensor as a numpy array of one dimension."""
 
 _NO_POSITION = 1 << 62
 """Larger than any position."""
@@ -27,8 +32,10 @@ _NO_POSITION = 1 << 62
 
 @dataclass(frozen=True, eq=False)
 class PrefillArgs:
-    """The arguments of prefill: queries, keys and values, which pairs are visible, and the terms
+    """The arguments of prefill: queries, keys and values, which keys each query sees, and the terms
     that are added to the scores.
+
+    In the shapes b, h and t are B, H and T, or 1.
 
     Args:
         q: queries `[B, H, T, D]` of any strides.
@@ -40,8 +47,8 @@ class PrefillArgs:
         slopes: the slopes of ALiBi, fp32 `[H]`, or `[0]`.
         q_positions: the positions of the queries, int64 `[b, T]`, below 0 for empty slots.
         k_positions: the positions of the keys, int64 `[b, S]`, below 0 for empty slots.
-        starts: the starts of the ranges of positions that a query sees, int64 `[b, h, t, n]`.
-        stops: the ends of these ranges, in the same shape.
+        starts: the starts of the n ranges of positions that each query sees, int64 `[b, h, t, n]`.
+        stops: one past the ends of these ranges, in the same shape.
     """
 
     q: Tensor
@@ -64,10 +71,16 @@ class PrefillArgs:
 
 
 def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention; return the output `[B, H, T, E]` in the dtype of q, and for each row the
-    largest score m (0 if it sees nothing) and sum e^(s - m), fp32 `[B, H, T]`.
+    """Compute attention without a gradient.
 
     Keys and values are packed first; then each task is a block of queries.
+
+    Args:
+        args: the queries, keys and values, the mask and the terms that are added to the scores.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and for each query in fp32 `[B, H, T]` the
+        largest score m (0 if it sees no key) and the sum of e^(s - m) over its scores s.
     """
     from regard.ops.jit import matmul
     from regard.ops.jit import prefill_loops as loops
@@ -100,8 +113,8 @@ Gradients: TypeAlias = Callable[
 def prefill_with_gradient(
     args: PrefillArgs, differentiable_gradients: Gradients
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[B, H, T, E]` and the lse `[B, H, T]`, with gradients for q, k and v.
-    No scores are saved.
+    """Compute the output `[B, H, T, E]` and the lse `[B, H, T]`, which autograd can differentiate
+    by q, k and v. No scores are saved.
 
     Args:
         args: the arguments of `prefill`.
@@ -129,7 +142,7 @@ class _PrefillFunction(torch.autograd.Function):
         out, top, total = prefill(args)
         ctx.differentiable_gradients = differentiable_gradients
         ctx.save_for_backward(q, k, v, out, top, total)
-        # autograd saves q, k and v already; the saved arguments hold their shapes only
+        # ctx.save_for_backward holds q, k and v already; these arguments hold their shapes only
         ctx.args = replace(args, **{x: getattr(args, x).detach().to("meta") for x in "qkv"})
         ctx.set_materialize_grads(False)
         return out, top + total.log()
@@ -149,14 +162,15 @@ class _PrefillFunction(torch.autograd.Function):
 def prefill_gradient(
     args: PrefillArgs, out: Tensor, saved: tuple[Tensor, Tensor], d_out: Tensor, d_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v.
+    """Compute the gradients of q, k and v.
 
     Args:
         args: the arguments of `prefill`.
-        out: its output.
-        saved: for each row `[B, H, T]` the largest score, and the sum of e^(score - largest).
-        d_out: the gradient of the output.
-        d_lse: the gradient of the lse.
+        out: the output of `prefill`.
+        saved: for each query `[B, H, T]` the largest score, and the sum of e^(score - largest), as
+            `prefill` returned them.
+        d_out: the gradient of the output, `[B, H, T, E]`.
+        d_lse: the gradient of the lse, `[B, H, T]`.
     """
     from regard.ops.jit import prefill_gradient_loops as loops
     from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
@@ -208,17 +222,17 @@ def _factors_per_word(args: PrefillArgs) -> int:
     return 2 if args.q.dtype == torch.bfloat16 and HAS_BF16_DOT else 1
 
 
-def _flat_array(x: Tensor) -> Any:
-    """Return the memory of a contiguous tensor as a flat numpy array; as uint16 for 16-bit
-    dtypes.
+def _flat_array(x: Tensor) -> FlatArray:
+    """Return the memory of a contiguous tensor as a flat numpy array; 16-bit numbers are viewed as
+    uint16.
     """
     flat = x.detach().view(-1)
     return flat.numpy() if x.dtype == torch.float32 else flat.view(torch.uint16).numpy()
 
 
-def _flat_memory(x: Tensor) -> tuple[Any, ...]:
-    """Return a tensor `[B, a, b, d]` as its flat memory, its first three strides, and the tag
-    of its encoding; the last dimension is made contiguous.
+def _flat_memory(x: Tensor) -> tuple[object, ...]:
+    """Return the flat memory of a tensor of four dimensions, its first three strides, and the tag
+    of its encoding; it is copied if its last dimension is not contiguous.
     """
     from regard.ops.jit.half_precision import BF16, FP16
 
@@ -232,9 +246,10 @@ def _flat_memory(x: Tensor) -> tuple[Any, ...]:
     return _flat_array(x.as_strided((length,), (1,))), *strides[:3], tag
 
 
-def _mask_arguments(args: PrefillArgs) -> tuple[Any, ...]:
-    """Return the positions of the keys; for each panel of keys the smallest and the largest
-    position and whether all keys are tokens; and the ranges of the queries.
+def _mask_arguments(args: PrefillArgs) -> tuple[object, ...]:
+    """Return the argument `mask` of the loops: the positions of the keys; for each panel of keys
+    the smallest and the largest position and whether no slot is empty; and the starts and stops of
+    the ranges of positions that each query sees.
     """
     from regard.ops.jit.matmul import PANEL_COLUMNS
 
@@ -252,17 +267,20 @@ def _mask_arguments(args: PrefillArgs) -> tuple[Any, ...]:
     return padded.numpy(), bounds.numpy(), starts, stops
 
 
-def _score_arguments(args: PrefillArgs) -> tuple[Any, ...]:
-    """Return scale, softcap, whether ALiBi is symmetric, its slopes, and the positions of the
-    queries.
+def _score_arguments(args: PrefillArgs) -> tuple[object, ...]:
+    """Return the argument `extra` of the loops: the scale, the softcap, whether ALiBi is symmetric,
+    its slopes, and the positions of the queries.
     """
     slopes, q_positions = args.slopes.contiguous().numpy(), args.q_positions.contiguous().numpy()
     return np.float32(args.scale), np.float32(args.softcap), args.symmetric, slopes, q_positions
 
 
-def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[Any, ...], int]:
-    """Return the packed keys and values with the strides of a head in both and of a panel of
-    values, and the packed size of D.
+def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[object, ...], int]:
+    """Pack keys and values for `prefill`.
+
+    Returns:
+        (packed keys, packed values, stride of a head in both, stride of a panel of values), and the
+        packed size of D.
     """
     from regard.ops.jit import matmul
 
@@ -288,9 +306,9 @@ def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[Any, .
     return (*packed, length * depth, length * width, length * PANEL), depth
 
 
-def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...]:
-    """Allocate the memory of one worker: queries, scores, weights, output sums, and one panel
-    for a maximum.
+def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, ...]:
+    """Allocate the memory of one thread of `prefill`: the queries, scores, weights and output sums
+    of a block, and one panel of numbers for computing maxima.
     """
     from regard.ops.jit.matmul import PANEL_COLUMNS
     from regard.ops.jit.prefill_loops import TILE_KEYS
@@ -305,8 +323,10 @@ def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...
     return q, scores, weights, sums, torch.empty(PANEL_COLUMNS).numpy()
 
 
-def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
-    """Return the keys and values packed by dimension, and the keys packed by token."""
+def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
+    """Return the keys and the values in panels `[dims, PANEL_COLUMNS]` for the products over
+    dimensions, and the keys in panels `[S, PANEL_COLUMNS]` for the products over tokens.
+    """
     from regard.ops.jit import prefill_gradient_loops
     from regard.ops.jit.matmul import PANEL_COLUMNS
 
@@ -327,10 +347,14 @@ def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
     return packed
 
 
-def _backward_scratch(args: PrefillArgs, step: int) -> tuple[Any, ...]:
-    """Allocate the memory of one worker: queries and output gradients with their transposes;
-    scores, their gradients and a softcap slope; the same as bfloat16 factors; and the sums
-    of the query gradient.
+def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
+    """Allocate the memory of one thread of the backward pass.
+
+    Returns:
+        The queries and output gradients of a block with their transposes; the scores, their
+        gradients, and the derivatives of the softcap for one row; the weights and score gradients
+        as factors of the products, which are separate bfloat16 arrays where products are in
+        bfloat16; and the sums of the query gradient.
     """
     from regard.ops.jit.half_precision import BF16
     from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
@@ -357,8 +381,8 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[Any, ...]:
 
 
 def _unpack_gradient(sums: Tensor, like: Tensor, scale: float) -> Tensor:
-    """Sum a gradient over the splits and convert it from `[splits, B G, panels, D,
-    PANEL_COLUMNS]` to `[B, G, S, D]` in the dtype of `like`.
+    """Sum a gradient `[splits, B G, panels, D, PANEL_COLUMNS]` over the splits, multiply it by the
+    scale, and convert it to `[B, G, S, D]` in the dtype of `like`.
     """
     B, G, S, D = like.shape
     sums = sums.sum(0) if sums.shape[0] > 1 else sums[0]

@@ -1,22 +1,24 @@
-"""The loops of the gradient of prefill: blocks and panels as in `prefill_loops`, with the weights
-computed again.
+"""The compiled loops of the gradient of prefill, with blocks of rows and panels of keys as in
+`prefill_loops`; the weights are computed again.
 
     p = e^(s - m) / l        dp = dO v^T        ds = p (dp - shift) slope        shift = dO O - dlse
     dv += p^T dO             dk += ds^T q       dq += ds k
 
-A block of rows is combined with one panel of keys after another. Its weights [rows, PANEL_COLUMNS]
-are stored as the right factor of a product: dv^T = dO^T p and dk^T = q^T ds are summed transposed,
-so that only q and dO are transposed, once per block, and never scores. A bfloat16 product needs
-neighbours along its sum in one word: two rows of p and ds per word, and ds once more row by row.
+Here m is the largest score of a row, l the sum of e^(s - m), dO the gradient of the output O, and
+slope the derivative of the softcap. A block of rows is combined with one panel of keys after
+another. dv and dk are summed transposed, as dv^T = dO^T p and dk^T = q^T ds: p and ds [rows,
+PANEL_COLUMNS] then are right factors, and only q and dO are transposed, once per block. In a
+bfloat16 product two neighbours along the sum share a 32-bit word: p and ds are stored with two rows
+per word, and ds a second time row by row, for dq.
 
-`prefill` calls `pack_for_gradient` and `run_tasks`. Arguments that the functions share, in addition
-to `block`, `mask` and `extra` of `prefill_loops`, where slope is that of the softcap:
-    rows: (m, 1/l, the term subtracted from dp, the gradient of the lse) of each row of a block
-    scores: (s, dp and the slopes of a softcap), the first two [rows,PANEL_COLUMNS]
+The module `prefill` calls `pack_for_gradient` and `run_tasks`. Arguments that the functions share,
+in addition to `block`, `mask` and `extra` of `prefill_loops`:
+    rows: (m, 1/l, shift, dlse) of each row of a block
+    scores: (s, dp, the derivatives of the softcap for one row), the first two [rows,PANEL_COLUMNS]
     left: (q, q transposed, dO, dO transposed), [rows,dims] and [dims,rows]
-    factors: (p, its words, ds, its words, ds by rows, tag); without bfloat16 products these are the
-        scores themselves
-    sums: (dq of the block, dk, offset in it, dv, offset in it)
+    factors: (p, p as 32-bit words, ds, ds as 32-bit words, ds row by row, tag); where products are
+        not in bfloat16, p and ds are the arrays s and dp of `scores`
+    sums: (dq of the block, dk, offset of the panel in dk, dv, offset of the panel in dv)
 
 Source: Dao et al. 2022 (arXiv 2205.14135), algorithm 4; Dao 2023 (arXiv 2307.08691), section 3.1.
 """
@@ -52,7 +54,9 @@ from regard.ops.jit.prefill_loops import (
 
 @njit_fastmath
 def transpose(x, rows, step, D, out):
-    """Transpose [step, depth] to [D, step]; the rows from `rows` on are set to 0."""
+    """Transpose x `[step, depth]` to out `[D, step]`; the columns of `out` from `rows` on are set
+    to 0.
+    """
     depth = x.size // step
     for d in range(D):
         line = out[d * step : (d + 1) * step]
@@ -64,24 +68,26 @@ def transpose(x, rows, step, D, out):
 
 @njit_fastmath
 def _weights_and_gradients(s, d, top, share, shift, alone):
-    """Convert the scores of a row to weights p, and the gradients dp of the weights to those of the
-    scores, p (dp - shift).
+    """Replace the scores s of a row by its weights p = exp(s - top) share, and the gradients d of
+    the weights by those of the scores, p (d - shift).
 
-    A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and
-    the output's part of `shift` are the same number, summed in another order: their difference is
-    set to 0, so that only the gradient of the lse remains.
+    Where a weight is exactly 1, the other weights of the row are lost in rounding. Then dp and dO O
+    are the same number, summed in another order, and their difference is set to 0: what remains of
+    p (d - shift) is `alone`, the gradient of the lse.
     """
     for c in range(s.shape[0]):
         p, change = exp(s[c] - top) * share, d[c] - shift
-        # selected rather than multiplied: a masked key has p = 0 and any dp; a NaN in dp stays
+        # 0 is selected where p = 0, because p * change would be NaN if a masked key has NaN in dp.
+        # A NaN in dp of a visible key stays.
         d[c] = ZERO if p == ZERO else (alone if p == ONE and change == change else p * change)
         s[c] = p
 
 
 @njit_fastmath
 def _softcap_slopes(s, scale, cap, out):
-    """Compute the slope 1 - tanh^2 of the softcap at unscaled scores as 4e / (1 + e)^2 with e =
-    exp(-2|x|), which loses no digit where tanh is near 1.
+    """Compute the derivative 1 - tanh(x)^2 of the softcap, x = scale s / cap, from the scores s
+    before scaling, as 4e / (1 + e)^2 with e = exp(-2|x|), which loses no digits where tanh is near
+    1.
     """
     for c in range(s.shape[0]):
         e = exp(np.float32(-2) * abs(s[c] * scale / cap))
@@ -90,8 +96,10 @@ def _softcap_slopes(s, scale, cap, out):
 
 @njit_fastmath
 def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
-    """Compute the weights and score gradients of a group of rows for a panel of keys, of which
-    some may be hidden; missing rows become 0.
+    """Compute the weights and score gradients of a group of rows for a panel of keys; rows after
+    the last one of the block become 0.
+
+    hidden: whether the mask hides some keys of the panel from some rows.
     """
     s, d, slopes = scores
     for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS):
@@ -118,7 +126,7 @@ def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
 
 @njit_fastmath
 def pack_row_pairs(x, group, tag, like, words):
-    """Write the rows of a group as bfloat16, two rows per word: neighbours along a sum over
+    """Write the rows of a group as bfloat16 with two rows per word, for a product that sums over
     rows.
     """
     for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS, 2):
@@ -134,7 +142,7 @@ def pack_row_pairs(x, group, tag, like, words):
 
 @njit_fastmath
 def pack_rows(x, group, tag, out):
-    """Write the rows of a group as bfloat16, row by row: neighbours along a sum over keys."""
+    """Write the rows of a group as bfloat16 row by row, for a product that sums over keys."""
     first, last = group * REGISTER_ROWS * PANEL_COLUMNS, (group + 1) * REGISTER_ROWS * PANEL_COLUMNS
     numbers, to = x[first:last], out[first:last]
     for c in range(numbers.shape[0]):
@@ -142,8 +150,8 @@ def pack_rows(x, group, tag, out):
 
 
 ROWS_PER_SUM = 10 * REGISTER_ROWS
-"""The rows that are summed in one product: sums of partial sums round less than one long sum,
-and this much of a panel stays in the first cache.
+"""The largest number of rows that one product sums. A sum of partial sums rounds less than one long
+sum, and so many rows of a panel stay in the L1 cache.
 """
 
 
@@ -153,7 +161,8 @@ def pack_for_gradient(keys, values, sizes, packed, first, stride):
     PANEL_COLUMNS]`, and keys `[S, PANEL_COLUMNS]`.
 
     keys, values: (flat memory, strides of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
-    per word. packed: keys by dimension, values by dimension, keys by token, flat and zero-filled.
+    per word. packed: the outputs, keys `[dims, PANEL_COLUMNS]`, values `[dims, PANEL_COLUMNS]` and
+    keys `[S, PANEL_COLUMNS]`, flat; their padding must be zeros.
     """
     B, G, S, D, E, each = sizes
     by_dims, values_by_dims, by_tokens = packed
@@ -174,7 +183,9 @@ def pack_for_gradient(keys, values, sizes, packed, first, stride):
 
 @njit_fastmath
 def _row_dot(x, y, b, h, t):
-    """Return the dot product of a row of x and a row of y."""
+    """Return the dot product of x[b, h, t] and y[b, h, t]; x, y: (flat memory, strides of B, H and
+    T, tag, number of dimensions).
+    """
     i, j = b * x[1] + h * x[2] + t * x[3], b * y[1] + h * y[2] + t * y[3]
     a, c, total = x[0][i : i + x[5]], y[0][j : j + x[5]], ZERO
     for e in range(x[5]):
@@ -184,8 +195,8 @@ def _row_dot(x, y, b, h, t):
 
 @njit_strict
 def _load_block(block, tensors, T, H, saved, left, rows):
-    """Load the data of a block: its queries and output gradients with their transposes, and the
-    numbers of its rows.
+    """Load the data of a block: write its queries, its output gradients and their transposes to
+    `left`, and m, 1/l, shift and dlse of its rows to `rows`.
     """
     (queries, output_gradients, outs), (q, q_turned, d_out, d_out_turned) = tensors, left
     top, share, shift, lse_gradient = rows
@@ -205,7 +216,7 @@ def _load_block(block, tensors, T, H, saved, left, rows):
             if sees_nothing
             else _row_dot(output_gradients, outs, block[0], h, t) - saved[2][row_index]
         )
-        if sees_nothing:  # it has no effect, whatever its gradient is
+        if sees_nothing:  # the output is 0 whatever the inputs are, so its gradient has no effect
             d_out[r * width : (r + 1) * width] = 0
     transpose(q, block[3], step, queries[5], q_turned)
     transpose(d_out, block[3], step, output_gradients[5], d_out_turned)
@@ -213,8 +224,8 @@ def _load_block(block, tensors, T, H, saved, left, rows):
 
 @njit_fastmath
 def _panel_weights(block, where, visibility, head, left, rows, scores, factors, mask, extra):
-    """Compute the weights of a block in a panel and their gradients; return the first group
-    that sees some of the panel, and one past the last.
+    """Compute the weights of a block for a panel of keys, and the gradients of the scores; return
+    the first group of rows that sees some of the panel, and one past the last such group.
     """
     (panel, p), (_, hidden), (k, k_at, v, v_at) = where, visibility, head
     (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows, tag) = left, scores, factors
@@ -276,8 +287,8 @@ def _add_panel_gradients(low, high, step, left, factors, keys, sums):
 
 @njit_fastmath
 def _process_panel(block, where, visibility, keys, block_data, buffers, score_rules, sums):
-    """Combine all rows of a block with one panel of keys: two products, the weights, and three
-    more products.
+    """Combine all rows of a block with one panel of keys: compute the weights and the gradients of
+    the scores, and add their contributions to dq, dk and dv.
     """
     (left, rows), (scores, factors), (mask, extra) = block_data, buffers, score_rules
     shared = left, rows, scores, factors, mask, extra
@@ -293,8 +304,8 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
 
     tensors: queries, the gradient of the output, and the output, each (flat memory, strides of B, H
     and T, tag, D). packed: the result of `pack_for_gradient`. sizes: B, H, G, T, rows of a block,
-    splits. saved: of each row m, l and the gradient of its lse. results: dq `[B, H, T, D]`; dk
-    without the scale, and dv, both `[splits, B, G, panels, D, PANEL_COLUMNS]` in fp32 with D and E
+    splits. saved: m, l and dlse of each row. results: dq `[B, H, T, D]`; dk without the factor
+    scale, and dv, both `[splits, B, G, panels, D, PANEL_COLUMNS]` in fp32 with D and E
     rounded up to REGISTER_ROWS.
     """
     B, H, G, T, step, splits = sizes

@@ -1,21 +1,24 @@
-"""The loops of prefill: blocks of queries against tiles of keys, with scores in fp32; masked tiles
-are not multiplied.
+"""The compiled loops of prefill: blocks of queries attend to tiles of keys, with scores in fp32.
+Tiles that the mask hides from all queries of a block are not multiplied.
 
-For each row of the batch and each key/value head g, row r is query r // n of head g n + r % n with
-n = H/G, so that neighbouring rows see almost the same keys. As many rows as fit into the second
-cache are a block, (b, g, its first row, its rows, n), in groups of REGISTER_ROWS rows. For each
-tile of keys, the groups that see some of it multiply the panels between the first and the last that
-they see; the scores become weights (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867)
-and are multiplied with the values of the same panels.
+For each row b of the batch and each key/value head g, the queries of its n = H/G query heads form
+T n rows: row r is query r // n of query head g n + r % n, so that neighbouring rows see almost the
+same keys. A block consists of as many rows as fit into the L2 cache, divided into groups of
+REGISTER_ROWS rows; a tile consists of TILE_PANELS panels of PANEL_COLUMNS keys. For each tile, a
+group computes the scores of the panels that it sees, converts them to weights (online softmax,
+Milakov and Gimelshein 2018, arXiv 1805.02867), and multiplies the weights with the values from the
+first to the last of these panels.
 
-`prefill` calls `run_tasks`. Arguments that the functions share:
+The module `prefill` calls `run_tasks`. Arguments that the functions share:
+    block: (b, g, the first row of the block, its number of rows, n)
     mask: (positions of the keys [b,S], -1 for an empty slot; for each panel of keys the smallest
-        and the largest position, and whether all keys are tokens [b,panels,3]; starts and stops of
-        the ranges of positions that a query sees [b,h,t,n])
+        and the largest position, and whether no slot is empty [b,panels,3]; starts and stops of
+        the ranges of positions that each query sees [b,h,t,n])
     extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or empty, positions of
         the queries [b,T])
-where b, h and t are B, H and T, or 1. Arrays are slices that begin where the work begins: an index
-that runs from 0 needs no check of its sign, so that the loop is vectorised.
+where in shapes b, h and t are B, H and T, or 1. Loops run from index 0 over slices of the arrays:
+an index that cannot be negative needs no check of its sign, so that the compiler vectorises the
+loop.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def row_of(x, b, h, t):
 
 @njit_strict
 def hide_masked(s, b, h, t, keys, mask):
-    """Set the scores of one row to -inf for the keys that it may not see."""
+    """Set the scores s of one row to -inf for each of the keys keys[0] to keys[1] - 1 that the row
+    does not see.
+    """
     k_positions, _, starts, stops = mask
     lo, hi = row_of(starts, b, h, t), row_of(stops, b, h, t)
     positions = k_positions[min(b, k_positions.shape[0] - 1), keys[0] : keys[1]]
@@ -75,8 +80,8 @@ def adjust_scores(s, first, b, h, t, k_positions, extra):
 
 @njit_fastmath
 def _row_maximum(s, lanes):
-    """Return the largest score of a row of whole panels, ignoring NaN. It is computed lane by
-    lane, so that the loop is vectorised.
+    """Return the largest score of a row of whole panels, ignoring NaN; `lanes` is scratch memory
+    for PANEL_COLUMNS separate maxima, so that the compiler vectorises the loop.
     """
     for i in range(PANEL_COLUMNS):
         lanes[i] = NEG_INF
@@ -93,8 +98,8 @@ def _row_maximum(s, lanes):
 
 @njit_fastmath
 def online_softmax(s, p, acc, top, total, r, tag, lanes):
-    """Convert the scores of a row to weights p relative to its maximum so far, and rescale the
-    earlier sums to it.
+    """Convert the scores s of row r to weights p = exp(s - top), where top is the largest score of
+    the row so far, and rescale the earlier sums to this maximum.
     """
     largest = _row_maximum(s, lanes)
     if largest > top[r]:
@@ -116,12 +121,12 @@ def online_softmax(s, p, acc, top, total, r, tag, lanes):
 
 
 TILE_PANELS = 256 // PANEL_COLUMNS
-"""The panels of keys in a tile."""
+"""The number of panels of keys in a tile."""
 
 TILE_KEYS = TILE_PANELS * PANEL_COLUMNS
 MAX_BLOCK_ROWS = 43 * REGISTER_ROWS
-"""The most rows of a block: with 256 keys, their scores, weights, queries and sums fit into the
-second cache.
+"""The largest number of rows in a block: with a tile of 256 keys, their scores, weights, queries
+and sums fit into the L2 cache.
 """
 
 NO_POSITION = 1 << 62
@@ -130,8 +135,10 @@ NO_POSITION = 1 << 62
 
 @njit_strict
 def _panel_visibility(ranges, bounds):
-    """Return 0 if no range overlaps a panel, 2 if one covers it and all its keys are tokens,
-    else 1.
+    """Return 0 if no range of positions overlaps a panel of keys, 2 if one range covers the panel
+    and the panel has no empty slot, else 1.
+
+    ranges: (starts, stops) of a query. bounds: the entries of the panel in `mask`.
     """
     state = 0
     lo, hi = ranges
@@ -145,15 +152,15 @@ def _panel_visibility(ranges, bounds):
 
 @njit_strict
 def head_and_query(block, r):
-    """Return the head and the query of a row."""
+    """Return the query head and the query of row r of a block."""
     _, g, r0, _, n = block
     return g * n + (r0 + r) % n, (r0 + r) // n
 
 
 @njit_strict
 def block_reach(block, mask, hull):
-    """Compute for each range the smallest start and the largest stop over all rows; a tile
-    outside of all of them is invisible.
+    """Set hull[i] to the smallest start and the largest stop of range i over all rows of a block,
+    so that no row sees a tile outside of all `hull[i]`.
     """
     b, _, _, rows, _ = block
     hull[:, 0], hull[:, 1] = NO_POSITION, 0
@@ -167,7 +174,9 @@ def block_reach(block, mask, hull):
 
 @njit_strict
 def tile_in_reach(block, first, mask, hull):
-    """Return whether some panel of a tile may be visible."""
+    """Return whether a row of a block may see some panel of the tile whose first panel is `first`;
+    False only if no row sees any.
+    """
     bounds = mask[1][min(block[0], mask[1].shape[0] - 1)]
     for p in range(first, min(first + TILE_PANELS, bounds.shape[0])):
         if _panel_visibility((hull[:, 0], hull[:, 1]), bounds[p]):
@@ -177,11 +186,11 @@ def tile_in_reach(block, first, mask, hull):
 
 @njit_strict
 def survey_tile(block, first, mask, spans, hidden):
-    """Determine the panels that each group sees of the tile whose first panel is `first`.
+    """Determine which panels of the tile whose first panel is `first` each group of rows sees, and
+    return whether any group sees any of them.
 
-    spans[group] is set to the range of visible panels; hidden[group, panel] to 0 if the panel is
-    fully visible, 1 if it is partly masked, 2 if it is masked. Returns whether any group sees any
-    of the tile.
+    spans[group] is set to the first visible panel and one past the last one. hidden[group, panel]
+    is set to 0 if all rows see all of the panel, to 2 if no row sees any of it, else to 1.
     """
     b, _, _, rows, _ = block
     _, bounds, starts, stops = mask
@@ -209,7 +218,9 @@ def survey_tile(block, first, mask, spans, hidden):
 
 @njit_fastmath
 def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
-    """Compute the scores and weights of one tile, and add the weighted values."""
+    """Compute the scores and weights of a block of queries with one tile of keys, and add the
+    weighted values to the sums.
+    """
     b, _, _, rows, _ = block
     depth, k, k_at, v, v_at, v_panel, tag = head
     s, p, lanes = scratch
@@ -266,8 +277,8 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
 
 @njit_strict
 def load_queries(queries, block, q, depth):
-    """Copy the rows of a block into contiguous memory for the products; missing rows and
-    dimensions stay 0.
+    """Copy the queries of a block to q `[rows, depth]`, in the dtype of the products; rows after
+    the last one, and dimensions from D on, are not written.
     """
     flat, b_step, h_step, t_step, tag, D = queries
     for r in range(block[3]):
@@ -283,10 +294,11 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
     """Compute the blocks first, first + stride, ... of all rows and heads, beginning with the last
     queries.
 
-    results: out `[B, H, T, E]`, and of each row the largest score and the sum of exp(score -
+    results: out `[B, H, T, E]`, and for each query the largest score and the sum of exp(score -
     largest), `[B, H, T]`. queries: (flat memory, strides of B, H and T, tag, D). packed: the
-    results of `pack_panels`, and the strides of a head and of a panel of values. sizes: B, H, G, T,
-    E, rows of a block, D as packed. scratch: queries, scores, weights, output sums, lanes.
+    results of `pack_panels`, and the strides of a head in both and of a panel of values. sizes: B,
+    H, G, T, E, rows of a block, D as packed. scratch: the memory that `prefill` allocates for each
+    thread (queries, scores, weights, output sums, lanes).
     """
     B, H, G, T, E, step, depth = sizes
     k, v, k_head, v_head, v_panel = packed
@@ -318,8 +330,8 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
 
 @njit_fastmath
 def _write_output(block, T, H, E, sums, tag, results):
-    """Divide the rows of a block by their totals and write them; a row that saw nothing has the
-    output 0 and the total 0.
+    """Divide the sums of each row of a block by the total of its weights and write them; a row that
+    saw no key gets the output 0 and the total 0.
     """
     acc, width, top, total = sums
     out, tops, totals = results

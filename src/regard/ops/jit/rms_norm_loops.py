@@ -1,5 +1,5 @@
-"""The RMS norm of a few rows, compiled: for few rows torch spends its time on calls rather than
-on numbers. `regard.ops.rms_norm` calls `entry_address`.
+"""The compiled RMS norm of a few rows. For few rows torch spends most of the time on the overhead
+of its operators. `regard.ops.rms_norm` calls `entry_address`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ARGUMENTS = RMS_NORM_STRUCT.dtype
 
 @njit_fastmath
 def norm_rows(x, w, y, R, M, eps, offset, tag):
-    """Compute y = x / sqrt(mean(x^2) + eps) * (w + offset), row by row in fp32; x, w and y are
-    flat memory.
+    """Compute y = x / sqrt(mean(x^2) + eps) * (w + offset), row by row in fp32; x `[R, M]`, w `[M]`
+    and y `[R, M]` are flat memory, encoded as the tag describes.
     """
     for r in range(R):
         row, out = x[r * M : (r + 1) * M], y[r * M : (r + 1) * M]
@@ -39,7 +39,7 @@ def norm_rows(x, w, y, R, M, eps, offset, tag):
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
-    """Return the entry for one storage dtype and tag."""
+    """Return the Python function of the entry for one storage dtype and tag, to be compiled."""
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)

@@ -1,8 +1,9 @@
-"""Products of decays inside chunks, computed from their logarithms without differences of sums.
+"""The factors by which a recurrent state decays between two tokens of a chunk.
 
-A difference of running sums is exact only relative to those sums, and is NaN after a decay of 0
-(log -inf). Here every exponent is the sum of the logarithms between two tokens and of no others, so
-that it is at most 0 if they are.
+Such a factor is exp(g_{j+1} + ... + g_i), where g_t is the logarithm of the decay at token t. It
+could be computed as exp(c_i - c_j) from running sums c, but this difference loses digits where c is
+large, and is NaN after a decay of 0 (g = -inf). The functions here sum the g between two tokens
+separately; the sum is at most 0 if all g are.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 
 def split_into_chunks(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
-    """Split T tokens into chunks of `size`; the last one is filled with zeros, which write nothing
-    and decay nothing.
+    """Split T tokens into n chunks of `size` tokens. The last chunk is padded with zeros: a token
+    with k = v = g = 0 changes no state.
 
     >>> split_into_chunks(torch.ones(5, 1), 2).flatten().tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
@@ -59,10 +60,11 @@ def decayed_products(
     """Return sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: the products of x
     and k where each channel decays separately.
 
-    exp(c_i - c_j) is not computed as exp(c_i) exp(-c_j), whose second factor overflows where decays
-    are strong. Instead tokens are paired: first single tokens, then blocks of 1, 2, 4, ... tokens,
-    where the second half of a pair reads the first across their border, with the decay from j to
-    the border and from there to i. Both exponents are sums of g alone.
+    With running sums c of g, the factors exp(c_i) and exp(-c_j) would give this as one matrix
+    product, but the second overflows where decays are strong. Instead, blocks of 1, 2, 4, ...
+    tokens are combined in pairs: for i in the second block and j in the first, the decay is the
+    product of the decay from j to the border of the blocks and the decay from the border to i. Both
+    exponents are sums of g alone.
 
     Args:
         x: `[..., C, D]`, where C is a power of 2.
@@ -91,8 +93,8 @@ def decayed_products(
 
 
 def _block_halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the second of each pair of blocks of `size` tokens: `[..., C, D]` ->
-    two tensors `[..., C/(2 size), size, D]`.
+    """Return the first and the second block of each pair of blocks of `size` tokens: `[..., C, D]`
+    -> two tensors `[..., C/(2 size), size, D]`.
     """
     first, second = torch.unflatten(x, -2, (-1, 2, size)).unbind(-3)
     return first, second

@@ -1,5 +1,5 @@
-"""The delta rule, with and without a decay: the public functions, the definition, and the
-chunked form.
+"""The delta rule, without a decay (`delta_rule`) and with one (`gated_delta_rule`). Both are
+computed token by token (`recurrent`) or with matrix products over chunks of tokens (`chunked`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,23 @@ def recurrent(
     log_decay: Float[Tensor, "B G T #D"] | None,
     state: Float[Tensor, "B G D E"],
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """Compute the delta rule token by token: decay the state, read its value for the key, write the
-    difference, read the output.
+    """Compute the delta rule token by token: decay the state, read the value that it stores for the
+    key, add a part of the difference from the new value, and read the output.
 
     S <- diag(exp(g_t)) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = S^T q_t
 
     Args:
-        q: the scaled queries `[B, G, R, T, D]`, R per key/value head; all tensors have the dtype of
-            the state.
+        q: the scaled queries `[B, G, R, T, D]`, with R = H/G query heads per key/value head; all
+            tensors have the dtype of the state.
         k: keys `[B, G, T, D]`.
         v: values `[B, G, T, E]`.
         beta: the fraction of the difference that is written, `[B, G, T, 1]`.
-        log_decay: g, with one number per key channel or one for all of them; None: 0 everywhere.
+        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
+            all channels; None: no decay.
         state: S `[B, G, D, E]` before the first token; it is not changed.
+
+    Returns:
+        The outputs `[B, G, R, T, E]`, and the state after the last token.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
@@ -90,14 +94,22 @@ def chunked(
     With a decay per channel c_i has D numbers, and (X K^T * L)_ij is sum_d x_id k_jd exp(c_id -
     c_jd): `decayed_products`.
 
-    The system is solved for all chunks at once; only the state passes from chunk to chunk. No
-    exponent is a difference of two sums: each is summed separately, so that it is as exact as the g
-    in it, and exp(-inf) = 0 clears the state. Where beta is close to 2 and keys are similar, the
-    system is ill-conditioned, and longer chunks have larger rounding errors.
+    The system is solved for all chunks at once; only the state passes from chunk to chunk. A
+    difference such as c_i - c_j is not computed from c: its terms g are summed separately, so that
+    no digits cancel, and g = -inf gives the factor 0 rather than NaN. Where beta is close to 2 and
+    keys are similar, the system is ill-conditioned, and longer chunks have larger rounding errors.
 
     Args:
-        q: as in `recurrent`, and so are k, v, beta, log_decay and state.
+        q: the scaled queries `[B, G, R, T, D]`; q and all following tensors are as in `recurrent`.
+        k: keys `[B, G, T, D]`.
+        v: values `[B, G, T, E]`.
+        beta: `[B, G, T, 1]`.
+        log_decay: g, or None.
+        state: S `[B, G, D, E]` before the first token.
         size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
+
+    Returns:
+        The outputs `[B, G, R, T, E]`, and the state after the last token.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
@@ -145,12 +157,14 @@ def chunked(
 def _solve_updates(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Solve for the updates u = write - erase S, for any state S before the chunk; return write
-    `[B, G, n, C, E]` and erase `[B, G, n, C, D]`.
+    """Solve the triangular system of each chunk for an unknown state S before the chunk.
+
+    The updates are u = write - erase S; return write `[B, G, n, C, E]` and erase `[B, G, n, C, D]`.
+    The arguments are split into n chunks of C tokens; start is exp(c), or None without a decay.
     """
     system = beta * _decayed_products(k, k, g)
     decayed_keys = k if start is None else k * start
-    # unitriangular: the diagonal is taken to be 1 and is not read
+    # unitriangular: torch takes the diagonal to be 1 and does not read it
     solved = torch.linalg.solve_triangular(
         system.tril(-1),
         torch.cat([beta * v, beta * decayed_keys], -1),
@@ -162,7 +176,9 @@ def _solve_updates(
 
 
 def _decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """Return x_i . (k_j decayed from j to i) for j <= i, else 0, `[..., C, C]`."""
+    """Return the products of x_i and k_j, both `[..., C, D]`, after the decay from token j to token
+    i, for j <= i, and 0 for j > i: `[..., C, C]`.
+    """
     if g is None:
         return (x @ k.mT).tril()
     return (x @ k.mT) * pairwise_decay(g) if g.shape[-1] == 1 else decayed_products(x, k, g)
@@ -171,12 +187,13 @@ def _decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
 def _nan_markers(
     k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
 ) -> Float[Tensor, "B G T E"]:
-    """Return NaN for the outputs that non-finite inputs affect in the recurrence, and 0 for all
-    others; an infinity counts as NaN.
+    """Return NaN for each output that a non-finite input would affect in the recurrence, and 0 for
+    all others; an infinity counts as NaN.
 
-    A matrix product multiplies masked entries by 0, so that a NaN would reach earlier tokens. Here
-    it bypasses the products: in a key, a beta or a decay it affects the whole state from there on,
-    in a channel of a value that column.
+    A matrix product multiplies masked entries by 0, so that a NaN would also reach earlier tokens.
+    `chunked` therefore replaces non-finite inputs by 0 and adds these markers to the outputs. A NaN
+    in a key, a beta or a decay affects the whole state from its token on; a NaN in one channel of a
+    value affects this column of the state.
     """
     bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * beta.detach()
     if log_decay is not None:
@@ -196,15 +213,15 @@ def delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """Compute the delta rule: each token corrects the value that the state returns for its key,
-    instead of adding to it.
+    """Compute the delta rule: each token corrects the value that the state stores for its key,
+    where linear attention would add its value to the state.
 
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
 
     Query head h reads the state of key/value head h // (H/G). With beta = 1 and |k| = 1 the value
     for k is replaced; with beta = 0 nothing is written. **Keys must satisfy 0 <= beta |k|^2 <= 2**,
-    otherwise the state grows without bound: one step multiplies the stored value for k by 1 - beta
-    |k|^2. Models normalise k (and q) to length 1; this function does not.
+    because one step multiplies the stored value for k by 1 - beta |k|^2; outside this range the
+    state grows without bound. Models normalise k (and q) to length 1; this function does not.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -256,13 +273,13 @@ def gated_delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """Compute the gated delta rule: the state decays, then each token corrects the value that the
-    state returns for its key.
+    """Compute the gated delta rule: at each token the state decays, then the token corrects the
+    value that the state stores for its key.
 
     S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
 
     With one decay per head this is Gated DeltaNet; with one per key channel it is Kimi Delta
-    Attention, and the update rule "gated_delta" of ONNX's LinearAttention, which has both.
+    Attention. ONNX's operator LinearAttention supports both with its update rule "gated_delta".
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -270,9 +287,10 @@ def gated_delta_rule(
         v: values `[B, G, T, E]`.
         beta: the fraction of the correction that is written, `[B, G, T]` or `[B, G, T, 1]`, of any
             floating dtype.
-        log_decay: g, `[B, G, T]` with one number per head, or `[B, G, T, D]` with one per key
-            channel, of any floating dtype. Above 0 the state may grow without bound; 0 gives the
-            delta rule; -inf clears the state, or the channel, before the token is written.
+        log_decay: g, the logarithm of the decay factor, `[B, G, T]` with one number per head, or
+            `[B, G, T, D]` with one per key channel, of any floating dtype. Above 0 the state may
+            grow without bound; 0 gives the delta rule; -inf clears the state, or the channel,
+            before the token is written.
         scale: the factor on the queries; None: 1/sqrt(D).
         state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
@@ -318,7 +336,8 @@ def _run_rule(
     form: str,
     chunk: int,
 ) -> tuple[Tensor, tuple[Tensor]]:
-    """Run either rule; the caller has checked q, k, v and the options.
+    """Check the gates and the state, and compute the delta rule with or without a decay; the caller
+    has checked q, k, v and the options.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -328,7 +347,7 @@ def _run_rule(
         scale: the factor on the queries, or None.
         state: the state before the first token, or None.
         positions: the positions of the tokens, or None.
-        form: the form of computation.
+        form: "auto", "recurrent", "chunk" or "parallel".
         chunk: the number of tokens in a chunk.
     """
     (B, G, T, D), E = k.shape, v.shape[3]
@@ -341,8 +360,8 @@ def _run_rule(
     empty = empty_slot_mask(positions, q)
     q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
-    columns = (x if x.ndim == 4 else x[..., None] for x in gates.values())
-    beta, *decay = (zero_empty_slots(x, empty).to(S.dtype) for x in columns)
+    gates_4d = (x if x.ndim == 4 else x[..., None] for x in gates.values())
+    beta, *decay = (zero_empty_slots(x, empty).to(S.dtype) for x in gates_4d)
     g = decay[0] if decay else None  # [B,G,T,1 or D]
     queries = torch.unflatten(q.to(S.dtype) * (D**-0.5 if scale is None else scale), 1, (G, -1))
     k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_size(form, chunk, T)

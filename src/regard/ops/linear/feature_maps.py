@@ -18,22 +18,22 @@ that maps each token separately.
 
 
 def identity(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """Return x itself; features may be negative, so that the sum of the weights may be 0."""
+    """Return x itself; with negative features the sum of the weights may be 0."""
     return x
 
 
 def relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """Return max(x, 0) for each number."""
+    """Return the elementwise maximum of x and 0."""
     return x.relu()
 
 
 def squared_relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """Return max(x, 0)^2 for each number."""
+    """Return the square of max(x, 0) elementwise."""
     return x.relu().square()
 
 
 def exponential(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """Return exp(x) for each number; in fp32 it is infinite above 88."""
+    """Return exp(x) elementwise; in fp32 it is infinite for x above 88."""
     return x.exp()
 
 
@@ -86,10 +86,11 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
 def normalised_query_features(
     feature_map: FeatureMap, q: Float[Tensor, "*L D"]
 ) -> Float[Tensor, "*L F"]:
-    """Return the features of queries, each divided by a factor of its own so that they neither
-    underflow nor overflow.
+    """Return the features of queries for normalised linear attention; those of "exp" and "elu+1"
+    are divided by a factor per query, so that they neither underflow nor overflow.
 
-    A normalised output does not depend on these factors.
+    The normalised output does not depend on these factors, because numerator and denominator
+    contain the same factor.
 
     >>> import torch
     >>> normalised_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()

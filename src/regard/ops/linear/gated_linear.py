@@ -37,17 +37,17 @@ def gated_linear(
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
 
-    Query head h reads the state of key/value head h // (H/G). With g = 0 it is linear attention
-    without features and normalisation, with one constant per head it is retention; Mamba-2's
-    recurrence is the form with one decay per token, `[B, G, T, 1]`.
+    Query head h reads the state of key/value head h // (H/G). With g = 0 this is linear attention
+    without a feature map and normalisation; with a constant g per head it is retention; with one g
+    per head and token, `[B, G, T, 1]`, it is the recurrence of Mamba-2.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
         v: values `[B, G, T, E]`.
-        log_decay: g, `[B, G, T, D]` with one number per key channel, or `[B, G, T, 1]` with one for
-            all of them, of any floating dtype. Above 0 the state may grow without bound; -inf
-            clears the state before the token is written.
+        log_decay: g, the logarithm of the decay factor, `[B, G, T, D]` with one number per key
+            channel, or `[B, G, T, 1]` with one for all channels, of any floating dtype. Above 0 the
+            state may grow without bound; -inf clears the state before the token is written.
         scale: the factor on the queries; None: 1/sqrt(D).
         state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.

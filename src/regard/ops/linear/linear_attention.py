@@ -1,5 +1,5 @@
-"""Linear attention: exp(q . k) is replaced by a product of feature maps, so that all earlier
-tokens fit into one matrix.
+"""Linear attention: exp(q . k) is replaced by a product of feature maps, phi(q) . phi(k), so that a
+matrix of fixed size replaces the keys and values of all earlier tokens.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def linear_attention(
     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
     Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. Query head h reads the state
-    of key/value head h // (H/G). Nothing is added to the denominator: where it is exactly 0 (no
+    of key/value head h // (H/G). No epsilon is added to the denominator: where it is exactly 0 (no
     token was written, relu is 0 in every channel, or every feature of the keys underflows), the
-    output is 0 rather than 0/0. The weights of positive features differ little between keys unless
-    the model is trained for them: with elu+1 and Gaussian q and k of standard deviation 1, the
-    matching key gets only 1.46 times the weight of any other key.
+    output is 0 rather than 0/0. With positive features and an untrained model, the weights differ
+    little between keys: with elu+1 and Gaussian q and k of standard deviation 1, the matching key
+    gets only 1.46 times the weight of any other key.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -93,7 +93,7 @@ def linear_attention(
     dtype = state_dtype(k)
     with torch.autocast(q.device.type, enabled=False):
         keys = _checked_features(features, k.to(dtype))
-        keys = zero_empty_slots(keys, empty)  # again, since phi(0) may differ from 0
+        keys = zero_empty_slots(keys, empty)  # again, because phi(0) may differ from 0
         B, G, _, F = keys.shape
         if normalise:
             S, z = initial_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
@@ -117,7 +117,7 @@ def linear_attention(
 
 
 def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
-    """Return the features of keys after a check of their shape."""
+    """Return the features `[B, G, T, F]` of keys `[B, G, T, D]`, after a check of their shape."""
     result = features(k)
     if result.ndim != 4 or result.shape[:3] != k.shape[:3]:
         raise ArgumentError(
@@ -131,7 +131,8 @@ def _normalised(sums: Tensor) -> Tensor:
     """Divide sums of weighted values by the sum of the weights, which is the last column; 0 where
     that sum is 0.
 
-    Non-finite sums bypass the division, whose gradient would carry a NaN to earlier tokens.
+    Non-finite sums are replaced by 0 before the division and marked as NaN after it, because the
+    gradient of the division would carry a NaN to earlier tokens.
     """
     nan_marker = 0 * sums.detach()
     sums = torch.where(sums.isfinite(), sums, 0)

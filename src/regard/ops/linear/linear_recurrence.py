@@ -29,12 +29,16 @@ def recurrent(
     S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = S^T q_t
 
     Args:
-        q: the scaled queries `[B, G, R, T, D]`, R per key/value head; all tensors have the dtype of
-            the state.
+        q: the scaled queries `[B, G, R, T, D]`, with R = H/G query heads per key/value head; all
+            tensors have the dtype of the state.
         k: keys `[B, G, T, D]`.
         v: values `[B, G, T, E]`.
-        log_decay: g, with one number per key channel or one for all of them; None: 0 everywhere.
+        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
+            all channels; None: no decay.
         state: S `[B, G, D, E]` before the first token; it is not changed.
+
+    Returns:
+        The outputs `[B, G, R, T, E]`, and the state after the last token.
 
     >>> k, v = torch.tensor([[1.0], [1.0]])[None, None], torch.tensor([[3.0], [5.0]])[None, None]
     >>> half = torch.full((1, 1, 2, 1), 0.5).log()
@@ -66,8 +70,11 @@ def within_chunks(
         q: queries `[B, G, n, C, R, D]`.
         k: keys `[B, G, n, C, D]`.
         v: values `[B, G, n, C, E]`.
-        g: the logarithms of decays, one per channel or one for all channels, or None. With one per
-            channel, C is a power of 2.
+        g: the logarithms of the decay factors, `[B, G, n, C, D]`, `[B, G, n, C, 1]` for one per
+            token, or None. With one per channel, C must be a power of 2.
+
+    Returns:
+        The outputs without the contribution of earlier chunks, `[B, G, n, C, R, E]`.
 
     >>> one = torch.ones(1, 1, 1, 2, 1)
     >>> within_chunks(one[..., None], one, one, None).flatten().tolist()
@@ -85,12 +92,14 @@ def within_chunks(
 
 
 def _within_chunks_by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Compute `within_chunks` with a decay per channel: first each token alone, then pairs of
-    blocks of 1, 2, 4, ... tokens, where the second block reads the first across their border.
+    """Compute `within_chunks` with a decay per channel, by pairs of neighbouring blocks of 1, 2, 4,
+    ... tokens.
 
-    The decay from j to i is the product of the decay from j to the border and that from the border
-    to i. The weights of two blocks are therefore one matrix product, whatever the decays, and no
-    exponent is greater than the sum of the g that it represents.
+    A token attends to itself without a decay. In each pair of blocks, the queries of the second
+    block attend to the keys of the first: the decay from j to i is the product of the decay from j
+    to the border of the blocks and the decay from the border to i. The weights of a pair are
+    therefore one matrix product, and both exponents are sums of g alone, which cannot overflow
+    where g <= 0.
     """
     R = q.shape[4]
     out = (q * k[..., None, :]).sum(-1, keepdim=True) * v[..., None, :]  # a token and itself
@@ -108,11 +117,11 @@ def _within_chunks_by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tens
     return out
 
 
-def _block_halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the second of each pair of blocks of s tokens: `[B, G, n, C, ...]`
-    -> two tensors `[B, G, n, C/(2 s), s, ...]`.
+def _block_halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the second block of each pair of blocks of `size` tokens:
+    `[B, G, n, C, ...]` -> two tensors `[B, G, n, C/(2 size), size, ...]`.
     """
-    first, second = torch.unflatten(x, 3, (-1, 2, s)).unbind(4)
+    first, second = torch.unflatten(x, 3, (-1, 2, size)).unbind(4)
     return first, second
 
 
@@ -133,8 +142,15 @@ def chunked(
     All chunks are computed at once; only the state passes from one to the next.
 
     Args:
-        q: as in `recurrent`, and so are k, v, log_decay and state.
+        q: the scaled queries `[B, G, R, T, D]`; q and all following tensors are as in `recurrent`.
+        k: keys `[B, G, T, D]`.
+        v: values `[B, G, T, E]`.
+        log_decay: g, or None.
+        state: S `[B, G, D, E]` before the first token.
         size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
+
+    Returns:
+        The outputs `[B, G, R, T, E]`, and the state after the last token.
 
     >>> k, v = torch.tensor([[1.0], [1.0]])[None, None], torch.tensor([[3.0], [5.0]])[None, None]
     >>> half = torch.full((1, 1, 2, 1), 0.5).log()
@@ -168,7 +184,7 @@ def chunked(
 def _chunk_states(
     k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
 ) -> tuple[Float[Tensor, "B G n D E"], Float[Tensor, "B G D E"]]:
-    """Return the states before each chunk, and the state after the last."""
+    """Return the state before each of the n chunks, and the state after the last chunk."""
     writes = (k if g is None else k * decay_until_end(g)).mT @ v
     remaining = None if g is None else decay_since_start(g)[..., -1, :, None]  # [B,G,n,D or 1,1]
     states = []
@@ -181,13 +197,14 @@ def _chunk_states(
 def _nan_markers(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """Return NaN for the outputs and the state entries that non-finite inputs affect in the
-    recurrence, and 0 for all others; an infinity counts as NaN.
+    """Return NaN for each output and each entry of the state that a non-finite input would affect
+    in the recurrence, and 0 for all others; an infinity counts as NaN.
 
-    A matrix product multiplies masked entries by 0, so that a NaN would reach earlier tokens. Here
-    it bypasses the products: in a channel of a key or a decay it affects that row of the state, in
-    a channel of a value that column, and every output that reads them; in a query it affects its
-    own output only.
+    A matrix product multiplies masked entries by 0, so that a NaN would also reach earlier tokens.
+    `chunked` therefore replaces non-finite inputs by 0 and adds these markers to the results. A NaN
+    in one channel of a key or a decay affects this row of the state, a NaN in one channel of a
+    value this column; both affect the outputs from their token on. A NaN in a query affects only
+    the output of this query.
     """
     rows, columns = 0 * k.detach(), 0 * v.detach()
     if g is not None:
@@ -214,10 +231,14 @@ def linear_recurrence(
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]`.
         v: values `[B, G, T, E]`.
-        log_decay: g, one number per key channel or one for all channels, or None.
+        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
+            all channels, or None.
         state: S `[B, G, D, E]` before the first token.
         form: "auto", "recurrent", "chunk" or "parallel".
         chunk: the number of tokens in a chunk.
+
+    Returns:
+        The outputs `[B, H, T, E]`, and the state after the last token.
 
     >>> k = torch.ones(1, 1, 3, 1)
     >>> zeros = torch.zeros(1, 1, 1, 1)

@@ -1,5 +1,5 @@
-"""Retention: a linear recurrence whose state decays by a fixed factor per token, a different
-one in each head.
+"""Retention: a linear recurrence whose state decays at every token by a fixed factor, which differs
+between heads.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ def retention(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """Compute retention: the sum of the values up to each token, weighted by q . k and by gamma to
-    the power of their distance.
+    """Compute retention: the sum of the values up to each token, weighted by q . k and by
+    gamma^(t - j), where t - j is how many tokens the key is before the query.
 
     S_t = gamma_g S_{t-1} + k_t v_t^T
     o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
-    Query head h reads the state of key/value head h // (H/G), which has one gamma. With gamma = 1
-    it is linear attention without features and normalisation. The paper applies rotary positions to
-    q and k first and normalises each head afterwards: `regard.nn.variants.retention`. Every token
-    decays the state by one step, whatever the gaps between positions.
+    Each key/value head g has one gamma; query head h reads the state of key/value head h // (H/G).
+    With gamma = 1 this is linear attention without a feature map and normalisation. In the paper,
+    rotary positions are applied to q and k before, and each head is normalised afterwards; the
+    module `regard.nn.variants.retention` does both. Every token decays the state once, even where
+    positions have gaps.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
         v: values `[B, G, T, E]`.
-        decay: gamma of each key/value head, `[G]`, from 0 to 1; it may require a gradient. None: 1
-            - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
+        decay: gamma of each key/value head, `[G]`, from 0 to 1; it may require a gradient. None:
+            1 - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
         scale: the factor on the queries; None: 1/sqrt(D).
         state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
@@ -88,9 +89,9 @@ def retention(
         else _to_float32_or_wider(decay).log().to(dtype)
     )
     rows = 1 if empty is None else empty.shape[0]
-    steps = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
+    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
     queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
-    out, S = linear_recurrence(queries, k, v, steps, S, form=form, chunk=chunk)
+    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
     return zero_empty_slots(out.to(q.dtype), empty), (S,)
 
 
@@ -99,7 +100,7 @@ def default_log_decays(
 ) -> Float[Tensor, " G"]:
     """Return ln(1 - 2^(-5-g)) for g = 0 ... G-1, the decays of the heads in the paper.
 
-    They are computed by log1p, so that heads decay even if 1 - 2^(-5-g) rounds to 1.
+    They are computed with log1p, which is below 0 even where 1 - 2^(-5-g) would be rounded to 1.
 
     >>> default_log_decays(3).exp().tolist()
     [0.96875, 0.984375, 0.9921875]

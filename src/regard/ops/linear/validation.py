@@ -1,5 +1,5 @@
-"""Argument checks and shared preparation of the linear recurrences: padding, the initial state,
-and the form of computation.
+"""Argument checks that the linear recurrences share, and their handling of empty slots, of the
+initial state, and of the form of computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMS = ("auto", "recurrent", "chunk", "parallel")
 chunks, "parallel" as one chunk, and "auto". All give the same result.
 """
 MAX_RECURRENT_TOKENS = 8
-"""Up to this many tokens, "auto" computes token by token."""
+"""The largest number of tokens for which "auto" computes token by token."""
 
 
 def check_call(
@@ -63,11 +63,11 @@ def check_tensor_shape(
     keys.
 
     Args:
-        name: its name in error messages.
+        name: the name of the tensor in error messages.
         x: the tensor.
         allowed: the allowed shapes.
         meaning: what the tensor holds, for error messages.
-        like: the keys.
+        like: the keys, whose device the tensor must be on.
     """
     check_tensor(name, x)
     check_device(name, x, like, "key")
@@ -77,7 +77,8 @@ def check_tensor_shape(
 
 
 def chunk_size(form: str, chunk: int, T: int) -> int | None:
-    """Return the number of tokens in a chunk for a form; None for computation token by token.
+    """Return the number of tokens per chunk for one of the `FORMS`; None for computation token by
+    token.
 
     >>> chunk_size("auto", 64, 1000), chunk_size("parallel", 64, 1000), chunk_size("auto", 64, 1)
     (64, 1000, None)
@@ -88,33 +89,32 @@ def chunk_size(form: str, chunk: int, T: int) -> int | None:
 
 
 def empty_slot_mask(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
-    """Return which slots `[B or 1, T]` are empty; None if it is known without reading a tensor
-    that none is.
+    """Return a mask `[B or 1, T]` that is True in empty slots (position -1); None if it is known,
+    without reading a tensor, that no slot is empty.
     """
     return None if positions is None else find_empty_slots(positions, q.device)
 
 
 def zero_empty_slots(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:
-    """Return x with 0 in the empty slots. They are selected rather than multiplied, so that a
-    NaN in them disappears.
-    """
+    """Return x with 0 in the empty slots, even where they contain NaN."""
     return x if empty is None else x.masked_fill(empty[:, None, :, None], 0)
 
 
 def state_dtype(k: Tensor) -> Dtype:
-    """Return the dtype of sums over a whole sequence: fp32, or fp64 for fp64 keys."""
+    """Return the dtype of a state and of all sums: fp32, or fp64 for fp64 keys."""
     return float64 if k.dtype == float64 else float32
 
 
 def initial_state(
     state: tuple[Tensor, ...] | None, shapes: dict[str, tuple[int, ...]], like: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the state before the first token: the given one after a check of its sizes, or zeros.
+    """Return the state before the first token: the given state, after a check of its sizes and
+    dtypes, or zeros.
 
     Args:
         state: the state that an earlier call returned, or None.
         shapes: the name and shape of each tensor of the state.
-        like: the keys.
+        like: the keys, whose device and dtype determine those of the state.
 
     Raises:
         ArgumentError, ArgumentTypeError: a given state has other sizes or another dtype.
@@ -130,8 +130,7 @@ def initial_state(
     if len(state) != len(shapes):
         raise ArgumentError(
             f"state has {plural(len(state), 'tensor')}; it must be {_state_names(shapes)}, as a "
-            "call "
-            "with the same options returned it, or None"
+            "call with the same options returned it, or None"
         )
     for x, shape in zip(state, shapes.values(), strict=True):
         if tuple(x.shape) != shape or x.dtype != dtype:
@@ -144,5 +143,5 @@ def initial_state(
 
 
 def _state_names(sizes: dict[str, tuple[int, ...]]) -> str:
-    """Return the names of the tensors of a state as the text of a tuple."""
+    """Return the names of the tensors of a state, formatted as a tuple: "(S,)" or "(S, z)"."""
     return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"

@@ -15,8 +15,8 @@ from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentTypeError
 
 UpdateRule: TypeAlias = Literal["linear", "delta"]
-"""How values are written: "linear" as they are, "delta" minus the value that the memory already
-returns for their key.
+"""How values are written to the memory: "linear" adds the value itself, "delta" adds its difference
+from the value that the memory already returns for the key.
 """
 
 
@@ -46,7 +46,7 @@ class MemoryRead(NamedTuple):
 
 _old_attribute = renamed_attribute("has_memory")
 _old_attribute.__set_name__(MemoryRead, "found")  # a named tuple does not do this itself
-setattr(MemoryRead, "found", _old_attribute)  # noqa: B010  mypy refuses a plain assignment
+setattr(MemoryRead, "found", _old_attribute)  # noqa: B010  (mypy rejects a plain assignment)
 
 
 def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -70,8 +70,8 @@ def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def empty_state(k: Tensor, v: Tensor) -> CompressiveState:
-    """Return the memory before the first token, zeros, for keys `[B, G, S, D]` and values `[B,
-    G, S, E]`.
+    """Return the memory before the first token, filled with zeros, for keys `[B, G, S, D]` and
+    values `[B, G, S, E]`.
     """
     B, G, _, D = k.shape
     dtype = state_dtype(k)
@@ -82,7 +82,9 @@ def empty_state(k: Tensor, v: Tensor) -> CompressiveState:
 
 
 def state_dtype(k: Tensor) -> torch.dtype:
-    """Return the dtype of a memory: sums over a whole sequence need fp32 or better."""
+    """Return the dtype of a memory: fp64 for fp64 keys, else fp32, because it sums over a whole
+    sequence.
+    """
     return torch.float64 if k.dtype == torch.float64 else torch.float32
 
 
@@ -91,8 +93,8 @@ def retrieve(
     state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]],
     where: Bool[Tensor, "#B T"] | None = None,
 ) -> MemoryRead:
-    """Read from the memory the mean of the stored values, weighted by how well the features of
-    their keys match those of the query.
+    """Read from the memory the mean of the stored values, weighted by sigma(q) . sigma(k) with
+    their keys k.
 
     A = sigma(q) M / (sigma(q) z), with sigma(x) = elu(x) + 1
 
@@ -101,8 +103,8 @@ def retrieve(
     Args:
         q: queries `[B, H, T, D]` without position encoding.
         state: M `[B, G, D, E]` and z `[B, G, D]`.
-        where: bool `[B or 1, T]`, which queries read; the others are not looked at and get 0. None:
-            all.
+        where: bool `[B or 1, T]`, which queries read the memory. The others get 0, whatever they
+            contain. None: all.
 
     Returns:
         The values that were read, and for which queries anything was stored.
@@ -123,12 +125,12 @@ def retrieve(
     check_groups(sizes["H"], sizes["G"])
     _check_dtypes(state, where, q=q)
     q = q.to(M.dtype) if where is None else torch.where(_as_row_mask(where), q, 0).to(M.dtype)
-    # The factor exp(-largest) is in the numerator and in the denominator; with it neither
-    # underflows for a query far below 0.
+    # The features are multiplied by exp(-largest), so that they do not underflow for a query far
+    # below 0. Numerator and denominator contain this factor, so that it cancels.
     largest = q.detach().amax(-1, keepdim=True).clamp(max=0)
     features = torch.where(q > 0, q + 1, (q.clamp(max=0) - largest).exp())
     G, shape = M.shape[1], (q.shape[1] // M.shape[1], q.shape[2])
-    grouped = torch.unflatten(features, 1, (G, shape[0])).flatten(2, 3)  # [B,G,n*T,D]
+    grouped = torch.unflatten(features, 1, (G, shape[0])).flatten(2, 3)  # [B,G,(H/G)*T,D]
     total = torch.unflatten(grouped @ z.unsqueeze(-1), 2, shape).flatten(1, 2)  # [B,H,T,1]
     mixed = torch.unflatten(grouped @ M, 2, shape).flatten(1, 2)  # [B,H,T,E]
     is_zero = total == 0 if where is None else (total == 0) | ~_as_row_mask(where)
@@ -148,16 +150,17 @@ def write(
     M' = M + sigma(k)^T u,  z' = z + sum_t sigma(k_t)
     u = v, or with update="delta" v - sigma(k) M / (sigma(k) z)
 
-    With "delta" all keys of the segment read the memory before the segment. A key and value that
-    are stored already leave M unchanged, but z grows: after v is written twice for one key, that
-    key reads v / 2. With "linear" it reads v.
+    With "delta" all keys of the segment read the memory as it was before the segment. A key and
+    value that are stored already leave M unchanged, but z grows: after v was written twice for one
+    key, a read with that key returns v / 2. With "linear" it returns v.
 
     Args:
         k: keys `[B, G, S, D]` without position encoding.
         v: values `[B, G, S, E]`.
         state: M `[B, G, D, E]` and z `[B, G, D]`; they are not changed.
         update: the update rule, "linear" or "delta".
-        where: bool `[B or 1, S]`, which slots are written; the others are not looked at. None: all.
+        where: bool `[B or 1, S]`, which keys and values are written. The others have no effect,
+            whatever they contain. None: all.
 
     Returns:
         The memory with the segment added.
@@ -188,8 +191,8 @@ def write(
 
 
 def _check_dtypes(state: tuple[Tensor, Tensor], where: Tensor | None, **tokens: Tensor) -> None:
-    """Check that the tokens are floating-point tensors of one dtype, the memory has the dtype
-    that sums over them need, and `where` is bool.
+    """Check that the tokens are floating-point tensors of one dtype, that the memory has the
+    `state_dtype` of that dtype, and that `where` is bool.
     """
     (name, first), *others = tokens.items()
     check_tensor(name, first)

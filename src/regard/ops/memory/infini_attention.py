@@ -1,5 +1,5 @@
-"""Infini-attention: softmax attention inside segments, and a compressive memory of all earlier
-segments.
+"""Infini-attention: softmax attention inside segments of the sequence, combined with reads from a
+compressive memory of all earlier segments.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from regard.units import plural
 
 
 class InfiniSegment(NamedTuple):
-    """The part of one segment that is in a call.
+    """The queries and keys of a call that belong to one segment.
 
     Args:
         queries: the range of the call's queries that contains those of the segment.
         keys: the range of the call's keys that contains those of the segment.
         query_mask: bool `[B or 1, t]`, which of these queries belong to the segment; None: all.
-        write_mask: bool `[B or 1, s]`, which of these keys are to be written; None: all.
-        closed: whether there may be something to write, because the last position of the segment,
-            or a later one, is in the call.
+        write_mask: bool `[B or 1, s]`, which of these keys are to be written to the memory; None:
+            all.
+        closed: whether the segment may be complete, so that its keys are written: its last position
+            or a later one is in the call.
     """
 
     queries: slice
@@ -57,11 +58,11 @@ class InfiniSegment(NamedTuple):
 def segments_of_call(
     positions: Positions, T: int, size: int, device: torch.device | None = None
 ) -> Iterator[InfiniSegment]:
-    """Yield the segments of a call in order, given the positions of its keys; its queries are the
-    last T slots.
+    """Yield the segments of a call in order, given the positions of its keys; the queries of the
+    call are those of its last T keys.
 
-    Position p belongs to segment p // size. Segment s is closed when position (s + 1) size - 1 or a
-    later one of its row is in the call.
+    Position p belongs to segment p // size. In each row of the batch, segment s is closed when
+    position (s + 1) size - 1 or a later one is in the call.
 
     >>> segments = segments_of_call(Span(4, 6), 3, 4)
     >>> [(segment.queries, segment.keys, segment.closed) for segment in segments]
@@ -72,7 +73,8 @@ def segments_of_call(
     compiling = is_compiling()
     if isinstance(positions, Span) and (size <= T or not compiling):
         yield from _span_segments(positions, T, size)
-    # also for few tokens of a span, so that one graph serves them wherever the segment border is
+    # A span with fewer queries than positions in a segment is also handled here, so that one
+    # compiled graph serves it wherever the segment border is.
     elif compiling:
         yield from _graph_segments(as_tensor(positions, device), T, size)
     else:
@@ -80,7 +82,7 @@ def segments_of_call(
 
 
 def _span_segments(keys: Span, T: int, size: int) -> Iterator[InfiniSegment]:
-    """Yield the segments of contiguous positions, which are the same in every row; no tensor is
+    """Yield the segments for contiguous positions that are the same in every row; no tensor is
     read.
     """
     earlier_keys, first_segment = keys.length - T, keys.start // size
@@ -97,8 +99,8 @@ def _span_segments(keys: Span, T: int, size: int) -> Iterator[InfiniSegment]:
 
 
 def _row_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
-    """Yield the segments where rows differ: the slots between the first and the last one of any
-    row, and masks of those that belong to the segment.
+    """Yield the segments for positions that may differ between rows: for each segment the range of
+    slots that contains it in every row, and masks of the slots that belong to it.
     """
     numbers, first_open = _segment_numbers(positions, size)
     earlier_keys = positions.shape[1] - T
@@ -114,8 +116,8 @@ def _row_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegmen
 
 
 def _graph_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
-    """Yield the segments in a compiled graph, which cannot read tensors: as many as T tokens
-    without a gap can overlap.
+    """Yield the segments in a compiled graph, which cannot read the positions: as many segments as
+    T consecutive positions can touch, each with all slots and with masks.
     """
     numbers, first_open = _segment_numbers(positions, size)
     used = positions >= 0
@@ -137,16 +139,16 @@ def _graph_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegm
 
 
 def _segment_numbers(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the segment of every slot `[B, S]`, and the first segment of each row that is not
-    closed `[B, 1]`.
+    """Return the segment number of every slot `[B, S]`, and the number of the first open segment of
+    each row `[B, 1]`.
     """
     last = positions.amax(1, keepdim=True).clamp(min=-1)
     return positions.div(size, rounding_mode="floor"), (last + 1).div(size, rounding_mode="floor")
 
 
 EmptyMemoryRule: TypeAlias = Literal["zero", "skip"]
-"""The effect of the gate while the memory is empty: "zero" mixes the output 0 of the memory in,
-"skip" uses local attention alone.
+"""The output while the memory is empty: with "zero" the gate weights the local attention and the
+output 0 of the memory; with "skip" the output is the local attention alone.
 """
 
 
@@ -168,35 +170,39 @@ def infini_attention(
     """Compute Infini-attention: softmax attention inside segments of N positions, mixed with a
     compressive memory of all earlier segments.
 
-    A_dot = softmax(q_rotated k_rotated^T / sqrt(D), causal, k // N == q // N) v
-    A_mem = sigma(q) M / (sigma(q) z),  sigma = elu + 1, over the segments before that of the query
+    A_dot = softmax(q_rotated k_rotated^T / sqrt(D)) v, causal, over the keys of the same segment
+    A_mem = sigma(q) M / (sigma(q) z),  sigma = elu + 1, over all earlier segments
     out = sigmoid(gate_h) A_mem + (1 - sigmoid(gate_h)) A_dot
-    and after the queries of a segment have read:  M, z = write(k, v, (M, z), update)
+
+    After the queries of a segment have read the memory, the segment is written to it:
+    M, z = write(k, v, (M, z), update).
 
     The state is the memory of all closed segments; a segment is closed when its last position is in
-    a call. The tokens of an open segment are not in the state: pass their keys and values again,
-    before the next ones. Queries are the last T slots. `regard.caches.Memory` stores both.
+    a call. The tokens of an open segment are not in the state: the next call must pass their keys
+    and values again, before the new ones. The queries are those of the last T keys.
+    `regard.caches.Memory` stores the state and the tokens of the open segment.
 
-    In the first segment the memory is empty and A_mem is 0/0. With `empty="zero"`, the default, it
-    is 0, so that equation 10 holds for every token and A_dot is weighted by 1 - sigmoid(gate). With
-    `empty="skip"` the gate has no effect while the memory is empty: a sequence of one segment gets
-    ordinary attention for any gate, which a model that was trained without memory needs.
+    In the first segment the memory is empty and A_mem is 0/0. With `empty="zero"`, the default,
+    A_mem is then 0, so that equation 10 holds for every token and A_dot is weighted by 1 -
+    sigmoid(gate). With `empty="skip"` the gate has no effect while the memory is empty: a sequence
+    of one segment gets ordinary attention for any gate, as a model needs that was trained without
+    memory.
 
     Args:
         q: queries `[B, H, T, D]` without position encoding.
         k: keys `[B, G, S, D]` without position encoding, S >= T.
         v: values `[B, G, S, E]`.
-        gate: one logit per head `[H]`; 0 weights both equally, -inf gives local attention only.
+        gate: one logit per head `[H]`; 0 weights A_mem and A_dot equally, -inf gives A_dot alone.
         segment: N, the number of positions in a segment.
         q_rotated: the queries with position encoding, for A_dot; None: q.
         k_rotated: the keys with position encoding, for A_dot; None: k.
         update: the update rule of the memory, "linear" or "delta".
-        empty: the effect of the gate while the memory is empty, "zero" or "skip".
+        empty: the output while the memory is empty, "zero" or "skip" (see above).
         state: M `[B, G, D, E]` and z `[B, G, D]`, as an earlier call returned them; None: an empty
             memory.
         positions: the positions of the keys, a `Span` or an integer tensor `[B or 1, S]`; default 0
-            to S - 1. Slots at -1 are not written, and read 0. A later call continues after the
-            positions of the earlier ones.
+            to S - 1. Slots at -1 are empty: they are not written, and their queries get 0. The
+            positions of a later call must continue those of the earlier ones.
         backend: the kernel of the softmax attention, as in `regard.attend`.
 
     Returns:
@@ -246,8 +252,8 @@ def _read_and_write_segments(
     update: UpdateRule,
     segments: list[InfiniSegment],
 ) -> tuple[MemoryRead, CompressiveState]:
-    """Process the segments in order: the queries of each read the memory, then its keys are
-    written.
+    """Process the segments in order: first the queries of a segment read the memory, then its keys
+    are written.
     """
     reads = []
     for segment in segments:
@@ -262,8 +268,8 @@ def _read_and_write_segments(
 def _collect_reads(
     q: Tensor, state: CompressiveState, reads: list[tuple[InfiniSegment, MemoryRead]]
 ) -> MemoryRead:
-    """Join the results of all segments: concatenated, or where rows differ, each at the slots
-    of its queries.
+    """Join the reads of all segments in the order of the queries: by concatenation, or where the
+    segments have masks, by writing each read to the queries of its mask.
     """
     if reads and all(segment.query_mask is None for segment, _ in reads):
         return MemoryRead(
@@ -272,7 +278,7 @@ def _collect_reads(
     values = state.M.new_zeros(*q.shape[:3], state.M.shape[-1])
     has_memory = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
     for segment, read in reads:
-        assert segment.query_mask is not None, "rows are equal in all segments, or in none"
+        assert segment.query_mask is not None, "either all segments have masks, or none has"
         slots, belongs = segment.queries, segment.query_mask[:, None]
         values[:, :, slots] = torch.where(belongs[..., None], read.values, values[:, :, slots])
         has_memory[:, :, slots] = torch.where(belongs, read.has_memory, has_memory[:, :, slots])
@@ -280,8 +286,8 @@ def _collect_reads(
 
 
 def _gate_outputs(gate: Tensor, read: MemoryRead, local: Tensor, empty: EmptyMemoryRule) -> Tensor:
-    """Return sigmoid(gate) A_mem + sigmoid(-gate) A_dot; sigmoid(-gate) is exact where 1 -
-    sigmoid(gate) is small.
+    """Return sigmoid(gate) A_mem + sigmoid(-gate) A_dot; sigmoid(-gate) loses no digits where 1 -
+    sigmoid(gate) would.
     """
     local_weight = torch.sigmoid(-gate)[:, None, None]
     if empty == "skip":
@@ -336,8 +342,7 @@ def _check_tensors(
     if S < T:
         raise ArgumentError(
             f"{plural(T, 'query')} and {plural(S, 'key')}; the queries are the last slots of the "
-            "keys, "
-            "so there must be at least as many keys"
+            "keys, so there must be at least as many keys"
         )
     check_tensor("gate", gate)
     if tuple(gate.shape) != (H,):

@@ -1,5 +1,5 @@
-"""Key selection: functions that choose for each query the keys or blocks of keys to attend to,
-and return them as masks for softmax attention.
+"""Key selection: functions that choose for each query the keys, or the blocks of keys, that it
+attends to, and return the choice as a mask for softmax attention.
 """
 
 from regard.deprecation import renamed

@@ -1,5 +1,5 @@
-"""The lightning indexer of DeepSeek-V3.2: a cheap score for every query-key pair, and the keys
-with the largest scores.
+"""The lightning indexer of DeepSeek-V3.2: a cheap score for every query-key pair (`index_scores`),
+and the selection of the keys with the largest scores (`index_mask`).
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def index_mask(
     q_positions: Positions,
     k_positions: Positions,
 ) -> Mask:
-    """Select for each query the `topk` keys with the largest index scores, among the keys that are
-    not after it.
+    """Select for each query the `topk` keys with the largest index scores, among the keys up to its
+    own position.
 
-    A query that sees fewer keys keeps all of them; among equal scores the earlier position is
-    chosen. No gradient flows through the choice.
+    A query with fewer than `topk` such keys attends to all of them; among equal scores the earlier
+    position is chosen. No gradient flows through the choice.
 
     Args:
         q: queries of the J index heads `[B, J, T, d]`.
@@ -81,7 +81,7 @@ def index_mask(
         k_positions: the positions of the keys.
 
     Returns:
-        A mask for all heads of the attention.
+        A mask that is the same for all heads of the attention.
 
     Raises:
         ArgumentError: topk is below 1, or the shapes do not fit together.
@@ -111,7 +111,7 @@ def index_mask(
 
 
 def check_topk(topk: int) -> None:
-    """Check that at least one key is selected."""
+    """Check that topk, the number of keys per query, is at least 1."""
     if topk < 1:
         raise ArgumentError(f"topk is {topk}; it must be 1 or more")
 
@@ -124,7 +124,8 @@ def _select_keys(
     s = scores[:, None].masked_fill(~allowed, -torch.inf)
     if isinstance(k_positions, Span):
         return top_k_mask(s, topk)
-    # among equal scores the earlier position is chosen, and slots may be in any order
+    # Slots may be in any order. They are sorted by position, because `top_k_mask` chooses the first
+    # of equal scores, which has to be the earliest position.
     p = as_tensor(k_positions, s.device).expand(s.shape[0], -1)
     by_position = p.argsort(dim=-1, stable=True)[:, None, None].expand(s.shape)
     chosen = top_k_mask(s.gather(-1, by_position), topk)
@@ -136,18 +137,18 @@ def indexer_loss(
     pattern: Float[Tensor, "B H T S"],
     visible: Bool[Tensor, "B T S"],
 ) -> Float[Tensor, "B T"]:
-    """Compute the training loss of an indexer: the divergence of its scores from the attention of
-    the main model, per query.
+    """Compute the training loss of an indexer for each query: the KL divergence of the softmax of
+    its scores from the attention weights of the main model.
 
     p_t = sum_h pattern_ht over the visible keys, divided by its sum
     loss_t = KL(p_t || softmax(scores_t))
 
-    With all earlier keys visible this is the dense warm-up stage, with the selected keys the sparse
-    stage. A query that sees nothing, or whose pattern is 0 on the visible keys, has loss 0. No
-    gradient flows into the pattern.
+    The dense warm-up stage passes all earlier keys as `visible`; the sparse stage passes the
+    selected keys. A query that sees no key, or whose pattern is 0 on the visible keys, has loss 0.
+    No gradient flows into the pattern.
 
     Args:
-        scores: the result of `index_scores` `[B, T, S]`, with its gradient.
+        scores: the result of `index_scores` `[B, T, S]`, which gets the gradient.
         pattern: the weights of the main attention over the same keys `[B, H, T, S]`.
         visible: the keys to compare, bool `[B, T, S]`.
 

@@ -33,22 +33,23 @@ def moba_mask(
 ) -> Mask:
     """Select the blocks that each query and query head attends to, as a mask for `regard.attend`.
 
-    s_i = q . mean(K of block i). Chosen are the query's own block, causally, and of the earlier
-    blocks those with the topk - 1 largest s_i.
+    The score of block i is s_i = q . mean(keys of block i). A query attends causally to its own
+    block, and to the topk - 1 earlier blocks with the largest scores.
 
-    The own block counts towards topk, so that topk = 1 is the own block alone. No gradient flows
-    through the choice.
+    The query's own block counts towards topk: topk = 1 selects it alone. No gradient flows through
+    the choice.
 
     Args:
         q: queries `[B, H, T, D]`, as the attention uses them (after rotary embedding).
         k: keys `[B, G, S, D]`, as the attention uses them.
-        size: positions per block; block borders are absolute multiples of it.
-        topk: the number of blocks per query.
+        size: the number of positions per block; block i contains the positions i size to
+            (i + 1) size - 1.
+        topk: the number of blocks per query, including its own.
         q_positions: the positions of the queries, as in `regard.attend`.
         k_positions: the positions of the keys, as in `regard.attend`.
 
     Returns:
-        The mask, for each query head.
+        A mask that selects blocks for each query and query head.
 
     Raises:
         ArgumentError, ArgumentTypeError: size or topk is below 1, or q, k and positions do not fit
@@ -95,17 +96,25 @@ def block_mean_keys(k: Float[Tensor, "B G S D"], blocks: BlockLayout) -> Float[T
 
 
 def _select_blocks(
-    q: Tensor, mean: Tensor, blocks: BlockLayout, positions: Positions, topk: int
+    q: Tensor, mean_keys: Tensor, blocks: BlockLayout, positions: Positions, topk: int
 ) -> Tensor:
-    """Return the selected blocks `[B, H, T, N]`, True = selected."""
+    """Return the selected blocks `[B, H, T, N]`, True = selected.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        mean_keys: the mean key of each block `[B, G, N, D]`.
+        blocks: the arrangement of the keys in N blocks.
+        positions: the positions of the queries.
+        topk: the number of blocks per query.
+    """
     own, number = blocks.block_of(positions)[:, None, :, None], blocks.block_numbers[:, None, None]
     past = (number < own) & (blocks.token_counts > 0)[:, None, None]
     B, H, T, _ = q.shape
-    G, N = mean.shape[1:3]
+    G, N = mean_keys.shape[1:3]
 
     def choose(rows: slice) -> Tensor:
-        x = torch.unflatten(q[:, :, rows].to(mean.dtype), 1, (G, H // G)).flatten(2, 3)
-        s = torch.unflatten(x @ mean.mT, 2, (H // G, -1)).flatten(1, 2)  # [B,H,t,N]
+        x = torch.unflatten(q[:, :, rows].to(mean_keys.dtype), 1, (G, H // G)).flatten(2, 3)
+        s = torch.unflatten(x @ mean_keys.mT, 2, (H // G, -1)).flatten(1, 2)  # [B,H,t,N]
         s = s.masked_fill(~past[:, :, rows], -torch.inf)
         return top_k_mask(s, topk - 1) | (number == own[:, :, rows])
 

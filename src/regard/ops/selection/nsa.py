@@ -1,5 +1,5 @@
-"""Native sparse attention (NSA): compressed tokens, the importance of blocks that follows from
-them, and the selection of blocks.
+"""Native sparse attention (NSA): the arrangement of keys in compressed tokens, the importance of
+blocks, computed from the attention to the compressed tokens, and the selection of blocks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class NSABlocks:
     """The sizes of native sparse attention; the defaults are those of the paper.
 
     Args:
-        compress: l, the tokens in a compressed block.
-        stride: d, the tokens between the starts of neighbouring compressed blocks.
-        select: l', the tokens in a block of the selection.
-        count: n, the blocks per query, including the forced ones.
-        window: w, the keys of the sliding window, including the query's own.
-        initial: the forced blocks at the start of the sequence.
-        local: the forced last blocks up to the query's own.
+        compress: l, the number of tokens in a block that is compressed to one token.
+        stride: d, the number of tokens between the starts of neighbouring compressed blocks.
+        select: l', the number of tokens in a block of the selection.
+        count: n, the number of selected blocks per query, including the forced ones.
+        window: w, the number of keys in the sliding window, including the query's own.
+        initial: the number of forced blocks, which are always selected, at the start of the
+            sequence.
+        local: the number of forced blocks that end with the query's own block.
 
     Raises:
         ArgumentError: stride does not divide compress and select, compress is larger than select,
@@ -76,8 +77,8 @@ class NSABlocks:
 def compression_windows(
     x: Float[Tensor, "B G S D"], layout: BlockLayout, sizes: NSABlocks
 ) -> Float[Tensor, "B G C l D"]:
-    """Return the tokens of each compressed block `[B, G, C, l, D]`: block i contains the
-    positions i d to i d + l - 1 after the first one.
+    """Return the tokens of each of the C compressed blocks, `[B, G, C, l, D]`: block i contains the
+    indices i d to i d + l - 1 of the layout.
     """
     return (
         layout.to_position_order(x).unfold(2, sizes.compress, sizes.stride).mT
@@ -100,24 +101,27 @@ def compression_positions(layout: BlockLayout, sizes: NSABlocks) -> Int[Tensor, 
 def block_importance(
     p: Float[Tensor, "B H T C"], groups: int, sizes: NSABlocks
 ) -> Float[Tensor, "B G T N"]:
-    """Return the share of the attention to compressed tokens that falls on each block, summed over
-    the heads of a group.
+    """Return the importance of each block: the attention to the compressed tokens that overlap it,
+    summed over the heads of a group.
 
     importance[j] = sum_h sum_{m < l'/d} sum_{n < l/d} p_h[(l'/d) j - m - n], with j and the index
-    counted from 1
+    of p_h counted from 1
 
-    A compressed token contributes its weight to a block once for each stride that they have in
-    common. (With indices counted from 0, the printed sum would contribute it to the block before.)
+    A compressed token contributes its weight to a block once for each stride of d tokens that lies
+    in both. (If indices were counted from 0, the equation would assign it to the block before.)
 
     Args:
         p: the attention to the compressed tokens `[B, H, T, C]`.
         groups: the number of key/value heads G.
         sizes: the sizes of the blocks.
 
+    Returns:
+        The importance `[B, G, T, N]` of N blocks of l' tokens.
+
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 9 and 10.
     """
     shares, per_block = sizes.compress // sizes.stride, sizes.select // sizes.stride
-    # the weight of each stride of the sequence is the sum over the compressed blocks that cover it
+    # the weight of d consecutive tokens is the sum over the compressed blocks that contain them
     strides = sum(F.pad(p, (n, shares - 1 - n)) for n in range(shares))
     assert isinstance(strides, Tensor)
     blocks = torch.unflatten(strides, -1, (-1, per_block)).sum(-1)  # [B,H,T,N]
@@ -135,17 +139,18 @@ def selection_mask(
     k_positions: Int[Tensor, "#B C"],
     scale: float | None = None,
 ) -> Mask:
-    """Select the blocks that each group of query heads reads, from its attention to the compressed
-    keys.
+    """Select the blocks that each query attends to, equal for the query heads of a group, by the
+    attention to the compressed keys.
 
-    p = softmax(scale q k^T) over the compressed tokens that end at or before the query. Selected
-    are the first `initial` blocks, the last `local` blocks up to the query's own, and the most
-    important other ones, `count` in all. No gradient flows through the choice.
+    p = softmax(scale q k^T) over the compressed tokens that end at or before the query. A query
+    attends to the first `initial` blocks, to the last `local` blocks up to its own, and to the
+    other blocks with the largest `block_importance` of p, `count` blocks in all. No gradient flows
+    through the choice.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: compressed keys `[B, G, C, D]`.
-        layout: the arrangement in blocks of the keys that are selected.
+        layout: the arrangement of the uncompressed keys in blocks of `sizes.select` positions.
         sizes: the sizes of the blocks.
         q_positions: the positions of the queries.
         k_positions: the positions of the last tokens of the compressed keys `[B or 1, C]`
@@ -182,8 +187,8 @@ def selection_mask(
             q_positions=q_positions,
             k_positions=k_positions,
         )
-        share = block_importance(p, G, sizes)
-        return select_blocks(share, forced[:, :, rows], allowed[:, :, rows], sizes.count)
+        importance = block_importance(p, G, sizes)
+        return select_blocks(importance, forced[:, :, rows], allowed[:, :, rows], sizes.count)
 
     with without_gradient(q.device):
         table = in_query_chunks(choose, T, B * H * k.shape[2] * 24)

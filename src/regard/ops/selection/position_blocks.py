@@ -1,5 +1,8 @@
-"""Slots arranged in blocks of consecutive positions, and the choice of the best blocks, which
-all key selections share.
+"""The arrangement of keys in blocks of consecutive positions, and the choice of the blocks with the
+largest scores; all key selections use both.
+
+A slot is an index along the dimension S of the keys. Its position is that of its token in the
+sequence, or -1 if the slot is empty.
 """
 
 from __future__ import annotations
@@ -18,23 +21,25 @@ from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 MAX_CHUNK_BYTES = 2**27
-"""The most bytes of selection scores in memory at a time; more queries are processed in chunks."""
+"""The largest size in bytes of the selection scores of one chunk of queries."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """How slots are arranged in the order of their positions, in blocks of `size` positions.
+    """The arrangement of slots in the order of their positions, in blocks of `size` positions.
 
-    Block borders are absolute multiples of `size` in each row, so that padding, and the division of
-    a sequence into calls, have no effect. Index i of row b stands for position first[b] * size + i.
+    Block n contains the positions n size to (n + 1) size - 1 of every row, so that padding, and the
+    division of a sequence into calls, have no effect. Index i of row b in the arrangement stands
+    for the position first[b] * size + i.
 
     Args:
-        size: positions per block.
-        blocks: N, the number of blocks, at least one.
-        first: the number of the first block, int64 `[B or 1]`.
-        occupied: which indices hold a token, bool `[B or 1, N * size]`.
-        source: the slot of each index, int64 `[B or 1, N * size]`; None where slots are in order
-            already.
+        size: the number of positions per block.
+        blocks: N, the number of blocks in the arrangement, at least one.
+        first: the number of the first of these blocks in each row, int64 `[B or 1]`.
+        occupied: which indices have a token, bool `[B or 1, N * size]`.
+        source: the slot of each index, int64 `[B or 1, N * size]`; None if the slots are in the
+            order of their positions, without gaps.
+        _left: where `source` is None, the number of indices before the first slot.
     """
 
     size: int
@@ -52,13 +57,13 @@ class BlockLayout:
     locals()["held"] = renamed_attribute("occupied")
 
     def to_position_order(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n L d"]:
-        """Arrange slots in the order of their positions.
+        """Arrange one vector per slot in the order of the positions.
 
         Args:
             x: one vector per slot, `[B, n, S, d]`.
 
         Returns:
-            `[B, n, N * size, d]`, with 0 where no token is.
+            `[B, n, N * size, d]`, with 0 where there is no token.
         """
         L, (B, n, S, d) = self.blocks * self.size, x.shape
         if self.source is None:
@@ -69,13 +74,13 @@ class BlockLayout:
         return x.gather(2, index).masked_fill(~self.occupied[:, None, :, None], 0)
 
     def to_blocks(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n N size d"]:
-        """Arrange slots in blocks.
+        """Arrange one vector per slot in blocks of consecutive positions.
 
         Args:
             x: one vector per slot, `[B, n, S, d]`.
 
         Returns:
-            `[B, n, N, size, d]`, with 0 where no token is.
+            `[B, n, N, size, d]`, with 0 where there is no token.
         """
         return torch.unflatten(self.to_position_order(x), 2, (self.blocks, self.size))
 
@@ -90,10 +95,10 @@ class BlockLayout:
         return self.first[:, None] + torch.arange(self.blocks, device=self.first.device)
 
     def block_of(self, positions: Positions) -> Int[Tensor, "B T"]:
-        """Return the block of each query.
+        """Return the number of the block that contains each position.
 
         Args:
-            positions: the positions of the queries.
+            positions: the positions, for example of queries.
 
         Returns:
             The block numbers `[B or 1, T]`; -1 for an empty slot.
@@ -107,14 +112,14 @@ def block_layout(
 ) -> BlockLayout:
     """Arrange slots at the given positions in blocks of `size` positions.
 
-    A `Span` is in order already, and nothing is read from the device. For positions in a tensor the
-    largest one is read; a compiled graph cannot read it, so there the tokens of a row must be
-    consecutive (asserted on the device).
+    For a `Span` no tensor is read. For positions in a tensor the largest position is read from the
+    device, which determines the number of blocks. A compiled graph cannot read it: there the
+    positions of a row must be consecutive, which is asserted on the device.
 
     Args:
         positions: the position of each slot.
-        size: positions per block.
-        device: the device of the layout; default that of the positions.
+        size: the number of positions per block.
+        device: the device of the layout; None: that of the positions.
 
     Returns:
         The layout.
@@ -162,15 +167,16 @@ def _span_layout(span: Span, size: int, device: torch.device | str | None) -> Bl
 def top_k_mask(
     scores: Float[Tensor, "*b N"], k: int, taken: Int[Tensor, "*b 1"] | None = None
 ) -> Bool[Tensor, "*b N"]:
-    """Mark the k largest numbers of the last dimension, or fewer: -inf is never marked, and among
-    equal numbers the first ones are.
+    """Mark the k largest numbers of the last dimension; among equal numbers, the first ones.
 
-    A NaN counts as the largest number, so that it shows in the output rather than disappearing.
+    -inf is never marked, so that fewer than k numbers may be marked. A NaN counts as the largest
+    number, so that it is selected and appears in the output.
 
     Args:
         scores: numbers `[..., N]`.
-        k: how many to mark.
-        taken: how many of the k places of each row are taken already, `[..., 1]`; None: none.
+        k: how many numbers to mark in each row.
+        taken: how many fewer than k to mark in each row, `[..., 1]`, because so many were chosen
+            before; None: 0.
 
     Returns:
         A bool tensor in the shape of the scores.
@@ -198,8 +204,17 @@ def select_blocks(
     allowed: Bool[Tensor, "#B #n T N"],
     k: int,
 ) -> Bool[Tensor, "B n T N"]:
-    """Mark k blocks per query: the allowed forced ones, then the best other allowed ones; more than
-    k forced blocks are all marked.
+    """Mark k of the allowed blocks for each query: all forced ones, then those with the largest
+    scores. If more than k blocks are forced, all of them are marked.
+
+    Args:
+        scores: the score of each block, `[B, n, T, N]`.
+        forced: the blocks that are marked whatever their scores are, if they are allowed.
+        allowed: the blocks that may be marked.
+        k: the number of blocks to mark.
+
+    Returns:
+        A bool tensor in the shape of the scores.
 
     >>> scores = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]])
     >>> allowed = torch.ones(1, 1, 1, 4, dtype=torch.bool)
@@ -215,8 +230,13 @@ def select_blocks(
 def in_query_chunks(
     choose: Callable[[slice], Tensor], T: int, row_bytes: int, max_bytes: int = MAX_CHUNK_BYTES
 ) -> Tensor:
-    """Compute choose(rows) `[B, n, t, ...]` for all T queries, in chunks that need at most
-    `most` bytes.
+    """Compute `choose` for all T queries in chunks, and concatenate the results.
+
+    Args:
+        choose: a function from a range of t queries to a tensor `[B, n, t, ...]`.
+        T: the number of queries.
+        row_bytes: the memory in bytes that `choose` needs for each query.
+        max_bytes: the memory in bytes that a chunk may need.
     """
     step = max(1, max_bytes // max(1, row_bytes))
     if step >= T:

@@ -1,5 +1,5 @@
-"""The gradient of an attention bias, summed block by block, so that no `[T, S]` gradient of the
-scores is stored.
+"""The gradient of an attention bias, summed over blocks of the scores, so that the gradient
+`[B, H, T, S]` of all scores is never in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ EVERY_ROW = slice(None)
 
 
 class TrainableTerm(NamedTuple):
-    """One bias of a sum of biases, and the range of its tensors among the tensors of the sum."""
+    """A bias with a tensor that requires a gradient, as one term of a sum of biases.
+
+    Args:
+        term: the bias.
+        first: the index of its first tensor in `tensors()` of the whole sum.
+        stop: one past the index of its last tensor there.
+    """
 
     term: Bias
     first: int
@@ -24,67 +30,77 @@ class TrainableTerm(NamedTuple):
 
 
 class BiasGradient:
-    """Accumulates the gradients of the tensors of a bias, in the dtype of the scores.
+    """Accumulates the gradients of the tensors of a bias over blocks of the scores.
 
     Args:
         bias: the bias of a call, or None.
-        wanted: for each of `bias.tensors()`, whether it requires a gradient.
+        requires_grad: for each of `bias.tensors()`, whether it requires a gradient.
         dtype: the dtype in which the gradients are summed.
     """
 
-    def __init__(self, bias: Bias | None, wanted: tuple[bool, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, bias: Bias | None, requires_grad: tuple[bool, ...], dtype: torch.dtype
+    ) -> None:
         tensors = () if bias is None else bias.tensors()
-        self.wanted = wanted
+        self.requires_grad = requires_grad
         self.dtypes = [x.dtype for x in tensors]
         self.sums = {
             i: torch.zeros(x.shape, dtype=dtype, device=x.device)
             for i, x in enumerate(tensors)
-            if wanted[i]
+            if requires_grad[i]
         }
-        self.learners: list[TrainableTerm] = []
+        self.trainable: list[TrainableTerm] = []
         first = 0
         for term in bias_terms(bias):
             stop = first + len(term.tensors())
-            if any(wanted[first:stop]):
-                self.learners.append(TrainableTerm(term, first, stop))
+            if any(requires_grad[first:stop]):
+                self.trainable.append(TrainableTerm(term, first, stop))
             first = stop
 
     def add(self, call: Call, d_s: Tensor, rows: slice, columns: slice) -> None:
-        """Add the contribution of a block, given the gradient `d_s` of its scores `[..., t, s]`."""
+        """Add the contribution of one block of the scores.
+
+        Args:
+            call: the checked call.
+            d_s: the gradient of the scores of the block, `[B, H, t, s]`, or `[B G, (H/G) t, s]`
+                with the heads of a group folded into the rows.
+            rows: the queries of the block.
+            columns: the keys of the block.
+        """
         d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
-        for learner in self.learners:
-            if isinstance(learner.term, DenseBias):
+        for trainable in self.trainable:
+            if isinstance(trainable.term, DenseBias):
                 # added in place: autograd would return a gradient of the full size for each block
-                total = self.sums[learner.first]
+                total = self.sums[trainable.first]
                 total = total[None, None] if total.ndim == 2 else total
-                here = total[:, :, rows if total.shape[2] > 1 else EVERY_ROW, columns]
-                here += d_s.sum_to_size(here.shape)
+                block_sum = total[:, :, rows if total.shape[2] > 1 else EVERY_ROW, columns]
+                block_sum += d_s.sum_to_size(block_sum.shape)
             else:
-                self._differentiate(learner, call, d_s, rows, columns)
+                self._differentiate(trainable, call, d_s, rows, columns)
 
     def _differentiate(
-        self, learner: TrainableTerm, call: Call, d_s: Tensor, rows: slice, columns: slice
+        self, trainable: TrainableTerm, call: Call, d_s: Tensor, rows: slice, columns: slice
     ) -> None:
         """Compute the block's contribution of one trainable bias with autograd and add it to the
         sums.
         """
-        wanted = self.wanted[learner.first : learner.stop]
+        requires_grad = self.requires_grad[trainable.first : trainable.stop]
         with torch.enable_grad():
             tensors = [
-                x.detach().to(d_s.dtype).requires_grad_(w)
-                for x, w in zip(learner.term.tensors(), wanted, strict=True)
+                x.detach().to(d_s.dtype).requires_grad_(required)
+                for x, required in zip(trainable.term.tensors(), requires_grad, strict=True)
             ]
-            block_of = (call.q_positions, call.k_positions, rows, columns)
-            block = learner.term.with_tensors(tensors).block(
-                *block_of, dtype=d_s.dtype, device=d_s.device
+            block_arguments = (call.q_positions, call.k_positions, rows, columns)
+            block = trainable.term.with_tensors(tensors).block(
+                *block_arguments, dtype=d_s.dtype, device=d_s.device
             )
         if not block.requires_grad:
             return
-        trained = {i: x for i, x in enumerate(tensors, learner.first) if x.requires_grad}
+        inputs = {i: x for i, x in enumerate(tensors, trainable.first) if x.requires_grad}
         gradients = torch.autograd.grad(
-            block, [*trained.values()], d_s.sum_to_size(block.shape), allow_unused=True
+            block, [*inputs.values()], d_s.sum_to_size(block.shape), allow_unused=True
         )
-        for i, g in zip(trained, gradients, strict=True):
+        for i, g in zip(inputs, gradients, strict=True):
             if g is not None:
                 self.sums[i] += g
 

@@ -21,7 +21,7 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
     No key may be in two parts. The operation is associative and commutative, and differentiable in
-    every `out` and `lse`. A query that sees no key in any part keeps the output 0, the lse -inf and
+    every `out` and `lse`. A query that sees no key in any part gets the output 0, the lse -inf and
     the gradient 0.
 
     Args:
@@ -56,8 +56,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
         if out.shape != partials[0].out.shape or lse.shape != out.shape[:3]:
             raise ArgumentError(
                 f"partial {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}; all must "
-                "have out "
-                f"{tuple(partials[0].out.shape)} and lse {tuple(partials[0].out.shape[:3])}"
+                f"have out {tuple(partials[0].out.shape)} and lse "
+                f"{tuple(partials[0].out.shape[:3])}"
             )
     _check_dtypes_and_devices(partials)
     check_sink(sink, partials[0].out.shape[1], partials[0].out)
@@ -85,32 +85,33 @@ def _check_dtypes_and_devices(partials: Sequence[Partial]) -> None:
             if x.dtype != like.dtype:
                 raise ArgumentTypeError(
                     f"{name} of partial {i} is {x.dtype} and that of partial 0 {like.dtype}; all "
-                    "parts must have one dtype: "
-                    "convert one with .to()"
+                    "parts must have one dtype: convert one with .to()"
                 )
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return the output after exp(sink) has joined the softmax denominator: out * sigmoid(lse -
-    sink).
+    """Return the output with exp(sink) added to the softmax denominator: out * sigmoid(lse - sink).
 
-    A query that sees no key keeps the output 0.
+    A query that sees no key has the output 0 before and after.
 
     Args:
-        out: `[B, H, T, E]`.
-        lse: `[B, H, T]`.
-        sink: `[H]`.
+        out: the output without the sink, `[B, H, T, E]`.
+        lse: its log-sum-exp without the sink, `[B, H, T]`.
+        sink: one logit per head, `[H]`.
     """
-    # where lse is -inf, out is 0; -inf - -inf would be NaN
+    # A row with the lse -inf has the output 0 whatever its share is, so its lse may be set to 0; a
+    # sink of -inf would otherwise give -inf - (-inf) = NaN.
     finite_lse = lse.masked_fill(lse.isneginf(), 0)
     share = torch.sigmoid(finite_lse - sink.to(lse.dtype)[:, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def weighted_sum(share: Tensor, outs: list[Tensor]) -> Tensor:
-    """Return sum_p share_p out_p, computed in the dtype of the shares.
+    """Return sum_p share_p out_p for shares `[P, B, H, T, 1]` and P outputs `[B, H, T, E]`.
 
-    A part with share 0 is left out rather than multiplied by 0, so that a NaN in it has no effect.
+    The sum is computed in the dtype of the shares and returned in the dtype of the outputs.
+
+    Where the share of a part is 0, its output is replaced by 0, so that a NaN there has no effect.
     """
     terms = [s * torch.where(s == 0, 0, out) for s, out in zip(share, outs, strict=True)]
     return torch.stack(terms).sum(0).to(outs[0].dtype)

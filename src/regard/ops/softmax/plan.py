@@ -1,4 +1,6 @@
-"""`plan`: the kernel that a call would use, why others cannot run it, and what each would cost."""
+"""`plan`: report which kernel `attend` would run for a call, why other kernels cannot run it, and
+the FLOPs and memory of each kernel.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,15 @@ from regard.ops.softmax.dispatch import (
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What one kernel reports about a call.
+    """Whether one kernel can run a call, and its cost.
 
     Args:
         kernel: the name of the kernel.
         reasons: why it cannot run the call; empty if it can.
         work: its `WorkEstimate`, or None if it cannot run the call.
-        flops: the FLOPs that it would compute.
-        skipped: the FLOPs of a full T x S computation that it would leave out.
+        flops: the FLOPs that it would compute; 0 if it cannot run the call.
+        skipped: the FLOPs for masked query-key pairs that it would leave out; 0 if it cannot run
+            the call.
     """
 
     kernel: str
@@ -40,14 +43,15 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `attend` would do with a call; `print` shows it as a table.
+    """The kernel that `attend` would run for a call, and the cost of every kernel; `print` shows a
+    table.
 
-    `plan[name]` returns the entry of one kernel.
+    `plan[name]` returns the `KernelChoice` of one kernel.
 
     Args:
         kernel: the name of the kernel that would run.
         choices: one entry per kernel, in the order in which `backend="auto"` tries them, followed
-            by the kernels that it never tries.
+            by the kernels that run only if they are requested by name.
         flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
         title: one line that describes the call.
     """
@@ -91,13 +95,14 @@ def plan(
     memory and FLOPs of each. Nothing is computed.
 
     FLOPs count the scores and the weighted sum of values, 2 (D + E) for each query-key pair that a
-    kernel visits; `skipped` is the part of 2 B H T S (D + E) that it leaves out.
+    kernel computes; `skipped` is the part of 2 B H T S (D + E), the FLOPs of all pairs, that it
+    leaves out because the mask hides the pairs.
 
     Args:
         q: queries `[B, H, T, D]`.
-        k: keys `[B, G, S, D]`.
+        k: keys `[B, G, S, D]`; G divides H.
         v: values `[B, G, S, E]`.
-        backend: the kernel, as in `attend`.
+        backend: the name of a kernel, or "auto", as in `attend`.
         **options: `mask`, `bias`, `scale`, `softcap`, `sink`, `dropout`, `q_positions` and
             `k_positions`, as in `attend`.
 
@@ -113,8 +118,8 @@ def plan(
     'sdpa'
     """
     call = zero_empty_slots(make_call(q, k, v, **options))
-    dense = call.B * call.H * call.T * call.S
-    total = attention_flops(dense, call.D, call.E)
+    all_pairs = call.B * call.H * call.T * call.S
+    total = attention_flops(all_pairs, call.D, call.E)
     choices = []
     tried = kernels_by_priority(call)
     for kernel in (*tried, *(x for x in all_kernels() if x not in tried)):
