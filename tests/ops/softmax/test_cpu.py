@@ -269,7 +269,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no dropout", {"dropout": 0.5}),
         ("no torch.float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
         (
-            "17 queries and 51 rows per key/value head; the limits are 16 and 64",
+            "17 queries, and 51 rows (H/G T) per key/value head; the limits are 16 and 64",
             {"q": torch.randn(2, 6, 17, 40)},
         ),
         ("nothing to compute", {"k": k[:, :, :0], "v": v[:, :, :0]}),

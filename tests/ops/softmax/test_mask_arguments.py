@@ -14,7 +14,7 @@ def test_an_inverted_mask_is_pointed_out() -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 8).unbind(0)
     drop = torch.ones(20, 20, dtype=torch.bool).triu(1)
     with pytest.warns(
-        UserWarning, match=r"the mask hides the own key of every query; it may be inverted"
+        UserWarning, match=r"the mask hides from every query its own key; it may be inverted"
     ):
         wrong = regard.attend(q, k, v, mask=drop)
     right = regard.attend(q, k, v, mask=regard.masks.from_drop(drop))

@@ -232,8 +232,8 @@ def attention_weights(
 
 
 def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
-    """Compute the weights of the rows `shown` and the columns `block`; the sums over a row are
-    computed in chunks of keys.
+    """Compute the weights `[B, H, t, s]` of a block of queries (`rows`) and keys (`columns`); the
+    sum over all keys of a row is computed in chunks of keys.
     """
     row_count = len(range(*rows.indices(call.T)))
     chunk = max(1, BLOCK_BYTES // max(1, call.B * call.H * row_count * 8))
@@ -249,7 +249,13 @@ def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
 
 
 def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
-    """Return the queries or keys that `which` names as a slice with non-negative ends."""
+    """Return the argument `rows` or `columns` as a slice with non-negative ends.
+
+    Args:
+        name: the name of the argument, for error messages.
+        which: the value of the argument: a slice of step 1, one index, or None for everything.
+        length: the number of queries or keys.
+    """
     if which is None:
         return slice(0, length)
     if isinstance(which, slice) and which.step in (None, 1):

@@ -30,9 +30,9 @@ def default_query_positions(keys: Positions, T: int) -> Positions:
         T: the number of queries.
 
     Raises:
-        ArgumentError: there are fewer keys than queries at positions given as a tensor; or there
-            are fewer queries than keys, and a row of keys ends in empty slots, where its queries
-            would stand.
+        ArgumentError: the positions are a tensor, and there are fewer keys than queries, or a row
+            that contains tokens ends in an empty slot, so that the last slots are not its last
+            tokens.
 
     >>> default_query_positions(Span(0, 5), 2), default_query_positions(Span(0, 2), 3)
     (Span(start=3, length=2), Span(start=-1, length=3, tokens=True))
@@ -50,8 +50,8 @@ def default_query_positions(keys: Positions, T: int) -> Positions:
 
 
 def _check_rows_end_in_tokens(keys: Tensor, T: int) -> None:
-    """Check that no row of keys that holds tokens ends in an empty slot: its last slots are the
-    queries.
+    """Check that no row of positions `[B or 1, S]` that contains tokens ends in an empty slot,
+    because the positions of its last T slots become those of the queries.
     """
     ends_empty = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
     if bool(ends_empty.any()):
@@ -167,18 +167,18 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
 
 
 def _warn_if_inverted(mask: Tensor) -> None:
-    """Warn if a square mask hides the own key of every query: it is probably of the opposite
-    polarity.
+    """Warn if a square mask hides from every query its own key: True then probably means masked in
+    it.
     """
     square = mask.shape[-1] == mask.shape[-2] > 1
     if is_compiling() or not square:
         return
     if not bool(mask.diagonal(dim1=-2, dim2=-1).any()) and bool(mask.any()):
         warnings.warn(
-            "the mask hides the own key of every query; it may be inverted, since True = may "
-            "attend. "
-            "Convert a mask with True = drop by regard.masks.from_drop(mask); if the mask is "
-            "intended, pass regard.masks.Dense(mask)",
+            "the mask hides from every query its own key; it may be inverted, because True must "
+            "mean that the query may attend to the key. Convert a mask in which True means masked "
+            "with regard.masks.from_drop(mask); if this mask is intended, pass "
+            "regard.masks.Dense(mask)",
             stacklevel=5,
         )
 
@@ -247,9 +247,9 @@ class KernelResult(NamedTuple):
         out: the output `[B, H, T, E]`, with the sink included.
         lse: the log-sum-exp `[B, H, T]` without the sink; it may be None if the call does not
             request it (`Call.wants_lse`).
-        scores: `[B, H, T, S]`, only where an open trace replaced them, since they then no longer
-            follow from the call.
-        pattern: the weights `[B, H, T, S]`, only where an open trace replaced them.
+        scores: `[B, H, T, S]` if an open trace edited them, because they can then not be computed
+            from the call; else None.
+        pattern: the weights `[B, H, T, S]` if an open trace edited them; else None.
     """
 
     out: Tensor
@@ -280,7 +280,8 @@ class Call:
         q_positions: the positions of the queries.
         k_positions: the positions of the keys.
         wants_lse: whether the result must include the lse.
-        needs: the taps, "scores" or "pattern", that an open trace captures or edits.
+        needs: the tensors that an open trace captures or edits: "scores", "pattern" (the weights),
+            both or none.
     """
 
     q: Tensor
@@ -428,9 +429,9 @@ class Kernel(Protocol):
         computed for every call.
 
         The kernels of this package return 100 or 90 where they were measured to be faster than
-        torch's fused kernel, 80 for torch's fused kernel, 75 to 60 for the next choices where that
-        one refuses, 50 to 20 for kernels that were measured to be slower, and 10 for the reference,
-        which runs everything.
+        torch's fused kernel, 80 for torch's fused kernel, 75 to 60 where they are the next choice
+        if torch's kernel refuses the call, 50 to 20 where they were measured to be slower, and 10
+        for the reference, which supports every call.
 
         Args:
             call: the checked call.
@@ -514,14 +515,14 @@ def make_call(
     k_positions: Positions | None = None,
     wants_lse: bool = False,
 ) -> Call:
-    """Check all arguments of an attention call, fill in the defaults, and record which taps an open
-    trace uses.
+    """Check all arguments of an attention call, fill in the defaults, and record whether an open
+    trace captures or edits the scores or the weights.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, S, D]`.
         v: values `[B, G, S, E]`.
-        mask: as in `attend`, and so are all further options.
+        mask: the mask; this and the following options are explained in `attend`.
         wants_lse: whether the result must include the lse.
 
     Raises:
@@ -575,8 +576,9 @@ plain math.
 
 Up to 6 the scores of a row differ by at most 12, so that no weight is negligible beside another in
 fp32 (e^-12 > 2^-24) and the terms of p (dp - sum p dp) do not cancel completely. A kernel that
-recomputes p = exp(s - lse) from a rounded lse is off by some roundings of the largest score;
-torch's kernel was measured to break the error rule occasionally from 7 on (LOG.md).
+recomputes p = exp(s - lse) from a rounded lse has an error of some roundings of the largest score:
+from a bound of 7 on, torch's kernel was measured to break the error rule of CONTRIBUTING.md in a
+few cases (LOG.md).
 """
 
 
@@ -588,14 +590,14 @@ def _largest_norms(x: Tensor) -> Tensor:
 
 
 MAX_FINITE = 1e17
-"""Numbers up to this size have finite products and sums in fp32."""
+"""Products of two numbers up to this absolute value are finite in fp32, and so are their sums."""
 
 
 def _all_entries_finite(x: Tensor) -> bool:
     """Return whether x contains no NaN, no infinity, and no number above `MAX_FINITE`, in one pass.
 
-    Larger numbers count as infinite: they may be arbitrary garbage behind a mask, and -inf + inf is
-    NaN in a kernel that masks by adding -inf.
+    Larger numbers count as infinite: a masked slot may contain uninitialised memory, and a product
+    of such numbers may be inf, which becomes NaN in a kernel that masks by adding -inf.
     """
     if x.numel() == 0:
         return True

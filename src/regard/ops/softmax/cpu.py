@@ -83,8 +83,8 @@ def decode_args(call: Call) -> DecodeArgs:
 
 @lru_cache(maxsize=8)
 def _span_positions(positions: Span) -> tuple[Tensor, Tensor]:
-    """Return the positions `[1, L]` of a span and the ends of the keys that each sees causally
-    `[1, 1, L, 1]`; cached, since every layer of a model needs the same.
+    """Return the positions `[1, T]` of a span, and `[1, 1, T, 1]` the end of the range of positions
+    that each query sees under a causal mask; cached, because every layer of a model needs the same.
     """
     with torch.inference_mode(mode=False):
         tensor = torch.arange(positions.start, positions.stop)[None]
@@ -138,17 +138,20 @@ def _bias_arguments(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
 
 
 MAX_QUERIES, MAX_ROWS = 16, 64
-"""The most queries, and in `MAX_ROWS` the most rows H/G T of a key/value head; beyond them
-matrix products are faster.
+"""The largest number of queries T, and the largest number of rows H/G T per key/value head, that
+the kernel supports; for more, matrix products are faster.
 """
 
 MIN_ELEMENTS = 1 << 17
-"""From this many numbers in keys and values on, this kernel is the first choice."""
+"""The smallest number of elements in keys and values for which `backend="auto"` tries this kernel
+first.
+"""
 
 
 class CpuKernel:
-    """The kernel "cpu": one pass over the keys with an online softmax in fp32, split over keys
-    and key/value heads; compiled once by Numba.
+    """The kernel "cpu": one pass over the keys with an online softmax in fp32, for a few queries.
+    The threads divide the key/value heads, and the keys of each head, among them. Numba compiles
+    the code once per machine.
     """
 
     name = "cpu"
@@ -170,9 +173,8 @@ class CpuKernel:
         rows = call.H // call.G * call.T
         if call.T > MAX_QUERIES or rows > MAX_ROWS:
             reasons.append(
-                f"{plural(call.T, 'query')} and {plural(rows, 'row')} per key/value head; the "
-                "limits are "
-                f"{MAX_QUERIES} and {MAX_ROWS}"
+                f"{plural(call.T, 'query')}, and {plural(rows, 'row')} (H/G T) per key/value head; "
+                f"the limits are {MAX_QUERIES} and {MAX_ROWS}"
             )
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append("nothing to compute")
@@ -183,8 +185,8 @@ class CpuKernel:
         return reasons
 
     def priority(self, call: Call) -> float | None:
-        """Return 100 where keys and values are so large that reading them once matters, else
-        50, because importing Numba takes a second.
+        """Return 100 where keys and values are so large that the time to read them dominates; else
+        50, behind torch's kernel, because importing Numba takes a second.
         """
         if not (call.readable and call.q.is_cpu):
             return None
@@ -192,8 +194,8 @@ class CpuKernel:
         return 100 if is_large else 50
 
     def run(self, call: Call) -> KernelResult:
-        """Attend to the keys in parallel, and to quantised slots directly from their codes;
-        join the results by their lse.
+        """Attend to the keys, or for a quantised cache to the codes of its earlier slots and to its
+        recent slots; two results are joined by their lse.
         """
         args, results, coded_slots = decode_args(call), [], 0
         k, v = call.k, call.v
@@ -210,8 +212,8 @@ class CpuKernel:
         return KernelResult(z.to(call.q.dtype), sums if call.wants_lse else None)
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the pairs of the tiles that some query of a key/value head sees, and the bytes
-        of the partial results.
+        """Return the number of query-key pairs in the tiles of keys that some query of a key/value
+        head sees, and the bytes of the output and lse in fp32.
         """
         B, H, G, S, R = call.B, call.H, call.G, call.S, call.H // call.G * call.T
         tiles = call.mask.tile_row(call.q_positions, call.k_positions, slice(0, call.T), TILE_KEYS)

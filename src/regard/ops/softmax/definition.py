@@ -28,8 +28,8 @@ EVERYTHING = slice(None)
 def scores(
     call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores `[B, H, t, s]` of a block, -inf where masked, and which of them are
-    visible (bool, broadcastable to that shape).
+    """Compute the scores `[B, H, t, s]` of a block of queries and keys, -inf where masked, and a
+    bool tensor, broadcastable to them, that is True where a key is visible.
 
     s_ij = softcap(scale * q_i . k_j) + bias_ij
 
@@ -86,8 +86,8 @@ def weighted_values(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool
     if finite:
         return _grouped_matmul(pattern, v)
     out = _grouped_matmul(pattern, _zero_non_finite(v))
-    # 0 x NaN is NaN, so non-finite values are excluded from the product above; each query that
-    # sees one gets it here, by counting the visible ones.
+    # 0 x NaN is NaN, so the product above leaves out non-finite values. Here each query that sees
+    # one gets it: products of 0 and 1 count the non-finite values that it sees.
     visible_weights = visible.expand(pattern.shape).to(pattern.dtype)
     sees_nan, sees_inf, sees_minus_inf = (
         _grouped_matmul(visible_weights, is_bad.to(v.dtype)) > 0
@@ -173,7 +173,7 @@ def softmax_weights(s: Tensor, sums: SoftmaxSum) -> Tensor:
 
 
 def attend_rows(call: Call, rows: slice) -> KernelResult:
-    """Compute the definition for a block of queries."""
+    """Compute the attention of a block of queries by its definition."""
     s, visible = scores(call, rows)
     s = tap("scores", s)
     sums = softmax_sum(s)

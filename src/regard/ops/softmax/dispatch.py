@@ -153,11 +153,11 @@ def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
 
 
 def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> KernelResult:
-    """Run the kernel that was chosen for the call without observers, request its lse as well, and
-    show the call and the result to the observers.
+    """Run a call that open traces observe: compute the lse as well, and pass the call and its
+    result to the traces.
 
-    Where the kernel cannot return the lse, the output is still its own and another kernel computes
-    the lse.
+    The output is that of the kernel that runs the call without traces. If this kernel cannot return
+    the lse, another kernel computes the lse.
     """
     call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
@@ -215,8 +215,8 @@ def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
 
 
 def zero_empty_slots(call: Call) -> Call:
-    """Replace the content of empty slots (position -1) by 0, so that no kernel multiplies a NaN in
-    them by 0.
+    """Replace q, k and v in empty slots (position -1) by 0, because a kernel may multiply them by a
+    weight of 0, and 0 times NaN is NaN.
     """
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):

@@ -35,13 +35,15 @@ CUDA_HEAD_DIMS = (16, 256)
 """The smallest and the largest head dimension of the generated CUDA kernel."""
 
 MAX_RANGES = 8
-"""The most key ranges per query; a mask with more, or without ranges, becomes a table of bools."""
+"""The largest number of key ranges per query that are evaluated as ranges; a mask with more, or
+without ranges, is evaluated from a table of bools.
+"""
 
 MAX_TABLE_BYTES = 2**26
-"""The largest such table on CUDA, in bytes."""
+"""The largest table of bools of a mask on CUDA, in bytes."""
 
 MAX_CPU_BYTES = 2**32
-"""The most bytes of scores that it may hold on a CPU, where every score is in memory."""
+"""The largest size in bytes of the scores on a CPU, where all of them are in memory at once."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -210,8 +212,9 @@ _block_mask_cached = lru_cache(32)(_block_mask)
 
 
 def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
-    """Return the mask as a function of indices, evaluated by key ranges, or by a table of bools
-    where there are too many.
+    """Return the mask as a function of indices (batch, head, query, key) for FlexAttention. It
+    compares positions with the key ranges of the query, or looks them up in a table of bools where
+    the mask has no ranges or more than `MAX_RANGES`.
     """
     intervals = mask.intervals(q, device=device)
     if intervals is None or not 0 < intervals.starts.shape[-1] <= MAX_RANGES:
@@ -242,8 +245,8 @@ def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Ma
 
 
 def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert bool `[b, h, nQ, nK]` to the number of chosen blocks `[b, h, nQ]` and their
-    indices, first in the list `[b, h, nQ, nK]`.
+    """Convert a bool table of blocks `[b, h, nQ, nK]` to the number of chosen blocks in each row
+    `[b, h, nQ]`, and the block indices `[b, h, nQ, nK]` of each row, the chosen ones first.
     """
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)

@@ -24,34 +24,36 @@ from regard.ops.softmax.merge import apply_sink
 from regard.span import as_tensor, slice_positions
 
 MIN_PRODUCTS = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
-"""From this many products B H T S (D + E) on, it is the first choice for inference, by dtype;
-for fewer, torch's kernel takes a few milliseconds as well.
+"""The smallest number of products B H T S (D + E), by dtype, for which this kernel may be the first
+choice in calls without a gradient; for fewer, torch's kernel takes only a few milliseconds.
 """
 
 MIN_TRAINING_PRODUCTS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
-"""The same bound for calls with a gradient, where torch's kernel is slower in comparison."""
+"""The same for calls with a gradient, in which torch's kernel is slower compared with this one."""
 
 MAX_TRAINING_SCORE = 500.0
-"""The bound on |scale q . k| up to which it computes gradients.
+"""The largest bound on |scale q . k| for which the kernel computes gradients.
 
-Its weights are accurate at any size, but dp and rowsum(dout out) cancel only up to their rounding.
-That breaks the error rule where every row of a call has one weight of nearly 1; measured from 6,000
-on.
+The weights are accurate for any scores, but in p (dp - rowsum(dout out)) the two terms are rounded
+separately, and their difference is inaccurate where one weight of a row is nearly 1. Where every
+row of a call has such a weight, the gradient was measured to break the error rule of
+CONTRIBUTING.md from scores of 6,000 on.
 """
 
 MIN_ROWS = 64
-"""The fewest queries of a key/value head, H/G T, for which packing keys and values is worth its
-time.
+"""The smallest number of rows H/G T per key/value head for which the kernel may be the first
+choice; for fewer, packing keys and values takes longer than it saves.
 """
 
 MIN_TRAINING_LENGTH = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
-"""The fewest such queries, and keys, for calls with a gradient, by dtype: both are packed three
-times.
+"""The smallest number of rows H/G T, and the smallest number of keys S, in calls with a gradient,
+by dtype. It is larger than `MIN_ROWS`, because keys are packed three times, and values twice.
 """
 
 MIN_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
-"""The smallest D + E, by dtype, where torch's kernel computes no more pairs than this one: the
-softmax is slower here, the products are faster.
+"""The smallest D + E, by dtype, for which the kernel may be the first choice if the mask lets
+torch's kernel skip as many pairs as this one: the softmax is slower here, but the products are
+faster.
 """
 
 
@@ -136,8 +138,8 @@ class GemmKernel:
         return KernelResult(z, lse if call.wants_lse else None)
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return the pairs of the key panels that some query of a block sees, and the bytes of
-        the packed keys and values and of one block.
+        """Return the number of query-key pairs in the panels of keys that some query of a block
+        sees, and the bytes of the packed keys and values and of one block.
         """
         # the constants of ops/jit, which is not imported here because it imports Numba
         block_rows, panel, group_size = (
@@ -184,8 +186,8 @@ def prefer_gemm(call: Call) -> bool:
 
 
 def _skips_pairs(mask: Mask) -> bool:
-    """Return whether the mask hides pairs that torch's kernel would compute, which skips those
-    of the causal triangle by its flag.
+    """Return whether the mask hides pairs that torch's kernel would compute: torch's kernel skips
+    only the pairs that its flag is_causal hides.
     """
     return not all(isinstance(term, Full | Causal | Padding) for term in mask.terms())
 
@@ -203,8 +205,8 @@ def _bias_requires_grad(call: Call) -> bool:
 
 
 def _inputs_to_check(call: Call) -> str:
-    """Return the names of the inputs that are multiplied by masked weights or gradients of 0,
-    where a NaN would leak.
+    """Return the names of the inputs that are multiplied by weights or gradients of 0 where they
+    are masked, so that a masked NaN would reach the results.
     """
     return "kvq" if call.has_gradient else "v"
 

@@ -1,9 +1,9 @@
-"""Lowering a mask to work for a fused kernel: blocks of queries, each with the ranges of keys that
-they see.
+"""Lowering a mask: split a call into blocks of queries, each with the ranges of keys that its
+queries see, so that a fused kernel can compute it.
 
-A fused kernel supports two shapes: every key, or the square causal triangle. Every other mask is
-split into such ranges, with an additive mask on the ranges that need one; the results are merged by
-their lse. Tiles of keys that are masked completely are never visited.
+A fused kernel supports two masks without extra work: no mask, and the square causal triangle. Every
+other mask is split into ranges of keys with one of these, and ranges with an additive mask; the
+results of the ranges are merged by their lse. Keys that a whole block does not see are in no range.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ BLOCK_QUERIES = 256
 
 
 class BlockSizes(NamedTuple):
-    """How finely a call is split.
+    """The sizes of the blocks and tiles into which a call is split.
 
     Args:
-        rows: queries per block.
-        keys: keys per tile, the unit in which a mask reports what is visible.
-        long: full tiles in a row from which on they form a range of their own; shorter runs join
-            their masked neighbours.
-        small: a causal triangle of at most so many rows is joined with the earlier keys in one
-            masked range, which is cheaper than two ranges.
+        rows: the number of queries in a block.
+        keys: the number of keys in a tile; a mask reports for each tile whether none, some or all
+            of its keys are visible.
+        long: the smallest number of adjacent fully visible tiles that form a range without a mask;
+            fewer are joined with the masked tiles beside them.
+        small: the largest number of rows of a causal triangle that is joined with the earlier keys
+            in one masked range, which is cheaper than two ranges.
     """
 
     rows: int = BLOCK_QUERIES
@@ -89,8 +90,8 @@ class KeyRange(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A range of queries, and the disjoint ranges of keys that they see; without any, they see
-    nothing.
+    """A range of queries, and the disjoint ranges of keys that they see; the list is empty if they
+    see no key.
     """
 
     rows: slice
@@ -109,7 +110,8 @@ def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
         if known is not None:
             return known
     if not (call.readable and call.q.device.type == "cpu"):
-        # tiles are found by reading tensors: not in a graph, not across a device
+        # Finding the visible tiles reads tensors, which a compiled graph cannot do, and for which
+        # another device would have to synchronise.
         everything = KeyRange(0, call.S, False, partial(additive_mask, call, ALL, ALL))
         return [QueryBlock(ALL, [everything])]
     blocks = [slice(i, min(i + sizes.rows, call.T)) for i in range(0, call.T, sizes.rows)]
@@ -152,8 +154,8 @@ def _padding_beside_causal(mask: Mask) -> Mask | None:
 
 
 def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[QueryBlock]:
-    """Lower a causal mask over contiguous positions: rows before every key, a triangle beside the
-    earlier keys, and rows that see every key.
+    """Lower a causal mask over contiguous positions. The queries before all keys are in no block;
+    the next ones see the earlier keys and a causal triangle; the last ones see every key.
     """
     first_row = min(max(k.start - q.start, 0), call.T)
     earlier_keys = max(q.start + first_row - k.start, 0)
@@ -161,7 +163,7 @@ def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[Query
     blocks = []
     if triangle_rows:
         rows = slice(first_row, first_row + triangle_rows)
-        too_few_keys = earlier_keys + triangle_rows < MIN_KEYS  # under a mask, NaN scores stay NaN
+        too_few_keys = earlier_keys + triangle_rows < MIN_KEYS  # with a mask torch keeps NaN scores
         if triangle_rows == 1 and not too_few_keys:
             ranges = [KeyRange(0, earlier_keys + 1)]
         elif too_few_keys or (earlier_keys and triangle_rows <= sizes.small):
@@ -192,8 +194,8 @@ def _lower_causal_in_graph(call: Call, q: Span, k: Span) -> list[QueryBlock] | N
 
 
 def _lower_by_tiles(call: Call, rows: slice, sizes: BlockSizes) -> QueryBlock:
-    """Return the key ranges of one block of queries: runs of tiles that are not empty, where long
-    full runs need no mask.
+    """Return the key ranges of one block of queries: runs of tiles that are not empty, of which
+    long runs of fully visible tiles have no mask.
     """
     ranges = visible_key_ranges(call, rows, sizes.keys, sizes.long)
     no_bias = call.bias is None
@@ -265,8 +267,8 @@ def _masked_range(call: Call, rows: slice, columns: slice) -> KeyRange:
 def _additive_mask_of_range(
     call: Call, first_query: int, stop_query: int, start: int, stop: int
 ) -> Tensor:
-    """Compute the additive mask for the queries `top` to `bottom` - 1 and the keys `start` to
-    `stop` - 1.
+    """Compute the additive mask for the queries `first_query` to `stop_query` - 1 and the keys
+    `start` to `stop` - 1.
     """
     return additive_mask(call, slice(first_query, stop_query), slice(start, stop))
 

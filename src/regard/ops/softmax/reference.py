@@ -17,15 +17,15 @@ tiled kernel, measured on one thread.
 
 
 class ReferenceKernel:
-    """Attention as it is defined. Memory is O(T S) for a traced or trained call, and bounded
-    otherwise.
+    """The kernel "reference": softmax attention computed by its definition, for every call. Its
+    memory grows with T S if the call is traced or needs a gradient, and is bounded otherwise.
     """
 
     name = "reference"
     selects = False
 
     def why_not(self, call: Call) -> list[str]:
-        """Refuse only calls that would need more than 4 GiB of scores in memory at once."""
+        """Refuse traced calls and calls with a gradient whose scores need more than 4 GiB."""
         if call.compiling or not (call.needs or call.has_gradient):
             return []
         size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
@@ -60,8 +60,8 @@ class ReferenceKernel:
         return KernelResult(torch.cat(outs, 2), torch.cat(lses, 2))
 
     def work(self, call: Call) -> WorkEstimate:
-        """Return every query-key pair, masked or not, and the scores and weights of a block of
-        rows.
+        """Return the number of all query-key pairs, masked or not, and the bytes of the scores and
+        weights that are in memory at a time.
         """
         pairs = call.B * call.H * call.T * call.S
         all_bytes = 2 * pairs * call.score_dtype.itemsize

@@ -1,7 +1,7 @@
 """The kernel "sdpa": torch's scaled_dot_product_attention.
 
-A call whose mask torch supports is one call of it. For other masks the keys are split into ranges
-(`mask_lowering`), and the results are merged by their lse.
+If torch supports the mask, torch's function is called once. For other masks it is called for ranges
+of keys (`mask_lowering`), and the results are merged by their lse.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from regard.units import plural
 
 
 def ensure_contiguous(x: Tensor) -> Tensor:
-    """Return x, copied if its last dimension is strided: torch would otherwise leave its fused
-    kernel.
+    """Return x, copied if its last dimension is not contiguous, because torch would otherwise not
+    use its fused kernel.
     """
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -87,7 +87,7 @@ class SdpaKernel:
     operator below it that returns the lse.
 
     Args:
-        sizes: how finely masks are split into key ranges.
+        sizes: the sizes of the blocks and tiles into which masks are split.
     """
 
     name = "sdpa"
@@ -165,8 +165,8 @@ class SdpaKernel:
 
 
 def inputs_to_check(call: Call) -> str:
-    """Return the names of the inputs in which a NaN could reach a query that may not see it;
-    checking an input takes one pass over it.
+    """Return the names of the inputs in which a masked NaN could reach the output or the gradients,
+    and only those, because checking an input takes one pass over it.
     """
     if call.sees_everything:
         return ""
@@ -272,8 +272,8 @@ def attend_blocks(
 class BlockwiseSdpa(torch.autograd.Function):
     """Autograd function for the output and lse of all key ranges.
 
-    Each backward call gets the output and lse of the whole row, so that nothing is merged a second
-    time.
+    torch's backward operator is called for each key range with the output and lse over all ranges;
+    the gradients of the ranges can then simply be added.
     """
 
     @staticmethod
@@ -307,7 +307,7 @@ class BlockwiseSdpa(torch.autograd.Function):
             return *grads[:3], None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        # for a row that sees nothing: exp(-inf - 0) is 0, as required
+        # a row that sees no key gets the lse 0: all its weights are then exp(-inf - 0) = 0
         lse = lse.masked_fill(lse.isneginf(), 0)
         for rows, ranges in ctx.blocks:
             row_tensors = tuple(
@@ -395,8 +395,8 @@ def _fully_masked_rows(mask: Tensor, key_range: KeyRange) -> Tensor:
 
 
 def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | None) -> bool:
-    """Return whether the heads of a group can be rows of one product: there is no triangle, and
-    the mask is the same for every row and head.
+    """Return whether the query heads of a group can be computed as rows of one head: the queries
+    are few, the range is not causal, and its mask is the same for every query and head.
     """
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
     limit = 1 if is_compiling() else MAX_FOLDED_QUERIES  # a graph must not specialise on a length
@@ -404,10 +404,8 @@ def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | No
 
 
 def _describe_sizes(call: Call) -> str:
-    """Return the sizes of a call for a message; without numbers in a compiled graph, which
-    would specialise on them.
-    """
-    if call.compiling:  # a number in a message would tie the graph to it
+    """Return the sizes of a call for a message, without numbers while torch.compile is tracing."""
+    if call.compiling:  # a number in a message would specialise the graph on it
         return "in a graph"
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 

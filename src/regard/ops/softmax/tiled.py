@@ -40,15 +40,16 @@ from regard.ops.softmax.merge import apply_sink
 
 
 class TileSizes(NamedTuple):
-    """How finely a call is split.
+    """The sizes of the blocks and tiles into which a call is split.
 
     Args:
-        rows: queries per block, for each head.
-        keys: keys per tile, the unit in which a mask reports what is visible.
-        tile: scores per key range, over all heads and rows, so that they stay in the CPU cache; a
-            range has at least `keys` keys.
-        long: full tiles in a row from which on they form a range of their own; shorter runs join
-            their masked neighbours.
+        rows: the largest number of queries in a block, for each head.
+        keys: the number of keys in a tile; a mask reports for each tile whether none, some or all
+            of its keys are visible.
+        tile: the largest number of scores in a key range, over all heads and rows, so that they
+            stay in the CPU cache; a range has at least `keys` keys all the same.
+        long: the smallest number of adjacent fully visible tiles that form a range without a mask;
+            fewer are joined with the masked tiles beside them.
     """
 
     rows: int = 128
@@ -69,7 +70,7 @@ class TiledKernel:
     softcap, sink and dropout.
 
     Args:
-        sizes: how finely a call is split.
+        sizes: the sizes of the blocks and tiles into which a call is split.
     """
 
     name = "tiled"
@@ -244,7 +245,7 @@ def tiled_forward(
         if not ranges:
             continue
         query = fold_heads(call, q[:, :, rows]) * call.scale
-        # finite, since -inf - -inf is NaN
+        # a finite number instead of -inf, because -inf - (-inf) is NaN
         max_score = torch.full_like(query[..., :1], torch.finfo(dtype).min)
         scaled_sum, weighted_sum = (
             torch.zeros_like(max_score),
@@ -319,7 +320,7 @@ def tiled_backward(
         else:
             row_shift = (d_row * fold_heads(call, out[:, :, rows])).sum(-1, keepdim=True)
         if d_lse is not None:
-            # the gradient of the lse of a row that sees nothing is arbitrary, and has no effect
+            # the lse of a row that sees no key is constant: its gradient must have no effect
             row_shift = row_shift - fold_heads(call, d_lse[:, :, rows, None]).masked_fill(
                 sees_nothing, 0
             )
@@ -346,8 +347,11 @@ def _recompute_weights(
     rows: slice,
     key_range: TiledKeyRange,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Recompute a key range without the factor 1/l of the weights: p, dp, p after dropout, and
-    the slope of the softcap or None.
+    """Recompute the weights of a block of queries for a range of keys.
+
+    Returns:
+        exp(s - m), which is l times the weights; the gradient of the weights divided by l;
+        exp(s - m) after dropout; and the derivative of the softcap, or None without a softcap.
     """
     (query, row_max, d_row), (k, v) = row, keys_values
     s, slope = tile_scores(call, query, k, rows, key_range, with_slope=True)
@@ -373,8 +377,8 @@ def tile_scores(
     *,
     with_slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores `[B G, (H/G) t, s]` of a key range, and with `with_slope` the slope 1
-    - tanh^2 of the softcap there.
+    """Compute the scores `[B G, (H/G) t, s]` of a key range, and if `with_slope` is set and there
+    is a softcap, its derivative 1 - tanh^2, else None.
     """
     slope = None
     s = torch.bmm(query, keys_of_range(k, key_range, query.dtype).mT)
@@ -406,8 +410,8 @@ def keys_of_range(x: Tensor, key_range: TiledKeyRange, dtype: torch.dtype) -> Te
 def dropout_factors(
     call: Call, seed: int, p: Tensor, rows: slice, key_range: TiledKeyRange
 ) -> Tensor:
-    """Return 1/(1 - dropout) where a weight is kept and 0 where it is dropped; the same in the
-    forward and the backward pass, and different for each range.
+    """Return 1/(1 - dropout) where a weight is kept and 0 where it is dropped. The random numbers
+    depend on the seed and the key range, so that forward and backward pass get the same ones.
     """
     generator = torch.Generator(p.device)
     generator.manual_seed(seed + rows.start * call.S + key_range.columns.start)
