@@ -158,10 +158,10 @@ class Broken(Attention):
 
     broken = False
 
-    def _answer(self, *args: Any) -> Tensor:
+    def _attend_and_project(self, *args: Any) -> Tensor:
         if self.broken:
             raise Failure
-        return super()._answer(*args)
+        return super()._attend_and_project(*args)
 
 
 def broken() -> Broken:

@@ -331,18 +331,18 @@ with contextlib.suppress(SystemExit):
 print(json.dumps(sorted({*sys.modules} - before)), file=sys.stderr)
 """
 LIGHT = (
-    "arguments",
+    "argument_checks",
     "cli",
     "configs",
     "cost",
     "deprecation",
+    "did_you_mean",
     "errors",
     "files",
-    "foreign",
     "span",
-    "suggest",
-    "table",
+    "text_table",
     "units",
+    "untrusted_text",
     "view",
 )
 

@@ -396,7 +396,7 @@ def test_configs_that_are_refused(raw: dict[str, Any], message: str) -> None:
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(
-        FileError, match=r"config\.json is no file; give a config.json, or the folder"
+        FileError, match=r"config\.json does not exist; give a config.json, or the folder"
     ):
         read_sizes_file(tmp_path)
     path.write_text("{")

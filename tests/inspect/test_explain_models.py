@@ -81,8 +81,8 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     ]
     source, target = read.sequences["source"], read.sequences["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
-        read_text.run()
-    for site in read_text.sites:
+        read.run()
+    for site in read.sites:
         found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
         expected = trace[f"{site.place}.pattern"][0, 1, 1]
         assert found.weights == pytest.approx(expected.tolist(), abs=1e-6), site.place

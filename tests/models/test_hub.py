@@ -134,7 +134,7 @@ def test_shards(server: Hub, origin: Path) -> None:
 @pytest.mark.parametrize(
     "file, says",
     [
-        ("../../secrets.safetensors", "'../../secrets.safetensors' is no plain file name"),
+        ("../../secrets.safetensors", "'../../secrets.safetensors' is not a plain file name"),
         ("pytorch_model.bin", "refers to 'pytorch_model.bin', which is not a safetensors file"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
         (
             "pytorch_model.bin",
             (
-                "it has 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
+                "it has 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not open; "
                 "convert it"
             ),
         ),

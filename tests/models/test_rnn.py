@@ -357,13 +357,13 @@ def test_errors() -> None:
         ),
         (
             lambda: model(nn.GRU(3, 4)),
-            "GRU(3, 4) takes [length, batch, dim]; make it with batch_first=True",
+            "GRU(3, 4) takes [length, batch, dim]; construct it with batch_first=True",
         ),
         (
             lambda: PlainDecoder(two_ways),
             (
-                f"{two_ways} is bidirectional, and a decoder cannot read what it has yet to write; "
-                "make it with bidirectional=False"
+                f"{two_ways} is bidirectional, but a decoder cannot read later tokens; "
+                "construct it with bidirectional=False"
             ),
         ),
         (

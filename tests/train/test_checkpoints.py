@@ -219,7 +219,7 @@ def save_and_die(folder: Path, calls: int) -> None:
         return call
 
     for owner, name in (
-        (checkpoints, "sync"),
+        (checkpoints, "sync_to_disk"),
         (checkpoints, "save_file"),
         (checkpoints, "size_and_checksum"),
         (Path, "write_text"),

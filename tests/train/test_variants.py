@@ -20,7 +20,7 @@ from regard.models.assembly.catalogue_mixer import (
     build_mixer,
     check_position,
     decoder_variants,
-    find_variant,
+    find_decoder_variant,
     supported_schemes,
     with_positions,
     with_window,
@@ -140,7 +140,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
     with pytest.raises(
         ArgumentError, match=r"^bahdanau attends to a second sequence; .* delta_net, "
     ):
-        find_variant("bahdanau")
+        find_decoder_variant("bahdanau")
     with pytest.raises(ArgumentError, match=r"^prefix_lm sees later tokens; "):
         config("prefix_lm")
     with pytest.raises(ArgumentError, match="no mechanism is named 'gqua'; did you mean 'gqa'"):
@@ -313,7 +313,7 @@ def test_windows_that_are_refused() -> None:
         config("retention", window=4)
     with pytest.raises(ArgumentError, match=r"streaming does not take window 4: .* are sinks, rec"):
         config("streaming", window=4)
-    with pytest.raises(ArgumentError, match=r"^NSA takes no window beside what it keeps itself"):
+    with pytest.raises(ArgumentError, match=r"^NSA does not support an additional window"):
         with_window(build_mixer("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)
     with pytest.raises(
         ArgumentError, match="nsa has a window of its own: give it the option window=4"
@@ -464,7 +464,7 @@ def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None
 def test_what_the_loss_does_not_reach_is_named() -> None:
     made = config("dsa")
     missed = parameters_without_gradient(make_model(made, 0), V, 8)
-    assert {name.split(".")[3] for name in missed} == {"select"}
+    assert {name.split(".")[3] for name in missed} == {"selector"}
     assert parameters_without_gradient(make_model(config("nsa"), 0), V, LENGTH) == ()
     before = torch.random.get_rng_state()
     parameters_without_gradient(

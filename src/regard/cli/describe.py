@@ -55,14 +55,14 @@ def describe(
 
     if name is None:
         mechanisms = {
-            entry.name: {"family": entry.family, "about": entry.sentence}
+            entry.name: {"family": entry.family, "about": entry.summary}
             for entry in VARIANTS.values()
         }
         typer.echo(json_format.dumps(mechanisms) if json else _list(mechanisms))
         return
     try:
         entry = find_variant(name)
-        options = {**entry.sizes, **parse_options(option or [], entry)}
+        options = {**entry.example_options, **parse_options(option or [], entry)}
         description = _describe(entry, dim, heads, options, context)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error

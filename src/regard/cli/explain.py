@@ -410,7 +410,7 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
     if target is None:
         answer = generate_ids(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
     else:
-        answer = task.vocabulary.encode(target.split() if task.writes else tuple(target))
+        answer = task.vocabulary.encode(target.split() if task.target_separator else tuple(target))
     target_ids = [BOS, *answer]
     return prepare_run(
         PretokenizedInput(

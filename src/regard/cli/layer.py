@@ -63,7 +63,7 @@ def layer(
     mask: MaskOf = "causal",
     seed: Seed = 0,
     option: Set = None,
-    html_page: Html = None,
+    html: Html = None,
     figure: Figure = None,
     head: Head = 0,
     json: Json = False,
@@ -74,7 +74,7 @@ def layer(
     mean, standard deviation and time of each stage. The default sizes are 2 x 4 x 512 with 8 heads.
     The layer runs in evaluation mode, without dropout.
     """
-    check_files({"--html": html_page}, pictures={"--figure": figure})
+    check_files({"--html": html}, pictures={"--figure": figure})
     try:
         layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
         if figure is not None:
@@ -86,8 +86,8 @@ def layer(
         typer.echo(json_format.dumps(results, allow_nan=False))
     else:
         _print(results)
-    if html_page is not None:
-        _write(results, html_page)
+    if html is not None:
+        _write(results, html)
 
 
 def _run_layers(

@@ -135,10 +135,12 @@ def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> An
         finite=options.finite,
         **kind_argument,
     )
-    if model.fresh:
-        examples = ", ".join(model.fresh[:3]) + (", ..." if len(model.fresh) > 3 else "")
+    if model.newly_initialized:
+        examples = ", ".join(model.newly_initialized[:3]) + (
+            ", ..." if len(model.newly_initialized) > 3 else ""
+        )
         typer.echo(
-            f"not trained, initialised at random: {plural(len(model.fresh), 'weight')} "
+            f"not trained, initialised at random: {plural(len(model.newly_initialized), 'weight')} "
             f"({examples})",
             err=True,
         )

@@ -348,7 +348,7 @@ def consistency_by_policy(
         target: as for `with_cache_policy`.
     """
     rotary = rotary_of(network)
-    if not rotary.follows:
+    if not rotary.follows_length:
         return {"as it is": cache_consistency(network, ids, start)}
     return {
         policy: cache_consistency(with_cache_policy(network, policy, target), ids, start)

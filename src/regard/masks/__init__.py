@@ -1,7 +1,7 @@
 """Masks: rules on token positions that say which keys each query may attend to.
 
-Masks are combined with `&`, `|` and `~`. In a dense mask, True means that the query may attend to
-the key.
+Masks are combined with `&`, `|` and `~`. In a dense mask, True = may attend: the query
+attends to the keys that are True in its row.
 """
 
 from regard.deprecation import renamed

@@ -30,8 +30,8 @@ class Encoder(nn.Module):
         ArgumentError: when called: ids are not [B, S].
 
     >>> import torch
-    >>> from regard.nn.embedding import Sinusoidal
-    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
+    >>> from regard.nn.embedding import SinusoidalPositions
+    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4)), [], nn.Identity())
     >>> encoder(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
@@ -85,8 +85,8 @@ class HeadedEncoder(nn.Module):
     Raises:
         ArgumentError: when called: the pooler or the head that is asked for is None.
 
-    >>> from regard.nn.embedding import Sinusoidal
-    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
+    >>> from regard.nn.embedding import SinusoidalPositions
+    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4)), [], nn.Identity())
     >>> model = HeadedEncoder(encoder, head=nn.Linear(4, 7))
     >>> model.logits(model(torch.tensor([[1, 2]]))).shape
     torch.Size([1, 2, 7])

@@ -31,8 +31,8 @@ WITHOUT_CONFIG = {
     "pickles alone": (
         ["pytorch_model.bin"],
         (
-            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
-            "opened; convert it to safetensors elsewhere"
+            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which regard "
+            "does not open; convert it to safetensors with another program"
         ),
     ),
     "weights alone": (
@@ -125,4 +125,6 @@ def test_the_cost_of_a_folder_takes_no_revision(
     assert run(["cost", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] > 0
     assert run(["cost", str(tmp_path), "--revision", "v1"]) == 2
-    assert "--revision is for a repository of the hub" in capsys.readouterr().err.replace("\n", " ")
+    assert "--revision applies only to a repository on the hub" in capsys.readouterr().err.replace(
+        "\n", " "
+    )

@@ -251,7 +251,7 @@ def test_models_that_cannot() -> None:
     with pytest.raises(ArgumentError, match="a norm follows"):
         to_groups(some.of("olmo2"), 1, "svd")
     gpt = some.of("gpt2", n_positions=32, n_embd=24, n_layer=1, n_head=4)
-    with pytest.raises(ArgumentError, match="uses Fused, not separate maps"):
+    with pytest.raises(ArgumentError, match="uses FusedQKV, not separate maps"):
         to_groups(gpt, 2)
     other = some.of("regard", attention="mha", position="none")
     with pytest.raises(ArgumentError, match="the config regard has no number of key/value heads"):

@@ -304,7 +304,7 @@ def test_latents_of_latents() -> None:
     after, _ = to_latent(some.llama())
     with pytest.raises(ArgumentError, match="the model has latent attention already"):
         to_latent(after)
-    with pytest.raises(ArgumentError, match="uses Latent, not separate maps"):
+    with pytest.raises(ArgumentError, match="uses LatentProjection, not separate maps"):
         to_groups(after, 2)
 
 

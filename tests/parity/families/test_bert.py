@@ -149,7 +149,10 @@ def test_what_is_not_stored_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     pair = Pair(tmp_path / "a", "ForMaskedLM")
     states = pair.mine.hidden(pair.ids)
-    with pytest.raises(regard.ArgumentError, match="no pooler: none was stored; pool its states"):
+    with pytest.raises(
+        regard.ArgumentError,
+        match="this model has no pooler, because the checkpoint has none; pool its states",
+    ):
         pair.mine.network.pooled(states)
     (tmp_path / "b").mkdir()
     other = Pair(tmp_path / "b", "Model")

@@ -136,7 +136,9 @@ def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "text_config is None; a gemma3 has the language model's keys there": {"model_type": "gemma3"},
+    "text_config is None; it must be an object with the language model's keys": {
+        "model_type": "gemma3"
+    },
     "num_hidden_layers is 1000000000, and the folder holds": {
         "model_type": "gemma3",
         "text_config": {"num_hidden_layers": 10**9, "sliding_window_pattern": 6},

@@ -146,7 +146,7 @@ def test_stopped_and_resumed_gives_the_same_weights(
     monkeypatch.setattr(TaskBatches, "__next__", deadly)
     out = tmp_path / "cut"
     assert train(out) == 128 + signal.SIGTERM
-    assert "go on with the same command and --resume" in shown(capsys)
+    assert "continue with the same command and --resume" in shown(capsys)
     assert not (out / "report.html").exists()
     assert train(out, "--resume") == 0
     assert all(torch.equal(x, weights(out)[name]) for name, x in weights(made).items())
@@ -216,7 +216,7 @@ def test_what_belongs_to_tasks_needs_one(
         ["--beside", "x"],
     ):
         assert run(["train", "--out", str(tmp_path / "out"), *option]) == 2
-        assert f"{option[0]}: belongs to made tasks; give --task NAME too" in shown(capsys)
+        assert f"{option[0]}: applies only to tasks; give --task NAME too" in shown(capsys)
     assert run(["train", "--out", str(tmp_path / "out"), "--task", "copy"]) == 2
     assert "--model: a task needs a model: lstm" in shown(capsys)
     assert not (tmp_path / "out").exists()
@@ -234,7 +234,7 @@ def test_the_list_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_the_terminal_shows_bars_and_where_it_looks(made: Path) -> None:
     said = (made.parent / "said.txt").read_text("utf-8")
-    assert "longer than trained" in said
+    assert "longer than in training" in said
     assert "alignment (decoder; the answer is wrong)" in said
     assert re.search(r" \d+ - \d+ .*% \( *\d+ to +\d+\)", said)
     assert "right_validation" in said
