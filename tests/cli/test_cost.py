@@ -261,14 +261,14 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("llama3-8b",), "did you mean 'llama-3-8b'"),
         (("gpt2", "--vs", "gpt4"), "'gpt4' is neither a known model nor a path"),
         ((), "give a model, or its sizes: --layers, --dim, --heads missing"),
-        (("--layers", "2"), "--dim, --heads missing. regard cost --list names what is known"),
+        (("--layers", "2"), "--dim, --heads missing. regard cost --list shows the known models"),
         (
             ("gpt2", "--layers", "2", "--window", "4"),
-            "gpt2 says all sizes, and --layers, --window too; leave them out",
+            "gpt2 already has all sizes, but --layers, --window are given too; leave them out",
         ),
         (
             (*SIZES, "--attention", "mla", "--window", "4"),
-            "attention 'mla' needs the option kv_rank",
+            "attention 'mla' needs a value for kv_rank",
         ),
         (
             (*SIZES, "--attention", "linear_attention", "--window", "4"),
@@ -286,7 +286,7 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops need each other"),
         (
             ("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"),
-            "--machine says bandwidth and FLOPs",
+            "--machine already has a bandwidth and a rate",
         ),
         (("gpt2", "--bandwidth", "0", "--flops", "1e9"), "must be above 0, per second"),
         (("gpt2", "--context", "2k"), "gpt2 has learned positions for 1,024 tokens"),

@@ -189,7 +189,7 @@ def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> No
 
 def test_a_width_that_heads_do_not_divide() -> None:
     with pytest.raises(
-        ArgumentError, match="dim 34 is not divisible by 4, the width divisor of 4 heads"
+        ArgumentError, match="dim 34 is not divisible by 4, which is needed for 4 heads"
     ):
         mechanism_spec("mha", 34, 4, {})
     assert mechanism_spec("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32

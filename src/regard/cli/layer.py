@@ -1,5 +1,5 @@
-"""The command `regard layer`, which runs one attention layer on random tokens and prints every
-tensor of it.
+"""The command `regard layer`, which runs one attention layer on random tokens and prints its
+tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Set = Annotated[
     typer.Option("--set", help="Option of the mechanism, as name=value. Repeatable."),
 ]
 Html = Annotated[
-    Path | None, typer.Option(help="Also write an HTML page to this file.", show_default="none")
+    Path | None,
+    typer.Option(help="Also write the tensors as an HTML page to this file.", show_default="none"),
 ]
 Figure = Annotated[
     Path | None,
@@ -50,7 +51,7 @@ Figure = Annotated[
         show_default="none",
     ),
 ]
-Head = Annotated[int, typer.Option(help="Head that --figure draws.", min=0)]
+Head = Annotated[int, typer.Option(help="Index of the head that --figure draws.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")]
 
 
@@ -71,8 +72,8 @@ def layer(
     """Run one layer of attention on random tokens, and print everything that it computes.
 
     Prints shapes, mask, raw scores, masked scores and weights of every head, the output, and the
-    mean, standard deviation and time of each stage. The default sizes are 2 x 4 x 512 with 8 heads.
-    The layer runs in evaluation mode, without dropout.
+    mean, standard deviation and time of each stage. The default input has 2 sequences of
+    4 tokens of width 512. The layer runs in evaluation mode, without dropout.
     """
     check_files({"--html": html_page}, pictures={"--figure": figure})
     try:
