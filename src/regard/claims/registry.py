@@ -130,7 +130,7 @@ def run_claims(
         (experiment,) = experiments([claim], budget, seed)
         numbers = session.run([experiment])[experiment.name]
         outcomes.append(
-            Outcome(claim, numbers, budget, seed, reused=experiment.name in session.kept)
+            Outcome(claim, numbers, budget, seed, reused=experiment.name in session.reused_names)
         )
     return outcomes
 

@@ -29,7 +29,7 @@ def print_audit(report: Audit, console: Console) -> None:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
         rows = {
-            "smallest": example,
+            "smallest input": example,
             "expected": _number_text(f.expected),
             "got": _number_text(f.got),
             "look at": f.look_at,
@@ -55,7 +55,9 @@ def print_audit(report: Audit, console: Console) -> None:
     console.print(report.counts())
     if not report.findings and report.untried:
         console.print(
-            "This is not a pass: exit code 3, or 0 with --allow-untried.", highlight=False
+            "The audit did not pass, because of the checks that could not be made: exit code 3, or "
+            "0 with --allow-untried.",
+            highlight=False,
         )
 
 
