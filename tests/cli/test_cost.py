@@ -272,10 +272,10 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         ),
         (
             (*SIZES, "--attention", "linear_attention", "--window", "4"),
-            "'linear_attention' has no window",
+            "'linear_attention' has no option window",
         ),
-        ((*SIZES, "--set", "groups"), "give name=value"),
-        ((*SIZES, "--set", "groups=\u00b2"), "give name=value"),
+        ((*SIZES, "--set", "groups"), "must be name=value"),
+        ((*SIZES, "--set", "groups=\u00b2"), "must be name=value"),
         ((*SIZES, "--kv-heads", "2", "--set", "groups=2"), "groups is given twice; give it once"),
         (
             (*SIZES, "--kv-heads", "3"),
@@ -331,17 +331,17 @@ with contextlib.suppress(SystemExit):
 print(json.dumps(sorted({*sys.modules} - before)), file=sys.stderr)
 """
 LIGHT = (
-    "arguments",
+    "argument_checks",
     "cli",
     "configs",
     "cost",
     "deprecation",
     "errors",
     "files",
-    "foreign",
+    "untrusted_text",
     "span",
-    "suggest",
-    "table",
+    "did_you_mean",
+    "text_table",
     "units",
     "view",
 )

@@ -235,10 +235,10 @@ def test_a_page_without_quality_has_plots() -> None:
     marks = {mark.name: mark for mark in against_cache.marks}
     assert (marks["mqa"].x, marks["mqa"].y) == (1024, 0.002)
     assert marks["mqa"].span == pytest.approx((0.0018, 0.0022))
-    assert [m.name for m in against_cache.marks if m.front] == ["mqa", "linear"], (
+    assert [m.name for m in against_cache.marks if m.on_pareto_front] == ["mqa", "linear"], (
         "mha costs more of both"
     )
-    assert [m.name for m in against_prompt.marks if m.front] == ["linear"]
+    assert [m.name for m in against_prompt.marks if m.on_pareto_front] == ["linear"]
     drawn = {picture.title: picture for picture in context_plots(found)}
     assert list(drawn) == ["Time of a prompt", "Time of a decoded token", "Cache"]
     assert drawn["Cache"].lines[1].points == ((6.0, 1024.0), (20.0, 1024.0))
@@ -290,13 +290,13 @@ def test_the_page_draws_each_lesson_against_each_cost() -> None:
         "mqar against time of a decoded token",
     ]
     marks = {mark.name: mark for mark in drawn[0].marks}
-    assert (marks["mqa"].x, marks["mqa"].y, marks["mqa"].span, marks["mqa"].front) == (
+    assert (marks["mqa"].x, marks["mqa"].y, marks["mqa"].span, marks["mqa"].on_pareto_front) == (
         1024,
         0.6,
         (0.5, 0.7),
         True,
     )
-    assert not marks["linear"].front
+    assert not marks["linear"].on_pareto_front
     html = render_page(found)
     assert html.count("<svg") == 2 + 2 + 3
     assert "regard compare mha" in html

@@ -77,7 +77,7 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     """It has the logits of one whole pass, and is taken back: further calls say the same, whatever
     the cache.
     """
-    made = Candidate(name, name, VARIANTS[name].sizes).config(SHAPE)
+    made = Candidate(name, name, VARIANTS[name].example_options).config(SHAPE)
     model = _drawn(build_decoder(made))
     with torch.inference_mode():
         whole = model(speed.random_ids(made, 2, 21))[:, -1:]
@@ -183,7 +183,7 @@ def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(speed, "free", lambda _: 3000)
+    monkeypatch.setattr(speed, "free_memory", lambda _: 3000)
     rows = speed.time_in_turns(
         configs(candidates(["mha", "mqa"], SHAPE), SHAPE), "decode", 8, TIMING
     )["rows"]

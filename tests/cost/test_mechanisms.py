@@ -162,12 +162,12 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
             {"groups": 2},
             "regard describe NAME prints the cost of one layer of any mechanism",
         ),
-        ("gqa", {}, "attention 'gqa' needs the option groups; give it"),
-        ("mla", {"kv_rank": 4}, "needs the option nope_dim, rope_dim, value_dim"),
+        ("gqa", {}, "attention 'gqa' needs a value for groups; give it"),
+        ("mla", {"kv_rank": 4}, "needs a value for nope_dim, rope_dim, value_dim"),
         (
             "linear_attention",
             {"window": 4},
-            "'linear_attention' has no window; it takes groups, head_dim, value_dim",
+            "'linear_attention' has no option window; its options are groups, head_dim, value_dim",
         ),
         (
             "gqa",

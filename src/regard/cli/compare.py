@@ -368,7 +368,7 @@ def _listing() -> str:
         lines.append(f"  {'':<12} {one.attention}({options})")
     lines.append("tasks")
     lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL_TASKS]
+    lines += [f"  {name:<12} {TASKS[name].description}" for name in RECALL_TASKS]
     return "\n".join(lines)
 
 

@@ -42,7 +42,9 @@ Set = Annotated[
 ]
 Html = Annotated[
     Path | None,
-    typer.Option(help="Also write the tensors as an HTML page to this file.", show_default="none"),
+    typer.Option(
+        "--html", help="Also write the tensors as an HTML page to this file.", show_default="none"
+    ),
 ]
 Figure = Annotated[
     Path | None,
