@@ -145,8 +145,8 @@ def test_the_list_of_faults() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((), "give package.module:name, or --model and a folder"),
-        (("a:b", "--model", "tiny"), "give package.module:name, or --model and a folder"),
+        ((), "give either package.module:name or --model with a folder"),
+        (("a:b", "--model", "tiny"), "give either package.module:name or --model with a folder"),
         (("no_such_module_here:F",), "cannot be imported"),
         (("torch.nn:MultiheadAttention",), "give --dim N --heads N"),
         (("torch.nn:MultiheadAttention", *SIZES, "--set", "bias"), "must be name=value"),

@@ -86,6 +86,7 @@ def _number_text(x: float | str) -> str:
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
+FROM_CODE = "from the code, or a small size"
 SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code is called"
 
 Target = Annotated[
@@ -103,12 +104,21 @@ Folder = Annotated[
         show_default="none",
     ),
 ]
-Dim = Annotated[int | None, typer.Option(help="Model width.", rich_help_panel=SIZES)]
-Heads = Annotated[int | None, typer.Option(help="Number of query heads.", rich_help_panel=SIZES)]
-KvHeads = Annotated[
-    int | None, typer.Option(help="Number of key/value heads.", rich_help_panel=SIZES)
+Dim = Annotated[
+    int | None, typer.Option(help="Model width.", show_default=FROM_CODE, rich_help_panel=SIZES)
 ]
-HeadDim = Annotated[int | None, typer.Option(help="Width of one head.", rich_help_panel=SIZES)]
+Heads = Annotated[
+    int | None,
+    typer.Option(help="Number of query heads.", show_default=FROM_CODE, rich_help_panel=SIZES),
+]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(help="Number of key/value heads.", show_default=FROM_CODE, rich_help_panel=SIZES),
+]
+HeadDim = Annotated[
+    int | None,
+    typer.Option(help="Width of one head.", show_default=FROM_CODE, rich_help_panel=SIZES),
+]
 Causal = Annotated[
     bool | None,
     typer.Option(

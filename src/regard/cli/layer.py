@@ -26,6 +26,7 @@ EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 Names = Annotated[
     list[str] | None,
     typer.Argument(
+        metavar="MECHANISM",
         help=("Mechanisms of the catalogue (regard describe); several are printed side by side."),
         show_default="mha",
     ),

@@ -166,11 +166,11 @@ class InfiniSpec(Spec):
         write.
         """
         H, G, D, E = self._sizes
-        n, reads = self._keys_read(context), f"{H} + {G}" if self.delta else f"{H}"
+        n, reads = self._keys_read(context), f"({H} + {G})" if self.delta else f"{H}"
         return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
-            f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
-            f"writes {G} x (2 D E + D)",
+            f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}) + {reads} x 2 D (E + 1) (reads) "
+            f"+ {G} x (2 D E + D) (writes)",
         )
 
     def prefill_flops(self, context: int) -> int:

@@ -234,7 +234,7 @@ class SelectedSpec(Spec):
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         read, choice = self.selection.tokens(context), self.selection.flops(context, H, D)
         flops = attention_flops(H * read.value, D, E) + choice.value
-        return Quantity(flops, f"2 H n (D + E), n = {read} + {choice.formula}")
+        return Quantity(flops, f"2 H n (D + E) + {choice.formula}, with n = {read}")
 
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of all selected query-key pairs, and of selecting them."""
@@ -341,7 +341,9 @@ class NSASpec(Spec):
             phi, remark = self._compression(C), "all blocks compressed again"
         else:
             phi, remark = self._compression(1) // self.stride, "compression, once per d tokens"
-        formula = f"2 H n (D + E), n = {n} + 2 H C D (importance), C = {C} + {phi} ({remark})"
+        formula = (
+            f"2 H n (D + E) + 2 H C D (importance) + {phi} ({remark}), with n = {n} and C = {C}"
+        )
         return Quantity(self._attention_flops(n, C) + phi, formula)
 
     def prefill_flops(self, context: int) -> int:
