@@ -96,7 +96,7 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     >>> import regard
     >>> tiny = regard.load("tiny")
     >>> rotary_of(extended_decoder(tiny, "linear", 1024)).scaling
-    Linear(factor=4.0)
+    LinearScaling(factor=4.0)
     """
     if method not in METHODS:
         raise ArgumentError(f"the method is {method!r}; it must be one of {', '.join(METHODS)}")
