@@ -56,7 +56,7 @@ def test_faults_exit_with_1_and_are_shown() -> None:
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "error window-off-by-one" in lines
     assert "Query 4 sees key 0: 5 keys with its own; the window is 4, its own included." in lines
-    assert "smallest T 5, query 4, heads 1, head_dim 1" in lines
+    assert "smallest input T 5, query 4, heads 1, head_dim 1" in lines
     assert "expected 4" in lines
     assert "got 5" in lines
     assert any(line.startswith("look at < against <=") for line in lines)
@@ -69,7 +69,7 @@ UNKNOWN = "tests.audit.test_calls:Unknown"
 def test_a_check_that_could_not_be_made_exits_with_3() -> None:
     result = call(UNKNOWN, *SIZES)
     assert result.exit_code == 3, result.output
-    assert "This is not a pass: exit code 3, or 0 with --allow-untried." in result.stdout
+    assert "The audit did not pass, because of the checks that could not be made" in result.stdout
     assert re.search(r"definition +its projections were read", result.stdout)
     assert call(UNKNOWN, *SIZES, "--allow-untried").exit_code == 0
     # faults stay faults
@@ -145,8 +145,8 @@ def test_the_list_of_faults() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((), "give package.module:name, or --model and a folder"),
-        (("a:b", "--model", "tiny"), "give package.module:name, or --model and a folder"),
+        ((), "give either package.module:name or --model with a folder"),
+        (("a:b", "--model", "tiny"), "give either package.module:name or --model with a folder"),
         (("no_such_module_here:F",), "cannot be imported"),
         (("torch.nn:MultiheadAttention",), "give --dim N --heads N"),
         (("torch.nn:MultiheadAttention", *SIZES, "--set", "bias"), "must be name=value"),

@@ -130,7 +130,7 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["xy", "--attention", "gqa", "--set", "widow=1"], "--set widow=1: give name=value"),
         (
             ["xy", "--attention", "gqa", "--model", "other"],
-            "builds a network of its own; leave out --model",
+            "builds a network with random weights; leave out --model",
         ),
         (["xy", "--attention", "retention", "--list"], "Recurrent ran no softmax for query 1"),
         (["xy", "--figure", "a.jpg"], "a.jpg is no picture; its name must end in .svg, .png, .pdf"),
@@ -231,7 +231,7 @@ def test_a_page_is_over_recorded_softmax_attention(
     target = tmp_path / "a.html"
     assert run(["explain", TEXT, "--attention", "retention", "--html", str(target)]) == 2
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "the page is over recorded softmax attention, and Recurrent ran none" in said
+    assert "the page shows recorded softmax attention, but Recurrent computes none" in said
     assert not target.exists()
     for mechanism in ("nsa", "cross_attention", "streaming", "mla"):
         assert run(["explain", TEXT, "--attention", mechanism, "--html", str(target)]) == 0

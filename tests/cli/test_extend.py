@@ -60,7 +60,7 @@ def test_a_checkpoint_is_read_in_every_form(
     assert "trained on 32 tokens" in out
     assert out.index("\nunscaled ") < out.index("\nyarn ") < out.index("\ndynamic ")
     assert "re_rotate" in out
-    assert "... yarn: 16, 32, 64 tokens, and a cache" in err
+    assert "... yarn: 16, 32, 64 tokens, and cached decoding" in err
     assert page.read_text("utf-8").count("<svg") == 5
     assert chart.read_text("utf-8").startswith("<svg")
     told = json.loads(run(capsys, *options, "--method", "linear", "--json")[0])

@@ -165,8 +165,9 @@ def test_every_line_fits_80_columns() -> None:
         (
             ["strided(8)", "--queries", "65536"],
             (
-                "error: 65,536 queries x 65,536 keys; a mask without intervals is evaluated pair "
-                "by pair, at most 134,217,728: give fewer --queries or --keys"
+                "error: 65,536 queries x 65,536 keys are too many: a mask without key intervals is "
+                "evaluated pair by pair, for at most 134,217,728 pairs; give fewer --queries or "
+                "--keys"
             ),
         ),
     ],

@@ -18,7 +18,7 @@ from regard.compare.comparison import (
     pareto_names,
     with_overlap,
 )
-from regard.compare.output import (
+from regard.compare.render import (
     context_plots,
     cost_charts,
     overlap_legend,

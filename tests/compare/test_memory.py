@@ -26,7 +26,9 @@ def test_an_experiment_asks_the_program() -> None:
         "print(json.dumps({'prefill': s['context']}))"
     )
     assert memory.measure_peaks(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
-    with pytest.raises(RegardError, match="ended with 3: no room; --no-memory goes without it"):
+    with pytest.raises(
+        RegardError, match="ended with 3: no room; --no-memory skips this measurement"
+    ):
         memory.measure_peaks(
             settings,
             [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"],

@@ -81,7 +81,7 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     model = _drawn(build_decoder(made))
     with torch.inference_mode():
         whole = model(speed.random_ids(made, 2, 21))[:, -1:]
-    step = speed.decode(model, made, 21, batch=2)
+    step = speed.decode_step(model, made, 21, batch=2)
     first, second, third = step(), step(), step()
     assert torch.equal(first, second)
     assert torch.equal(first, third)
@@ -97,7 +97,7 @@ def test_the_first_token_has_no_prompt() -> None:
     model = _drawn(build_decoder(made))
     with torch.inference_mode():
         whole = model(speed.random_ids(made, 1, 1))
-    found = speed.decode(model, made, 1)()
+    found = speed.decode_step(model, made, 1)()
     assert float((found - whole).abs().max()) <= 1e-12 * float(whole.abs().max())
 
 
@@ -113,7 +113,7 @@ def _drawn(model: Decoder) -> Decoder:
 def test_prompts_fill_new_caches_each_time() -> None:
     made = configs(candidates(["mha", "window"], SHAPE), SHAPE)
     for config in made.values():
-        step = speed.prefill(build_decoder(config), config, 20)
+        step = speed.prefill_step(build_decoder(config), config, 20)
         one, two = step(), step()
         assert one is not two
         assert {len(cache) for cache in (*one, *two)} == {20 if config.attention == "gqa" else 8}
@@ -121,7 +121,7 @@ def test_prompts_fill_new_caches_each_time() -> None:
 
 def test_training_steps_train() -> None:
     made = configs(candidates(["linear"], SHAPE), SHAPE)["linear"]
-    step = speed.training(build_decoder(made), made, 12, 2)
+    step = speed.training_step(build_decoder(made), made, 12, 2)
     losses = [step() for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
 

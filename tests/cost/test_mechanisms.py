@@ -162,12 +162,12 @@ def test_latents_absorb_few_queries_and_expand_many() -> None:
             {"groups": 2},
             "regard describe NAME prints the cost of one layer of any mechanism",
         ),
-        ("gqa", {}, "attention 'gqa' needs the option groups; give it"),
-        ("mla", {"kv_rank": 4}, "needs the option nope_dim, rope_dim, value_dim"),
+        ("gqa", {}, "attention 'gqa' needs a value for groups; give it"),
+        ("mla", {"kv_rank": 4}, "needs a value for nope_dim, rope_dim, value_dim"),
         (
             "linear_attention",
             {"window": 4},
-            "'linear_attention' has no window; it takes groups, head_dim, value_dim",
+            "'linear_attention' has no option window; its options are groups, head_dim, value_dim",
         ),
         (
             "gqa",
@@ -189,7 +189,7 @@ def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> No
 
 def test_a_width_that_heads_do_not_divide() -> None:
     with pytest.raises(
-        ArgumentError, match="dim 34 is not divisible by 4, the width divisor of 4 heads"
+        ArgumentError, match="dim 34 is not divisible by 4, which is needed for 4 heads"
     ):
         mechanism_spec("mha", 34, 4, {})
     assert mechanism_spec("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32

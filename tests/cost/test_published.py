@@ -12,13 +12,13 @@ from regard.cost.infini import (
     InfiniSpec,
     infini_state,
     memorizing_cache,
+    memory_token_values,
     segment_cache,
-    summary_tokens,
 )
 from regard.cost.latent import LatentSpec, latent_values, per_head_values
 from regard.cost.selected import NSASpec, nsa_tokens
 from regard.cost.sizes import Sizes
-from regard.cost.softmax import SoftmaxSpec, bigbird_dense, window_reach
+from regard.cost.softmax import SoftmaxSpec, bigbird_dense_length, window_reach
 from regard.cost.spec import HeadShape
 
 # numbers of parameters that the files of these checkpoints hold; of GPT-3, which was never
@@ -222,7 +222,7 @@ def test_infini_table_2() -> None:
     assert memorizing_cache(8, 128, 128, 2048, 65_536, 12) == 184_549_376
     others = {
         segment_cache(8, 128, 128, 2048, 12): (50_331_648, 3.7),
-        summary_tokens(1024, 100, 12): (2_457_600, 73),
+        memory_token_values(1024, 100, 12): (2_457_600, 73),
     }
     for numbers, (printed, times) in others.items():
         assert numbers == printed
@@ -266,4 +266,4 @@ def test_the_estimator_of_llms_from_scratch(
 
 def test_reaches() -> None:
     assert window_reach(4096, 32) == 131_072
-    assert bigbird_dense(64, 3) == 704
+    assert bigbird_dense_length(64, 3) == 704

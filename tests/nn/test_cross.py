@@ -348,7 +348,7 @@ def test_describe() -> None:
     module(x[:1, :1], None, cache, memory=memory[:1])
     assert told.cached_values * 8 == cache.bytes
     assert told.flops_per_token.value == 2 * M * 10 + 7 * (3 * 10 + 2 * M3)
-    assert told.kv_tokens.formula == "S, of the memory"
+    assert told.kv_tokens.formula == "S, the length of the source"
     with pytest.raises(regard.ArgumentError, match="context is 0; it must be at least 1"):
         module.describe(0)
 

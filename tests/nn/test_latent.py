@@ -398,7 +398,7 @@ def test_describe_counts_what_a_step_does(form: str) -> None:
     told = layer.describe(S)
     assert told.flops_per_token.value == counter.get_total_flops()
     assert told.cached_values == S * sum(layer.project.shape.memory)
-    again = "(recall)" in told.flops_per_token.formula
+    again = "(expansion)" in told.flops_per_token.formula
     assert again == (form == "expand")
     assert told.parameters.value == sum(p.numel() for p in layer.parameters())
 

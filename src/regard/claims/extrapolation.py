@@ -24,7 +24,7 @@ import regard
 from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
 from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
-from regard.compare.reach import losses
+from regard.compare.long_context import losses_by_length
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.context_length import Extension, extend_context
 from regard.models.decoder import Decoder
@@ -162,7 +162,7 @@ def _on_text(windows: int, methods: Sequence[Extension]) -> Numbers:
             Checkpoint(tiny.decoder, tiny.config), lengths[-1], method
         )[0].network
     nats = {
-        name: losses(model, ids, lengths, counted=64, windows=windows).tolist()
+        name: losses_by_length(model, ids, lengths, counted=64, windows=windows).tolist()
         for name, model in networks.items()
     }
     return {"trained": trained, "lengths": lengths, "windows": windows, "nats": nats}

@@ -36,7 +36,7 @@ from regard.claims.cpu_timing import (
 )
 from regard.claims.small_training import small_decoder
 from regard.compare.experiment import Numbers
-from regard.compare.speed import decode
+from regard.compare.speed import decode_step
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
@@ -361,7 +361,7 @@ def _measure_cache(budget: float, seed: int) -> Numbers:
     for length in CACHE_LENGTHS:
         ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(length))
         cases: dict[str, Callable[[], object]] = {
-            "cache": decode(model, config, length),
+            "cache": decode_step(model, config, length),
             "no cache": partial(model, ids, last=1),
         }
         with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""The option `regard compare --claim`: its options, and how claims are run, printed and written."""
+"""The part of `regard compare` that tests published claims: its options, and how claims are run,
+printed and written.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ Names = Annotated[
         "--claim",
         metavar="ID|all",
         rich_help_panel=PANEL,
-        help="Run a claim that --list shows, instead of a comparison. Repeatable.",
+        help=(
+            "Test a published claim, by an id that --list shows, instead of a comparison. "
+            "Repeatable."
+        ),
     ),
 ]
 Budget = Annotated[
     float,
     typer.Option(
         help=(
-            "Relative time that each claim is trained and timed for: 1 is about two "
-            "minutes, 2 is twice as long."
+            "Time for each claim, relative to the default: 1 is about two minutes, 2 is twice "
+            "as long."
         ),
         rich_help_panel=PANEL,
     ),
@@ -66,8 +71,7 @@ def check(options: dict[str, Any]) -> None:
                 spelled = "MECHANISM" if name == "names" else f"--{name}"
                 raise ArgumentError(
                     f"{spelled} applies to a comparison, but --claim runs claims; leave one of "
-                    "them "
-                    "out"
+                    "them out"
                 )
     elif options["budget"] != 1.0 or options["seed"]:
         raise ArgumentError(
@@ -96,14 +100,14 @@ def run(options: dict[str, Any], command: str) -> None:
             _report(f"claim {claim.id} ({i + 1}/{len(claims)})")
             outcomes += run_claims(session, [claim], options["budget"], options["seed"])
             if not options["json"]:
-                _echo(outcomes[-1])
+                _print_outcome(outcomes[-1])
     except KeyboardInterrupt:
         exit_code = 130
     _write(outcomes, machine_facts, command, options, interrupted=bool(exit_code))
     raise typer.Exit(exit_code)
 
 
-def _echo(outcome: Outcome) -> None:
+def _print_outcome(outcome: Outcome) -> None:
     from regard.claims.render import outcome_text
 
     typer.echo(outcome_text(outcome) + "\n")
@@ -133,13 +137,16 @@ def _write(
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     else:
         typer.echo(
-            f"{summary(outcomes)}; {_where(machine_facts)}, budget {options['budget']:g}, seed "
-            f"{options['seed']}"
+            f"{summary(outcomes)}; {_machine_text(machine_facts)}, budget "
+            f"{options['budget']:g}, seed {options['seed']}"
         )
     if options["csv"] is not None:
         write(options["csv"], as_csv(outcomes))
     if options["html"] is not None:
-        facts = {"machine": _where(machine_facts), **{k: f"{v:g}" for k, v in setting.items()}}
+        facts = {
+            "machine": _machine_text(machine_facts),
+            **{k: f"{v:g}" for k, v in setting.items()},
+        }
         page = page_of(
             "Claims about attention",
             summary(outcomes),
@@ -150,7 +157,7 @@ def _write(
         write(options["html"], page)
 
 
-def _where(machine_facts: dict[str, Any]) -> str:
+def _machine_text(machine_facts: dict[str, Any]) -> str:
     return (
         f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
         f"{machine_facts['torch']}, regard "

@@ -1,4 +1,4 @@
-"""The typer application: a group that lists the subcommands by name and line, and imports the one
+"""The typer application: a group that lists the subcommands from a table, and imports only the one
 that is invoked.
 """
 
@@ -35,21 +35,21 @@ class Commands(TyperGroup):
         """Return the context of a command line; control characters in its usage errors are
         escaped.
         """
-        with _shown():
+        with _safe_usage_errors():
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand; control characters in its usage errors are escaped."""
-        with _shown():
+        with _safe_usage_errors():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the subcommands whose module exists, in alphabetical order."""
-        return [name for name in sorted(COMMANDS) if importlib.util.find_spec(_module(name))]
+        return [name for name in sorted(COMMANDS) if importlib.util.find_spec(_module_name(name))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
-        """Return a placeholder with the name and the line of help, which is enough for the list of
-        commands.
+        """Return a placeholder with the name and one line of help, with which the commands are
+        listed without importing them.
         """
         if cmd_name not in self.list_commands(ctx):
             return None
@@ -59,16 +59,16 @@ class Commands(TyperGroup):
         """Return the imported command; the error about an unknown name suggests a similar one."""
         for known in self.list_commands(ctx):
             self.commands.setdefault(known, TyperCommand(known))
-        name, stand_in, rest = super().resolve_command(ctx, args)
-        return name, stand_in and load(stand_in.name or ""), rest
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        return name, placeholder and load(placeholder.name or ""), rest
 
 
 def load(name: str) -> Any:
     """Import `regard.cli.<name>` and return its function as a command."""
-    module = importlib.import_module(_module(name))
+    module = importlib.import_module(_module_name(name))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     function, epilog = getattr(module, name), getattr(module, "EPILOG", None)
-    # typer keeps the line breaks of the source inside paragraphs, which look torn at 80 columns
+    # join the lines of each paragraph, so that typer fills the lines of the terminal
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(name, help=text, context_settings=_SETTINGS, epilog=epilog)(function)
@@ -84,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as exit_signal:
         if isinstance(
             exit_signal.__context__, BrokenPipeError
-        ):  # typer exits with 1 when the reader leaves
+        ):  # typer exits with 1 if the reader closed the pipe
             return 0
         return (
             exit_signal.code
@@ -92,18 +92,18 @@ def run(arguments: Sequence[str]) -> int:
             else int(exit_signal.code is not None)
         )
     except RegardError as error:
-        _say(_fit(str(error)))
+        _print_error(_escape_and_shorten(str(error)))
         return 1
     except BrokenPipeError:
         raise
     except OSError as error:  # most likely the disk of the output is full
-        _say(error_text(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        _print_error(error_text(f"{error.filename or 'the output'}: {error.strerror or error}"))
         return 1
     return 0
 
 
 @contextmanager
-def _shown() -> Iterator[None]:
+def _safe_usage_errors() -> Iterator[None]:
     """Shorten the text of usage errors, which repeat the user's input, and escape its control
     characters.
     """
@@ -112,22 +112,22 @@ def _shown() -> Iterator[None]:
     except Exception as error:
         # typer's usage errors, whichever copy of click it brings
         if hasattr(error, "format_message") and isinstance(getattr(error, "message", None), str):
-            error.message = _fit(error.message)  # type: ignore[attr-defined]
+            error.message = _escape_and_shorten(error.message)  # type: ignore[attr-defined]
         raise
 
 
-def _fit(message: str) -> str:
+def _escape_and_shorten(message: str) -> str:
     """Return a message of several lines for a terminal, without its middle if it is too long."""
-    return _cut(escape_controls(_cut(message), keep=MULTILINE))
+    return _shorten(escape_controls(_shorten(message), keep=MULTILINE))
 
 
-def _cut(message: str) -> str:
+def _shorten(message: str) -> str:
     if len(message) <= MAX_MESSAGE:
         return message
     return f"{message[: MAX_MESSAGE * 2 // 3]} ... {message[-(MAX_MESSAGE // 3) :]}"
 
 
-def _say(error: str) -> None:
+def _print_error(error: str) -> None:
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
     typer.echo(error, err=True)
 
@@ -160,5 +160,5 @@ def _root(
     raise typer.Exit
 
 
-def _module(name: str) -> str:
+def _module_name(name: str) -> str:
     return f"regard.cli.{name}"

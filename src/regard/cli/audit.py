@@ -1,4 +1,4 @@
-"""`regard audit`: compare attention code with the definition of attention."""
+"""The command `regard audit`, which tests attention code against the definition of attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from regard.inspect import Audit
 
 
-def show(report: Audit, console: Console) -> None:
-    """Print the faults, then the checks that were not made."""
+def print_audit(report: Audit, console: Console) -> None:
+    """Print the result of an audit: the faults, and then the checks that were not made."""
     from rich.table import Table
 
     console.print(f"{report.target}, called {report.called}", highlight=False, markup=False)
@@ -29,13 +29,13 @@ def show(report: Audit, console: Console) -> None:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
         rows = {
-            "smallest": example,
-            "expected": _say(f.expected),
-            "got": _say(f.got),
+            "smallest input": example,
+            "expected": _number_text(f.expected),
+            "got": _number_text(f.got),
             "look at": f.look_at,
         }
         for name, value in rows.items():
-            table.add_row(f"  {name}", _plain(value))
+            table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
         console.print(f"{f.severity} {f.name}", style=style, highlight=False, markup=False)
@@ -50,16 +50,18 @@ def show(report: Audit, console: Console) -> None:
         if skipped:
             table = Table(title, "why", box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(check.name, _plain(check.why), style=style)
+                table.add_row(check.name, _unstyled(check.why), style=style)
             console.print(table, highlight=False)
     console.print(report.counts())
     if not report.findings and report.untried:
         console.print(
-            "This is not a pass: exit code 3, or 0 with --allow-untried.", highlight=False
+            "The audit did not pass, because of the checks that could not be made: exit code 3, or "
+            "0 with --allow-untried.",
+            highlight=False,
         )
 
 
-def table(console: Console) -> None:
+def print_fault_table(console: Console) -> None:
     """Print the table of all faults."""
     from rich.table import Table
 
@@ -67,31 +69,32 @@ def table(console: Console) -> None:
 
     faults = Table("fault", "description", "look at", box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
-        faults.add_row(name, _plain(fault.summary), _plain(fault.look_at))
+        faults.add_row(name, _unstyled(fault.summary), _unstyled(fault.look_at))
     console.print(faults, highlight=False)
 
 
-def _plain(text: str) -> Any:
+def _unstyled(text: str) -> Any:
     from rich.text import Text
 
     return Text(text)
 
 
-def _say(x: float | str) -> str:
+def _number_text(x: float | str) -> str:
     return x if isinstance(x, str) else f"{x:.6g}"
 
 
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
+FROM_CODE = "from the code, or a small size"
 SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code is called"
 
 Target = Annotated[
     str | None,
     typer.Argument(
-        help="package.module:name of a class, a function that builds a module, a module, or a "
-        "function attend(q, k, v, ...).",
-        show_default="--model",
+        help="The code to audit, as package.module:name. It is a module class, a function that "
+        "builds a module, a module, or a function attend(q, k, v, ...).",
+        show_default="the model of --model",
     ),
 ]
 Folder = Annotated[
@@ -101,12 +104,21 @@ Folder = Annotated[
         show_default="none",
     ),
 ]
-Dim = Annotated[int | None, typer.Option(help="Model dimension.", rich_help_panel=SIZES)]
-Heads = Annotated[int | None, typer.Option(help="Number of query heads.", rich_help_panel=SIZES)]
-KvHeads = Annotated[
-    int | None, typer.Option(help="Number of key/value heads.", rich_help_panel=SIZES)
+Dim = Annotated[
+    int | None, typer.Option(help="Model width.", show_default=FROM_CODE, rich_help_panel=SIZES)
 ]
-HeadDim = Annotated[int | None, typer.Option(help="Features of one head.", rich_help_panel=SIZES)]
+Heads = Annotated[
+    int | None,
+    typer.Option(help="Number of query heads.", show_default=FROM_CODE, rich_help_panel=SIZES),
+]
+KvHeads = Annotated[
+    int | None,
+    typer.Option(help="Number of key/value heads.", show_default=FROM_CODE, rich_help_panel=SIZES),
+]
+HeadDim = Annotated[
+    int | None,
+    typer.Option(help="Width of one head.", show_default=FROM_CODE, rich_help_panel=SIZES),
+]
 Causal = Annotated[
     bool | None,
     typer.Option(
@@ -132,13 +144,17 @@ Mask = Annotated[
     str | None,
     typer.Option(
         help="Mask convention: keep (True = may attend), block (True = hidden) or additive.",
-        show_default="the one that works",
+        show_default="the convention under which the checks pass",
         rich_help_panel=CLAIMS,
     ),
 ]
 Layout = Annotated[
     str,
-    typer.Option(help="Layout of the arguments of a function: BHTD or BTHD.", rich_help_panel=CALL),
+    typer.Option(
+        help="Dimension order of the tensors that a function takes: BHTD (batch, heads, tokens, "
+        "head dim) or BTHD.",
+        rich_help_panel=CALL,
+    ),
 ]
 Rotary = Annotated[
     bool,
@@ -151,21 +167,23 @@ Rotary = Annotated[
 Adapter = Annotated[
     str | None,
     typer.Option(
-        help="package.module:function of yours that calls the target: adapter(target, x, ...) "
-        "-> output.",
+        help="Your own function that calls the target, as package.module:name. Its signature is "
+        "adapter(target, x, ...) -> output.",
         rich_help_panel=CALL,
     ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Constructor argument, as name=value. Repeatable.", rich_help_panel=CALL
+        "--set",
+        help="Argument of the constructor, as name=value. Repeatable.",
+        rich_help_panel=CALL,
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Dtype to run the code in: float32, float16, bfloat16 or float64.",
+        help="Number format in which the code runs: float32, float16, bfloat16 or float64.",
         rich_help_panel=CALL,
     ),
 ]
@@ -173,12 +191,15 @@ Strict = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Also require that NaN in a masked slot reaches no output, and that a query whose "
-        "keys are all hidden gives 0.",
+        help="Also require that NaN at a masked key reaches no output, and that the output of a "
+        "query whose keys are all masked is 0.",
     ),
 ]
 Accept = Annotated[
-    list[str] | None, typer.Option(help="Known fault that does not count. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        help="Name of a known fault, which is listed but does not change the exit code. Repeatable."
+    ),
 ]
 Untried = Annotated[
     bool,
@@ -225,19 +246,19 @@ def audit(
 ) -> None:
     """Find faults in attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
 
-    Each fault is shown with the smallest input that reproduces it. Exit code 0: every check that
-    applies was made, and no fault was found. 1: there are faults. 2: wrong usage, or no way to call
-    the code was found. 3: no fault was found, but a check that applies could not be made;
-    --allow-untried makes that 0.
+    Each fault is shown with the smallest input that reproduces it. The exit code is 0 if all checks
+    that apply were made and found no fault, 1 if there are faults, 2 if the usage is wrong or the
+    audit does not find out how to call the code, and 3 if no fault was found but a check that
+    applies could not be made (0 with --allow-untried).
     """
     if list_faults:
         _list(color, json)
         return
     if (target is None) == (model is None):
         raise typer.BadParameter(
-            "give package.module:name, or --model and a folder", param_hint="target"
+            "give either package.module:name or --model with a folder", param_hint="target"
         )
-    how = LoadOptions(dtype, ignore=ignore, revision=revision)
+    load_options = LoadOptions(dtype, ignore=ignore, revision=revision)
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
         raise typer.BadParameter(
@@ -259,10 +280,10 @@ def audit(
             raise ArgumentError(
                 "--rotary and --adapter are two ways to call the target; give one of them"
             )
-        report = _audited(
+        report = _run_audit(
             target,
             model,
-            how,
+            load_options,
             adapter="rotary" if rotary else adapter,
             options=_options(settings),
             strict=strict,
@@ -275,24 +296,28 @@ def audit(
     if json:
         typer.echo(json_format.dumps(report.as_dict(), default=str))
     else:
-        show(report, _console(color))
+        print_audit(report, _console(color))
     code = report.exit_code
     if code and not (code == UNTRIED and allow_untried):
         raise typer.Exit(code)
 
 
-def _audited(target: str | None, model: str | None, how: LoadOptions, **given: Any) -> Audit:
+def _run_audit(
+    target: str | None, model: str | None, load_options: LoadOptions, **audit_options: Any
+) -> Audit:
     import torch
 
     from regard.inspect import audit as run
 
     names = ("float32", "float16", "bfloat16", "float64")
-    if how.dtype not in names:
-        raise ArgumentError(f"--dtype is {how.dtype!r}; it must be one of {', '.join(names)}")
-    chosen = getattr(torch, how.dtype)
-    what = target if model is None else load(model, how)
+    if load_options.dtype not in names:
+        raise ArgumentError(
+            f"--dtype is {load_options.dtype!r}; it must be one of {', '.join(names)}"
+        )
+    dtype = getattr(torch, load_options.dtype)
+    audited_code = target if model is None else load(model, load_options)
     with _progress() as progress:
-        report = run(what, dtype=chosen, progress=progress, **given)
+        report = run(audited_code, dtype=dtype, progress=progress, **audit_options)
     if model is not None:
         from dataclasses import replace
 
@@ -323,7 +348,7 @@ def _options(settings: list[str] | None) -> dict[str, Any]:
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.isidentifier():
-            raise ArgumentError(f"--set {setting!r} must be name=value")
+            raise ArgumentError(f"--set {setting!r} must be name=value, such as --set dropout=0.0")
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -350,11 +375,11 @@ def _list(color: bool | None, json: bool) -> None:
         }
         typer.echo(json_format.dumps(faults))
         return
-    table(_console(color))
+    print_fault_table(_console(color))
 
 
 def _console(color: bool | None) -> Console:
-    """Make a console of 100 columns, coloured as asked or, by default, if it is a terminal."""
+    """Return a console of 100 columns, with colours as requested or as the terminal supports."""
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):

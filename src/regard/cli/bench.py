@@ -1,5 +1,5 @@
 """The command `regard bench`, which times regard and other installed implementations in turns in
-one process, after checking that their outputs are equal.
+one process, after checking their outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Size = Annotated[str, typer.Option(help="Problem size: small, default or paper."
 Length = Annotated[
     int | None,
     typer.Option(
-        help="Number of tokens, instead of that of the size. Whole programs have none.",
+        help="Number of tokens, instead of the number that --size sets. Cases that time whole "
+        "programs do not take it.",
         min=1,
         show_default=False,
     ),
@@ -43,7 +44,9 @@ Length = Annotated[
 Batch = Annotated[
     int | None,
     typer.Option(
-        help="Number of batch rows, instead of that of the size.", min=1, show_default=False
+        help="Number of batch rows, instead of the number that --size sets.",
+        min=1,
+        show_default=False,
     ),
 ]
 Dtype = Annotated[
@@ -114,8 +117,9 @@ def bench(
     against fp64. Also time the package itself: its start, reading a checkpoint, writing a page,
     and its kernels.
 
-    Prints medians, quartiles, ratios by round, and the shares of the memory bandwidth and of the
-    matrix-product rate that are measured in the same run. The exit code is 1 if an output is wrong,
+    Prints the median and the quartiles of the times, the ratio to the time of regard, and the
+    achieved share of the memory bandwidth and of the matrix-product rate, which are measured in the
+    same run. The exit code is 1 if an output is wrong,
     an implementation fails, or a case does not fit in memory. An implementation that is not
     installed is listed with the reason.
     """
@@ -157,7 +161,7 @@ def _run(
         budget: the limits of rounds and time.
         json: the name of the JSON file, or "-".
         plot: the name of the chart.
-        memory: the options that the sizes were made from if memory is measured, or None.
+        memory: the options --size, --length and --batch by name if memory is measured, or None.
     """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import describe_machine

@@ -45,7 +45,12 @@ Hidden = Annotated[
 ]
 Window = Annotated[
     int,
-    _option(_SIZES, "Number of tokens of a window, of an Infini segment, or of a stream.", min=1),
+    _option(
+        _SIZES,
+        "Number of tokens in a sliding window, in a segment of Infini-attention, and in the cache "
+        "of the mechanism sinks.",
+        min=1,
+    ),
 ]
 Same = Annotated[
     str,
@@ -61,7 +66,10 @@ Context = Annotated[
     list[int] | None,
     _option(
         _TIME,
-        ("Number of tokens of the prompt, and of the sequence in decoding. Repeatable."),
+        (
+            "Context length: tokens of the timed prompt, and of the sequence whose last token is "
+            "decoded. Repeatable."
+        ),
         min=1,
         show_default="512, 2048, 8192",
     ),
@@ -122,13 +130,14 @@ Rates = Annotated[
     list[float] | None,
     _option(
         _QUALITY,
-        "Learning rate for all mechanisms. Repeatable: the best one counts.",
+        "Learning rate for all mechanisms. Repeatable: the rate with the lowest validation loss is "
+        "used.",
         "--lr",
-        show_default="0.003; for recurrent ones 0.001, 0.003, 0.01",
+        show_default="0.003; for recurrent mechanisms 0.001, 0.003 and 0.01",
     ),
 ]
 Seeds = Annotated[
-    int, _option(_QUALITY, "Number of seeds 0, 1, ...; each trains a model of its own.", min=1)
+    int, _option(_QUALITY, "Number of random seeds 0, 1, ...; a model is trained with each.", min=1)
 ]
 Out = Annotated[
     Path | None,
@@ -192,10 +201,10 @@ def compare(
     """Measure attention mechanisms as decoders of one shape: cache size, time of a prompt, a token
     and a training step, and peak memory.
 
-    All models have the same sizes, or the same number of parameters, and are timed in turns with
-    the kernels that they really run. With --quality each is also trained on the same tokens. Ctrl-C
-    prints the results so far; with --out the same command continues later. With --claim, published
-    claims about attention are tested instead, each with a verdict.
+    All models have the same sizes, or the same number of parameters. They are timed in turns, and
+    the kernels that ran are listed. With --quality, each model is also trained on the same tokens.
+    Ctrl-C prints the results so far; with --out, the same command continues later. With --claim,
+    published claims about attention are tested instead, each with a verdict.
     """
     options = dict(locals())
     if lesson:
@@ -312,8 +321,8 @@ def _run(comparison: Comparison) -> bool:
     except KeyboardInterrupt:
         interrupted = True
     _report(
-        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} as "
-        "they were kept"
+        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} "
+        "reused from earlier runs"
     )
     return interrupted
 
@@ -323,7 +332,7 @@ def _show(
 ) -> None:
     """Print and write the results so far."""
     from regard.compare.comparison import as_csv, as_json
-    from regard.compare.output import render_page, render_table
+    from regard.compare.render import render_page, render_table
     from regard.view.html_page import write
 
     plan, measurements = comparison.plan, comparison.session.results
@@ -359,7 +368,7 @@ def _listing() -> str:
         lines.append(f"  {'':<12} {one.attention}({options})")
     lines.append("tasks")
     lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL_TASKS]
+    lines += [f"  {name:<12} {TASKS[name].description}" for name in RECALL_TASKS]
     return "\n".join(lines)
 
 
@@ -372,8 +381,8 @@ def _command(arguments: list[str]) -> str:
 def _report(line: str) -> None:
     """Print a line of progress on standard error.
 
-    On a terminal, a line about a training run replaces the one before it; elsewhere such lines are
-    left out.
+    On a terminal, a line about a training run replaces the one before it. If standard error is not
+    a terminal, such lines are left out.
     """
     is_inside_run = line.startswith(" ")
     if sys.stderr.isatty():

@@ -1,5 +1,5 @@
-"""The command `regard convert`, which converts a checkpoint folder into another and reports what
-that loses.
+"""The command `regard convert`, which writes a converted copy of a checkpoint folder, and reports
+the error of the conversion.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from regard.models.convert.report import ConversionReport, FinetuneResult, ModelComparison
 
 
-def show(report: ConversionReport) -> None:
+def print_report(report: ConversionReport) -> None:
     """Print the report of a conversion."""
-    typer.echo("\n".join(lines(report)))
+    typer.echo("\n".join(report_lines(report)))
 
 
-def lines(report: ConversionReport) -> Iterator[str]:
+def report_lines(report: ConversionReport) -> Iterator[str]:
     """Yield the lines of the report: the steps, the loss on a text and in each layer, and the
     effect of finetuning.
     """
@@ -39,7 +39,7 @@ def lines(report: ConversionReport) -> Iterator[str]:
     for step in report.steps:
         yield f"  {step.what}"
         yield from (f"  note: {note}" for note in step.notes)
-    yield from _measured(report.measured)
+    yield from _measurement_lines(report.measured)
     yield ""
     before, after = report.before, report.after
     yield format_table(
@@ -52,12 +52,12 @@ def lines(report: ConversionReport) -> Iterator[str]:
         ]
     )
     for step in report.steps:
-        yield from _errors(step)
+        yield from _weight_error_lines(step)
     if report.finetuning is not None:
-        yield from _healing_converted(report.finetuning)
+        yield from _finetuning_lines(report.finetuning)
 
 
-def _measured(measured: ModelComparison) -> Iterator[str]:
+def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
     """Yield the lines about the measurements on a text.
 
     KL divergence and agreement come first, because they compare the two models whatever the text
@@ -75,21 +75,20 @@ def _measured(measured: ModelComparison) -> Iterator[str]:
     error_note = (
         "; ± is the standard error over windows"
         if measured.rows > 1
-        else "; one window has no spread"
+        else "; one window gives no standard error"
     )
     yield (
-        f"  KL(before | after)      {measured.divergence:.4g}{_pm(measured.divergence_error)} "
-        "nats per "
-        f"token{error_note}"
+        f"  KL(before | after)      {measured.divergence:.4g}"
+        f"{_plus_minus(measured.divergence_error)} nats per token{error_note}"
     )
     yield (
-        "  likeliest token same    "
-        f"{measured.agreement:.1%}{_pm(100 * measured.agreement_error, ' %')}"
+        "  same likeliest token    "
+        f"{measured.agreement:.1%}{_plus_minus(100 * measured.agreement_error, ' %')}"
     )
     if not math.isnan(measured.loss_before):
         yield (
             f"  loss, nats per token    {measured.loss_before:.4f} -> {measured.loss_after:.4f}: "
-            f"{measured.loss_change:+.4f}{_pm(measured.loss_change_error)}"
+            f"{measured.loss_change:+.4f}{_plus_minus(measured.loss_change_error)}"
         )
         yield (
             f"  perplexity              {measured.perplexity_before:.3f} -> "
@@ -106,12 +105,12 @@ def _measured(measured: ModelComparison) -> Iterator[str]:
         )
 
 
-def _pm(error: float, unit: str = "") -> str:
+def _plus_minus(error: float, unit: str = "") -> str:
     """Return a standard error as text, or nothing if there is none."""
     return "" if math.isnan(error) else f" ± {error:.2g}{unit}"
 
 
-def _errors(step: ConversionStep) -> Iterator[str]:
+def _weight_error_lines(step: ConversionStep) -> Iterator[str]:
     """Yield the weight errors by layer, and the error by rank."""
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
@@ -123,26 +122,27 @@ def _errors(step: ConversionStep) -> Iterator[str]:
             yield f"  layer {i:<4} scores {error.keys:<10.3g} values {error.values:.3g}"
     if step.curve:
         yield ""
-        yield "error of what a latent carries, by its rank (root mean square over layers):"
+        yield "error of the latent by rank (root mean square over layers):"
         for rank, lost in step.curve.items():
             yield f"  {rank:>6}  {lost:<9.2e} {'#' * round(40 * lost)}".rstrip()
 
 
-def _healing_converted(healing: FinetuneResult) -> Iterator[str]:
+def _finetuning_lines(result: FinetuneResult) -> Iterator[str]:
+    """Yield the lines about the finetuning: its settings, and the loss before and after it."""
     yield ""
     yield (
-        f"finetuning: {plural(healing.steps, 'step')} of {healing.batch} x {healing.length} "
-        f"tokens, AdamW on all weights, peak learning rate {healing.lr:g}, seed {healing.seed}"
+        f"finetuning: {plural(result.steps, 'step')} of {result.batch} x {result.length} "
+        f"tokens, AdamW on all weights, peak learning rate {result.lr:g}, seed {result.seed}"
     )
     yield (
-        f"  trained text, {plural(healing.tokens, 'token')}: loss {healing.loss_before:.4f} -> "
-        f"{healing.loss_after:.4f}"
+        f"  trained text, {plural(result.tokens, 'token')}: loss {result.loss_before:.4f} -> "
+        f"{result.loss_after:.4f}"
     )
-    if healing.held_tokens:
+    if result.held_tokens:
         yield (
-            f"  held-out text, {plural(healing.held_tokens, 'token')}: loss "
-            f"{healing.held_before:.4f} -> "
-            f"{healing.held_after:.4f}"
+            f"  held-out text, {plural(result.held_tokens, 'token')}: loss "
+            f"{result.held_before:.4f} -> "
+            f"{result.held_after:.4f}"
         )
     else:
         yield (
@@ -181,7 +181,8 @@ To = Annotated[
 KvHeads = Annotated[
     int | None,
     typer.Option(
-        help="Number of key/value heads. Fewer heads are pooled, more are repeated.",
+        help="Number of key/value heads. For fewer heads, heads are pooled; for more, heads are "
+        "repeated.",
         min=1,
         rich_help_panel=HEADS,
     ),
@@ -255,7 +256,7 @@ Tokens = Annotated[
 Length = Annotated[
     int | None,
     typer.Option(
-        help="Number of tokens of a window.",
+        help="Number of tokens in a window of the text.",
         min=2,
         show_default="the trained length, at most 512",
         rich_help_panel=MEASURING,
@@ -307,7 +308,8 @@ def convert(
     """Write a checkpoint with other heads, latents, positions or dtype, and report what the
     conversion loses.
 
-    The input is never changed, and no file is overwritten: OUT is either complete or not there.
+    The input is never changed, and no file is overwritten. OUT is written completely or not at
+    all.
     """
     from regard.models.convert import ConversionOptions
     from regard.models.convert import convert as run
@@ -324,7 +326,7 @@ def convert(
             folder,
             out,
             wanted,
-            text=_read(text),
+            text=_read_text_option(text),
             tokens=tokens,
             length=length,
             revision=revision,
@@ -338,7 +340,7 @@ def convert(
     if json:
         typer.echo(json_format.dumps(report.figures()))
     else:
-        show(report)
+        print_report(report)
 
 
 def _finetuning(steps: int | None, **settings: Any) -> Finetune | None:
@@ -359,7 +361,7 @@ def _report(line: str) -> None:
         typer.echo(f"{line} ...", err=True)
 
 
-def _read(file: Path | None) -> str | None:
+def _read_text_option(file: Path | None) -> str | None:
     if file is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""The command `regard cost`, which computes parameters, FLOPs, cache bytes and least times of a
-model from its sizes alone.
+"""The command `regard cost`, which computes the parameters, FLOPs, cache bytes and lower bounds of
+the times of a model from its sizes alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Dtype = Annotated[
 KvDtype = Annotated[
     str | None,
     typer.Option(
-        help="Number format of the KV cache, with the same names.",
+        help="Number format of the KV cache, named as for --dtype.",
         show_default="that of weights, but at least 16 bits",
     ),
 ]
@@ -68,8 +68,8 @@ MachineOption = Annotated[
     str | None,
     typer.Option(
         help=(
-            "Also bound the times on this machine: a name that --list shows, or here, "
-            "which measures this machine."
+            "Also print lower bounds of the times on a machine: a name that --list shows, or "
+            "here, which measures the machine that runs this command."
         ),
         show_default="none",
     ),
@@ -89,7 +89,7 @@ Versus = Annotated[
     str | None,
     typer.Option(
         "--vs",
-        help="A second model to compare with: a known name, config.json or folder.",
+        help="A second model to compare with, named as for MODEL.",
         show_default=False,
     ),
 ]
@@ -104,7 +104,7 @@ Plot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help=("Draw the --sweep, or 1k..128k without one, to this .svg, .png or .pdf file."),
+        help=("Draw the range of --sweep (default: 1k..128k) to this .svg, .png or .pdf file."),
         show_default=False,
     ),
 ]
@@ -119,14 +119,15 @@ HeadDim = Annotated[int | None, typer.Option(help="Width D of a head.", show_def
 Attention = Annotated[
     str | None,
     typer.Option(
-        help="Mechanism, as named by regard describe.", show_default="mha or gqa, depending on G"
+        help="Attention mechanism, by its name in regard describe.",
+        show_default="mha or gqa, depending on G",
     ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Other option of the mechanism, such as kv_rank=512. Repeatable.",
+        help="Another option of the mechanism, such as kv_rank=512. Repeatable.",
         show_default=False,
     ),
 ]
@@ -174,7 +175,7 @@ DenseLayers = Annotated[
 
 EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
 DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
-"""What is told of unless asked otherwise; and what is drawn."""
+"""The default of --context, and the default range of --plot."""
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -241,8 +242,10 @@ def cost(
     }
     mechanism_flags = {"groups": kv_heads, "head_dim": head_dim, "window": window}
     try:
-        models = [_model(source, revision, sizes, _joined(mechanism_flags, option or []))]
-        models += [] if vs is None else [_named(vs, None)]
+        models = [
+            _model(source, revision, sizes, _mechanism_options(mechanism_flags, option or []))
+        ]
+        models += [] if vs is None else [_find_model(vs, None)]
         base = Setting(1, batch, dtype or "bf16", kv_dtype)
         on_machine = _machine(machine, bandwidth, flops)
         settings = [replace(base, dtype=dtype or model.dtype) for model in models]
@@ -252,24 +255,24 @@ def cost(
                     "--context is one length, but --sweep and --plot take a range; leave one of "
                     "them out"
                 )
-            _range(models, settings, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
+            _show_range(models, settings, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
             return
         context_length = _context(context, models)
         reports = [
-            CostReport(model, replace(a_setting, context=context_length))
-            for model, a_setting in zip(models, settings, strict=True)
+            CostReport(model, replace(setting, context=context_length))
+            for model, setting in zip(models, settings, strict=True)
         ]
         _show(reports, on_machine, json=json)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def _named(source: str, revision: str | None) -> ModelSpec:
+def _find_model(source: str, revision: str | None) -> ModelSpec:
     """Return the model of a known name, of a path, or of a repository on the hub, from which only
     config.json is downloaded.
     """
     if "/" in source and source.lower() not in PUBLISHED_MODELS:
-        # the package of models imports torch, which no other source of sizes waits for
+        # imported here, because this is the only source of sizes that needs torch
         from regard.models import hub
 
         repository = hub.repository_of(source)
@@ -293,39 +296,41 @@ def _model(
     given_sizes = {name: value for name, value in sizes.items() if value is not None}
     if source is not None:
         if extra_names := [*given_sizes, *mechanism_options]:
-            names = ", ".join(_spelled(name) for name in extra_names)
+            names = ", ".join(_flag_of(name) for name in extra_names)
             raise ArgumentError(
-                f"{source} says all sizes, and {names} too; leave them out, or leave out the name "
-                "and give all sizes"
+                f"{source} already has all sizes, but {names} are given too; leave them out, or "
+                "leave out the name and give all sizes"
             )
-        return _named(source, revision)
+        return _find_model(source, revision)
     if revision is not None:
         raise ArgumentError(
             "--revision applies only to a repository on the hub, but no model is named"
         )
     if missing := [name for name in ("layers", "dim", "heads") if name not in given_sizes]:
-        names = ", ".join(map(_spelled, missing))
+        names = ", ".join(map(_flag_of, missing))
         raise ArgumentError(
-            f"give a model, or its sizes: {names} missing. regard cost --list names what is known"
+            f"give a model, or its sizes: {names} missing. regard cost --list shows the known "
+            "models"
         )
     from regard.cost.sizes import Sizes
 
     return Sizes(**given_sizes, options=mechanism_options).model()
 
 
-def _spelled(name: str) -> str:
-    known = {"groups": "--kv-heads", "head_dim": "--head-dim", "window": "--window"}
-    return known.get(name, f"--{name.replace('_', '-')}")
+def _flag_of(name: str) -> str:
+    """Return the flag of a size or of an option of the mechanism."""
+    flags = {"groups": "--kv-heads", "head_dim": "--head-dim", "window": "--window"}
+    return flags.get(name, f"--{name.replace('_', '-')}")
 
 
-def _joined(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """Return the options of the mechanism: flags of their own, and those of --set."""
+def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """Return the options of the mechanism: those with a flag of their own, and those of --set."""
     options = {name: value for name, value in mechanism_flags.items() if value is not None}
     for setting in settings:
         name, sign, value = setting.partition("=")
         if not sign or not (value.isdecimal() or name == "form"):
             raise ArgumentError(
-                f"--set {setting!r}: give name=value, a whole number, such as kv_rank=512"
+                f"--set {setting!r} must be name=value with a whole number, such as kv_rank=512"
             )
         if name in options:
             raise ArgumentError(f"{name} is given twice; give it once")
@@ -347,8 +352,8 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
     if bandwidth is not None and flops is not None:
         if name is not None:
             raise ArgumentError(
-                "--machine says bandwidth and FLOPs: leave out --bandwidth and --flops, or "
-                "--machine"
+                "--machine already has a bandwidth and a rate: leave out --bandwidth and --flops, "
+                "or --machine"
             )
         if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
             raise ArgumentError(
@@ -359,22 +364,21 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
         )
     if name is None:
         return None
-    return _here() if name == "here" else machine_of(name)
+    return _measure_this_machine() if name == "here" else machine_of(name)
 
 
-def _here() -> Machine:
+def _measure_this_machine() -> Machine:
     """Return this machine: its memory bandwidth and matrix-product rates, measured as `regard
     bench` measures them.
     """
     import torch
 
-    from regard.bench.machine import Ceilings, free_memory
-    from regard.bench.machine import describe_machine as about
+    from regard.bench.machine import Ceilings, describe_machine, free_memory
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     typer.echo("... measuring the bandwidth and the rates of this machine", err=True)
-    ceilings, machine_facts = Ceilings.measure(names, device), about(device)
+    ceilings, machine_facts = Ceilings.measure(names, device), describe_machine(device)
     threads = plural(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
     source = (
         "measured now, the best of several: "
@@ -401,7 +405,7 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
         typer.echo(text.comparison(reports[0], reports[1], machine))
 
 
-def _range(
+def _show_range(
     models: list[ModelSpec],
     settings: list[Setting],
     machine: Machine | None,

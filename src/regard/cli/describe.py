@@ -1,5 +1,5 @@
-"""The command `regard describe`, which lists the mechanisms, or describes what one layer of a
-mechanism caches and computes.
+"""The command `regard describe`, which lists the mechanisms, or prints the equation, the options
+and the cost of one.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def describe(
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     if json:
-        typer.echo(json_format.dumps(_figures(entry, dim, heads, options, description)))
+        typer.echo(json_format.dumps(_figures_as_json(entry, dim, heads, options, description)))
     else:
-        typer.echo(_page(entry, dim, heads, options, description))
+        typer.echo(_description_text(entry, dim, heads, options, description))
 
 
 def _list(mechanisms: dict[str, dict[str, str]]) -> str:
@@ -79,15 +79,15 @@ def _list(mechanisms: dict[str, dict[str, str]]) -> str:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     families: dict[str, list[str]] = {}
     name_width = max(map(len, mechanisms)) + 4
-    for name, about in mechanisms.items():
+    for name, entry in mechanisms.items():
         line = fill(
-            about["about"],
+            entry["about"],
             max(40, columns),
             initial_indent=f"  {name}".ljust(name_width),
             subsequent_indent=" " * name_width,
             break_long_words=False,
         )
-        families.setdefault(about["family"], []).append(line)
+        families.setdefault(entry["family"], []).append(line)
     return "\n\n".join("\n".join([family, *lines]) for family, lines in families.items())
 
 
@@ -105,7 +105,7 @@ def _describe(
     return describe_layer(context) if describe_layer is not None else None
 
 
-def _figures(
+def _figures_as_json(
     entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
 ) -> dict[str, Any]:
     figures = (
@@ -121,7 +121,7 @@ def _figures(
     return {**figures, "source": entry.source, "options": {"dim": dim, "heads": heads, **options}}
 
 
-def _page(
+def _description_text(
     entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
 ) -> str:
     sizes = ", ".join(

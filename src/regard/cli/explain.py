@@ -46,7 +46,7 @@ Layer = Annotated[
     int | None,
     typer.Option(
         help="Layer, from 0; negative numbers count from the end.",
-        show_default="chosen by its weights",
+        show_default="chosen by the weights",
         rich_help_panel=WHERE,
     ),
 ]
@@ -54,7 +54,7 @@ Head = Annotated[
     int | None,
     typer.Option(
         help="Query head, from 0; negative numbers count from the end.",
-        show_default="chosen by its weights",
+        show_default="chosen by the weights",
         rich_help_panel=WHERE,
     ),
 ]
@@ -71,7 +71,7 @@ Query = Annotated[
 Key = Annotated[
     str | None,
     typer.Option(
-        help="Key token, given like --query.",
+        help="Key token, named as for --query.",
         show_default="the key with the largest weight, not the query",
         rich_help_panel=WHERE,
     ),
@@ -87,7 +87,10 @@ Place = Annotated[
 Call = Annotated[
     str | None,
     typer.Option(
-        help=("Which call, if a module makes several (branches, passes): a name or a number."),
+        help=(
+            "Which call of the module, if it computes attention several times (branches, passes): "
+            "a name or a number."
+        ),
         show_default="the one with the largest weight",
         rich_help_panel=WHERE,
     ),
@@ -215,8 +218,9 @@ def explain(
     """Follow one query and one key through one attention head, number by number: inputs, scores,
     softmax, values and output.
 
-    A layer or head that is not given is chosen: the head with the largest weight on the key, or on
-    one token other than the first.
+    If --layer or --head is not given, the head is chosen in which the query has the largest weight
+    on the key. If --key is not given either, the largest weight on any key counts, except on the
+    first token, the query and its neighbours.
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     _check_lang(lang)
@@ -228,25 +232,24 @@ def explain(
     check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
     try:
         if attention is not None:
-            reading = mechanism(attention, text, settings, seed, target)
+            run = mechanism(attention, text, settings, seed, target)
         else:
-            reading = read_text(text, model, load_options, target=target)
-        target_head = ExplainTarget(reading, query, key, layer, head, place)
+            run = read_text(text, model, load_options, target=target)
+        target_head = ExplainTarget(run, query, key, layer, head, place)
         if list_heads:
             print_heads(target_head, json, _console(color))
             return
         explanation = target_head.explained(call)
-        other_reading = None
+        beside_run = None
         if beside or beside_model:
-            # options that speak of one folder are that folder's; another model has its own dtype
-            # only
-            beside_how = LoadOptions(dtype) if beside_model else load_options
-            other_reading = read_text(
-                beside or text, beside_model or model, beside_how, target=target
+            # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
+            beside_options = LoadOptions(dtype) if beside_model else load_options
+            beside_run = read_text(
+                beside or text, beside_model or model, beside_options, target=target
             )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _write_output(explanation, (reading, other_reading), html, figure, lang, json, color)
+    _write_output(explanation, (run, beside_run), html, figure, lang, json, color)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -315,12 +318,12 @@ def read_text(
     from regard.inspect.explain.prepared_run import prepare_run
 
     if (Path(source) / "task.json").exists():
-        return _task(text, source, target)
-    reading_of_text = prepare_run(
+        return _run_task_model(text, source, target)
+    run_on_text = prepare_run(
         load(source, LoadOptions() if load_options is None else load_options), text, target
     )
-    _check_length(reading_of_text)
-    return replace(reading_of_text, name=Path(source).name or source)
+    _check_length(run_on_text)
+    return replace(run_on_text, name=Path(source).name or source)
 
 
 def mechanism(
@@ -333,18 +336,18 @@ def mechanism(
     from regard.nn.variants.registry import find_variant, parse_options
 
     options = parse_options(settings or (), find_variant(name))
-    found = random_model(name, text, options=options, seed=seed, target=target)
-    _check_length(found)
-    return found
+    run = random_model(name, text, options=options, seed=seed, target=target)
+    _check_length(run)
+    return run
 
 
-def _check_length(reading: PreparedRun) -> None:
+def _check_length(run: PreparedRun) -> None:
     """Raise an error for a text that is too long, before the network runs.
 
     Raises:
         ArgumentError: it has more than `MAX_TOKENS` tokens.
     """
-    longest = max(len(side.ids) for side in reading.sequences.values())
+    longest = max(len(side.ids) for side in run.sequences.values())
     if longest > MAX_TOKENS:
         raise ArgumentError(
             f"the text has {units.plural(longest, 'token')}, and every pair of them is computed; "
@@ -370,19 +373,19 @@ def check_options(
                 )
     elif source != "tiny":
         raise typer.BadParameter(
-            "builds a network of its own; leave out --model or --attention",
+            "builds a network with random weights; leave out --model or --attention",
             param_hint="--attention",
         )
     elif load_flags := load_options.flags_given():
         raise typer.BadParameter(
-            "applies to a model that is loaded, but --attention builds a network of its own; leave "
-            "one of them out",
+            "applies to a model that is loaded, but --attention builds a network with random "
+            "weights; leave one of them out",
             param_hint=load_flags[0],
         )
 
 
-def _task(text: str, folder: str, target: str | None) -> PreparedRun:
-    """Run a model of a task on a text and return the recorded run."""
+def _run_task_model(text: str, folder: str, target: str | None) -> PreparedRun:
+    """Run a model that `regard train --task` has trained on a text, and return the recorded run."""
     import torch
 
     from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
@@ -405,7 +408,7 @@ def _task(text: str, folder: str, target: str | None) -> PreparedRun:
         return prepare_run(
             PretokenizedInput(network, (words, as_words(words)), None, name, as_words)
         )
-    assert isinstance(network, Seq2SeqModel), "tasks of pairs are given to nothing else"
+    assert isinstance(network, Seq2SeqModel), "the model of a seq2seq task is a Seq2SeqModel"
     source = [*words, EOS]
     if target is None:
         answer = generate_ids(network, torch.tensor([source]), limit=2 * task.lengths[2] + 8)[0]
@@ -442,7 +445,7 @@ class ExplainTarget:
                 "already names the layer; leave --layer out", param_hint="--place"
             )
         site = read.site(place=place) if place else read.main_sites[0]
-        self.i = find_token(read.sequences[site.query_sequence], _index_or_word(query))
+        self.query_index = find_token(read.sequences[site.query_sequence], _index_or_word(query))
         if key is not None:
             self.key = find_token(read.sequences[site.key_sequence], _index_or_word(key), "key")
         if layer is not None:
@@ -451,22 +454,22 @@ class ExplainTarget:
             self.choice = Choice(layer if layer is not None else site.layer, head, "")
         else:
             self.choice = choose_head(
-                read, self.i, layer=layer, head=head, place=place, key=self.key
+                read, self.query_index, layer=layer, head=head, place=place, key=self.key
             )
 
     def explained(self, call: str | None) -> Explanation:
         """Return the explanation, with the rule by which the head was chosen."""
         from dataclasses import replace
 
-        from regard.inspect import explain as explain_reading
+        from regard.inspect import explain as explain_run
 
         layer = None if self.place else self.choice.layer
-        explanation = explain_reading(
+        explanation = explain_run(
             self.read,
             layer=layer,
             place=self.place,
             head=self.choice.head,
-            query=self.i,
+            query=self.query_index,
             key=self.key,
             call=call,
         )
@@ -498,12 +501,12 @@ def page(
     ]
     if not names:
         raise typer.BadParameter(
-            f"the page is over recorded softmax attention, and {explanation.mechanism} ran none; "
-            "print "
-            "to the terminal, or give --json",
+            f"the page shows recorded softmax attention, but {explanation.mechanism} computes "
+            "none; leave --html out, or give --json instead",
             param_hint="--html",
         )
-    has_one_call = len(explanation.calls) == 1  # then keys of the call are columns of the place
+    # if there are several calls, key indices of a call differ from columns of the place
+    has_one_call = len(explanation.calls) == 1
     report_data = report(
         recording,
         b=None if beside is None else record_run(beside),
@@ -514,7 +517,7 @@ def page(
         title=read.text[:80],
         explanation=data,
     )
-    # what was asked for; the atlas is a click away
+    # open the view of the explained weight, or the comparison; the page has the other views too
     report_data["meta"]["start"]["view"] = "cell" if beside is None else "compare"
     return page_of(report_data, lang or language_of_locale())
 
@@ -524,14 +527,14 @@ def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
     from regard.inspect.explain.head_choice import strongest_keys_of_run
     from regard.view.explanation_text import show_heads
 
-    reading = target.read
-    site = reading.site(place=target.place) if target.place else reading.main_sites[0]
+    run = target.read
+    site = run.site(place=target.place) if target.place else run.main_sites[0]
     weights, keys = (
-        values.tolist() for values in strongest_keys_of_run(reading, target.i, target.place)
+        values.tolist() for values in strongest_keys_of_run(run, target.query_index, target.place)
     )
     tokens, query_token = (
-        reading.sequences[site.key_sequence].pieces,
-        reading.sequences[site.query_sequence].pieces[target.i],
+        run.sequences[site.key_sequence].pieces,
+        run.sequences[site.query_sequence].pieces[target.query_index],
     )
     rows: list[dict[str, Any]] = [
         {"layer": n, "head": h, "key": key, "piece": tokens[key], "weight": weight}
@@ -539,10 +542,15 @@ def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
         for h, (weight, key) in enumerate(zip(*layer, strict=True))
     ]
     if json:
-        typer.echo(json_format.dumps({"query": target.i, "piece": query_token, "heads": rows}))
+        typer.echo(
+            json_format.dumps({"query": target.query_index, "piece": query_token, "heads": rows})
+        )
     else:
         show_heads(
-            f"{target.i} {query_token}", rows, (target.choice.layer, target.choice.head), console
+            f"{target.query_index} {query_token}",
+            rows,
+            (target.choice.layer, target.choice.head),
+            console,
         )
 
 

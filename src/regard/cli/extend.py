@@ -16,7 +16,7 @@ from regard.cli.options import Dtype, Ignore, Revision, check_files
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
-    from regard.compare.extension import ExtensionResults
+    from regard.compare.context_extension import ExtensionResults
     from regard.models import Model
 
 EPILOG = (
@@ -115,7 +115,7 @@ def _run(options: dict[str, Any]) -> ExtensionResults:
     import torch
 
     from regard.cli.options import LoadOptions, load
-    from regard.compare.extension import ExtensionOptions, extend_all
+    from regard.compare.context_extension import ExtensionOptions, extend_all
     from regard.models import Model
 
     if options["threads"]:
@@ -160,7 +160,7 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
 
 def _write(results: ExtensionResults, options: dict[str, Any]) -> None:
     """Print the results, and write the requested files."""
-    from regard.compare.extension import plots, render_page, render_table
+    from regard.compare.context_extension import plots, render_page, render_table
     from regard.view import charts
     from regard.view.html_page import write
 

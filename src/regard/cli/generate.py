@@ -38,7 +38,7 @@ def generate_seq2seq(
     length_penalty: float,
     json: bool,
 ) -> None:
-    """Print the output texts of an encoder-decoder, by beam search, or token by token if there is
+    """Print the texts that an encoder-decoder generates, by beam search, or greedily if there is
     one beam.
     """
     from regard.models import Seq2Seq
@@ -65,10 +65,10 @@ def generate_seq2seq(
 
 
 def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
-    """Run the batch to the end, and print words as they come, or each text when it and all before
-    it are finished.
+    """Generate the whole batch, and print words as they are generated, or each text when it and
+    all texts before it are finished.
 
-    Control characters are printed as their codes; --json prints every text unchanged.
+    Control characters are escaped.
     """
     if at_once:
         typer.echo(escape_controls(batch.rows[0].prompt, keep=MULTILINE), nl=False)
@@ -78,14 +78,14 @@ def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
             typer.echo(escape_controls(piece, keep=MULTILINE), nl=False)
             sys.stdout.flush()
         elif not quiet:
-            shown = _finished(batch, shown)
+            shown = _print_finished(batch, shown)
     if at_once:
         typer.echo("")
     elif not quiet:
-        _finished(batch, shown)
+        _print_finished(batch, shown)
 
 
-def _finished(batch: BatchGeneration, shown: int) -> int:
+def _print_finished(batch: BatchGeneration, shown: int) -> int:
     """Print the texts from index `shown` on that are finished, up to the first that is not; return
     how many are printed now.
     """
@@ -100,7 +100,7 @@ def _finished(batch: BatchGeneration, shown: int) -> int:
 
 
 def figures(batch: BatchGeneration) -> dict[str, Any]:
-    """Return one text and its figures, or several under "rows"."""
+    """Return the figures of a batch for --json: one text by its fields, or several under "rows"."""
     rows = [
         {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}
         for row in batch.rows
@@ -127,16 +127,19 @@ def beam_search(
     from regard.models.generation import beam_search_text as run
 
     if len(texts) > 1:
-        raise ArgumentError(f"beams takes one prompt, and there are {len(texts)}")
+        raise ArgumentError(
+            f"beams takes one prompt, but there are {len(texts)}; give one of them, or leave "
+            "--beams out"
+        )
     result = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
-    best = result.found[0]
+    best = result.completions[0]
     return {
         "prompt": texts[0],
         "text": best.text,
         "ids": list(best.ids),
         "finished": "end" if best.ended else "length",
         "score": best.score,
-        "beams": [candidate._asdict() for candidate in result.found],
+        "beams": [candidate._asdict() for candidate in result.completions],
         "tokens": len(best.ids),
         "prompt_tokens": result.prompt_tokens,
         "steps": result.steps,
@@ -151,7 +154,7 @@ def beam_search(
         ),
         "tokens_per_second": round(len(best.ids) / result.seconds, 2),
         "cache_bytes": result.cache_bytes,
-        "cache": options.room.cache,
+        "cache": options.cache_config.cache,
     }
 
 
@@ -161,8 +164,8 @@ def _speed(x: float) -> float | None:
 
 
 def print_summary(result: dict[str, Any]) -> None:
-    """Print the figures on one line; reading the prompt and generating tokens have speeds of their
-    own.
+    """Print the figures on one line of standard error, with separate speeds of reading the prompt
+    and of decoding.
     """
     score = f"score {result['score']:.3f}, " if "score" in result else ""
     prefill_speed, decode_speed = (
@@ -374,7 +377,7 @@ def generate(
     if json:
         typer.echo(json_format.dumps(result))
         return
-    sys.stdout.flush()  # before what follows on standard error
+    sys.stdout.flush()  # so that the text comes before the summary on standard error
     print_summary(result)
 
 
@@ -400,7 +403,7 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 
 def _option(message: str) -> str | None:
-    """Return the flag of the option that an error message names first."""
+    """Return the flag of the first option that an error message names, or None."""
     names = (
         "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
         "chunk|max_context|cache"

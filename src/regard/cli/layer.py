@@ -1,5 +1,5 @@
-"""The command `regard layer`, which runs one attention layer on random tokens and prints every
-tensor of it.
+"""The command `regard layer`, which runs one attention layer on random tokens and prints its
+tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 Names = Annotated[
     list[str] | None,
     typer.Argument(
+        metavar="MECHANISM",
         help=("Mechanisms of the catalogue (regard describe); several are printed side by side."),
         show_default="mha",
     ),
@@ -41,7 +42,10 @@ Set = Annotated[
     typer.Option("--set", help="Option of the mechanism, as name=value. Repeatable."),
 ]
 Html = Annotated[
-    Path | None, typer.Option(help="Also write an HTML page to this file.", show_default="none")
+    Path | None,
+    typer.Option(
+        "--html", help="Also write the tensors as an HTML page to this file.", show_default="none"
+    ),
 ]
 Figure = Annotated[
     Path | None,
@@ -50,7 +54,7 @@ Figure = Annotated[
         show_default="none",
     ),
 ]
-Head = Annotated[int, typer.Option(help="Head that --figure draws.", min=0)]
+Head = Annotated[int, typer.Option(help="Index of the head that --figure draws.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")]
 
 
@@ -71,8 +75,8 @@ def layer(
     """Run one layer of attention on random tokens, and print everything that it computes.
 
     Prints shapes, mask, raw scores, masked scores and weights of every head, the output, and the
-    mean, standard deviation and time of each stage. The default sizes are 2 x 4 x 512 with 8 heads.
-    The layer runs in evaluation mode, without dropout.
+    mean, standard deviation and time of each stage. The default input has 2 sequences of
+    4 tokens of width 512. The layer runs in evaluation mode, without dropout.
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     try:

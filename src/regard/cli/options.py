@@ -1,5 +1,5 @@
-"""Options that several commands share: those of the model, its loading, and checks of the files to
-write.
+"""Options and helpers that several commands share: how a model is loaded, and checks of the files
+to write.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LoadOptions:
         dtype: the name of a floating-point dtype, or None.
         allow_missing, ignore: patterns of names, or None.
         finite: whether NaN and infinity are refused.
-        revision: the revision of a repository on the hub.
+        revision: the branch, tag or commit of a repository on the hub, or None.
     """
 
     dtype: str | None = None
@@ -110,10 +110,21 @@ def load(source: str, options: LoadOptions, kind: type[LoadedModel]) -> LoadedMo
 @overload
 def load(source: str, options: LoadOptions) -> Model | TextEncoder | Seq2Seq: ...
 def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> Any:
-    """Return the model that the options name.
+    """Load a model with `regard.load`.
 
-    Weights that are not trained, and keys and tensors that were ignored, are reported on standard
-    error.
+    Prints on standard error which weights are randomly initialised, because the folder lacks them,
+    and which keys and tensors were ignored.
+
+    Args:
+        source: "tiny", a Hugging Face folder, or org/name on the hub.
+        options: the options of the command.
+        kind: the class that the model must have; None allows any of the three classes.
+
+    Returns:
+        The loaded model.
+
+    Raises:
+        typer.BadParameter: the dtype is unknown.
     """
     import torch
 
@@ -125,7 +136,7 @@ def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> An
             f"{options.dtype!r} is not one of {', '.join(dtype_names)}", param_hint="--dtype"
         )
     torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    kind_argument: dict[str, Any] = {} if kind is None else {"kind": kind}
+    kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
         source,
         dtype=torch_dtype,
@@ -133,7 +144,7 @@ def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> An
         allow_missing=options.allow_missing or (),
         ignore=options.ignore or (),
         finite=options.finite,
-        **kind_argument,
+        **kind_option,
     )
     if model.newly_initialized:
         examples = ", ".join(model.newly_initialized[:3]) + (
@@ -164,7 +175,7 @@ def check_files(
 
     Args:
         files: flag -> the file that it names; None if the flag was not given.
-        pictures: the same for charts, whose name must end as that of a picture.
+        pictures: the same for charts, whose names must end in .svg, .png or .pdf.
 
     Raises:
         typer.BadParameter: the name is not that of a file or picture, or its folder is missing:

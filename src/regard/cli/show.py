@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 EPILOG = 'For example: regard show "causal & window(4) | sinks(1)" --queries 12'
 MAX_TOKENS = 1 << 16
+"""The maximum number of queries, and of keys."""
 MAX_PAIRS = 1 << 27
 """The maximum number of pairs that are evaluated for a mask without key intervals."""
-MAX_DRAWN = 4  # batch rows and heads, at most
+MAX_DRAWN = 4
+"""The maximum number of drawings, one for each batch row and head."""
 
 Expression = Annotated[
     str,
@@ -104,8 +106,9 @@ def show(
 
 
 def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the numbers of a mask: pairs, keys per query, intervals and tiles, in lists by batch
-    row and head.
+    """Return the numbers of a mask: pairs, keys per query, key intervals of each query, and tiles.
+
+    Lists are indexed by batch row, head and query.
     """
     import torch
 
@@ -250,10 +253,9 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
     if q.length * k.length > MAX_PAIRS and mask.intervals(q[:1]) is None:
         raise ArgumentError(
-            f"{plural(q.length, 'query')} x {plural(k.length, 'key')}; a mask without intervals "
-            "is evaluated "
-            "pair by pair, at most "
-            f"{MAX_PAIRS:,}: give fewer --queries or --keys"
+            f"{plural(q.length, 'query')} x {plural(k.length, 'key')} are too many: a mask without "
+            f"key intervals is evaluated pair by pair, for at most {MAX_PAIRS:,} pairs; give fewer "
+            "--queries or --keys"
         )
 
 

@@ -28,8 +28,8 @@ def options_on_command_line(context: typer.Context, options: Iterable[str]) -> s
 def merge_config(
     context: typer.Context, options: dict[str, Any], given_names: set[str], path: Path
 ) -> dict[str, Any]:
-    """Return the options with the values of a config file in place of defaults; those in `mine`
-    were given on the command line and take precedence.
+    """Return the options with the values of a config file in place of defaults; those in
+    `given_names` were given on the command line and take precedence.
 
     --set and [model.options] are joined name by name.
     """
@@ -88,10 +88,10 @@ SHARED_OPTIONS = (
     "window",
     "set",
 )
-"""Options of training on text and on tasks."""
+"""Options that apply to training on text and to training on tasks."""
 
 TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
-"""Options of training on tasks only."""
+"""Options that apply to training on tasks only."""
 
 
 def listing(value: str | None) -> str | None:
@@ -108,8 +108,8 @@ def listing(value: str | None) -> str | None:
 
 
 def check(options: dict[str, Any], given_names: set[str]) -> None:
-    """Raise an error for options that belong to the other kind of training; `given` names those on
-    the command line.
+    """Raise an error for options that belong to the other kind of training; `given_names` has the
+    options on the command line.
     """
     if options["task"] is None:
         for name in TASK_OPTIONS:
@@ -266,7 +266,10 @@ RepeatFirst = Annotated[
     int,
     _option(
         _DATA,
-        ("Number of first steps with only such rows, which makes induction heads form early."),
+        (
+            "Number of first steps whose rows all contain a segment twice, which makes induction "
+            "heads form early."
+        ),
         min=0,
     ),
 ]
@@ -302,8 +305,8 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         help=(
-            "Model of the task: lstm, lstm+bahdanau, lstm+luong (or gru, rnn) or "
-            "transformer; decoder or lstm if a row is continued."
+            "Model of the task: transformer, or lstm, gru or rnn, alone or with +bahdanau or "
+            "+luong; for induction, mqar and passkey: decoder, lstm, gru or rnn."
         ),
         rich_help_panel=_TASKS,
     ),
@@ -315,7 +318,7 @@ Examples = Annotated[int, _count(_TASKS, "Number of test examples per split at t
 Beside = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Folder of another run to draw in the same chart. Repeatable.",
+        help="Folder of another run whose accuracy is drawn in the same chart. Repeatable.",
         rich_help_panel=_TASKS,
     ),
 ]
@@ -368,7 +371,7 @@ def train(
     Writes tokenizer.json, config.json, model.safetensors, train.csv, command.txt and checkpoints/
     under --out. The model is a Llama, or with --attention a decoder with this mechanism in every
     layer. An interrupted run continues with the same command and --resume; on a CPU the result is
-    the same to the bit.
+    bit-identical.
 
     With --task the data is generated, and sizes and steps that are not given are the task's own.
     This also writes the accuracy by length (accuracy.csv, accuracy.svg), alignment.svg and
@@ -425,7 +428,7 @@ def _check(options: dict[str, Any]) -> None:
             f"{dtype!r} is not one of float32, float16 and bfloat16", param_hint="--dtype"
         )
     if options["task"] is not None or options["attention"] is not None:
-        return  # tasks and mechanisms check their own sizes
+        return  # tasks and mechanisms check the sizes themselves
     if options["dim"] % options["heads"] or options["dim"] // options["heads"] % 2:
         raise typer.BadParameter(
             f"dim {options['dim']} / heads {options['heads']} is the width of a head and must be "
@@ -466,14 +469,14 @@ SECTIONS = {
     ),
     "data": ("source", "context", "repeat", "repeat_first"),
 }
-"""Section of the config file -> the options of the command that it may contain; [model.options] has
-those of the mechanism, like --set.
+"""Section of the config file -> the options of the command that it may contain. [model.options] has
+the options of the mechanism, like --set.
 """
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return option -> its text, as it would follow the flag; "option" has the name=value settings
-    of [model.options].
+    """Return the options in a config file as name -> text, written as on the command line; "option"
+    has the name=value settings of [model.options].
 
     Raises:
         FileError: the file cannot be read, or is not TOML.
@@ -494,13 +497,15 @@ def read_config(path: Path) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for section, keys in content.items():
         if section not in SECTIONS or not isinstance(keys, dict):
-            raise ArgumentError(f"{path}: {error_text(_stray(section))}")
+            raise ArgumentError(f"{path}: {error_text(_message_about_stray_name(section))}")
         for key, value in keys.items():
             name = key.replace("-", "_")
             if (section, name) == ("model", "options") and isinstance(value, dict):
                 options["option"] = _settings(path, value)
             elif name not in SECTIONS[section]:
-                raise ArgumentError(f"{path}: {error_text(_unknown(section, key, name))}")
+                raise ArgumentError(
+                    f"{path}: {error_text(_message_about_unknown_key(section, key, name))}"
+                )
             elif name in options:
                 raise ArgumentError(f"{path}: [{section}] has {name} twice; give it once")
             else:
@@ -524,7 +529,7 @@ def _text(where: str, value: Any) -> str:
     return str(value)
 
 
-def _stray(section: str) -> str:
+def _message_about_stray_name(section: str) -> str:
     """Return the error message about a top-level name that is not a section."""
     right_section = next(
         (s for s, keys in SECTIONS.items() if section.replace("-", "_") in keys), None
@@ -537,7 +542,7 @@ def _stray(section: str) -> str:
     )
 
 
-def _unknown(section: str, key: str, name: str) -> str:
+def _message_about_unknown_key(section: str, key: str, name: str) -> str:
     right_section = next((s for s, keys in SECTIONS.items() if name in keys), None)
     if right_section:
         return f"{key} is in [{section}]; put it in [{right_section}]"

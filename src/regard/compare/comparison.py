@@ -203,9 +203,9 @@ def with_overlap(rows: Mapping[str, Numbers], name: str) -> Numbers:
     one, other = rows[first], row
     if name == first or "seconds" not in one:
         return {**row, "overlaps_first": None}
-    rounds = min(x.get("rounds", 0) for x in (one, other)) < MIN_ROUNDS
+    too_few_rounds = min(x.get("rounds", 0) for x in (one, other)) < MIN_ROUNDS
     (a, b), (c, d) = (x.get("quartiles", (x["seconds"],) * 2) for x in (one, other))
-    return {**row, "overlaps_first": bool(rounds or (a <= d and c <= b))}
+    return {**row, "overlaps_first": bool(too_few_rounds or (a <= d and c <= b))}
 
 
 def cost_of(entry: Mapping[str, Any], cost: str, context: int) -> float | None:
@@ -281,7 +281,7 @@ def as_csv(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> str:
     each context; training_seconds; after each time its quartiles, _q1 and _q3; prefill_peak_bytes,
     training_peak_bytes; for each task its metric, low, high, rate and steps.
     """
-    entries = [_flat(entry, plan) for entry in collect_entries(plan, done)]
+    entries = [_csv_columns(entry, plan) for entry in collect_entries(plan, done)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(entries[0]), lineterminator="\n")
     writer.writeheader()
@@ -289,21 +289,21 @@ def as_csv(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> str:
     return text.getvalue()
 
 
-def _times(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def _time_columns(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a median and its quartiles."""
     low, high = row.get("quartiles", (None, None))
     return {name: row.get("seconds"), f"{name}_q1": low, f"{name}_q3": high}
 
 
-def _flat(entry: Numbers, plan: ComparisonPlan) -> dict[str, Any]:
-    """Return an entry as the columns of a line."""
+def _csv_columns(entry: Numbers, plan: ComparisonPlan) -> dict[str, Any]:
+    """Return the entry of a mechanism as the columns of its line of CSV."""
     line = {name: entry[name] for name in ("name", "attention", "parameters", "hidden")}
     for context in plan.timing.contexts:
         decode = entry["decode"].get(str(context), {})
         line[f"kv_bytes_{context}"] = decode.get("kv_bytes")
-        line |= _times(f"prefill_seconds_{context}", entry["prefill"].get(str(context), {}))
-        line |= _times(f"decode_seconds_{context}", decode)
-    line |= _times("training_seconds", entry["training"] or {})
+        line |= _time_columns(f"prefill_seconds_{context}", entry["prefill"].get(str(context), {}))
+        line |= _time_columns(f"decode_seconds_{context}", decode)
+    line |= _time_columns("training_seconds", entry["training"] or {})
     for work in ("prefill", "training"):
         line[f"{work}_peak_bytes"] = (entry["memory"] or {}).get(work)
     for task in plan.tasks:
@@ -315,14 +315,14 @@ def _flat(entry: Numbers, plan: ComparisonPlan) -> dict[str, Any]:
 
 
 class Comparison:
-    """Runs one comparison; `notes` has remarks for the reader of the results so far.
+    """A comparison that measures everything in a plan; `notes` has remarks about the results.
 
     Args:
         plan: what is compared.
         session: where measurements are stored.
         machine: the facts that `regard.bench.machine.machine` returns.
-        minutes: the time for everything; training is shortened equally for all mechanisms to fit,
-            and a note says so.
+        minutes: the time limit of the whole comparison; if training would exceed it, all mechanisms
+            are trained for fewer steps, and a note about that is added.
         steps: optimiser steps of every task, whatever time they take; None is each task's own
             number, as far as the time allows.
         with_memory: whether peak memory is measured.
@@ -355,8 +355,8 @@ class Comparison:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Measure everything that the session does not have yet; after an interrupt the session has
-        what is finished.
+        """Measure everything that is not in the session yet; after an interrupt, the session has
+        the results of all finished experiments.
         """
         plan, session = self.plan, self.session
         session.run(speed.timing_experiments(plan.configs, plan.timing, self.machine))

@@ -60,8 +60,8 @@ class Experiment:
 
     @property
     def key(self) -> str:
-        """The name of its file: the experiment's name in safe letters, and a hash of name and
-        settings.
+        """The name of the file without ".json": the experiment's name in safe letters, and a hash
+        of name and settings.
         """
         text = json.dumps([SCHEMA, self.name, self.settings], sort_keys=True, allow_nan=False)
         safe = re.sub(r"[^A-Za-z0-9.]+", "-", self.name).strip("-.")[:80]
@@ -113,7 +113,7 @@ class ExperimentStore:
             return self._by_key.get(key)
         try:
             saved = read_json(self.folder / f"{key}.json", limit=MAX_FILE_BYTES)
-            is_same = saved["name"] == experiment.name and saved["settings"] == _plain(
+            is_same = saved["name"] == experiment.name and saved["settings"] == _through_json(
                 experiment.settings
             )
             numbers = saved["numbers"]
@@ -137,11 +137,11 @@ class ExperimentStore:
             FileError: the file cannot be written.
         """
         try:
-            numbers = _plain(numbers)
+            numbers = _through_json(numbers)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
                 f"{experiment.name} returned values that JSON cannot store: {error}; return finite "
-                "plain values"
+                "numbers, strings, lists and dictionaries"
             ) from error
         self._by_key[experiment.key] = numbers
         if self.folder is None:
@@ -168,13 +168,13 @@ class ExperimentStore:
 class Session:
     """Runs experiments one after another, and holds the results of all that are finished.
 
-    After an interrupt, `results` has everything that was finished, and `reused_names` has the names
-    of the experiments that an earlier session had measured.
+    `results` maps the name of each finished experiment to its result, also after an interrupt.
+    `reused_names` has the names of those experiments whose results were read from the store.
 
     Args:
-        store: measurements that are in it are not made again.
-        report: is called with the name of each experiment that starts, and an estimate of the
-            remaining time.
+        store: the saved results; an experiment that is in it is not run again.
+        report: a function that is called with a line when an experiment starts: its name, and an
+            estimate of the remaining time.
         clock: a function that returns the time in seconds; tests replace it.
 
     >>> session = Session(ExperimentStore(None))
@@ -277,6 +277,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _plain(values: Any) -> Any:
+def _through_json(values: Any) -> Any:
     """Return the values as they are after writing them to JSON and reading them again."""
     return json.loads(json.dumps(values, allow_nan=False))

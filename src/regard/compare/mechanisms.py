@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from regard.deprecation import renamed_parameters
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
@@ -36,7 +37,8 @@ class Shape:
             of 32.
         vocabulary: the number of token ids; 256 is enough for bytes and for the words of the recall
             tasks.
-        window: the number of tokens of a window, of a segment, or of the recent tokens of a stream.
+        window: the number of tokens in a sliding window, in a segment of Infini-attention, or in
+            the cache of streaming attention (sinks and recent tokens).
 
     Raises:
         ArgumentError: dim / heads, the width of a head, is not an even number, which rotary
@@ -131,8 +133,8 @@ def _mla(shape: Shape) -> dict[str, Any]:
 
 
 def _nsa(shape: Shape) -> dict[str, Any]:
-    """Return NSA options with small blocks: a token reads S/d compressed tokens, as many selected
-    tokens as a window has, and half a window.
+    """Return NSA options with small blocks: for a window of W tokens and a stride d, a token reads
+    S/d compressed tokens, W selected tokens, and a window of W/2 tokens.
     """
     stride = max(2, shape.window // 8)
     return {
@@ -192,7 +194,7 @@ def candidates(names: Sequence[str] | None, shape: Shape) -> list[Candidate]:
     if duplicates := sorted({name for name in chosen_names if chosen_names.count(name) > 1}):
         raise ArgumentError(f"{', '.join(duplicates)} is given twice; name each mechanism once")
     for one in chosen:
-        one.config(shape)  # refuses what does not fit, before anything is measured
+        one.config(shape)  # raises if options or sizes do not fit, before anything is measured
     return chosen
 
 
@@ -256,8 +258,8 @@ def same_parameters(config: Config, wanted: int) -> Config:
 
     >>> shape = Shape(dim=64)
     >>> wanted = count_parameters(Candidate("mha", "gqa", {"groups": 4}).config(shape))
-    >>> found = same_parameters(Candidate("mqa", "mqa").config(shape), wanted)
-    >>> found.intermediate_size > shape.width, abs(count_parameters(found) / wanted - 1) < 0.01
+    >>> config = same_parameters(Candidate("mqa", "mqa").config(shape), wanted)
+    >>> config.intermediate_size > shape.width, abs(count_parameters(config) / wanted - 1) < 0.01
     (True, True)
     """
     one, two = (count_parameters(replace(config, intermediate_size=n)) for n in (1, 2))
@@ -273,11 +275,15 @@ def same_parameters(config: Config, wanted: int) -> Config:
     )
 
 
-def configs(found: Sequence[Candidate], shape: Shape, same: str = "sizes") -> dict[str, Config]:
+@renamed_parameters(found="mechanisms")
+def configs(
+    mechanisms: Sequence[Candidate], shape: Shape, same: str = "sizes"
+) -> dict[str, Config]:
     """Return the config of each mechanism by its name.
 
     Args:
-        found: the mechanisms; with "parameters", the others get as many parameters as the first.
+        mechanisms: the mechanisms; with "parameters", the others get as many parameters as the
+            first.
         shape: the sizes.
         same: a word of `MATCHED_BY`: "sizes" or "parameters".
 
@@ -288,13 +294,13 @@ def configs(found: Sequence[Candidate], shape: Shape, same: str = "sizes") -> di
         ArgumentError: `same` is another word, or `same_parameters` raises.
 
     >>> from regard.compare.mechanisms import candidates
-    >>> found = configs(candidates(["mha", "mqa"], Shape(dim=64)), Shape(dim=64))
-    >>> [c.intermediate_size for c in found.values()]
+    >>> by_name = configs(candidates(["mha", "mqa"], Shape(dim=64)), Shape(dim=64))
+    >>> [c.intermediate_size for c in by_name.values()]
     [192, 192]
     """
     if same not in MATCHED_BY:
         raise ArgumentError(f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}")
-    by_name = {one.name: one.config(shape) for one in found}
+    by_name = {one.name: one.config(shape) for one in mechanisms}
     if same == "sizes":
         return by_name
     wanted = count_parameters(next(iter(by_name.values())))

@@ -12,13 +12,13 @@ import torch
 from regard.bench.peak_memory import call_in_subprocess, peak_bytes
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import build_decoder
-from regard.compare.speed import MACHINE_KEYS, Timing, prefill, training
+from regard.compare.speed import MACHINE_KEYS, Timing, prefill_step, training_step
 from regard.models.families.regard import Config
 
 METHOD = (
-    "the highest resident memory of a process of its own (VmHWM, set back before the work) less "
-    "what it held then: "
-    "weights are not counted; the work has run once before, so that kernels are compiled"
+    "the peak resident memory (VmHWM) of a separate process during the work, minus its resident "
+    "memory before the work, so that weights are not counted; the work runs once before it is "
+    "measured, so that kernels are already compiled"
 )
 """How peak memory is measured, as reports print it."""
 
@@ -52,7 +52,7 @@ def memory_experiments(
 
 
 def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
-    """Run `peaks` in a new process.
+    """Return the peak memory of a prompt and of a training step, measured in a new process.
 
     Args:
         settings: model (the fields of a config), threads, context, length and batch.
@@ -67,7 +67,7 @@ def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = N
     numbers: Numbers = call_in_subprocess(
         "regard.compare.memory:peaks",
         settings,
-        advice="--no-memory goes without it",
+        advice="--no-memory skips this measurement",
         command=command,
     )
     return numbers
@@ -82,13 +82,13 @@ def peaks(settings: Numbers) -> Numbers:
     model = build_decoder(config)
 
     def step() -> None:
-        training(model, config, settings["length"], settings["batch"])()
+        training_step(model, config, settings["length"], settings["batch"])()
 
     step()
     model.zero_grad(set_to_none=True)
     step_peak = peak_bytes(step)
     model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
-    prompt = prefill(model, config, settings["context"])
+    prompt = prefill_step(model, config, settings["context"])
     prompt()
     return {"prefill": peak_bytes(prompt), "training": step_peak}

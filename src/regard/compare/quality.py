@@ -40,14 +40,13 @@ END_OF_DOCUMENT = 0
 """The byte after each document."""
 
 RECALL_TASKS = {"mqar": 8, "passkey": 4}
-"""Tasks that measure the share of right answers. The value is the number by which the length of a
-row of text is divided to get the longest rows of the task, which are so short that a small model
-learns them in a few hundred steps.
+"""Recall task -> divisor. The longest rows of a task have the length of a row of text divided by
+this number; they are so short that a small model learns the task in a few hundred steps.
 """
 
 VALIDATION_ROWS, TEST_ROWS = 64, 128
-"""Rows of text by which a learning rate is chosen, and by which a model is judged; of examples of
-tasks, four times as many.
+"""The numbers of rows of text on which a learning rate is chosen, and on which a model is tested.
+Recall tasks have four times as many examples.
 """
 
 
@@ -173,10 +172,10 @@ class TextTask(EvalTask):
 
 @dataclass(frozen=True)
 class RecallTask(EvalTask):
-    """A task whose rows ask for something that they contain earlier.
+    """A task in which the model must repeat what the row contains at an earlier place.
 
     Args:
-        name: "mqar" or "passkey", or another task whose rows are continued.
+        name: "mqar" or "passkey", or another causal task of `regard.train.tasks`.
         length: tokens of the longest row in training.
         batch: rows per batch.
         steps: optimiser steps.
@@ -237,8 +236,8 @@ class RecallTask(EvalTask):
         return pad(self.task, self.task.examples("validation", 4 * self.validation_rows, "select"))
 
     def score(self, model: nn.Module) -> Numbers:
-        """Return the share of right answers on other examples of the validation split, where each
-        answer follows the right earlier ones.
+        """Return the share of right answers on other examples of the validation split; each answer
+        is predicted after the correct earlier answers (teacher forcing).
         """
         rows = pad(self.task, self.task.examples("validation", 4 * self.test_rows, "judge"))
         answers = right = fully_right = 0
@@ -376,7 +375,7 @@ def pilot_experiments(
         def measure(task: EvalTask = task) -> Numbers:
             return {
                 "seconds": {
-                    name: _per_step(one.config, task) for name, one in train_configs.items()
+                    name: _seconds_per_step(one.config, task) for name, one in train_configs.items()
                 }
             }
 
@@ -384,9 +383,9 @@ def pilot_experiments(
     return experiments
 
 
-def _per_step(config: Config, task: EvalTask) -> float:
-    """Return the median seconds of a few steps; the median is not affected if the machine stalls
-    once.
+def _seconds_per_step(config: Config, task: EvalTask) -> float:
+    """Return the median seconds of a few training steps, on which a single pause of the machine has
+    little effect.
     """
     model, batches, seconds = build_decoder(config), task.batches(0), []
     for _ in range(1 + PILOT_STEPS):
@@ -401,18 +400,19 @@ def steps_that_fit(
     wanted: Mapping[str, int],
     seconds: Mapping[str, Mapping[str, float]],
     runs: Mapping[str, int],
-    room: float,
+    seconds_left: float,
 ) -> tuple[dict[str, int], float]:
     """Return the steps of each task with which all training ends in time; all tasks get the same
     share of the steps that are wanted.
 
-    f = min(1, room / sum_{task, mechanism} steps seconds runs),  steps' = max(20, floor(f steps))
+    f = min(1, seconds_left / sum_{task, mechanism} steps seconds runs)
+    steps' = max(20, floor(f steps))
 
     Args:
         wanted: task -> steps.
         seconds: task -> mechanism -> seconds of a step.
         runs: mechanism -> how often it is trained in each task: rates times seeds.
-        room: the seconds that are left.
+        seconds_left: the seconds that training may take.
 
     Returns:
         The steps of each task, and the seconds that all wanted steps would take.
@@ -426,7 +426,7 @@ def steps_that_fit(
         for task, steps in wanted.items()
         for name in seconds[task]
     )
-    share = min(1.0, max(0.0, room) / total_seconds) if total_seconds else 1.0
+    share = min(1.0, max(0.0, seconds_left) / total_seconds) if total_seconds else 1.0
     return {
         task: steps if share == 1.0 else max(min(MIN_STEPS, steps), int(share * steps))
         for task, steps in wanted.items()
@@ -441,7 +441,7 @@ def training_experiments(
     seconds: Mapping[str, Mapping[str, float]],
     report: ReportProgress = ignore_progress,
 ) -> list[Experiment]:
-    """Return a training run for each task, mechanism, rate and seed.
+    """Return the experiments that train a model, one for each task, mechanism, rate and seed.
 
     All runs of one task come before those of the next, so that an interrupt leaves complete tasks.
     """
@@ -496,7 +496,9 @@ class _TrainingRun:
         }
 
     def run(self) -> Numbers:
-        """Train and test the model; the result has `diverged` if the loss became infinite."""
+        """Train and test the model; the result has `diverged` if the loss became infinite or
+        NaN.
+        """
         model, batches = build_decoder(self.config, self.seed), self.task.batches(self.seed)
         settings = Settings(
             steps=self.steps,
@@ -517,7 +519,8 @@ class _TrainingRun:
             )
         except NonFiniteLoss:
             return {"diverged": True, "seconds": time.perf_counter() - start}
-        if result.stopped_by is not None:  # `fit` ends its step first, and gives no other sign
+        # `fit` catches the interrupt, finishes its step and returns
+        if result.stopped_by is not None:
             raise KeyboardInterrupt
         seconds = time.perf_counter() - start
         model.eval()

@@ -38,9 +38,9 @@ class KernelRecorder(Trace):
     """A trace that records the names of the kernels that compute softmax attention.
 
     >>> from regard import attend
-    >>> with KernelRecorder() as seen:
+    >>> with KernelRecorder() as recorder:
     ...     _ = attend(*torch.zeros(3, 1, 1, 2, 4), backend="reference")
-    >>> seen.names
+    >>> recorder.names
     ['reference']
     """
 
@@ -58,7 +58,7 @@ class KernelRecorder(Trace):
 
 
 def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
-    """Return random token ids [B,T], the same for each length every time.
+    """Return random token ids [B,T]; the seed is the length, so equal sizes give equal ids.
 
     >>> from regard.compare.mechanisms import Candidate, Shape
     >>> random_ids(Candidate("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
@@ -69,11 +69,12 @@ def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch le
 
 
 def prefill_caches(
-    model: Decoder, prompt: Int[Tensor, "B T"], room: int | None = None
+    model: Decoder, prompt: Int[Tensor, "B T"], capacity: int | None = None
 ) -> list[Cache]:
     """Return caches that contain a prompt [B,T].
 
-    Caches that keep all tokens are allocated once, for `room` tokens.
+    Caches that keep all tokens are allocated once, for `capacity` tokens (default: those of
+    the prompt).
 
     >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
     >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
@@ -82,32 +83,32 @@ def prefill_caches(
     ['Fixed']
     """
     rows, length = prompt.shape
-    caches = CacheConfig("fixed", room or length).new_caches(model, rows)
+    caches = CacheConfig("fixed", capacity or length).new_caches(model, rows)
     with torch.inference_mode():
         model(prompt, None, caches, last=1)
     return caches
 
 
-def prefill(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
+def prefill_step(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
     """Return a function that reads a prompt of `context` tokens into new caches and computes the
     logits after its last token.
 
     >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
     >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> len(prefill(build_decoder(config), config, 5)())
+    >>> len(prefill_step(build_decoder(config), config, 5)())
     1
     """
     prompt = random_ids(config, batch, context)
     return lambda: prefill_caches(model, prompt)
 
 
-def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Return a function that decodes the token at position context - 1 after caches with all
-    earlier tokens, and then removes it again.
+def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
+    """Return a function that decodes the token at position context - 1 with caches of all earlier
+    tokens, and then restores the caches, so that it can be called again.
 
     >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
     >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = decode(build_decoder(config), config, 5)
+    >>> step = decode_step(build_decoder(config), config, 5)
     >>> bool((step() == step()).all())
     True
     """
@@ -130,13 +131,13 @@ def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step
     return step
 
 
-def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
+def training_step(model: Decoder, config: Config, length: int, batch: int) -> Step:
     """Return a function that makes one optimiser step on rows of `length` predicted tokens:
     forward, backward, AdamW.
 
     >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
     >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = training(build_decoder(config), config, 5, 2)
+    >>> step = training_step(build_decoder(config), config, 5, 2)
     >>> step() > step()
     True
     """
@@ -166,8 +167,8 @@ def kernels_used(step: Step) -> list[str]:
 
 
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:
-    """Return the bytes that the caches of all layers really take after `context` tokens, each of
-    the kind that suits its layer.
+    """Return the bytes that the caches of all layers take after `context` tokens, measured on
+    caches of the default kind of each layer.
 
     >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
     >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
@@ -180,12 +181,12 @@ def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) ->
     return sum(cache.bytes for cache in caches)
 
 
-def described_bytes(model: Decoder, context: int, batch: int = 1) -> int:
+def cache_bytes_by_formula(model: Decoder, context: int, batch: int = 1) -> int:
     """Return the bytes that caches take in fp32 by the formulas of `regard describe`.
 
     >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
     >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> described_bytes(build_decoder(config), 10)
+    >>> cache_bytes_by_formula(build_decoder(config), 10)
     640
     """
     layers = [layer.get_submodule("attention") for layer in model.layers]
@@ -240,7 +241,7 @@ def timing_experiments(
     """Return the experiments of prompts and decoding at every context, and of training steps.
 
     Within each experiment all mechanisms are timed in turns, so that a drift of the machine affects
-    all of them. Therefore one more mechanism means that all are measured again.
+    all of them. If a mechanism is added, all mechanisms are therefore measured again.
 
     Args:
         configs: name -> config of the model.
@@ -261,7 +262,11 @@ def timing_experiments(
     jobs.append(("training", timing.length))
     experiments = []
     for kind, length in jobs:
-        sizes = {"kind": kind, "length": length, "batch": timing.batch if kind == "training" else 1}
+        sizes = {
+            "kind": kind,
+            "length": length,
+            "batch": timing.batch if kind == "training" else 1,
+        }
         limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
         experiments.append(
             Experiment(
@@ -319,30 +324,32 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
 
 
 def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
-    """Return the facts about the work that are known before it is timed, and the work."""
+    """Build a model, and return the values of its row that are known before timing, and the
+    function to time.
+    """
     model = build_decoder(config)
     row: Numbers = {}
     if kind == "training":
-        step = training(model, config, length, batch)
+        step = training_step(model, config, length, batch)
     else:
         model.eval().requires_grad_(False)
-        _check_memory(described_bytes(model, length), length)
-        make: Callable[..., Step] = prefill if kind == "prefill" else decode
+        _check_memory(cache_bytes_by_formula(model, length), length)
+        make: Callable[..., Step] = prefill_step if kind == "prefill" else decode_step
         step = make(model, config, length)
         if kind == "decode":
             row["kv_bytes"] = cache_bytes(model, config, length)
-            row["kv_bytes_formula"] = described_bytes(model, length)
+            row["kv_bytes_formula"] = cache_bytes_by_formula(model, length)
     return {**row, "kernels": kernels_used(step)}, step
 
 
 def _check_memory(needed: int, length: int) -> None:
-    """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: once
-    stored, and once while they grow.
+    """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: while a
+    cache grows, the old and the new storage exist together.
     """
     free_bytes = free_memory(torch.device("cpu"))
     if free_bytes and 2 * needed > free_bytes:
         raise ArgumentError(
             f"the caches of {units.plural(length, 'token')} need {units.size(needed)} at "
-            f"{BYTES_PER_VALUE} bytes a value, twice while they grow, but only "
-            f"{units.size(free_bytes)} of memory are free; choose shorter contexts"
+            f"{BYTES_PER_VALUE} bytes per value, and twice that while they grow, but only "
+            f"{units.size(free_bytes)} of memory is free; choose shorter contexts"
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from regard.cost.report import CostReport, Setting
     from regard.cost.roofline import machine_of
 
-_HOMES = {
+_LAZY_IMPORTS = {
     "CostReport": "regard.cost.report",
     "Setting": "regard.cost.report",
     "machine_of": "regard.cost.roofline",
@@ -47,9 +47,9 @@ def _load(name: str) -> Any:
     Raises:
         AttributeError: the module has no such name.
     """
-    if name not in _HOMES:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
 
 
 __getattr__ = renamed(

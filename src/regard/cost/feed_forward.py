@@ -52,9 +52,9 @@ class DenseSpec:
     @property
     def total(self) -> ParameterCounts:
         """All parameters of the layer as one record."""
-        ups = 2 if self.gated else 1
-        biases = ups * self.hidden + self.dim if self.bias else 0
-        return ParameterCounts((ups + 1) * self.dim * self.hidden, biases)
+        up_projections = 2 if self.gated else 1
+        biases = up_projections * self.hidden + self.dim if self.bias else 0
+        return ParameterCounts((up_projections + 1) * self.dim * self.hidden, biases)
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
@@ -105,14 +105,17 @@ class MoESpec:
         If n tokens choose k of E experts independently and uniformly, they use E (1 - (1 - k /
         E)^n) experts on average.
         """
-        # exact for the few of a batch, a float for the many of a prompt, where nothing is left
-        missed = 1 - Fraction(self.active, self.count)
-        left = missed**tokens if tokens <= 64 else Fraction(float(missed) ** tokens)
-        return self._parts(self.count * (1 - left))
+        unused_by_one = 1 - Fraction(self.active, self.count)
+        if tokens <= 64:  # the exact power has few digits
+            unused_by_all = unused_by_one**tokens
+        else:
+            unused_by_all = Fraction(float(unused_by_one) ** tokens)
+        return self._parts(self.count * (1 - unused_by_all))
 
     def _parts(self, experts: Fraction | int) -> dict[str, ParameterCounts]:
+        """Return the parameters by part if `experts` of the experts are counted."""
         one = self.expert.total
-        used = ParameterCounts(_up(experts * one.matrices), _up(experts * one.biases))
+        used = ParameterCounts(_round_up(experts * one.matrices), _round_up(experts * one.biases))
         parts = {
             "experts": used,
             "router": ParameterCounts(self.expert.dim * self.count, self.router_bias),
@@ -120,5 +123,6 @@ class MoESpec:
         return parts if self.shared is None else {**parts, "shared expert": self.shared.total}
 
 
-def _up(x: Fraction | int) -> int:
+def _round_up(x: Fraction | int) -> int:
+    """Return the smallest integer that is at least x."""
     return -(-Fraction(x).numerator // Fraction(x).denominator)

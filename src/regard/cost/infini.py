@@ -41,8 +41,8 @@ def infini_flops(
     """Return the FLOPs of one token after its projections: local softmax attention over
     `local_keys` keys, one memory read per query head, and one memory write per key/value head.
 
-    A read is sigma(q) M and sigma(q) z, 2 D (E + 1). A write is sigma(k)^T v and the sum of
-    sigma(k), 2 D E + D. Under the delta rule every key reads the memory too.
+    A read computes sigma(q) M and sigma(q) z: 2 D (E + 1). A write adds sigma(k)^T v to M and
+    sigma(k) to z: 2 D E + D. Under the delta rule, every key reads the memory too.
 
     Args:
         heads: H, the number of query heads.
@@ -69,7 +69,7 @@ def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> 
     """Return the number of cached key and value elements of `tokens` earlier tokens, as
     Transformer-XL caches them: (D + E) G N l.
 
-    >>> segment_cache(8, 128, 128, 2048, 12)  # "50M (3.7x)"
+    >>> segment_cache(8, 128, 128, 2048, 12)  # the paper: "50M (3.7x)"
     50331648
 
     Source: Dai et al. 2019 (arXiv 1901.02860); the comparison: arXiv 2404.07143, tables 1 and 2.
@@ -81,7 +81,7 @@ def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, laye
     """Return `segment_cache` plus the keys and values of a large memory in one layer, as the
     Memorizing Transformer caches them.
 
-    >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # "183M": 65K means 65,000
+    >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # the paper: "183M", where 65K means 65,000
     183451648
 
     Source: Wu et al. 2022 (arXiv 2203.08913); the comparison: arXiv 2404.07143, tables 1 and 2.
@@ -89,11 +89,11 @@ def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, laye
     return segment_cache(groups, D, E, tokens, layers) + segment_cache(groups, D, E, memory)
 
 
-def summary_tokens(dim: int, tokens: int, layers: int = 1) -> int:
+def memory_token_values(dim: int, tokens: int, layers: int = 1) -> int:
     """Return the number of values of the memory tokens that RMT reads and writes in each layer: 2 M
     p l.
 
-    >>> summary_tokens(1024, 100, 12)  # "2.5M (73x)"
+    >>> memory_token_values(1024, 100, 12)  # the paper: "2.5M (73x)"
     2457600
 
     Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1 and
@@ -110,8 +110,8 @@ class InfiniSpec(Spec):
     Attributes:
         shape: H, G, D and E.
         segment: N, the tokens of a segment; only the open segment is cached token by token.
-        delta: whether the memory is updated by the delta rule, which writes only what it does not
-            yet predict.
+        delta: whether the memory is updated by the delta rule, which writes only the part of
+            a value that the memory does not predict yet.
 
     >>> layer = InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), segment=2048)
     >>> 12 * layer.state.value  # the paper's model: "1.6M (114x)"
@@ -132,7 +132,7 @@ class InfiniSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads and its segment length."""
+        """The name of the mechanism, with its heads and its segment length."""
         return f"Infini, {self.shape.label}, segment {self.segment:,}"
 
     @property
@@ -166,11 +166,11 @@ class InfiniSpec(Spec):
         write.
         """
         H, G, D, E = self._sizes
-        n, reads = self._keys_read(context), f"{H} + {G}" if self.delta else f"{H}"
+        n, reads = self._keys_read(context), f"({H} + {G})" if self.delta else f"{H}"
         return Quantity(
             infini_flops(H, G, n, D, E, delta=self.delta),
-            f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
-            f"writes {G} x (2 D E + D)",
+            f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}) + {reads} x 2 D (E + 1) (reads) "
+            f"+ {G} x (2 D E + D) (writes)",
         )
 
     def prefill_flops(self, context: int) -> int:

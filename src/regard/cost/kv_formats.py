@@ -55,7 +55,7 @@ class KVFormat:
     Raises:
         ArgumentError: a format name is not known.
 
-    >>> KVFormat("int8").bytes_per_token(CacheContents(((8, 128), (8, 128)), 1))  # 9 bits each
+    >>> KVFormat("int8").bytes_per_token(CacheContents(((8, 128), (8, 128)), 1))  # 9 bits per value
     Fraction(2304, 1)
     """
 
@@ -74,21 +74,22 @@ class KVFormat:
     def bytes_per_token(self, cached: CacheContents) -> Fraction:
         """Return the bytes that a token takes once it is quantised."""
         if self.name not in QUANTIZED or cached.bounded:
-            return Fraction(cached.values_per_token * self._plain(), 8)
-        return self._coded(cached)
+            return Fraction(cached.values_per_token * self._exact_bits(), 8)
+        return self._quantized_bytes(cached)
 
     def total_bytes(self, cached: CacheContents) -> int:
         """Return the bytes of the whole cache, the recurrent state included."""
         state = STATE_BYTES * cached.state
         if self.name not in QUANTIZED or cached.bounded:
-            return -(-cached.values_per_token * cached.tokens * self._plain() // 8) + state
+            return -(-cached.values_per_token * cached.tokens * self._exact_bits() // 8) + state
         group = self._group(cached)
         coded = max(0, cached.tokens - self.residual) // group * group
         rest = (cached.tokens - coded) * cached.values_per_token * BITS[self.exact]
-        total = self._coded(cached) * coded + Fraction(rest, 8)
+        total = self._quantized_bytes(cached) * coded + Fraction(rest, 8)
         return -(-total.numerator // total.denominator) + state
 
-    def _plain(self) -> int:
+    def _exact_bits(self) -> int:
+        """Return the bits of a value that is not quantised."""
         return BITS[self.exact if self.name in QUANTIZED else self.name]
 
     def _group(self, cached: CacheContents) -> int:
@@ -96,11 +97,11 @@ class KVFormat:
         token.
         """
         widths = [dims for _, dims in cached.parts]
-        tokens = widths[1:] if len(widths) > 1 else widths
+        per_token_widths = widths[1:] if len(widths) > 1 else widths
         sizes = range(1, self.group + 1)
-        return max(g for g in sizes if all(w % min(g, w) == 0 for w in tokens))
+        return max(g for g in sizes if all(w % min(g, w) == 0 for w in per_token_widths))
 
-    def _coded(self, cached: CacheContents) -> Fraction:
+    def _quantized_bytes(self, cached: CacheContents) -> Fraction:
         """Return the bytes of one quantised token."""
         group, bits = self._group(cached), Fraction(0)
         for i, (heads, dims) in enumerate(cached.parts):

@@ -42,11 +42,11 @@ def per_head_values(H: int, nope_dim: int, rope_dim: int, value_dim: int) -> int
     return H * (nope_dim + rope_dim + value_dim)
 
 
-def recall_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
+def latent_expansion_flops(keys: int, H: int, kv_rank: int, nope_dim: int, value_dim: int) -> int:
     """Return the FLOPs of expanding `keys` latents to keys and values of all heads: 2 S r H (d_nope
     + d_v).
 
-    >>> recall_flops(1024, 128, 512, 128, 128)
+    >>> latent_expansion_flops(1024, 128, 512, 128, 128)
     34359738368
     """
     return 2 * keys * kv_rank * H * (nope_dim + value_dim)
@@ -63,7 +63,7 @@ def expand_flops(
     >>> expand_flops(1, 1024, 128, 512, 128, 64, 128)
     34443624448
     """
-    return recall_flops(keys, H, kv_rank, nope_dim, value_dim) + attention_flops(
+    return latent_expansion_flops(keys, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), nope_dim + rope_dim, value_dim
     )
 
@@ -79,7 +79,7 @@ def absorb_flops(
     >>> absorb_flops(1, 1024, 128, 512, 128, 64, 128)
     318767104
     """
-    return recall_flops(queries, H, kv_rank, nope_dim, value_dim) + attention_flops(
+    return latent_expansion_flops(queries, H, kv_rank, nope_dim, value_dim) + attention_flops(
         H * causal_pairs(queries, keys), kv_rank + rope_dim, kv_rank
     )
 
@@ -167,7 +167,7 @@ class LatentSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads and the sizes of the latent and of the rotary key."""
+        """The name of the mechanism, with its heads and the sizes of latent and rotary key."""
         return f"MLA {plural(self.heads, 'head')}, latent {self.kv_rank} + {self.rope_dim}"
 
     @property
@@ -240,10 +240,12 @@ class LatentSpec(Spec):
         cached, n = self.tokens(context).value, self.visible.visible_keys(context)
         up = f"2 r H (d_nope + E) = 2 x {r} x {H} x ({nope} + {E})"
         if form == "absorb" or (form == "auto" and self.absorbs(1, cached)):
-            flops = recall_flops(1, H, r, nope, E) + attention_flops(H * n, r + rope, r)
+            flops = latent_expansion_flops(1, H, r, nope, E) + attention_flops(H * n, r + rope, r)
             return Quantity(
                 flops, f"{up} (absorption) + 2 H n (2 r + d_rope) = 2 x {H} x {n} x {2 * r + rope}"
             )
-        flops = recall_flops(cached, H, r, nope, E) + attention_flops(H * n, nope + rope, E)
+        flops = latent_expansion_flops(cached, H, r, nope, E) + attention_flops(
+            H * n, nope + rope, E
+        )
         scores = f"2 H n (d_nope + d_rope + E) = 2 x {H} x {n} x ({nope + rope} + {E})"
-        return Quantity(flops, f"{up} x {cached} (recall) + {scores}")
+        return Quantity(flops, f"{up} x {cached} (expansion) + {scores}")

@@ -46,10 +46,17 @@ class SpecBuilder:
     optional: frozenset[str] = frozenset()
 
 
-def _shape(
-    dim: int, heads: int, options: MechanismOptions, *, wide: int = 1, halves: int = 1
+def _head_shape(
+    dim: int,
+    heads: int,
+    options: MechanismOptions,
+    *,
+    value_factor: int = 1,
+    head_dim_divisor: int = 1,
 ) -> HeadShape:
-    """Return H, G, D and E; unless they are given, D is M / (halves H) and E is `wide` times D."""
+    """Return H, G, D and E; by default, D is M / (H `head_dim_divisor`) and E is D times
+    `value_factor`.
+    """
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
@@ -58,17 +65,17 @@ def _shape(
             f"heads, {groups}; give one of {allowed}"
         )
     if D is None:
-        if dim % (halves * heads):
+        if dim % (head_dim_divisor * heads):
             raise ArgumentError(
-                f"dim {dim} is not divisible by {halves * heads}, the width divisor of "
-                f"{plural(heads, 'head')}; give head_dim"
+                f"dim {dim} is not divisible by {head_dim_divisor * heads}, which is needed for "
+                f"{plural(heads, 'head')} of equal width; give head_dim"
             )
-        D = dim // (halves * heads)
-    return HeadShape(heads, groups, D, options.get("value_dim", wide * D))
+        D = dim // (head_dim_divisor * heads)
+    return HeadShape(heads, groups, D, options.get("value_dim", value_factor * D))
 
 
 def _softmax(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return SoftmaxSpec.of(dim, _shape(dim, heads, options), window=options.get("window"))
+    return SoftmaxSpec.of(dim, _head_shape(dim, heads, options), window=options.get("window"))
 
 
 def _mqa(dim: int, heads: int, options: MechanismOptions) -> Spec:
@@ -86,34 +93,34 @@ def _latent(dim: int, heads: int, options: MechanismOptions) -> Spec:
 def _nsa(dim: int, heads: int, options: MechanismOptions) -> Spec:
     blocks = ("compress", "stride", "select", "count", "window")
     own = {name: options[name] for name in blocks if name in options}
-    return NSASpec.of(dim, _shape(dim, heads, options), **own)
+    return NSASpec.of(dim, _head_shape(dim, heads, options), **own)
 
 
 def _linear_attention(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return recurrent.linear_attention(dim, _shape(dim, heads, options))
+    return recurrent.linear_attention(dim, _head_shape(dim, heads, options))
 
 
 def _retention(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return recurrent.retention(dim, _shape(dim, heads, options, wide=2))
+    return recurrent.retention(dim, _head_shape(dim, heads, options, value_factor=2))
 
 
 def _gated_linear(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    shape = _shape(dim, heads, options, wide=2, halves=2)
+    shape = _head_shape(dim, heads, options, value_factor=2, head_dim_divisor=2)
     return recurrent.gated_linear(dim, shape, options.get("rank", 16))
 
 
 def _delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return recurrent.delta_net(dim, _shape(dim, heads, options))
+    return recurrent.delta_net(dim, _head_shape(dim, heads, options))
 
 
 def _gated_delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return recurrent.gated_delta_net(dim, _shape(dim, heads, options))
+    return recurrent.gated_delta_net(dim, _head_shape(dim, heads, options))
 
 
 def _infini(*, delta: bool) -> SpecBuilder:
     def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
         segment = options.get("segment", 2048)
-        return InfiniSpec.of(dim, _shape(dim, heads, options), segment, delta=delta)
+        return InfiniSpec.of(dim, _head_shape(dim, heads, options), segment, delta=delta)
 
     return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "segment"}))
 
@@ -172,14 +179,14 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
         )
     builder, given_options = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
     if missing := sorted(builder.required - given_options.keys()):
-        raise ArgumentError(f"attention {name!r} needs the option {', '.join(missing)}; give it")
+        raise ArgumentError(f"attention {name!r} needs a value for {', '.join(missing)}; give it")
     if extra := sorted(
         given_options.keys() - builder.required - builder.optional - OPTIONS_WITHOUT_COST
     ):
         takes = ", ".join(sorted(builder.required | builder.optional))
         raise ArgumentError(
-            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}; leave out the other "
-            "options, or choose another mechanism"
+            f"attention {name!r} has no option {', '.join(extra)}; its options are {takes}; leave "
+            "out the others, or choose another mechanism"
         )
     for key, value in given_options.items():
         if (

@@ -75,12 +75,12 @@ class ModelSpec:
         vocab, dim: V and M.
         layers: the layers of the decoder; for a model with an encoder only, those of the encoder.
         encoder: the layers of the encoder of an encoder-decoder.
-        positions: values of learned tables of positions and segments.
+        positions: the number of values in learned tables of positions and segments.
         position_rows: how many rows of those tables one token uses.
-        norms: parameters of norms outside the layers.
+        norms: the parameters of the norms outside the layers.
         head: whether there is an output matrix to logits.
         tied: whether that matrix is the embedding.
-        pooler: other parameters after the last layer, such as those of a pooler.
+        pooler: the parameters of a pooler, or of other modules after the last layer.
         decodes: whether the model generates token by token.
         max_context: the largest context, where positions are learned; None if there is no limit.
         dtype: the format that its config.json names, as in `regard.cost.kv_formats.BITS`.
@@ -163,6 +163,7 @@ class ModelSpec:
 
     @property
     def _all(self) -> tuple[LayerSpec, ...]:
+        """The layers of the encoder and of the decoder."""
         return (*self.encoder, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
@@ -175,15 +176,15 @@ class ModelSpec:
             if (feed := layer.feed_forward) is not None:
                 own += (feed.weights if tokens is None else feed.active_weights(tokens)).items()
             for name, weights in (*own, ("norms", layer.norms)):
-                sums.update(_split(name, weights, times))
+                sums.update(_counts_by_part(name, weights, times))
         for weights in (self.norms, self.pooler):
-            sums.update(_split("head", weights, 1))
+            sums.update(_counts_by_part("head", weights, 1))
         return sums
 
 
-def _split(name: str, weights: ParameterCounts, times: int) -> dict[str, int]:
-    """Return how the parameters of a layer count: matrices for the part `name`, biases and norms
-    for parts of their own.
+def _counts_by_part(name: str, weights: ParameterCounts, times: int) -> dict[str, int]:
+    """Return the parameters of `times` equal layers by part: matrices belong to the part `name`,
+    biases and norms to the parts "biases" and "norms".
     """
     counts = {"biases": times * weights.biases, "norms": times * weights.norms}
     return {**counts, name: counts.get(name, 0) + times * weights.matrices}

@@ -32,9 +32,9 @@ def linear_flops(
     """Return the FLOPs of one token after its projections in the recurrent form: one read per query
     head, and one write per key/value head.
 
-    A read is S^T q, 2 D E. A write is k v^T and the sum, 2 D E. A decay multiplies the state, D E.
-    A normaliser is read by z . q and a division, 2 D + E, and is written by D additions. Feature
-    maps are not counted.
+    A read is S^T q: 2 D E. A write computes k v^T and adds it to S: 2 D E. A decay multiplies the
+    state: D E. Reading a normaliser is z . q and a division: 2 D + E; writing it is D additions.
+    Feature maps are not counted.
 
     >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
     >>> linear_flops(**sizes), linear_flops(**sizes, normalised=True)
@@ -66,8 +66,8 @@ def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False)
     """Return the FLOPs of one token after its projections in the recurrent form: one read per query
     head, and one correction per key/value head.
 
-    A read is S^T q, 2 D E. A correction is S^T k, 2 D E, beta (v - S^T k), 2 E, and the outer
-    product added to S, 2 D E. A decay multiplies the state, D E.
+    A read is S^T q: 2 D E. A correction computes S^T k (2 D E) and u = beta (v - S^T k) (2 E), and
+    adds k u^T to S (2 D E). A decay multiplies the state: D E.
 
     >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
     >>> delta_flops(**sizes), delta_flops(**sizes, gated=True)
@@ -135,7 +135,7 @@ class LinearSpec(RecurrentSpec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads."""
+        """The name of the mechanism, with its heads."""
         return self._label(self.mechanism)
 
     @property
@@ -170,7 +170,7 @@ class DeltaSpec(RecurrentSpec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads."""
+        """The name of the mechanism, with its heads."""
         return self._label("gated delta rule" if self.gated else "delta rule")
 
     @property
@@ -182,8 +182,8 @@ class DeltaSpec(RecurrentSpec):
     def token(self) -> Quantity:
         """Return the FLOPs of one read per query head and one correction per key/value head."""
         H, G, D, E = self._sizes
-        left = " + D E" if self.gated else ""
-        formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{left}), D = {D}, E = {E}"
+        decay = " + D E" if self.gated else ""
+        formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{decay}), D = {D}, E = {E}"
         return Quantity(delta_flops(H, G, D, E, gated=self.gated), formula)
 
 

@@ -1,9 +1,9 @@
 """The cost of a whole model at a context length: bytes, and the FLOPs of a prompt and of one token.
 
-A multiplication and an addition are two FLOPs. Counted are matrix products, the scores and weighted
-sums of the query-key pairs that the mask allows, and the steps of recurrences. Embeddings, norms,
-biases, activations and the softmax itself are not counted, as is usual. A prompt counts the logits
-of its last token only, because generation computes no others.
+A multiplication and an addition are two FLOPs. The counts include matrix products, the scores and
+weighted sums of the query-key pairs that the mask allows, and the steps of recurrences. They do not
+include embeddings, norms, biases, activations and the softmax itself, as is usual. The count of a
+prompt includes the logits of its last token only, because generation computes no others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Setting:
     """The conditions under which a model runs: context length, batch size and number formats.
 
     Args:
-        context: the tokens of the prompt, and the number of tokens up to and including the decoded
-            one.
+        context: the context length. For a prompt, it is the number of tokens; for decoding, it is
+            the number of tokens up to and including the decoded one.
         batch: the number of sequences that run together.
         dtype: the number format of weights.
         kv_dtype: the number format of the KV cache; None is the format of weights, or bf16 if that
@@ -91,6 +91,7 @@ class CostReport:
 
     @cached_property
     def _mixers(self) -> Counter[Spec]:
+        """Each attention spec of the decoder with the number of layers that have it."""
         return Counter(self.model.mixers)
 
     @cached_property
@@ -106,10 +107,11 @@ class CostReport:
         """The part of `kv_bytes_per_token` in layers that never drop a token."""
         return self._token_bytes(lambda cached: not cached.from_source and not cached.bounded)
 
-    def _token_bytes(self, counts: Callable[[CacheContents], bool]) -> int:
+    def _token_bytes(self, is_counted: Callable[[CacheContents], bool]) -> int:
+        """Return the bytes that one token adds to those caches for which `is_counted` is true."""
         kv_format, caches = self.setting.format, [(m.cached(1), n) for m, n in self._mixers.items()]
-        return _up(
-            sum(n * kv_format.bytes_per_token(cached) for cached, n in caches if counts(cached))
+        return _round_up(
+            sum(n * kv_format.bytes_per_token(cached) for cached, n in caches if is_counted(cached))
         )
 
     @cached_property
@@ -118,8 +120,8 @@ class CostReport:
         return self.setting.batch * self._cache_bytes("cached")
 
     def _cache_bytes(self, method: str) -> int:
-        """Return the bytes for one sequence of the cache contents that the method `what` of each
-        spec returns.
+        """Return the bytes, for one sequence, of the cache contents that a method of each spec
+        returns; `method` is its name, "cached" or "read".
         """
         kv_format, context = self.setting.format, self.setting.context
         if not self.model.decodes:
@@ -136,12 +138,12 @@ class CostReport:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights in the format of the setting."""
-        return _up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
+        return _round_up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
     def _active_bytes(self, tokens: int) -> int:
         """Return the bytes of the parameters that `tokens` tokens use together, each read once."""
         active = sum(part.active_parameters for part in self.model.parts_for(tokens))
-        return _up(Fraction(active * BITS[self.setting.dtype], 8))
+        return _round_up(Fraction(active * BITS[self.setting.dtype], 8))
 
     @cached_property
     def matmul_values(self) -> int:
@@ -187,6 +189,9 @@ class CostReport:
         return {form: self._decode(form) for form in forms}
 
     def _decode(self, form: str | None) -> int:
+        """Return the FLOPs of one decoded token for the whole batch; latent attention counts in
+        this form, or in the form of its spec if it is None.
+        """
         if not self.model.decodes:
             return 0
         S, attention = self.setting.context, 0
@@ -237,7 +242,7 @@ class CostReport:
                 p.name: {
                     "parameters": p.parameters,
                     "active_parameters": p.active_parameters,
-                    "active": p.active_parameters,
+                    "active": p.active_parameters,  # the old name, for one release
                 }
                 for p in model.parts
             },
@@ -256,5 +261,6 @@ def _matmul_values(layers: tuple[LayerSpec, ...]) -> int:
     return total
 
 
-def _up(x: Fraction | int) -> int:
+def _round_up(x: Fraction | int) -> int:
+    """Return the smallest integer that is at least x."""
     return -(-Fraction(x).numerator // Fraction(x).denominator)

@@ -321,7 +321,7 @@ class RooflineBound:
 
 
 def arithmetic_intensity(flops: float, moved: float) -> float:
-    """Return the FLOPs per byte moved, or 0 if nothing is moved.
+    """Return the FLOPs for each of the `moved` bytes, or 0 if no bytes are moved.
 
     >>> arithmetic_intensity(10, 4), arithmetic_intensity(0, 0)
     (2.5, 0.0)

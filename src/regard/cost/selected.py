@@ -24,7 +24,7 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 
     >>> block_tokens(8192, 64, 16)
     1024
-    >>> block_tokens(65, 64, 16)  # one token in its own block, 64 in front
+    >>> block_tokens(65, 64, 16)  # one token in its own block, and 64 in the block before
     65
     """
     own = context - 1
@@ -32,8 +32,8 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_tokens(context: int, compress: int, stride: int) -> int:
-    """Return the number of compressed tokens that the last token reads, whose blocks are complete:
-    floor((s - l) / d) + 1.
+    """Return the number of compressed tokens that the last token reads, which is that of the
+    complete blocks: floor((s - l) / d) + 1 for s = `context`, l = `compress` and d = `stride`.
 
     >>> compressed_tokens(8192, 32, 16), compressed_tokens(31, 32, 16)
     (511, 0)
@@ -50,10 +50,10 @@ def block_pairs(context: int, size: int, blocks: int) -> int:
     """
     whole, rest = divmod(context, size)
     own = whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
-    most = blocks - 1
-    full = min(most, whole)
-    # the sum of min(most, b) over whole blocks b, and what the last, open one adds
-    others = size * (full * (full - 1) // 2 + (whole - full) * most) + rest * full
+    max_others = blocks - 1
+    full = min(max_others, whole)
+    # the sum of min(max_others, b) over the tokens of whole blocks b, and of the incomplete block
+    others = size * (full * (full - 1) // 2 + (whole - full) * max_others) + rest * full
     return own + size * others
 
 
@@ -61,8 +61,8 @@ def compressed_pairs(context: int, compress: int, stride: int) -> int:
     """Return the query-key pairs of compressed tokens over the first `context` tokens: the sum of
     `compressed_tokens`.
 
-    n (s - l + 1) - d n (n - 1) / 2 with n = `compressed_tokens`, because the queries from position
-    l + j d on read compressed token j.
+    n (s - l + 1) - d n (n - 1) / 2 for n = `compressed_tokens`, because each of the s - l - j d + 1
+    queries after block j is complete reads compressed token j.
 
     >>> compressed_pairs(100, 8, 4) == sum(compressed_tokens(t, 8, 4) for t in range(1, 101))
     True
@@ -157,7 +157,7 @@ class BlockSelection:
         """Return the keys of the query's own block up to itself, and of the selected blocks."""
         return Quantity(
             block_tokens(context, self.size, self.topk),
-            f"own block up to S, and at most {self.topk - 1} x {self.size} in front",
+            f"own block up to S, and at most {self.topk - 1} x {self.size} before it",
         )
 
     def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
@@ -234,7 +234,7 @@ class SelectedSpec(Spec):
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         read, choice = self.selection.tokens(context), self.selection.flops(context, H, D)
         flops = attention_flops(H * read.value, D, E) + choice.value
-        return Quantity(flops, f"2 H n (D + E), n = {read} + {choice.formula}")
+        return Quantity(flops, f"2 H n (D + E) + {choice.formula}, with n = {read}")
 
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of all selected query-key pairs, and of selecting them."""
@@ -253,7 +253,11 @@ class NSASpec(Spec):
 
     Attributes:
         shape: H, G, D and E of each branch.
-        compress, stride, select, count, window: l, d, l', n and w.
+        compress: l, the number of tokens that one compressed token represents.
+        stride: d, the distance between the starts of two compressed blocks.
+        select: l', the number of tokens of a selected block.
+        count: n, the number of selected blocks.
+        window: w, the number of keys of the sliding window.
         hidden: the widths of the networks that compress keys and values; None is D and E.
         recompress: whether each decoded token compresses all blocks again, as `regard.nn.NSA` does.
             Otherwise a block is compressed once, which is 1 / d of a block for each token.
@@ -298,7 +302,7 @@ class NSASpec(Spec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads, its selected blocks and its window."""
+        """The name of the mechanism, with its heads, its selected blocks and its window."""
         blocks = f"{plural(self.count, 'block')} of {self.select}"
         return f"NSA, {self.shape.label}, {blocks}, window {self.window}"
 
@@ -320,6 +324,7 @@ class NSASpec(Spec):
         )
 
     def _blocks(self, context: int) -> int:
+        """Return the number of compressed tokens that the last token reads."""
         return compressed_tokens(context, self.compress, self.stride)
 
     def _keys_read(self, context: int) -> int:
@@ -333,24 +338,30 @@ class NSASpec(Spec):
         """
         C, n = self._blocks(context), self._keys_read(context)
         if self.recompress:
-            phi, why = self._compression(C), "compression, anew"
+            phi, remark = self._compression(C), "all blocks compressed again"
         else:
-            phi, why = self._compression(1) // self.stride, "compression, shared by d tokens"
-        formula = f"2 H n (D + E), n = {n} + 2 H C D (importance), C = {C} + {phi} ({why})"
-        return Quantity(self._rows(n, C) + phi, formula)
+            phi, remark = self._compression(1) // self.stride, "compression, once per d tokens"
+        formula = (
+            f"2 H n (D + E) + 2 H C D (importance) + {phi} ({remark}), with n = {n} and C = {C}"
+        )
+        return Quantity(self._attention_flops(n, C) + phi, formula)
 
     def prefill_flops(self, context: int) -> int:
         """Return the FLOPs of all queries, with each block compressed once."""
         compressed = compressed_pairs(context, self.compress, self.stride)
         pairs = compressed + block_pairs(context, self.select, self.count)
         pairs += window_pairs(context, context, self.window)
-        return self._rows(pairs, compressed) + self._compression(self._blocks(context))
+        return self._attention_flops(pairs, compressed) + self._compression(self._blocks(context))
 
-    def _rows(self, keys: int, compressed: int) -> int:
+    def _attention_flops(self, keys: int, compressed: int) -> int:
+        """Return the FLOPs of attention to `keys` keys, and of the importance scores of
+        `compressed` blocks.
+        """
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         return attention_flops(H * keys, D, E) + 2 * H * compressed * D
 
     def _compression(self, blocks: int) -> int:
+        """Return the FLOPs of compressing the keys and values of some blocks, in all groups."""
         D, E = self.shape.head_dim, self.shape.value_dim
         widths = (D, E) if self.hidden is None else self.hidden
         both = (

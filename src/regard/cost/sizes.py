@@ -98,21 +98,20 @@ class Sizes:
         if self.experts is not None and self.active is not None and self.active > self.experts:
             raise ArgumentError(
                 f"--active is {self.active}, but --experts is {self.experts}; a token cannot use "
-                "more "
-                "experts than there are"
+                "more experts than there are; give a smaller --active"
             )
 
     def model(self, name: str = "flags") -> ModelSpec:
         """Return the model of these sizes."""
-        everywhere = self._spec(self.options)
-        unbounded = everywhere
+        windowed_spec = self._spec(self.options)
+        full_spec = windowed_spec
         if self.global_every is not None:
-            unbounded = self._spec({**self.options, "window": None})
+            full_spec = self._spec({**self.options, "window": None})
         norms, layers = ParameterCounts(norms=2 * self.dim), []
         for i in range(self.layers):
             is_global = self.global_every is not None and (i + 1) % self.global_every == 0
             layers.append(
-                LayerSpec(unbounded if is_global else everywhere, self._feed_forward(i), norms)
+                LayerSpec(full_spec if is_global else windowed_spec, self._feed_forward(i), norms)
             )
         return ModelSpec(
             name,
@@ -132,7 +131,7 @@ class Sizes:
         if self.global_every is not None and mechanism not in MECHANISMS_WITH_WINDOW:
             raise ArgumentError(
                 f"--global-every needs one of {', '.join(MECHANISMS_WITH_WINDOW)}; --attention is "
-                f"{mechanism!r}"
+                f"{mechanism!r}: choose one of these, or leave --global-every out"
             )
         return mechanism_spec(mechanism, self.dim, self.heads, options)
 

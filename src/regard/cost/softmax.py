@@ -122,11 +122,11 @@ def window_reach(window: int, layers: int) -> int:
     return window * layers
 
 
-def bigbird_dense(block: int, random: int) -> int:
+def bigbird_dense_length(block: int, random: int) -> int:
     """Return the length up to which the window, global and random blocks of BigBird cover every
     query-key pair: (5 + 2 r) b tokens.
 
-    >>> bigbird_dense(64, 3)  # the released configuration
+    >>> bigbird_dense_length(64, 3)  # the released configuration
     704
 
     Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2, and its implementation.
@@ -135,9 +135,7 @@ def bigbird_dense(block: int, random: int) -> int:
 
 
 class VisibleKeys(Protocol):
-    """The protocol of the facts about a mask that a cost needs: how many keys it lets each query
-    attend to.
-    """
+    """The protocol of a mask whose cost is counted: how many keys each query may attend to."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -298,6 +296,9 @@ class CrossSpec(Spec):
     The matrices that compute keys and values are `counted_separately`, because a decoded token does
     not use them.
 
+    Attributes:
+        shape: H, G, D and E.
+
     >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).values  # for a source of 100 tokens
     102400
 
@@ -319,12 +320,12 @@ class CrossSpec(Spec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads."""
-        return f"across, {self.shape.label}"
+        """The name of the mechanism, with its heads."""
+        return f"cross-attention, {self.shape.label}"
 
     def tokens(self, context: int) -> Quantity:
         """Return the number of tokens of the source, which is as long as the context."""
-        return Quantity(context, "S, of the memory")
+        return Quantity(context, "S, the length of the source")
 
     def cached(self, context: int) -> CacheContents:
         """Return the cached keys and values of the source sequence."""
@@ -351,7 +352,7 @@ class AdditiveSpec(CrossSpec):
 
     @property
     def name(self) -> str:
-        """The mechanism with its heads and its score width."""
+        """The name of the mechanism, with its heads and its score width."""
         return f"additive, {plural(self.shape.heads, 'head')} of {self.shape.head_dim}"
 
     def step(self, context: int) -> Quantity:

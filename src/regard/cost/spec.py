@@ -170,6 +170,12 @@ class HeadShape:
     """The heads of a mechanism: H query heads of width D, G key heads of width D, and G value heads
     of width E.
 
+    Attributes:
+        heads: H, the number of query heads.
+        groups: G, the number of key/value heads.
+        head_dim: D, the width of a query and key head.
+        value_dim: E, the width of a value head.
+
     >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
     >>> shape.maps(4096).matrices, shape.label
     (41943040, 'GQA 32/8 heads of 128')
@@ -226,7 +232,7 @@ class Spec(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The mechanism, with the sizes that distinguish layers of one model."""
+        """The name of the mechanism, with the sizes that distinguish layers of one model."""
 
     @abstractmethod
     def step(self, context: int) -> Quantity:
@@ -349,3 +355,4 @@ class Spec(ABC):
         )
 
     _maps = "matrices"
+    """The name of `weights.multiplied_once` in the formulas of `describe`."""

@@ -102,7 +102,7 @@ def sweep(
 
     >>> from regard.cost import model_of
     >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
-    >>> [row["kv_bytes"] for row in rows]  # 4 layers of 26 keep everything
+    >>> [row["kv_bytes"] for row in rows]  # only 4 of the 26 layers have no window
     [15728640, 19922944]
     """
     rows = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard import units
 from regard.compare.comparison import COSTS, MIN_ROUNDS, cost_of, pareto
-from regard.text_table import format_table as table_of
+from regard.text_table import format_table
 from regard.view import html_page
 from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
@@ -16,7 +16,7 @@ def render_table(comparison: Mapping[str, Any]) -> str:
     """Return the text of a comparison: machine, costs, quality, Pareto fronts and notes.
 
     Args:
-        told: the comparison as `regard.compare.comparison.as_json` returns it.
+        comparison: the comparison as `regard.compare.comparison.as_json` returns it.
     """
     parts = [header(comparison), *(_aligned(rows(comparison)) for rows in (memory_rows, time_rows))]
     if legend := overlap_legend(comparison):
@@ -27,7 +27,9 @@ def render_table(comparison: Mapping[str, Any]) -> str:
         parts.append(
             f"quality: {quality_sentence(comparison)}\n{_aligned(quality_rows(comparison))}"
         )
-        parts += ["\n".join(_fronts(comparison))] if any(comparison["fronts"].values()) else []
+        parts += (
+            ["\n".join(_pareto_lines(comparison))] if any(comparison["fronts"].values()) else []
+        )
     parts += (
         ["\n".join(f"note: {note}" for note in comparison["notes"])] if comparison["notes"] else []
     )
@@ -59,14 +61,14 @@ def header(comparison: Mapping[str, Any]) -> str:
 
 def _round_count(comparison: Mapping[str, Any]) -> str:
     """Return the number of rounds with its noun."""
-    return "1 round" if rounds(comparison) == "1" else f"{rounds(comparison)} rounds"
+    return "1 round" if round_range(comparison) == "1" else f"{round_range(comparison)} rounds"
 
 
-def rounds(comparison: Mapping[str, Any]) -> str:
+def round_range(comparison: Mapping[str, Any]) -> str:
     """Return the number of rounds of the medians, or the fewest and the most.
 
     >>> row = {"prefill": {}, "decode": {"8": {"rounds": 3}, "64": {"rounds": 2}}, "training": None}
-    >>> rounds({"mechanisms": [row]})
+    >>> round_range({"mechanisms": [row]})
     '2 to 3'
     """
     counts = {
@@ -112,7 +114,7 @@ def time_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
             mark + units.seconds(row.get("seconds"))
             for mark, row in zip(marks, timings, strict=True)
         ]
-        rows.append([entry["name"], *medians, kernels(entry)])
+        rows.append([entry["name"], *medians, kernel_names(entry)])
         if any("quartiles" in row for row in timings):
             rows.append(
                 [
@@ -212,7 +214,7 @@ def tried_rates(comparison: Mapping[str, Any]) -> str:
     return "; ".join(f"{rates} for {' '.join(names)}" for rates, names in groups.items()) or "none"
 
 
-def _fronts(comparison: Mapping[str, Any]) -> Iterator[str]:
+def _pareto_lines(comparison: Mapping[str, Any]) -> Iterator[str]:
     longest_context = max(comparison["timing"]["contexts"])
     yield f"Pareto front, costs at {units.plural(longest_context, 'token')}"
     for name, names in comparison["fronts"].items():
@@ -226,14 +228,15 @@ def _fronts(comparison: Mapping[str, Any]) -> Iterator[str]:
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return a text table with names and kernels aligned left, and numbers aligned right."""
     left = {0, *(i for i, head in enumerate(rows[0]) if head == "kernels")}
-    return table_of(rows, left=left)
+    return format_table(rows, left=left)
 
 
-def kernels(entry: Mapping[str, Any]) -> str:
+def kernel_names(entry: Mapping[str, Any]) -> str:
     """Return the softmax kernels that ran in prompts and in decoding, or "state" for a mechanism
     without softmax.
 
-    >>> kernels({"prefill": {"8": {"kernels": ["cpu", "gemm"]}}, "decode": {"8": {"kernels": []}}})
+    >>> prefill, decode = {"8": {"kernels": ["cpu", "gemm"]}}, {"8": {"kernels": []}}
+    >>> kernel_names({"prefill": prefill, "decode": decode})
     'cpu gemm / state'
     """
     names_by_kind = []
@@ -261,7 +264,7 @@ def render_page(comparison: Mapping[str, Any]) -> str:
     """Return the HTML page of a comparison, which needs no other file.
 
     Args:
-        told: the comparison as `regard.compare.comparison.as_json` returns it.
+        comparison: the comparison as `regard.compare.comparison.as_json` returns it.
     """
     machine = comparison["machine"]
     facts = {
@@ -271,7 +274,7 @@ def render_page(comparison: Mapping[str, Any]) -> str:
         "regard": machine["regard"],
         "same": comparison["same"],
         "seeds": ", ".join(map(str, comparison["training"]["seeds"])),
-        "rounds": rounds(comparison),
+        "rounds": round_range(comparison),
     }
     conditions = header(comparison).partition("\n")[2].replace("\n", "; ")
     times = conditions + (f"; {legend}" if (legend := overlap_legend(comparison)) else "")
@@ -280,24 +283,26 @@ def render_page(comparison: Mapping[str, Any]) -> str:
         "better in both coordinates."
     )
     sections = [
-        _drawn(
+        _chart_section(
             "Quality against cost",
             f"{pareto} Bars show the range over seeds.",
             quality_charts(comparison),
         ),
-        _drawn("Costs against one another", pareto, cost_charts(comparison)),
+        _chart_section("Costs against one another", pareto, cost_charts(comparison)),
         html_page.Section(
             "Costs over the context",
             caption="Both axes are logarithmic; marks are medians.",
             figures=[html_page.CaptionedChart(one) for one in context_plots(comparison)],
         ),
-        _tabled("Memory", conditions, memory_rows(comparison)),
-        _tabled("Time", times, time_rows(comparison)),
+        _table_section("Memory", conditions, memory_rows(comparison)),
+        _table_section("Time", times, time_rows(comparison)),
     ]
     if comparison["training"]["tasks"]:
-        sections.append(_tabled("Quality", quality_sentence(comparison), quality_rows(comparison)))
+        sections.append(
+            _table_section("Quality", quality_sentence(comparison), quality_rows(comparison))
+        )
     return html_page.page(
-        "Attention mechanisms, side by side",
+        "Comparison of attention mechanisms",
         f"{units.plural(len(comparison['mechanisms']), 'mechanism')} as decoders of the same "
         "shape, measured "
         "in turns on one machine.",
@@ -331,16 +336,16 @@ def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
                         )
                     )
             steps = {
-                other["quality"][name].get("steps")
+                other["quality"][name]["steps"]
                 for other in comparison["mechanisms"]
-                if name in other["quality"]
+                if "steps" in other["quality"].get(name, {})
             }
             yield Scatter(
                 marks,
                 Axis(f"{title} at {units.plural(longest_context, 'token')}", unit),
                 y,
                 f"{name} against {title}",
-                f"{' or '.join(str(n) for n in steps)} steps, seeds "
+                f"{' or '.join(units.plural(n, 'step') for n in sorted(steps))}, seeds "
                 f"{', '.join(map(str, comparison['training']['seeds']))}; "
                 "quality on rows as long as in training, cost at "
                 f"{units.plural(longest_context, 'token')}.",
@@ -380,7 +385,7 @@ def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
         on_front = pareto([(x, y) for _, x, y, _ in points])
         marks = [ScatterPoint(n, x, y, s, i in on_front) for i, (n, x, y, s) in enumerate(points)]
         caption = (
-            f"Medians of {rounds(comparison)} rounds; bars show the quartiles of the token's time."
+            f"Medians of {_round_count(comparison)}; bars show the quartiles of the token's time."
         )
         charts.append(Scatter(marks, axis, token, title, caption))
     return charts
@@ -417,19 +422,20 @@ def notes(comparison: Mapping[str, Any]) -> list[str]:
         lines.append(f"peak memory: {comparison['memory']}")
     if comparison["training"]["tasks"]:
         lines.append(
-            "the models are small, the training is short and so are the texts: differences within "
-            "the range over seeds mean nothing, and the ranking may be another at a larger scale"
+            "the models are small, and training and texts are short: differences within the "
+            "range over seeds mean nothing, and the ranking may differ at a larger scale"
         )
     if comparison["interrupted"]:
         lines.append("interrupted: missing values were not measured")
     return lines
 
 
-def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html_page.Section:
-    """Return a section of scatter charts, without those that have no marks."""
+def _chart_section(title: str, caption: str, scatters: Iterable[Scatter]) -> html_page.Section:
+    """Return a section of a page with those scatter charts that have marks."""
     figures = [html_page.CaptionedChart(one, one.caption) for one in scatters if one.marks]
     return html_page.Section(title, caption=caption, figures=figures)
 
 
-def _tabled(title: str, caption: str, rows: list[list[str]]) -> html_page.Section:
+def _table_section(title: str, caption: str, rows: list[list[str]]) -> html_page.Section:
+    """Return a section of a page with a table whose first row has the column heads."""
     return html_page.Section(title, caption=caption, heads=rows[0], rows=rows[1:], numbers=True)

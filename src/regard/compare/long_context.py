@@ -22,9 +22,10 @@ class NeedleResult(NamedTuple):
 
     Attributes:
         depth: 0 if the passage is at the beginning of the text, 1 if it is at the end.
-        right: the share of its tokens that are the model's first choice when they are asked for.
+        right: the share of the tokens of the answer that are the model's first choice.
         guessed: the same share if the passage is not in the text.
-        saved: by how many nats per token the passage in the text lowers the loss.
+        saved: the loss of the answer without the passage in the text minus the loss with it, in
+            nats per token.
 
     >>> NeedleResult(0.5, 0.75, 0.25, 1.5).saved
     1.5
@@ -37,7 +38,7 @@ class NeedleResult(NamedTuple):
 
 
 @torch.inference_mode()
-def losses(
+def losses_by_length(
     model: nn.Module,
     ids: Int[Tensor, " N"],
     lengths: Sequence[int],
@@ -67,15 +68,14 @@ def losses(
             length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> found = losses(flat, torch.zeros(99, dtype=torch.long), [40, 80])
-    >>> [round(x / math.log(4), 4) for x in found.tolist()]
+    >>> losses = losses_by_length(flat, torch.zeros(99, dtype=torch.long), [40, 80])
+    >>> [round(x / math.log(4), 4) for x in losses.tolist()]
     [1.0, 1.0]
     """
     if min(lengths) < counted or counted < 1 or windows < 1:
         raise ArgumentError(
             f"lengths are {list(lengths)}, counted is {counted} and windows is {windows}; each "
-            "length "
-            "must be at least counted, and both must be at least 1"
+            "length must be at least counted, and counted and windows must be at least 1"
         )
     longest = max(lengths)
     if len(ids) <= longest:
@@ -94,7 +94,7 @@ def losses(
 
 
 @torch.inference_mode()
-def needles(
+def needle_in_haystack(
     model: nn.Module,
     ids: Int[Tensor, " N"],
     length: int,
@@ -108,12 +108,13 @@ def needles(
     """Test whether a model retrieves a passage from each depth: how often it is right, and how much
     that lowers the loss.
 
-    text ... mark key ... text mark -> key, each token given those before it; and the same without
-    the first mark and key
+    with the passage:    text .. cue answer .. text cue -> answer
+    without the passage: text .. text cue -> answer
 
-    The cue (mark) and the answer (key) are a passage from elsewhere in the text, so that a model
-    that was never trained on passkeys can be tested. The share that is right without the first
-    passage is the share that the model can guess.
+    The passage is a cue of `mark` tokens and an answer of `key` tokens. It is a piece of the text
+    itself, so that a model that was never trained on passkeys can be tested. Each token of the
+    answer is predicted from all tokens before it. The share of right tokens without the passage is
+    the share that the model can guess.
 
     Args:
         model: ids [B,T] -> logits [B,T,V].
@@ -121,8 +122,8 @@ def needles(
         length: how many tokens are read.
         depths: the positions of the passage, from 0 at the beginning to 1 at the end of the text.
         trials: how many passages are tested for each depth.
-        key: how many tokens of the passage are asked for.
-        mark: how many tokens of the passage come before them, as the cue.
+        key: how many tokens the answer has, which the model predicts.
+        mark: how many tokens the cue before the answer has.
         seed: random seed for the texts and passages.
 
     Returns:
@@ -133,7 +134,8 @@ def needles(
             0..1.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> [one.saved for one in needles(flat, torch.arange(99) % 4, 60, [0.0, 1.0], trials=2)]
+    >>> ids = torch.arange(99) % 4
+    >>> [one.saved for one in needle_in_haystack(flat, ids, 60, [0.0, 1.0], trials=2)]
     [0.0, 0.0]
     """
     passage_length = key + mark

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.compare.extension import (
+from regard.compare.context_extension import (
     METHODS,
     POLICIES,
     CachePolicy,
@@ -30,7 +30,7 @@ from regard.compare.extension import (
     result_rows,
     rotary_metadata,
     rotary_of,
-    spectrum,
+    rotary_spectrum,
     with_cache_policy,
 )
 from regard.errors import ArgumentError
@@ -64,7 +64,7 @@ def test_methods_scale_the_angles_and_nothing_else(model: Model) -> None:
     }
     for method in METHODS:
         network = extended_decoder(model, method, TARGET)
-        found = spectrum(network, TARGET)
+        found = rotary_spectrum(network, TARGET)
         if method in wanted:
             assert found["theta"] == pytest.approx(wanted[method], rel=1e-12)
         factor = 0.1 * math.log(s) + 1 if method == "yarn" else 1.0
@@ -163,7 +163,7 @@ def found(model: Model) -> ExtensionResults:
 
 
 def test_the_report_has_every_number(found: ExtensionResults) -> None:
-    assert found.start["lengths"] == [32, 64, 128]
+    assert found.metadata["lengths"] == [32, 64, 128]
     assert tuple(found.methods) == ("unscaled", "yarn", "dynamic")
     cells = result_rows(found)
     assert [len(row) for row in cells] == [len(column_heads(found))] * 3

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from regard.bench.machine import describe_machine
 from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
-from regard.compare.reach import losses, needles, perplexity
+from regard.compare.long_context import losses_by_length, needle_in_haystack, perplexity
 from regard.errors import ArgumentError
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.context_length import Extension, extend_context
@@ -26,24 +26,25 @@ from regard.nn import Attention, PrefixRecomputer
 from regard.nn.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
 from regard.nn.projections import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
-from regard.text_table import format_table as aligned
+from regard.text_table import format_table
 from regard.units import plural
 from regard.view import html_page
 from regard.view.charts import Line, Picture
 
 UNSCALED = "unscaled"
+"""The name of the model without a context extension."""
 METHODS = (UNSCALED, *get_args(Extension))
-"""No extension, and the extensions that `regard convert --scaling` has."""
+"""The model without an extension, and the methods of `regard convert --scaling`."""
 
 
 @dataclass(frozen=True)
 class LengthTest:
-    """The lengths and the sizes of the tests that an extended model is given.
+    """The context lengths at which a model is tested, and the sizes of the tests.
 
     Attributes:
         lengths: context lengths in tokens.
-        counted, windows: as in `regard.compare.reach.losses`.
-        depths, trials, key, mark: as in `regard.compare.reach.needles`.
+        counted, windows: as in `regard.compare.long_context.losses_by_length`.
+        depths, trials, key, mark: as in `regard.compare.long_context.needle_in_haystack`.
         seed: random seed for the passages.
 
     >>> LengthTest((128, 256)).depths
@@ -90,12 +91,12 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
         The decoder with scaled rotary positions.
 
     Raises:
-        ArgumentError: the method is unknown, or `regard.models.convert.context.to_context` raises.
+        ArgumentError: the method is unknown, or `extend_context` raises.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
     >>> rotary_of(extended_decoder(tiny, "linear", 1024)).scaling
-    Linear(factor=4.0)
+    LinearScaling(factor=4.0)
     """
     if method not in METHODS:
         raise ArgumentError(f"the method is {method!r}; it must be one of {', '.join(METHODS)}")
@@ -105,7 +106,7 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     return converted.network
 
 
-def spectrum(network: nn.Module, length: int) -> Numbers:
+def rotary_spectrum(network: nn.Module, length: int) -> Numbers:
     """Return how fast each rotary pair turns in a sequence of a length, and how the rotary
     similarity decays with distance.
 
@@ -117,7 +118,7 @@ def spectrum(network: nn.Module, length: int) -> Numbers:
         length: the length of the sequence, which some methods depend on; distances go up to it.
 
     >>> import regard
-    >>> found = spectrum(regard.load("tiny").decoder, 256)
+    >>> found = rotary_spectrum(regard.load("tiny").decoder, 256)
     >>> found["theta"][0], found["decay"][0]
     (1.0, [0, 1.0])
     """
@@ -152,8 +153,8 @@ def evaluate_lengths(
     Args:
         network: ids [B,T] -> logits [B,T,V].
         ids: the token ids of a text.
-        how: the lengths and sizes of the tests.
-        report: is called with each length.
+        test: the lengths and sizes of the tests.
+        report: a function that is called with each length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> found = evaluate_lengths(flat, torch.arange(200) % 4, LengthTest((96,), trials=1))
@@ -163,8 +164,10 @@ def evaluate_lengths(
     result_rows = []
     for length in test.lengths:
         report(plural(length, "token"))
-        nats = float(losses(network, ids, [length], counted=test.counted, windows=test.windows)[0])
-        needle_results = needles(
+        nats = float(
+            losses_by_length(network, ids, [length], counted=test.counted, windows=test.windows)[0]
+        )
+        needle_results = needle_in_haystack(
             network,
             ids,
             length,
@@ -244,14 +247,15 @@ def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Dec
         if not isinstance(project, RecomputedQKV):
             raise ArgumentError(
                 "the frequencies of this model do not depend on the length, so that it needs no "
-                "cache "
-                "policy; policies are for the method dynamic"
+                "cache policy; policies are for the method dynamic"
             )
-        cast("Attention", attention).project = _project(project, policy, target)
+        cast("Attention", attention).project = _projection_with_policy(project, policy, target)
     return decoder.eval()
 
 
-def _project(project: RecomputedQKV, policy: CachePolicy, target: int) -> SeparateQKV:
+def _projection_with_policy(
+    project: RecomputedQKV, policy: CachePolicy, target: int
+) -> SeparateQKV:
     if policy == "recompute":
         return project
     if policy in ("pre_rope", "re_rotate"):
@@ -259,14 +263,14 @@ def _project(project: RecomputedQKV, policy: CachePolicy, target: int) -> Separa
         return kind(project.q, project.k, project.v, project.key_transform)
     for column_heads in (project.q, project.k):
         column_heads.steps.append(
-            _rotary(project.key_transform.rotary, target if policy == "frozen" else None)
+            _rotary_of_length(project.key_transform.rotary, target if policy == "frozen" else None)
         )
     projection = SeparateQKV(project.q, project.k, project.v)
-    projection.cache_unsafe_reason = None  # to show what is refused otherwise
+    projection.cache_unsafe_reason = None  # allow caches, so that their error can be measured
     return projection
 
 
-def _rotary(old: Rotary, length: int | None) -> Rotary:
+def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
     """Return the same rotary embedding with the frequencies of a fixed length, or of the length of
     each call.
     """
@@ -287,7 +291,7 @@ def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> 
 
     Args:
         network: a decoder; one whose frequencies depend on the length, with the policy "recompute",
-            is run through `regard.nn.Prefix`.
+            is run through `regard.nn.PrefixRecomputer`.
         ids: N token ids, of which `start` are read at once and the others one by one.
         start: at least 1 and less than N.
 
@@ -309,7 +313,7 @@ def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> 
             f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
             f"{plural(ids.shape[1], 'token')}"
         )
-    step, prefix = _stepper(network)
+    step, prefix = _cached_step(network)
     step(ids[:, :start])
     largest_difference, agreements = 0.0, 0
     for position in range(start, ids.shape[1]):
@@ -328,7 +332,7 @@ def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> 
     }
 
 
-def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], PrefixRecomputer | None]:
+def _cached_step(network: Decoder) -> tuple[Callable[[Tensor], Any], PrefixRecomputer | None]:
     if any(isinstance(module, RecomputedQKV) for module in network.modules()):
         prefix = PrefixRecomputer(network)
         return prefix, prefix
@@ -381,17 +385,17 @@ class ExtensionResults:
     """The results of all extensions.
 
     Attributes:
-        start: model, text, trained length, head, base, critical dimension, machine, and the sizes
-            of the tests.
+        metadata: model, text, trained length, rotary dims, base, critical dimension, machine, and
+            the sizes of the tests.
         methods: name -> by_length, theta, rotary_factor, decay, cache.
     """
 
-    start: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     methods: Mapping[str, Numbers]
 
     def as_dict(self, command: str) -> dict[str, Any]:
         """Return the results as plain values, with the command that reproduces them."""
-        return {"command": command, **self.start, "methods": dict(self.methods)}
+        return {"command": command, **self.metadata, "methods": dict(self.methods)}
 
 
 def extend_all(
@@ -406,9 +410,9 @@ def extend_all(
     Args:
         model: a model with rotary positions that are not scaled yet.
         ids: the token ids of a text, longer than the length to reach.
-        asked: the options.
+        options: the length, the methods and the sizes of the tests.
         names: the names of the model and of the text.
-        report: is called with a line about the current work.
+        report: a function that is called with a line about the current work.
 
     Returns:
         The results of each method.
@@ -434,14 +438,14 @@ def extend_all(
     test = _length_test(default_lengths(trained, target), options)
     results: dict[str, Numbers] = {}
     for method, network in networks.items():
-        report(f"{method}: {', '.join(map(str, test.lengths))} tokens, and a cache")
+        report(f"{method}: {', '.join(map(str, test.lengths))} tokens, and cached decoding")
         cache = consistency_by_policy(network, ids[None, : start + options.steps], start, target)
         results[method] = {
             **evaluate_lengths(network, ids, test),
-            **spectrum(network, target),
+            **rotary_spectrum(network, target),
             "cache": cache,
         }
-    start_facts = {
+    result_metadata = {
         **names,
         **metadata,
         "target": target,
@@ -456,10 +460,10 @@ def extend_all(
         "steps": options.steps,
         "machine": describe_machine(torch.device("cpu")),
     }
-    return ExtensionResults(start_facts, results)
+    return ExtensionResults(result_metadata, results)
 
 
-def _length_test(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTest:
+def _length_test(lengths: tuple[int, ...], options: ExtensionOptions) -> LengthTest:
     """Return the sizes of the tests, which are smaller if the shortest length is too short for the
     usual ones.
     """
@@ -469,11 +473,11 @@ def _length_test(lengths: tuple[int, ...], asked: ExtensionOptions) -> LengthTes
     return LengthTest(
         lengths,
         counted=max(1, min(64, shortest // 2)),
-        windows=asked.windows,
-        trials=asked.trials,
+        windows=options.windows,
+        trials=options.trials,
         key=key,
         mark=passage - key,
-        seed=asked.seed,
+        seed=options.seed,
     )
 
 
@@ -481,17 +485,16 @@ def result_rows(results: ExtensionResults) -> list[list[str]]:
     """Return a row for each method: perplexity at each length, passage retrieval, and cache
     consistency.
     """
-    render_table = []
+    rows = []
     for name, numbers in results.methods.items():
         by_length = numbers["by_length"]
         saved_nats = [
             sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by_length
         ]
         cache = numbers["cache"]
-        loaded_cache = cache.get("recompute") or next(
-            iter(cache.values())
-        )  # as a loaded model does it
-        render_table.append(
+        # a loaded model has the policy "recompute" if its frequencies depend on the length
+        loaded_cache = cache.get("recompute") or next(iter(cache.values()))
+        rows.append(
             [
                 name,
                 *(f"{one['perplexity']:.4g}" for one in by_length),
@@ -499,29 +502,29 @@ def result_rows(results: ExtensionResults) -> list[list[str]]:
                 f"{loaded_cache['difference']:.1g}",
             ]
         )
-    return render_table
+    return rows
 
 
 def column_heads(results: ExtensionResults) -> list[str]:
     """Return the column heads of `result_rows`."""
-    lengths = results.start["lengths"]
+    lengths = results.metadata["lengths"]
     return ["", *(f"ppl {n}" for n in lengths), *(f"saved {n}" for n in lengths), "cache"]
 
 
 def render_table(results: ExtensionResults) -> str:
     """Return the results as text for a terminal."""
-    start = results.start
-    machine_facts = start["machine"]
+    metadata = results.metadata
+    machine_facts = metadata["machine"]
     lines = [
         (
-            f"{start['model']}: trained on {plural(start['trained'], 'token')}, base "
-            f"{start['base']:g}, "
-            f"{start['critical_dimension']} of {start['rotary_dim']} rotary dims turn at least once"
+            f"{metadata['model']}: trained on {plural(metadata['trained'], 'token')}, base "
+            f"{metadata['base']:g}, {metadata['critical_dimension']} of {metadata['rotary_dim']} "
+            "rotary dims turn at least once"
         ),
         (
-            f"extended to {start['target']}; {plural(start['windows'], 'window')} of "
-            f"{start['text']}, loss on the last {plural(start['counted'], 'token')}; "
-            f"{plural(start['trials'], 'passage')} for each depth, seed {start['seed']}"
+            f"extended to {metadata['target']}; {plural(metadata['windows'], 'window')} of "
+            f"{metadata['text']}, loss on the last {plural(metadata['counted'], 'token')}; "
+            f"{plural(metadata['trials'], 'passage')} for each depth, seed {metadata['seed']}"
         ),
         (
             f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
@@ -529,7 +532,7 @@ def render_table(results: ExtensionResults) -> str:
         ),
         "",
     ]
-    lines.append(aligned([column_heads(results), *result_rows(results)]))
+    lines.append(format_table([column_heads(results), *result_rows(results)]))
     lines += [
         "",
         (
@@ -548,15 +551,15 @@ def render_table(results: ExtensionResults) -> str:
                 "",
                 (
                     f"the frequencies of {name} depend on the length: cached decoding of "
-                    f"{plural(start['steps'], 'token')} across "
-                    f"{start['trained']}"
+                    f"{plural(metadata['steps'], 'token')} across "
+                    f"{metadata['trained']}"
                 ),
             ]
             policy_rows = [
-                ["policy", "difference", "same token", "read again"],
+                ["policy", "difference", "same token", "prefix recomputed"],
                 *cache_rows(numbers),
             ]
-            lines.append(aligned(policy_rows))
+            lines.append(format_table(policy_rows))
     return "\n".join(lines)
 
 
@@ -570,7 +573,7 @@ def cache_rows(numbers: Mapping[str, Any]) -> list[list[str]]:
 
 def plots(results: ExtensionResults) -> list[Picture]:
     """Return the plots of perplexity, passage retrieval, rotary frequencies and decay."""
-    start, trained = results.start, float(results.start["trained"])
+    metadata, trained = results.metadata, float(results.metadata["trained"])
     named = results.methods.items()
 
     def per_length(value: Any) -> tuple[Line, ...]:
@@ -600,7 +603,7 @@ def plots(results: ExtensionResults) -> list[Picture]:
     ]
     return [
         Picture(
-            f"{start['model']}: perplexity of the same tokens after more context",
+            f"{metadata['model']}: perplexity of the same tokens after more context",
             "tokens read",
             "perplexity",
             per_length(lambda one: one["perplexity"]),
@@ -616,13 +619,13 @@ def plots(results: ExtensionResults) -> list[Picture]:
             trained,
         ),
         Picture(
-            f"Passage retrieval by depth, at {plural(start['target'], 'token')}",
+            f"Passage retrieval by depth, at {plural(metadata['target'], 'token')}",
             "depth",
             "nats",
             tuple(longest),
         ),
         Picture(
-            f"How often each pair turns in {plural(start['trained'], 'token')}",
+            f"How often each pair turns in {plural(metadata['trained'], 'token')}",
             "pair of dims",
             "turns",
             turns,
@@ -641,17 +644,17 @@ def plots(results: ExtensionResults) -> list[Picture]:
 
 def render_page(results: ExtensionResults, command: str) -> str:
     """Return the results as an HTML page that needs no other file."""
-    start, machine_facts = results.start, results.start["machine"]
+    metadata, machine_facts = results.metadata, results.metadata["machine"]
     all_plots = plots(results)
     facts = {
-        "model": str(start["model"]),
-        "trained": plural(start["trained"], "token"),
-        "extended to": str(start["target"]),
-        "dims that turn at least once": f"{start['critical_dimension']} of {start['rotary_dim']} "
-        "dims",
-        "windows": str(start["windows"]),
-        "passages": str(start["trials"]),
-        "seed": str(start["seed"]),
+        "model": str(metadata["model"]),
+        "trained": plural(metadata["trained"], "token"),
+        "extended to": str(metadata["target"]),
+        "dims that turn at least once": f"{metadata['critical_dimension']} of "
+        f"{metadata['rotary_dim']}",
+        "windows": str(metadata["windows"]),
+        "passages per depth": str(metadata["trials"]),
+        "seed": str(metadata["seed"]),
         "machine": f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, "
         "torch "
         f"{machine_facts['torch']}",
@@ -662,14 +665,18 @@ def render_page(results: ExtensionResults, command: str) -> str:
             heads=column_heads(results),
             rows=result_rows(results),
             pictures=all_plots[:1],
-            texts={"text": str(start["text"])},
+            texts={"text": str(metadata["text"])},
         ),
         html_page.Section(
             "Passage retrieval",
             pictures=all_plots[1:3],
             heads=[
                 "",
-                *(f"{n}, depth {d:g}" for n in start["lengths"][-1:] for d in start["depths"]),
+                *(
+                    f"{n}, depth {d:g}"
+                    for n in metadata["lengths"][-1:]
+                    for d in metadata["depths"]
+                ),
             ],
             rows=[
                 [
@@ -689,7 +696,7 @@ def render_page(results: ExtensionResults, command: str) -> str:
             sections.append(
                 html_page.Section(
                     f"{name}: cached decoding",
-                    heads=["policy", "difference", "same token", "read again"],
+                    heads=["policy", "difference", "same token", "prefix recomputed"],
                     rows=cache_rows(numbers),
                 )
             )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.compare.reach import losses, needles, perplexity
+from regard.compare.long_context import losses_by_length, needle_in_haystack, perplexity
 from regard.errors import ArgumentError
 
 
@@ -53,24 +53,26 @@ def by_loops(ids: list[int], length: int, counted: int, ends: list[int]) -> floa
 
 def test_losses_are_of_the_same_tokens_behind_more_context() -> None:
     ids = torch.randint(5, (60,))
-    found = losses(Sums(), ids, [10, 40], counted=4, windows=3)
+    found = losses_by_length(Sums(), ids, [10, 40], counted=4, windows=3)
     for length, nats in zip((10, 40), found.tolist(), strict=True):
         assert nats == pytest.approx(by_loops(ids.tolist(), length, 4, [40, 49, 59]), abs=1e-12)
     # a shorter longest length moves the ends, and so the targets
-    assert float(losses(Sums(), ids, [10], counted=4, windows=3)[0]) != pytest.approx(
+    assert float(losses_by_length(Sums(), ids, [10], counted=4, windows=3)[0]) != pytest.approx(
         float(found[0]), abs=1e-6
     )
 
 
 def test_a_model_that_looks_back_finds_the_passage_and_one_that_sees_less_does_not() -> None:
     ids = torch.randperm(400)
-    whole = needles(Induction(400), ids, 80, [0.0, 0.5, 1.0], trials=3, key=4, mark=3)
+    whole = needle_in_haystack(Induction(400), ids, 80, [0.0, 0.5, 1.0], trials=3, key=4, mark=3)
     assert [one.right for one in whole] == [1.0, 1.0, 1.0]
     assert all(one.saved > 4 for one in whole)
     assert [one.depth for one in whole] == [0.0, 0.5, 1.0]
     assert len({one.guessed for one in whole}) == 1
     assert whole[0].guessed < 0.5
-    near = needles(Induction(400, reach=30), ids, 80, [0.0, 1.0], trials=3, key=4, mark=3)
+    near = needle_in_haystack(
+        Induction(400, reach=30), ids, 80, [0.0, 1.0], trials=3, key=4, mark=3
+    )
     assert near[1].right == 1.0
     assert near[0].right == near[0].guessed
     assert near[0].saved == pytest.approx(0.0, abs=1e-6)
@@ -79,7 +81,8 @@ def test_a_model_that_looks_back_finds_the_passage_and_one_that_sees_less_does_n
 def test_needles_repeat_with_their_seed() -> None:
     ids = torch.randint(5, (200,))
     one, same, other = (
-        needles(Sums(), ids, 60, [0.5], trials=2, key=4, mark=3, seed=s) for s in (0, 0, 5)
+        needle_in_haystack(Sums(), ids, 60, [0.5], trials=2, key=4, mark=3, seed=s)
+        for s in (0, 0, 5)
     )
     assert one == same
     assert one[0].saved != other[0].saved
@@ -94,7 +97,7 @@ def test_needles_repeat_with_their_seed() -> None:
 )
 def test_losses_refuse(lengths: list[int], size: int, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        losses(Sums(), torch.zeros(size, dtype=torch.long), lengths, counted=4, windows=2)
+        losses_by_length(Sums(), torch.zeros(size, dtype=torch.long), lengths, counted=4, windows=2)
 
 
 @pytest.mark.parametrize(("length", "depths"), [(19, [0.5]), (90, [0.5]), (40, [1.5])])
@@ -103,7 +106,7 @@ def test_needles_refuse(length: int, depths: list[float]) -> None:
         ArgumentError,
         match=r"a passage of 7 tokens cannot be placed twice in .*at least 20 and at most",
     ):
-        needles(Induction(9), torch.arange(80), length, depths, key=4, mark=3)
+        needle_in_haystack(Induction(9), torch.arange(80), length, depths, key=4, mark=3)
 
 
 def test_perplexity() -> None:
