@@ -224,7 +224,7 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     said = error_of(folder)
     if name == "\ud800":  # no such text is JSON
-        assert said == f"{INDEX} has half a character in '\\ud800'"
+        assert said == f"{INDEX} has an unpaired surrogate in '\\ud800'"
         return
     assert said.endswith(f"a model's files lie in its own folder ({INDEX} refers to it)")
 
