@@ -117,7 +117,7 @@ def test_multi_query_attention_saves_cache_and_not_scores(H: int) -> None:
     )
     a, b = many.describe(4096), one.describe(4096)
     assert a.kv_per_token.value == H * b.kv_per_token.value
-    assert a.kept == H * b.kept
+    assert a.cached_values == H * b.cached_values
     for layer in (many, one):  # the FLOPs of one more key do not know how many groups there are
         longer = (
             layer.describe(4097).flops_per_token.value - layer.describe(4096).flops_per_token.value

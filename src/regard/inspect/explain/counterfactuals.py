@@ -178,7 +178,7 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     ]
     if described is not None:
         numbers, tokens = described.kv_per_token.value, described.kv_tokens.value
-        whole = described.kept * itemsize
+        whole = described.cached_values * itemsize
         caches.append(CacheCost("this layer", numbers, tokens, whole, is_this_layer=True))
     flops = described.flops_per_token if described is not None else None
     return RowCost(

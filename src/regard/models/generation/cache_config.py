@@ -59,7 +59,7 @@ class CacheConfig:
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        kinds = dict(sorted(CACHES, key=lambda entry: entry[1].forgets))
+        kinds = dict(sorted(CACHES, key=lambda entry: entry[1].evicts))
         if self.cache not in kinds:
             hint = suggest(self.cache, kinds)
             raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
