@@ -221,7 +221,7 @@ def test_tables_of_slots_are_cut_by_heads() -> None:
 
 
 def test_numbers_beyond_64_bits_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="it must be at most .* positions have 64 bits"):
+    with pytest.raises(ArgumentError, match=r"it must be at most .* positions have 64 bits"):
         masks.Window(1 << 63)
 
 
