@@ -63,7 +63,7 @@ WORDS: dict[str, Entry] = {
     "fallback": Entry("A kernel that runs in place of the requested one; it never runs silently."),
     "fork": Entry("A copy of a cache that changes independently of the original."),
     "form": Entry(
-        "One of several equal ways to compute an operation, chosen by the lengths of the call.",
+        "One of several equivalent ways to compute an operation, chosen by the call's lengths.",
         ("mode", "absorbed or naive (MLA)", "recurrent, chunked or parallel"),
     ),
     "fused_qkv": Entry(
@@ -79,7 +79,7 @@ WORDS: dict[str, Entry] = {
         "A memory page of 2 MiB instead of 4 KiB, from which a CPU reads faster.",
         ("large page", "transparent huge page"),
     ),
-    "interval": Entry("A half-open range of key positions that a query may see."),
+    "interval": Entry("A half-open range of positions, [start, stop), whose keys a query may see."),
     "kernel": Entry(
         "An implementation of softmax attention; it states its reasons if it refuses a call.",
         ("backend", "implementation"),
@@ -89,8 +89,7 @@ WORDS: dict[str, Entry] = {
         "The low-rank vector from which keys and values are computed.", ("compressed kv", "c_kv")
     ),
     "layout": Entry(
-        "The coordinate pairs of rotary embedding: `half` (i, i + D/2) or `interleaved` (2i, "
-        "2i+1).",
+        "How rotary embedding pairs coordinates: `half` (i, i + D/2) or `interleaved` (2i, 2i+1).",
         ("rotate_half", "GPT-NeoX style", "GPT-J style"),
     ),
     "lse": Entry(
@@ -130,7 +129,9 @@ WORDS: dict[str, Entry] = {
         "The weights after the softmax: how much each query attends to each key, [B, H, T, S].",
         ("attention weights", "attention probabilities", "attn", "probs"),
     ),
-    "plan": Entry("The kernel that a call will use, and the other kernels' reasons against it."),
+    "plan": Entry(
+        "The kernel that a call will use, and the reasons why the other kernels are not used."
+    ),
     "position": Entry(
         "The absolute index of a token in its sequence, from 0; -1 marks a slot without a token.",
         ("position_ids", "cache_position"),
@@ -158,7 +159,7 @@ WORDS: dict[str, Entry] = {
         ("RoPE",),
     ),
     "router": Entry(
-        "The layer that chooses the experts of a token, and their weights.",
+        "The layer that chooses the experts of a token and computes their weights.",
         ("gate", "gating network"),
     ),
     "scale": Entry("The factor on q.k, 1/sqrt(D) by default.", ("softmax_scale", "sm_scale")),
