@@ -21,8 +21,8 @@ def test_a_name_of_the_package_stays_its_own() -> None:
     with pytest.raises(ArgumentError) as error:
         found.register("a", theirs)
     assert str(error.value) == (
-        "elsewhere.Theirs would be the mask 'a', which regard.masks.Ours is already; give it "
-        'another name by `kind = "..."` in the class, or rename it'
+        "elsewhere.Theirs cannot be the mask 'a', because regard.masks.Ours has this name; set "
+        '`kind = "..."` in the class, or rename the class'
     )
     assert found.get("a") is ours
     found.register("b", theirs)
@@ -36,7 +36,7 @@ def test_a_name_of_the_package_stays_its_own() -> None:
 def test_what_starts_like_the_package_is_not_of_it() -> None:
     found: Registry[object] = Registry("mask")
     found.register("a", kind("A", "regard.masks"))
-    with pytest.raises(ArgumentError, match=r"regardless\.A would be the mask 'a'"):
+    with pytest.raises(ArgumentError, match=r"regardless\.A cannot be the mask 'a'"):
         found.register("a", kind("A", "regardless"))
 
 

@@ -97,7 +97,7 @@ def test_what_is_no_plain_data() -> None:
 @pytest.mark.parametrize(
     "data, error, message",
     [
-        (3, ArgumentError, "a box is 3; it must be an object"),
+        (3, ArgumentError, "a box is 3; it must be a JSON object"),
         ({}, ArgumentError, r"a box with \[\] is unknown; import the module"),
         ({"bag": 1}, ArgumentError, r"a box with \['bag'\] is unknown; .* Known: box, empty"),
         ({"box": 1, "size": 2}, TypeError, "unexpected keyword argument 'size'"),

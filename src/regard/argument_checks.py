@@ -125,7 +125,8 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
         if x.ndim != 4:
             hint = "add a batch dimension with [None]" if x.ndim == 3 else "reshape it"
             raise ArgumentError(
-                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [batch, heads, length, "
+                f"{name} has {plural(x.ndim, 'dimension')}, {_shape(x)}; it must be [batch, "
+                "heads, length, "
                 f"dim]: {hint}"
             )
     if q.dtype != k.dtype:
@@ -152,7 +153,8 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_tensor("value", v)
     if v.ndim != 4:
         raise ArgumentError(
-            f"value has {v.ndim} dimensions, {_shape(v)}; it must be [batch, heads, length, dim]"
+            f"value has {plural(v.ndim, 'dimension')}, {_shape(v)}; it must be [batch, heads, "
+            "length, dim]"
         )
     if v.dtype != q.dtype:
         raise ArgumentTypeError(
@@ -200,7 +202,7 @@ def _all_fit(q: object, k: object, v: object) -> bool:
 
 
 def check_batch(name: str, x: Tensor, batch: int) -> None:
-    """Raise unless x has the batch size of the query; batches do not broadcast silently."""
+    """Raise unless x has the batch size of the query; batches are never broadcast."""
     if x.shape[0] != batch:
         raise ArgumentError(
             f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: if one "
@@ -326,7 +328,8 @@ def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
             )
         if x.ndim != len(words):
             raise ArgumentError(
-                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [{', '.join(words)}]"
+                f"{name} has {plural(x.ndim, 'dimension')}, {_shape(x)}; it must be "
+                f"[{', '.join(words)}]"
             )
         for n, word in zip(x.shape, words, strict=True):
             if word.startswith("#") and n == 1:

@@ -19,6 +19,7 @@ R = TypeVar("R")
 
 
 def _warn(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that a name has changed, at the line of the caller that uses the old name."""
     message = f"{old} is now {new}; the old name goes with the next release"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
@@ -26,7 +27,7 @@ def _warn(old: str, new: str, stacklevel: int = 3) -> None:
 def renamed(
     module: str, names: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module in which names have changed.
+    """Return a `__getattr__` for a module in which names have changed.
 
     Args:
         module: the module's `__name__`.
@@ -75,7 +76,7 @@ def renamed_parameters(**names: str) -> Callable[[Callable[P, R]], Callable[P, R
         A decorator for the function, or for the `__init__` of a class.
 
     Raises:
-        ArgumentTypeError: by the decorated function, where a call gives both names.
+        ArgumentTypeError: a call of the decorated function passes both names.
 
     >>> @renamed_parameters(length="context")
     ... def memory(context: int) -> int:
@@ -104,7 +105,7 @@ def renamed_parameters(**names: str) -> Callable[[Callable[P, R]], Callable[P, R
     return decorate
 
 
-class renamed_attribute:  # noqa: N801  it is used as a function is, as property
+class renamed_attribute:  # noqa: N801  (lower case, as in `property`)
     """Let a method, property or attribute of a class be read under its old name.
 
     Args:

@@ -1,6 +1,6 @@
-"""The glossary: every letter and word that regard uses, its meaning, and other words for it.
+"""The glossary: the letters and words of regard, their meaning, and other words for the same thing.
 
-Use the words of this glossary in code and documents, and add a word before you use a new one.
+Use these words in code and documents, and add a new word here before you use it.
 `python -m regard.notation` prints the table.
 """
 
@@ -41,17 +41,18 @@ WORDS: dict[str, Entry] = {
         ("log decay rate",),
     ),
     "beta": Entry(
-        "The write strength of the delta rule, between 0 and 1, computed by `beta_proj`.",
+        "The share by which the delta rule replaces the old value of a key; from `beta_proj`.",
         ("write strength", "learning rate of the fast weights"),
     ),
     "bias": Entry(
-        "A number added to a score before the mask; it depends on the query and key positions.",
+        "A number that is added to a score before the mask and the softmax.",
         ("relative position bias", "attention bias"),
     ),
     "cache": Entry(
-        "Keys and values (or other memory) of earlier tokens, stored together with positions.",
+        "The stored keys and values (or other memory) of earlier tokens, with their positions.",
         ("KV cache", "past_key_values"),
     ),
+    "crop": Entry("Remove all tokens from a position on from a cache.", ("truncate", "rollback")),
     "dt_bias": Entry("Learned bias of the step size dt of a recurrence.", ("time step bias",)),
     "eos_ids": Entry("Token ids that end a generated text.", ("eos_token_id", "stop tokens")),
     "evict": Entry("Remove old tokens from a cache to make room.", ("drop", "discard")),
@@ -59,9 +60,10 @@ WORDS: dict[str, Entry] = {
         "One of several parallel feed-forward layers, of which each token uses a few.",
         ("MoE expert",),
     ),
-    "fallback": Entry("Another kernel than the requested one; it is never used silently."),
+    "fallback": Entry("A kernel that runs in place of the requested one; it never runs silently."),
+    "fork": Entry("A copy of a cache that changes independently of the original."),
     "form": Entry(
-        "One of several equal ways to compute an operation, chosen by the lengths of the call.",
+        "One of several equivalent ways to compute an operation, chosen by the call's lengths.",
         ("mode", "absorbed or naive (MLA)", "recurrent, chunked or parallel"),
     ),
     "fused_qkv": Entry(
@@ -69,14 +71,17 @@ WORDS: dict[str, Entry] = {
         ("qkv_proj", "c_attn", "query_key_value"),
     ),
     "group": Entry("The query heads that share one key/value head.", ("kv group",)),
-    "head": Entry("One of several attentions that run in parallel on slices of the width."),
+    "head": Entry(
+        "One of the attention computations that run in parallel, each with its own queries.",
+        ("attention head",),
+    ),
     "huge page": Entry(
         "A memory page of 2 MiB instead of 4 KiB, from which a CPU reads faster.",
         ("large page", "transparent huge page"),
     ),
-    "interval": Entry("A half-open range of key positions that a query may see."),
+    "interval": Entry("A half-open range of positions, [start, stop), whose keys a query may see."),
     "kernel": Entry(
-        "An implementation of softmax attention; it reports reasons for calls that it refuses.",
+        "An implementation of softmax attention; it states its reasons if it refuses a call.",
         ("backend", "implementation"),
     ),
     "key": Entry("The vector of a token that is compared with queries, [B, G, S, D].", ("k",)),
@@ -84,8 +89,7 @@ WORDS: dict[str, Entry] = {
         "The low-rank vector from which keys and values are computed.", ("compressed kv", "c_kv")
     ),
     "layout": Entry(
-        "The coordinate pairs of rotary embedding: `half` (i, i + D/2) or `interleaved` (2i, "
-        "2i+1).",
+        "How rotary embedding pairs coordinates: `half` (i, i + D/2) or `interleaved` (2i, 2i+1).",
         ("rotate_half", "GPT-NeoX style", "GPT-J style"),
     ),
     "lse": Entry(
@@ -93,7 +97,7 @@ WORDS: dict[str, Entry] = {
         ("logsumexp", "log normaliser", "L"),
     ),
     "mask": Entry(
-        "A rule on positions that says which keys a query may see; True means it may.",
+        "A rule that says which keys a query may see; True means that the query may see the key.",
         ("attention mask", "attn_mask"),
     ),
     "memory": Entry(
@@ -118,16 +122,18 @@ WORDS: dict[str, Entry] = {
         ("KV block", "block (vLLM)"),
     ),
     "partial": Entry(
-        "Attention over some of the keys, with what is needed to join it to the rest: (out, lse).",
+        "Attention over some of the keys: (out, lse), from which partials are merged.",
         ("split", "chunk result"),
     ),
     "pattern": Entry(
-        "The softmax weights: the share of each query's attention for each key, [B, H, T, S].",
+        "The weights after the softmax: how much each query attends to each key, [B, H, T, S].",
         ("attention weights", "attention probabilities", "attn", "probs"),
     ),
-    "plan": Entry("The kernel that a call will use, and the other kernels' reasons against it."),
+    "plan": Entry(
+        "The kernel that a call will use, and the reasons why the other kernels are not used."
+    ),
     "position": Entry(
-        "A token's absolute index in its sequence; -1 is a slot without a token.",
+        "The absolute index of a token in its sequence, from 0; -1 marks a slot without a token.",
         ("position_ids", "cache_position"),
     ),
     "quantize": Entry(
@@ -137,30 +143,41 @@ WORDS: dict[str, Entry] = {
     "query": Entry("The vector of a token that is compared with keys, [B, H, T, D].", ("q",)),
     "reach": Entry("The old keys that later queries may still see under a mask."),
     "recall": Entry("Compute keys and values from the stored memory.", ("up-projection",)),
-    "remember": Entry("Compute the memory that is stored for later queries from hidden states."),
+    "remember": Entry(
+        "Compute from hidden states the memory that a cache stores for later queries."
+    ),
     "residual": Entry(
-        "The path that adds the output of a layer to its input.",
-        ("skip connection", "residual stream"),
+        "The path that adds the output of a layer to its input; in a quantized cache, the recent "
+        "slots that are not quantized.",
+        ("skip connection", "residual stream", "residual_length (KIVI)"),
+    ),
+    "rewind": Entry(
+        "How many tokens a ring cache keeps beyond its window, so that a crop can remove them."
     ),
     "rotary": Entry(
-        "Positions by rotating pairs of coordinates, so that a score depends on the distance.",
+        "Encoding of positions: pairs of coordinates of q and k are rotated by their position.",
         ("RoPE",),
     ),
     "router": Entry(
-        "The layer that chooses the experts of a token, and their weights.",
+        "The layer that chooses the experts of a token and computes their weights.",
         ("gate", "gating network"),
     ),
     "scale": Entry("The factor on q.k, 1/sqrt(D) by default.", ("softmax_scale", "sm_scale")),
     "scope": Entry("A prefix of tap names that says where in a model a tap is.", ("module path",)),
     "score": Entry(
-        "The product of a query and a key before the softmax, [B, H, T, S].",
+        "The scaled product of a query and a key, with softcap and bias, before the softmax, "
+        "[B, H, T, S].",
         ("attention logit", "energy", "similarity"),
     ),
     "sink": Entry(
         "A learned logit per head that is part of the denominator only.",
         ("attention sink logit", "off-by-one softmax when it is 0", "s_aux"),
     ),
-    "slot": Entry("One index along the key axis, with or without a token."),
+    "sinks": Entry(
+        "The first positions of a sequence, if every query sees them; not the logit `sink`.",
+        ("attention sinks", "sink tokens"),
+    ),
+    "slot": Entry("An index along the key axis; it holds a token or is empty (position -1)."),
     "softcap": Entry("cap * tanh(score / cap): keeps scores within (-cap, cap).", ("tanh cap",)),
     "span": Entry("Contiguous positions, stored as two numbers, not as a tensor."),
     "state": Entry(
@@ -168,7 +185,7 @@ WORDS: dict[str, Entry] = {
         ("recurrent state", "fast weights"),
     ),
     "tap": Entry(
-        "A named point in the computation where a trace captures or edits a tensor.",
+        "A named point in the computation at which a trace can capture or edit a tensor.",
         ("hook point", "HookPoint"),
     ),
     "tile": Entry(
@@ -178,9 +195,11 @@ WORDS: dict[str, Entry] = {
     "trace": Entry(
         "A context manager that captures or edits the tensors at taps.", ("hook manager",)
     ),
-    "value": Entry("The vector that a token adds to the output of a query, [B, G, S, E].", ("v",)),
+    "value": Entry(
+        "The vector of a token that is averaged, by the weights of the query, [B, G, S, E].", ("v",)
+    ),
     "window": Entry(
-        "How many keys a query sees looking back, its own included.", ("sliding window", "band")
+        "How many of the last keys a query sees, its own included.", ("sliding window", "band")
     ),
     "z": Entry(
         "The weighted sum of values, one per head, before the output projection, [B, H, T, E].",

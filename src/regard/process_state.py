@@ -25,7 +25,7 @@ _lock = RLock()
 def _new_lock_after_fork() -> None:
     """Replace the lock in a forked child, in which the thread that held it does not exist."""
     global _lock
-    _lock = RLock()  # the child does not have the thread that held the lock
+    _lock = RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,7 +1,7 @@
 """Registries of classes by name; masks, biases and caches register when they are defined.
 
-This applies to classes of this package and to those of a user. So every lookup by name finds a new
-class, and no list has to be changed.
+A class of a user registers in the same way as one of this package, so that every lookup by name
+finds it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Registry(Generic[T]):
         old = self._classes.get(name)
         if old is not None and is_builtin(old) and not is_builtin(kind):
             raise ArgumentError(
-                f"{kind.__module__}.{kind.__qualname__} would be the {self.what} {name!r}, which "
-                f"{old.__module__}.{old.__qualname__} is already; give it another name by "
-                f'`kind = "..."` in the class, or rename it'
+                f"{kind.__module__}.{kind.__qualname__} cannot be the {self.what} {name!r}, "
+                f"because {old.__module__}.{old.__qualname__} has this name; set "
+                f'`kind = "..."` in the class, or rename the class'
             )
         self._classes[name] = kind
 

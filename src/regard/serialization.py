@@ -126,7 +126,7 @@ def from_data(
         ArgumentError, KeyError, TypeError: the data describes no object of a known class.
     """
     if not isinstance(data, Mapping):
-        raise ArgumentError(f"a {registry.what} is {short_repr(data)}; it must be an object")
+        raise ArgumentError(f"a {registry.what} is {short_repr(data)}; it must be a JSON object")
 
     def value(x: object) -> Any:
         if isinstance(x, str):
@@ -141,7 +141,7 @@ def from_data(
         kind = registry.get(name)
         if kind is None:
             continue
-        # an object that was written out as a tensor has, besides, the keys of its own class
+        # an object that was stored as a dense tensor also has the keys of its own class
         names = (
             [] if name in FALLBACK_KEYS else [x for x in data if x not in (name, *FALLBACK_KEYS)]
         )

@@ -31,8 +31,7 @@ def allowed_error(
 
     Returns:
         The right side of the rule. A plain result that is infinite or NaN where the reference is
-        finite
-        adds nothing.
+        finite does not increase it.
 
     >>> reference = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> allowed_error([torch.tensor([1.0, 2.5])], reference) > 1.0

@@ -37,9 +37,8 @@ _NO_SCOPE: AbstractContextManager[None] = nullcontext()
 class _ThreadState(threading.local):
     """The open traces of one thread, the outermost first, and its current scopes."""
 
-    def __init__(
-        self,
-    ) -> None:  # per thread; the compiler does not guard class defaults
+    def __init__(self) -> None:
+        # set for each thread, because the compiler does not guard class attributes
         self.stack: tuple[ActiveTrace, ...] = ()
         self.scopes: tuple[str, ...] = ()
 
@@ -153,7 +152,7 @@ class Trace:
             return
         _state.stack = tuple(each for each in _state.stack if each is not opening)
         if kind is None:  # do not hide an exception of the block
-            self._settle(opening)
+            self._finish(opening)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._captured[self._resolve(name)][-1]
@@ -223,7 +222,7 @@ class Trace:
             for key in keys:
                 opening.done[key] = None
 
-    def _settle(self, opening: ActiveTrace) -> None:
+    def _finish(self, opening: ActiveTrace) -> None:
         """Raise for edits that were never executed, and warn about captures that are missing."""
         unused = [name for name in self.edit if name not in opening.done]
         if unused:

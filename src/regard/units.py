@@ -2,7 +2,7 @@
 
 Memory sizes have binary units: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB is 1024 MiB. All other
 quantities have decimal units, as in data sheets: 1 GB/s is 1e9 bytes per second, 1 TFLOP is 1e12
-operations. A number has three significant digits; JSON output has the exact ones.
+operations. A number has three significant digits; JSON output has exact numbers.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def plural(n: int, noun: str, nouns: str | None = None) -> str:
     Args:
         n: how many.
         noun: the singular.
-        nouns: the plural, where it is not the singular with an s, or with "ies" for a final "y"
-            behind a consonant.
+        nouns: the plural; by default the singular with an s, or with "ies" in place of a final "y"
+            after a consonant.
 
     Returns:
         The number, with separators of thousands, a space, and the noun.
@@ -116,7 +116,7 @@ def plural(n: int, noun: str, nouns: str | None = None) -> str:
 
 
 def tokens(n: int) -> str:
-    """Format a context length: k is 1024 and M is 1024 k, if it is divisible.
+    """Format a number of tokens; multiples of 1024 are written in k = 1024 or M = 1024 k.
 
     >>> tokens(8192), tokens(1 << 20), tokens(4000), tokens(512)
     ('8k', '1M', '4,000', '512')

@@ -180,7 +180,9 @@ def test_a_bias_without_a_rule():
 def test_sums_of_what_is_no_bias():
     with pytest.raises(ArgumentError, match="a sum of biases has no terms; give at least one"):
         Sum(())
-    with pytest.raises(ArgumentTypeError, match="a sum of biases has a int; its terms are biases"):
+    with pytest.raises(
+        ArgumentTypeError, match="a sum of biases has a term of type int; every term must be a Bias"
+    ):
         Sum((ALiBi(3), 1))
 
 
@@ -238,19 +240,19 @@ def test_which_dense_shapes_serve_a_call(shape, fits):
         (
             lambda: FnBias(lambda q, k: q - k).block(Q, K),
             ArgumentTypeError,
-            "gave torch.int64; it must give a float tensor",
+            "returned torch.int64; it must return a float tensor",
         ),
         (
             lambda: FnBias(constant).block(Q, K),
             ArgumentTypeError,
-            "gave float; it must give a float tensor",
+            "returned float; it must return a float tensor",
         ),
         (
             lambda: FnBias(lambda q, k: (q - k)[0] * 1.0).block(Q, K),
             ArgumentError,
-            r"gave \(1, 4, 7\) for positions",
+            r"returned \(1, 4, 7\) for positions",
         ),
-        (lambda: FnBias(short).block(Q, K), ArgumentError, r"gave \(1, 1, 3, 7\)"),
+        (lambda: FnBias(short).block(Q, K), ArgumentError, r"returned \(1, 1, 3, 7\)"),
     ],
 )
 def test_bad_arguments(call, error, message):

@@ -152,10 +152,25 @@ REFUSED: list[tuple[str, Callable[[Parts], Parts], Positions, str]] = [
         torch.zeros(3, 2, dtype=torch.int64),
         r"positions are \(3, 2\) for memory of batch 2",
     ),
-    ("batch", lambda m: tuple(x[:1] for x in m), Span(5, 2), "does not fit what is held"),
-    ("dtype", lambda m: tuple(x.float() for x in m), Span(5, 2), "does not fit what is held"),
-    ("dim", lambda m: tuple(x[..., :1] for x in m), Span(5, 2), "does not fit what is held"),
-    ("parts", lambda m: (*m, m[0]), Span(5, 2), "does not fit what is held"),
+    (
+        "batch",
+        lambda m: tuple(x[:1] for x in m),
+        Span(5, 2),
+        "does not fit the contents of the cache",
+    ),
+    (
+        "dtype",
+        lambda m: tuple(x.float() for x in m),
+        Span(5, 2),
+        "does not fit the contents of the cache",
+    ),
+    (
+        "dim",
+        lambda m: tuple(x[..., :1] for x in m),
+        Span(5, 2),
+        "does not fit the contents of the cache",
+    ),
+    ("parts", lambda m: (*m, m[0]), Span(5, 2), "does not fit the contents of the cache"),
 ]
 
 
@@ -188,7 +203,7 @@ def test_crop_and_rows_are_checked(kind: Kind) -> None:
     ):
         with pytest.raises(regard.ArgumentError, match=message):
             driver.cache.select(rows)
-    with pytest.raises(regard.ArgumentError, match=r"^reorder has 1 rows for a batch of 2; "):
+    with pytest.raises(regard.ArgumentError, match=r"^reorder got 1 row for a batch of 2; "):
         driver.cache.reorder(torch.tensor([0]))
     with pytest.raises(regard.ArgumentTypeError, match=r"^rows are torch.bool; "):
         driver.cache.select(torch.tensor([True, False]))

@@ -72,9 +72,8 @@ def test_crop_is_for_targets() -> None:
             with pytest.raises(regard.ArgumentError) as error:
                 cache.crop(3)
             assert str(error.value) == (
-                "crop to 3, but a Cross cache holds a source of 4 positions, of which a decoder "
-                "forgets nothing; "
-                "crop the caches of the target, or reset() this one"
+                "crop to 3, but a Cross cache holds a source of 4 positions, which cannot be "
+                "shortened; crop the caches of the target, or reset() this one"
             )
             assert len(cache) == 4
         cache.crop(0)
@@ -86,7 +85,7 @@ def test_crop_is_for_targets() -> None:
 def test_a_second_write_and_an_early_read_are_refused() -> None:
     cache = Cross()
     with pytest.raises(
-        regard.ArgumentError, match=r"^a Cross cache was read before store\(\) gave it a source$"
+        regard.ArgumentError, match=r"^a Cross cache holds no source yet; call store"
     ):
         cache.read()
     with pytest.raises(regard.ArgumentError, match="it must be"):

@@ -83,7 +83,7 @@ def test_gradients_flow_through_it() -> None:
 def test_a_refused_update_leaves_it_as_it_was() -> None:
     k, v = memory(3)
     held = "[((2, 3, 4), torch.float32), ((2, 1, 5), torch.float32)]"
-    fits = f"does not fit what is held, {held}; start a new cache for another batch or model"
+    fits = f"does not fit the contents of the cache, {held}; start a new cache for another batch or model"  # noqa: E501
     cases = [
         (
             (k[:, :, 0], v),

@@ -57,7 +57,7 @@ def test_what_a_name_makes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fixed", "paged"])
 def test_a_cache_that_is_allocated_once_needs_its_slots(name: str) -> None:
-    message = f"a {name} cache needs slots, the most that a row holds"
+    message = f"a {name} cache needs slots, the largest number of slots per row"
     with pytest.raises(regard.ArgumentError, match=message):
         make_full_cache(name)
 

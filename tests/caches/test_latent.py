@@ -43,7 +43,7 @@ def test_expanded_keys_and_values_are_refused() -> None:
         assert str(error.value) == (
             f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, 576], "
             "512 latent and 64 rotary "
-            "numbers: remember the latent, and expand it on recall"
+            "values: store the latent, and expand it to keys and values after reading"
         )
         assert (len(cache), cache.contents()) == (0, {})
         with pytest.raises(regard.ArgumentError, match="a Latent cache takes one part"):

@@ -184,14 +184,14 @@ def test_a_full_pool_names_its_pages_and_changes_nothing() -> None:
         with pytest.raises(regard.ArgumentError) as error:
             fork.update(tokens(2, n), Span(6, n))
         assert str(error.value) == (
-            f"needs {plural(needs, 'page')} of 4 tokens, and 1 of the pool's 5 are free; "
+            f"the cache needs {plural(needs, 'page')} of 4 tokens, but 1 of the pool's 5 are free; "
             "crop or reset a cache of this pool, or start with more pages"
         )
         assert rows(fork) == rows(cache) == held
         assert fork.table == cache.table == before
         assert_counted(cache.pool, cache, fork)
     empty = Paged(2, 1)
-    with pytest.raises(regard.ArgumentError, match="needs 2 pages of 2 tokens, and 1 of the"):
+    with pytest.raises(regard.ArgumentError, match="needs 2 pages of 2 tokens, but 1 of the"):
         empty.update(tokens(1, 3), Span(0, 3))
     assert (len(empty), empty.batch, empty.pool.free) == (0, None, 1)
     fork.reset()
@@ -354,7 +354,7 @@ def test_the_count_would_find_a_leak() -> None:
 def test_a_table_alone() -> None:
     pool = PagePool(2, 3)
     table = PageTable(pool, [[], []], [0, 0])
-    with pytest.raises(regard.ArgumentError, match="needs 4 pages of 2 tokens, and"):
+    with pytest.raises(regard.ArgumentError, match="needs 4 pages of 2 tokens, but"):
         table.grow([3, 3])
     assert (table.rows, table.lengths, pool.free) == ([[], []], [0, 0], 3)
     table.grow([3, 1])

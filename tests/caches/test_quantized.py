@@ -511,7 +511,7 @@ def test_memory_in_codes_is_a_tensor() -> None:
         False,
     )
     assert keys.is_floating_point()
-    assert repr(keys) == "Packed((2, 3, 21, 8), torch.float32, in codes)"
+    assert repr(keys) == "LazyDequantizedTensor((2, 3, 21, 8), torch.float32, stored as codes)"
     assert keys.coded is not None
     uses = (
         lambda x: x * 2,
@@ -533,7 +533,7 @@ def test_memory_in_codes_is_a_tensor() -> None:
         assert type(found) is Tensor
         assert torch.equal(found, use(right))
         assert keys.coded is None
-        assert repr(keys) == "Packed((2, 3, 21, 8), torch.float32, in numbers)"
+        assert repr(keys).endswith("((2, 3, 21, 8), torch.float32, dequantized)")
     keys, right = packed_memory()
     assert keys.data_ptr() == keys.numbers().data_ptr() == keys.untyped_storage().data_ptr()
     keys.mul_(3)  # is not lost, as it would be if the numbers were made again
@@ -560,11 +560,11 @@ def test_errors() -> None:
         (lambda: Quantised(3), "bits is 3; it must be 8, 4 or 2"),
         (
             lambda: Quantised(4, group=3),
-            "group is 3; it must be a multiple of 2, for 2 codes of 4 bits fill a byte",
+            "group is 3; it must be a multiple of 2, since 2 codes of 4 bits fill a byte",
         ),
         (
             lambda: Quantised(8, group=0),
-            "group is 0; it must be a multiple of 1, for 1 codes of 8 bits fill a byte",
+            "group is 0; it must be a multiple of 1, since 1 codes of 8 bits fill a byte",
         ),
         (lambda: Quantised(8, residual=-1), "residual is -1; it must be 0 or more"),
         (
@@ -577,25 +577,30 @@ def test_errors() -> None:
         ),
         (
             lambda: Quantised().update((k,), Span(0, 3)),
-            "memory has 1 parts for axes ('channel', 'token'); name an axis for each part",
+            "memory has 1 part for axes ('channel', 'token'); name an axis for each part",
         ),
         (
             lambda: Quantised(4, group=6).update((k, v), Span(0, 3)),
             (
-                "memory 1 has 8 channels, which make no groups of 6 codes of 4 bits; allowed "
+                "memory 1 has 8 channels, which do not divide into groups of 6 codes of 4 bits; "
+                "allowed "
                 "groups: 2, 4, 8"
             ),
         ),
         (
             lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)),
             (
-                "memory 1 has 3 channels, which make no groups of 3 codes of 4 bits; allowed "
+                "memory 1 has 3 channels, which do not divide into groups of 3 codes of 4 bits; "
+                "allowed "
                 "groups: none"
             ),
         ),
         (
             lambda: Quantised().fill({"positions": Span(0, 3), "recent.0": k}),
-            "0 parts in codes and 1 recent ones for axes ('channel', 'token')",
+            (
+                "codes of 0 parts and recent slots of 1 for axes ('channel', 'token'); there must "
+                "be one of each per axis"
+            ),
         ),
     ]
     for call, message in cases:
@@ -605,7 +610,7 @@ def test_errors() -> None:
     with pytest.raises(regard.ArgumentTypeError) as wrong:
         Quantised().update((k, torch.ones(2, 3, 3, 8, dtype=torch.int64)), Span(0, 3))
     assert str(wrong.value) == (
-        'memory 1 is torch.int64; only floating numbers are quantised: name its axis "exact"'
+        'memory 1 is torch.int64; only floating dtypes can be quantized: name its axis "exact"'
     )
     cache = Quantised(4, group=GROUP, residual=0)
     cache.update(tokens(8), Span(0, 8))

@@ -132,8 +132,8 @@ def test_how_far_it_goes_back() -> None:
         feed(cache, Span(0, 30))
         for length in range(30 - rewind - 1):
             message = (
-                rf"^crop to {length}, but the tokens that a window of 4 needs in front of it are "
-                rf"overwritten; crop to "
+                rf"^crop to {length}, but the tokens that a window of 4 needs before this position "
+                rf"are overwritten; crop to "
                 rf"{29 - rewind} or more, or to 0 or less, or give the cache a larger rewind than "
                 rf"{rewind}$"
             )

@@ -274,17 +274,17 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "a name it does not know": (
         lambda h, t: t.update(x=torch.ones(2)),
-        "do not make a Growing: x is unexpected; save it again",
+        "do not form a Growing: x is unexpected; save it again",
         None,
     ),
     "a gap": (
         lambda h, t: t.update({"memory.3": t.pop("memory.1")}),
-        "do not make a Growing: memory.3 is unexpected",
+        "do not form a Growing: memory.3 is unexpected",
         None,
     ),
     "no positions": (
         lambda h, t: t.pop("positions"),
-        "do not make a Growing: memory.0 is unexpected",
+        "do not form a Growing: memory.0 is unexpected",
         None,
     ),
     "fewer positions": (
@@ -325,17 +325,17 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "a setting it does not know": (
         lambda h, t: h["settings"].update(capacity=3),
-        "do not make a Growing: ",
+        "do not form a Growing: ",
         None,
     ),
     "a setting it refuses": (
         lambda h, t: h["settings"].update(bits=7),
-        "do not make a Quantised: bits is 7; it must be 8, 4 or 2; save it again",
+        "do not form a Quantised: bits is 7; it must be 8, 4 or 2; save it again",
         quantised,
     ),
     "other groups": (
         lambda h, t: h["settings"].update(group=4),
-        "do not make a Quantised: codes and scales of part 0 are",
+        "do not form a Quantised: codes and scales of part 0 are",
         quantised,
     ),
     "expanded keys": (
@@ -368,7 +368,7 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     ),
     "slots that hold nothing": (
         lambda h, t: t.update(positions=torch.tensor([[0, 1, -1], [0, 1, -1]])),
-        "positions is (2, 3), and becomes (2, 2)",
+        "positions is (2, 3) in the file, but (2, 2) in the loaded cache",
         paged,
     ),
     "a negative length": (
@@ -424,7 +424,7 @@ def test_a_pool_that_is_too_small_for_the_file(tmp_path: Path) -> None:
     cache = Paged(2, 4)
     cache.update((torch.ones(1, 1, 6, 2),), Span(0, 6))
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(pages=2), cache)
-    with pytest.raises(regard.FileError, match="needs 3 pages of 2 tokens, and 2 of the pool's 2"):
+    with pytest.raises(regard.FileError, match="needs 3 pages of 2 tokens, but 2 of the pool's 2"):
         load(path)
 
 
@@ -478,7 +478,7 @@ def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
     with pytest.raises(
         regard.FileError,
-        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, max_bytes=...\) allows it",
+        match=r"reserve 32,000 bytes, more than 31,999; to allow it, call load\(path, max_bytes",
     ):
         load(path, max_bytes=31_999)
     assert load(path, max_bytes=32_000).settings == {"capacity": 1000}

@@ -67,7 +67,9 @@ def test_a_state_forgets_everything_or_nothing() -> None:
         cache.store(sums(1.0), positions)
         cache.crop(5)
         assert len(cache) == 1
-        with pytest.raises(regard.ArgumentError, match="crop to 4, but the state has seen 5 posit"):
+        with pytest.raises(
+            regard.ArgumentError, match="crop to 4, but the state sums over 5 posit"
+        ):
             cache.crop(4)
         fork = cache.fork()
         cache.crop(0)
@@ -96,7 +98,7 @@ def test_a_memory_holds_the_open_segment(length: int, held: list[int]) -> None:
 def test_each_row_of_a_memory_has_its_own_segment() -> None:
     cache = memory(ROWS, tokens(4))
     assert cache.contents()["held.positions"].tolist() == [[-1, -1, -1], [0, 1, 2]]  # type: ignore[union-attr]
-    with pytest.raises(regard.ArgumentError, match="the tokens in front of position 4 are in the"):
+    with pytest.raises(regard.ArgumentError, match="the tokens before position 4 are in the"):
         cache.crop(2)
     cache.crop(4)
     assert cache.next(1).tolist() == [[4], [3]]  # type: ignore[union-attr]
@@ -107,12 +109,12 @@ def test_a_memory_is_cropped_to_its_open_segment() -> None:
     assert cache.bytes == (6 + 8 + 2 * 3) * 4
     cache.crop(5)
     assert (len(cache), cache.next(1)) == (1, Span(5, 1))
-    with pytest.raises(regard.ArgumentError, match="crop to 3, but the tokens in front of posit"):
+    with pytest.raises(regard.ArgumentError, match="crop to 3, but the tokens before posit"):
         cache.crop(3)
     rows = memory(torch.arange(7).expand(2, -1), tokens(7))
     rows.crop(5)
     assert rows.next(1).tolist() == [[5], [5]]  # type: ignore[union-attr]
-    with pytest.raises(regard.ArgumentError, match="crop to 3, but the tokens in front of posit"):
+    with pytest.raises(regard.ArgumentError, match="crop to 3, but the tokens before posit"):
         rows.crop(3)
     for cache in (memory(Span(0, 7), tokens(7)), rows):
         again = cache.fork()
@@ -139,12 +141,12 @@ def test_a_memory_is_cropped_to_its_open_segment() -> None:
         (
             lambda: memory(Span(0, 5), tokens(5)).update(tokens(1), Span(4, 1)),
             regard.ArgumentError,
-            "go back to a token in front of the last one, at 4",
+            "include one that is not after the last position, 4",
         ),
         (
             lambda: memory(ROWS, tokens(4)).update(tokens(1), torch.tensor([[4], [2]])),
             regard.ArgumentError,
-            "go back to a token in front of the last one",
+            "include one that is not after the last position",
         ),
     ],
 )
@@ -156,6 +158,6 @@ def test_refused(call: Callable[[], object], error: type[Exception], message: st
 def test_a_state_of_another_shape_is_refused() -> None:
     cache = State()
     cache.store(sums(1.0), Span(0, 1))
-    with pytest.raises(regard.ArgumentError, match="does not fit what is held"):
+    with pytest.raises(regard.ArgumentError, match="does not fit the contents of the cache"):
         cache.store((torch.zeros(2, 1, 3),), Span(1, 1))
     assert cache.next(1) == Span(1, 1)

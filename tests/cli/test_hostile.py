@@ -68,7 +68,7 @@ def test_hostile_words(
         ("~" * 5000 + "causal", "nested deeper than 50|too deep|not a mask expression"),
         ("(" * 5000 + "causal" + ")" * 5000, "not a mask expression"),
         ("window(" + "(" * 190 + "1" + ",)" * 190 + ")", "nested deeper than 50"),
-        ("causal & " * 10_000 + "causal", "an expression of 90006 letters; at most 65536"),
+        ("causal & " * 10_000 + "causal", "the expression has 90006 characters; at most 65536"),
     ],
 )
 def test_hostile_masks(

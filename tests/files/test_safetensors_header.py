@@ -212,8 +212,11 @@ HEADERS = {
         {"a": A, "b": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}},
         LIBRARY + "invalid offset for tensor `b`",
     ),
-    "a long name": ({"n" * 1025: A}, "has a name of 1025 letters; at most 1024 are allowed"),
-    "half a character": ('{"\\ud800":' + json.dumps(A) + "}", "has half a character in '\\ud800'"),
+    "a long name": ({"n" * 1025: A}, "has a name of 1025 characters; at most 1024 are allowed"),
+    "half a character": (
+        '{"\\ud800":' + json.dumps(A) + "}",
+        "has an unpaired surrogate in '\\ud800'",
+    ),
     "control characters": (
         {"\x1b[2J\u202e": 1},
         LIBRARY + "invalid JSON in header: invalid type: integer `1`",
@@ -240,8 +243,11 @@ def test_empty_tensors_lie_anywhere_between_others(tmp_path: Path) -> None:
 WHOLE = file_of({"a": A})
 PARTIAL = "is it a partial download?"
 FILES = {
-    "empty": (b"", f"(a header's length has 8): 0 bytes; {PARTIAL}"),
-    "7 bytes": (bytes(7), f"(a header's length has 8): 7 bytes; {PARTIAL}"),
+    "empty": (b"", f"(the length of its header alone needs 8 bytes): it has 0 bytes; {PARTIAL}"),
+    "7 bytes": (
+        bytes(7),
+        f"(the length of its header alone needs 8 bytes): it has 7 bytes; {PARTIAL}",
+    ),
     "zeros": (bytes(100), "(its header has 0 bytes; 2 to 100000000 are allowed): "),
     "a header beyond the cap": (
         struct.pack("<Q", 100_000_001) + b"{}",
@@ -250,7 +256,7 @@ FILES = {
     "a header of 2^64": (b"\xff" * 8 + b"{}", "(its header has 18446744073709551615 bytes; 2 to "),
     "half a header": (
         WHOLE[:30],
-        f"(its header alone needs {len(WHOLE) - 24}): 30 bytes; {PARTIAL}",
+        f"(its header alone needs {len(WHOLE) - 24} bytes): it has 30 bytes; {PARTIAL}",
     ),
     "half the data": (
         WHOLE[:-12],
@@ -325,8 +331,8 @@ def test_a_length_may_begin_like_another_file(sign: bytes, tmp_path: Path) -> No
     for kept in (8, 9, 60):
         said = error_of(path, content[:kept])
         assert (
-            said
-            == f"(its header alone needs {264 + sign[0]}): {kept} bytes; is it a partial download?"
+            said == f"(its header alone needs {264 + sign[0]} bytes): it has {kept} bytes; is it a "
+            "partial download?"
         )
 
 

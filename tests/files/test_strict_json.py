@@ -22,8 +22,8 @@ from regard.files.strict_json import parse_json, read_json
         (b'{"a": 1e999}', "has the number '1e999', which float64 cannot represent"),
         (b'{"a": ' + b"1" * 21 + b"}", "has a number of 21 digits; at most 20 are read"),
         (b'{"a": 0.' + b"1" * 500 + b"}", "which float64 cannot represent"),
-        (b'{"a": "\\ud800"}', "has half a character in '\\ud800'"),
-        (b'{"\\udc00": 1}', "has half a character in '\\udc00'"),
+        (b'{"a": "\\ud800"}', "has an unpaired surrogate in '\\ud800'"),
+        (b'{"\\udc00": 1}', "has an unpaired surrogate in '\\udc00'"),
         (
             b'{"a": ' + b"[" * 128 + b"]" * 128 + b"}",
             "is nested too deep; at most 128 levels are read",

@@ -324,7 +324,7 @@ def test_reasons_name_the_term_that_says_no() -> None:
     positions, i = Span(0, 6), 4
     visible = mask.block(positions, positions)[0, 0, i].numpy()
     said = why_masked(mask, positions, i, visible)
-    both = "behind the first 1 and outside window 2"
+    both = "after the first 1 and outside window 2"
     assert said == ("", both, both, "", "", "future")
     assert why_masked(None, positions, 0, np.array([True, False] + [True] * 4))[1] == "the kernel"
     nothing = why_masked(masks.Window(2), positions, 5, np.array([False] * 4 + [True] * 2))
@@ -447,7 +447,7 @@ def test_a_block_without_attention_is_no_layer() -> None:
     [
         (masks.Window(2, ahead=1), {"outside window 2, 1 ahead"}),
         (masks.Chunk(3), {"other chunk of 3"}),
-        (masks.Dilated(2, 2), {"between the steps of dilated(2, 2)"}),
+        (masks.Dilated(2, 2), {"outside the steps of dilated(2, 2)"}),
         (~masks.Window(2), {"inside window 2"}),
         (~masks.Sinks(3), {"inside sinks(3)"}),
         (masks.Document.from_lengths([3, 3]), {"other document"}),

@@ -261,7 +261,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "bias none": (
         lambda d, t: step(d).update(bias={"sum": [None]}),
-        "a sum of biases has a NoneType",
+        "a sum of biases has a term of type NoneType",
     ),
     "bias unknown": (
         lambda d, t: step(d).update(bias={"kerple": 1}),

@@ -73,7 +73,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
     ),
     (lambda: Prefix(-1), ArgumentError, "Prefix length is -1; it must be 0 or more"),
     (lambda: Prefix((2, -1)), ArgumentError, "Prefix length[1] is -1; it must be 0 or more"),
-    (lambda: Prefix(()), ArgumentError, "Prefix of no batch rows; give at least one"),
+    (lambda: Prefix(()), ArgumentError, "Prefix got no batch rows; give at least one"),
     (
         lambda: Prefix("3"),
         ArgumentTypeError,
@@ -83,18 +83,18 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         lambda: Document((3,)),
         ArgumentError,
         (
-            "Document bounds is (3,); it must be the rising starts of the documents and the end: "
-            "(0, 3, 5) is documents of 3 "
-            "and 2; Document.from_lengths([3, 2]) makes it"
+            "Document bounds is (3,); it must be the increasing start positions of the "
+            "documents, then the end of the last: (0, 3, 5) means documents of lengths 3 and 2, as "
+            "Document.from_lengths([3, 2]) creates it"
         ),
     ),
     (
         lambda: Document((0, 5, 3)),
         ArgumentError,
         (
-            "Document bounds is (0, 5, 3); it must be the rising starts of the documents and the "
-            "end: (0, 3, 5) is documents "
-            "of 3 and 2; Document.from_lengths([3, 2]) makes it"
+            "Document bounds is (0, 5, 3); it must be the increasing start positions of the "
+            "documents, then the end of the last: (0, 3, 5) means documents of lengths 3 and 2, as "
+            "Document.from_lengths([3, 2]) creates it"
         ),
     ),
     (
@@ -107,16 +107,16 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         ArgumentError,
         "Document lengths[1] is -1; it must be 0 or more",
     ),
-    (lambda: Padding(()), ArgumentError, "Padding of no batch rows; give at least one"),
+    (lambda: Padding(()), ArgumentError, "Padding got no batch rows; give at least one"),
     (
         lambda: Padding((((0, 3), (2, 5)),)),
         ArgumentError,
-        "Padding runs[0] is ((0, 3), (2, 5)); it must be rising, disjoint (start, stop) pairs",
+        "Padding runs[0] is ((0, 3), (2, 5)); it must be increasing, disjoint (start, stop) pairs",
     ),
     (
         lambda: Padding((((0, 3, 4),),)),
         ArgumentError,
-        "Padding runs[0] is ((0, 3, 4),); it must be rising, disjoint (start, stop) pairs",
+        "Padding runs[0] is ((0, 3, 4),); it must be increasing, disjoint (start, stop) pairs",
     ),
     (
         lambda: Padding.right([2, -1]),
@@ -126,7 +126,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
     (
         lambda: Padding.left([2, 5], 4),
         ArgumentError,
-        "Padding lengths has 5; none may exceed total 4: give the padded length",
+        "Padding lengths has 5, which exceeds total 4; total must be the padded length",
     ),
     (lambda: Padding.left([2], -4), ArgumentError, "Padding total is -4; it must be 0 or more"),
     (
@@ -178,7 +178,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
             "blocks], and not empty"
         ),
     ),
-    (lambda: Heads(()), ArgumentError, "Heads of no masks; give one mask per query head"),
+    (lambda: Heads(()), ArgumentError, "Heads got no masks; give one mask per query head"),
     (
         lambda: Heads((Causal(), BOOL)),
         ArgumentTypeError,
@@ -231,14 +231,14 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
     (
         lambda: Fn(lambda q, k: q - k, "difference").count(Span(0, 2), Span(0, 2)),
         ArgumentTypeError,
-        "Fn difference gave torch.int64; it must give a bool tensor, True = may attend",
+        "Fn difference returned torch.int64; it must return a bool tensor, True = may attend",
     ),
     (
         lambda: Fn(lambda q, k: True).count(Span(0, 2), Span(0, 2)),
         ArgumentTypeError,
-        "Fn fn gave bool; it must give a bool tensor, True = may attend",
+        "Fn fn returned bool; it must return a bool tensor, True = may attend",
     ),
-    (lambda: All(()), ArgumentError, "All of no masks; give it at least one"),
+    (lambda: All(()), ArgumentError, "All got no masks; give at least one"),
     (lambda: Any((Causal(), 3)), ArgumentTypeError, "Any got int; it takes masks of regard.masks"),
     (lambda: Not(True), ArgumentTypeError, "Not got bool; it takes a mask of regard.masks"),
     (

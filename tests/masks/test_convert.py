@@ -63,15 +63,18 @@ def test_types_are_refused() -> None:
         ),
         (
             lambda: masks.to_additive(KEEP, torch.int32),
-            "dtype is torch.int32; an additive mask is of a floating dtype",
+            "dtype is torch.int32; an additive mask needs a floating dtype, such as torch.float32",
         ),
         (
             lambda: masks.from_additive(KEEP),
-            "additive mask is bool; it must be a float tensor: a bool one is Dense(mask)",
+            "additive mask is bool; it must be a float tensor; for a bool mask, use Dense(mask)",
         ),
         (
             lambda: masks.from_additive(None),
-            "additive mask is NoneType; it must be a float tensor: a bool one is Dense(mask)",
+            (
+                "additive mask is NoneType; it must be a float tensor; for a bool mask, use "
+                "Dense(mask)"
+            ),
         ),
     ):
         with pytest.raises(ArgumentTypeError, match=f"^{re.escape(message)}$"):

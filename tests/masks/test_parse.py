@@ -62,8 +62,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
             ),
         ),
         ("foo", 'unknown mask "foo"\n  foo\n  ^ column 1'),
-        ("", "an empty expression"),
-        ("   ", "an empty expression"),
+        ("", "the expression is empty"),
+        ("   ", "the expression is empty"),
         ("causal &", "not a mask expression: invalid syntax\n  causal &\n          ^ column 9"),
         ("causal + full", "a mask is expected here\n  causal + full\n  ^ column 1"),
         ("causal and full", "a mask is expected here\n  causal and full\n  ^ column 1"),
@@ -129,15 +129,21 @@ def test_meaning(text: str, mask: Mask | None) -> None:
                 "batch row"
             ),
         ),
-        ("causal|" * 9400 + "full", "an expression of 65804 letters; at most 65536 are read"),
+        (
+            "causal|" * 9400 + "full",
+            "the expression has 65804 characters; at most 65536 are allowed",
+        ),
         (
             "heads((" + "full," * 520 + "))",
-            "more than 512 masks",
+            "the expression has more than 512 masks",
         ),
-        ("window(9007199254740993)", "a number above 9007199254740992\n  window(900719"),
-        ("~" * 60 + "causal", "an expression nested deeper than 50"),
+        ("window(9007199254740993)", "the number is larger than 9007199254740992\n  window(900719"),
+        ("~" * 60 + "causal", "the expression is nested deeper than 50 levels"),
         ("(" * 300 + "causal" + ")" * 300, "not a mask expression: "),
-        ("window(" + "(" * 60 + "1" + ",)" * 60 + ")", "an expression nested deeper than 50"),
+        (
+            "window(" + "(" * 60 + "1" + ",)" * 60 + ")",
+            "the expression is nested deeper than 50 levels",
+        ),
     ],
 )
 def test_refused_with_the_place(text: str, message: str) -> None:

@@ -174,18 +174,15 @@ def test_words_and_errors() -> None:
         (
             lambda: mask.require(B, H, 1, 9),
             ValueError,
-            (
-                "Selected holds 5 queries, but the call has 1; a selection serves the call it was "
-                "made for"
-            ),
+            ("Selected holds 5 queries, but the call has 1; compute a new selection for each call"),
         ),
         (
             lambda: mask.allows(torch.tensor(0), torch.tensor(0)),
             ValueError,
             (
-                "a Selected mask has a row for each query slot of one call: ask "
+                "a Selected mask has a row for each query slot of one call: call "
                 "mask.block(q_positions, k_positions), "
-                "or give Blocks for a rule on positions"
+                "or use Blocks for a rule on positions"
             ),
         ),
     ):

@@ -69,8 +69,8 @@ class WrongIntervals(First):
 class WrongTiles(Stripes):
     """Says that it decided, where it did not look."""
 
-    def _undecided(self, where: Any, bk: int) -> Tensor:
-        return torch.full_like(super()._undecided(where, bk), masks.FULL)
+    def _states_without_intervals(self, where: Any, bk: int) -> Tensor:
+        return torch.full_like(super()._states_without_intervals(where, bk), masks.FULL)
 
 
 @dataclass(frozen=True, eq=False)

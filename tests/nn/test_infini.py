@@ -174,7 +174,7 @@ def test_crop_inside_the_open_segment() -> None:
     _, cache = in_chunks(module, x, [15])
     with pytest.raises(
         regard.ArgumentError,
-        match=r"crop to 11, but the tokens in front of position 12 are in the memory",
+        match=r"crop to 11, but the tokens before position 12 are in the memory",
     ):
         cache.crop(11)
     assert (len(cache), cache.next(1)) == (3, Span(15, 1))
@@ -187,9 +187,7 @@ def test_crop_inside_the_open_segment() -> None:
         cache.crop(-1)
     positions = torch.tensor([[-1, -1, -1, *range(12)], [*range(15)]])
     _, cache = in_chunks(module, x, [15], positions)
-    with pytest.raises(
-        regard.ArgumentError, match="crop to 11, but the tokens in front of position 12"
-    ):
+    with pytest.raises(regard.ArgumentError, match="crop to 11, but the tokens before position 12"):
         cache.crop(11)
 
 
@@ -378,6 +376,6 @@ def test_errors() -> None:
     InfiniAttention(project, nn.Linear(20, 12), segment=4)
     _, cache = in_chunks(build(), tokens(), [14])
     with pytest.raises(
-        regard.ArgumentError, match="go back to a token in front of the last one, at 13"
+        regard.ArgumentError, match="include one that is not after the last position, 13"
     ):
         build()(tokens(T=2), Span(13, 2), cache)

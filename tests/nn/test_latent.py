@@ -250,7 +250,7 @@ def test_the_cache_of_latents_takes_latents_only(capacity: int | None) -> None:
         cache = LatentCache(6, 4, capacity=capacity)
         assert_same(in_chunks(build(form).double(), x, cache, (17, 1, 2, 3, 1)), whole)
     cache = LatentCache(6, 4, capacity=capacity)
-    with pytest.raises(regard.ArgumentError, match="remember the latent, and expand it on recall"):
+    with pytest.raises(regard.ArgumentError, match="store the latent, and expand it"):
         build("naive").double()(x, None, cache)
     assert len(cache) == 0
 
@@ -760,7 +760,7 @@ def test_a_cache_of_another_shape_is_refused() -> None:
     cache: Cache = Growing()
     build()(torch.randn(1, 3, M), None, cache)
     held: Mapping[str, Any] | Contents = cache.contents()
-    with pytest.raises(regard.ArgumentError, match="does not fit what is held"):
+    with pytest.raises(regard.ArgumentError, match="does not fit the contents of the cache"):
         build(kv_rank=8)(torch.randn(1, 1, M), None, cache)
     with pytest.raises(regard.ArgumentError, match=r"memory .* does not fit"):
         build("naive")(torch.randn(1, 1, M), None, cache)

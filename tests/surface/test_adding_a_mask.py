@@ -203,7 +203,9 @@ def test_a_page_has_a_new_mask_and_a_sentence_for_every_mask(
 
 
 def test_a_name_of_the_package_is_not_given_away(toys: types.SimpleNamespace) -> None:
-    with pytest.raises(ArgumentError, match=r"Causal would be the mask 'causal', which regard\."):
+    with pytest.raises(
+        ArgumentError, match=r"Causal cannot be the mask 'causal', because regard\."
+    ):
 
         class Causal(toys.Band):  # type: ignore[misc,name-defined]
             """A name that is taken."""

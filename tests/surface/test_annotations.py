@@ -96,7 +96,7 @@ def test_a_wrong_result_is_found() -> None:
 
 
 def test_a_refused_argument_meets_our_own_error() -> None:
-    with pytest.raises(regard.ArgumentError, match="x has 1 dimensions"):
+    with pytest.raises(regard.ArgumentError, match="x has 1 dimension"):
         annotations.checked(add, THIS)(torch.ones(3), torch.ones(3))
 
 

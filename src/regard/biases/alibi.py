@@ -51,8 +51,8 @@ class ALiBi(Bias):
 
     This is the causal form. For later keys, j > i, the same expression is **positive**: use it
     under a causal mask, or pass `symmetric=True` for -m_h |i - j|, which penalises distance in both
-    directions. The bias is not simplified to m_h j, which would shift the log-sum-exp of each row,
-    so that partial attention merges correctly.
+    directions. The bias is not simplified to m_h j, because that would shift the log-sum-exp of
+    each row, which is needed to merge partial results.
 
     Args:
         heads: the number of query heads H; the slopes are those of `alibi_slopes`.

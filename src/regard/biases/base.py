@@ -131,8 +131,9 @@ class Bias(Serializable):
             ArgumentError: the class does not support this.
         """
         raise ArgumentError(
-            f"{self} cannot be split by heads; define `select_heads` in its class, or use another "
-            "method"
+            f"{self} cannot be split by heads; define `select_heads` in its class, or split the "
+            "call "
+            "in another way"
         )
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
@@ -208,7 +209,9 @@ class Sum(Bias):
     def __post_init__(self) -> None:
         wrong = [type(x).__name__ for x in self.terms if not isinstance(x, Bias)]
         if wrong:
-            raise ArgumentTypeError(f"a sum of biases has a {wrong[0]}; its terms are biases")
+            raise ArgumentTypeError(
+                f"a sum of biases has a term of type {wrong[0]}; every term must be a Bias"
+            )
         if not self.terms:
             raise ArgumentError("a sum of biases has no terms; give at least one")
 

@@ -66,7 +66,7 @@ class DenseBias(Bias):
 
     @property
     def by_slot(self) -> bool:
-        """True, because a column is an index of a key in the call."""
+        """True, because columns of the tensor are indices of keys in the call."""
         return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
@@ -104,8 +104,8 @@ class FnBias(Bias):
         ArgumentError: the result has another shape.
 
     >>> from regard.span import Span
-    >>> near = FnBias(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
-    >>> near.block(Span(2, 1), Span(0, 3)).tolist()
+    >>> bias = FnBias(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
+    >>> bias.block(Span(2, 1), Span(0, 3)).tolist()
     [[[[-1.0, -0.5, -0.0]]]]
     """
 
@@ -131,11 +131,11 @@ class FnBias(Bias):
         x = self.fn(q, k, *self.parameters)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ArgumentTypeError(f"{self} gave {got}; it must give a float tensor")
+            raise ArgumentTypeError(f"{self} returned {got}; it must return a float tensor")
         if x.ndim != 4 or x.shape[2] not in (1, q.shape[2]) or x.shape[3] not in (1, k.shape[3]):
             raise ArgumentError(
-                f"{self} gave {tuple(x.shape)} for positions {tuple(q.shape)} and "
-                f"{tuple(k.shape)}; it must give [B or 1, H or 1, t or 1, s or 1]"
+                f"{self} returned {tuple(x.shape)} for positions {tuple(q.shape)} and "
+                f"{tuple(k.shape)}; it must return [B or 1, H or 1, t or 1, s or 1]"
             )
         return x.to(dtype)
 

@@ -69,13 +69,13 @@ class Cache(ABC):
     kind: ClassVar[str | None] = None
     """The name by which generation requests the cache; None if only modules create it."""
     evicts: ClassVar[bool] = False
-    """Whether the cache evicts old tokens, so that generation never fills it; it needs
-    `max_context`.
+    """Whether the cache evicts old tokens. Generation cannot fill such a cache, and requires
+    `max_context` for it.
     """
     needs_slots: ClassVar[bool] = False
-    """Whether memory is allocated once, so that the number of slots must be known."""
+    """Whether memory is allocated once, so that `LayerSize.slots` must be given."""
     needs_widths: ClassVar[bool] = False
-    """Whether the dimensions of the keys and values must be known."""
+    """Whether the cache needs `LayerSize.widths`, the last dimensions of the keys and values."""
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
 
@@ -103,13 +103,13 @@ class Cache(ABC):
 
     @classmethod
     def narrowing_mask(cls, max_context: int) -> Mask | None:  # noqa: ARG003  (subclasses use it)
-        """Return the additional mask that a layer needs so that this cache can serve it.
+        """Return the mask that a layer needs so that no query sees a token which was evicted.
 
         Args:
             max_context: the number of tokens that the cache may hold.
 
         Returns:
-            The mask; None if none is needed.
+            The mask, to be combined with the layer's own by `&`; None if none is needed.
         """
         return None
 
@@ -122,11 +122,9 @@ class Cache(ABC):
             positions: the positions of the T tokens; a slot at position -1 holds no token.
 
         Returns:
-            The visible memory, each part `[B, n, S, d]`, and its positions. The order of the slots
-            has no
-            meaning; the positions define it. The tensors may be the cache's own, and are valid
-            until the
-            next operation on the cache.
+            The visible memory, each part `[B, n, S, d]`, and its positions. The slots may be in any
+            order. The tensors may be the cache's own, and are valid until the next operation on the
+            cache.
 
         Raises:
             ArgumentError: the memory does not fit the contents, or there is no room for it.
@@ -140,7 +138,7 @@ class Cache(ABC):
             length: the number of positions to keep.
 
         Raises:
-            ArgumentError: length is negative, or tokens before it are needed that were already
+            ArgumentError: length is negative, or earlier tokens that are needed were already
                 evicted.
         """
 
@@ -248,8 +246,8 @@ class Cache(ABC):
         self._check_rows(rows)
         if self.batch is not None and len(rows) != self.batch:
             raise ArgumentError(
-                f"reorder has {len(rows)} rows for a batch of {self.batch}; give one per row, or "
-                "use select(rows)"
+                f"reorder got {plural(len(rows), 'row')} for a batch of {self.batch}; give one per "
+                "row, or use select(rows)"
             )
         self.select(rows)
 
@@ -307,22 +305,21 @@ def make_full_cache(
     """
     kind_class = CACHES.find(kind, [name for name, x in CACHES if not x.evicts])
     if kind_class.needs_slots and slots is None:
-        raise ArgumentError(f"a {kind} cache needs slots, the most that a row holds")
+        raise ArgumentError(f"a {kind} cache needs slots, the largest number of slots per row")
     return kind_class.for_layer(LayerSize(slots, rows, tuple(widths)))
 
 
 class rollback_on_error:  # noqa: N801  (a context manager, used like a function)
     """Context manager that restores caches to their earlier state if its block raises.
 
-    Blocks may be nested. A model takes snapshots of the caches of all layers in one place
-    (`layers=True`). The first inner block for one of these caches then uses that snapshot, and only
-    a later one takes its own. So each cache has one snapshot per call, taken by the outermost
-    caller.
+    Blocks may be nested. A model opens one block for the caches of all its layers, with
+    `layers=True`, and each layer opens a block for its own cache. The layer's block then uses the
+    snapshot of the model's block instead of taking a second one.
 
     Args:
         *caches: the caches; None is ignored.
-        layers: whether the block calls layers that have such blocks of their own. The caches must
-            not change between the outer and the inner block.
+        layers: whether the first inner block for each cache uses the snapshot of this block. The
+            cache must not change before the inner block begins.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
@@ -419,8 +416,8 @@ def check_same_layout(stored: Parts, memory: Parts) -> None:
     expected, actual = ([_layout(m) for m in ms] for ms in (stored, memory))
     if expected != actual:
         raise ArgumentError(
-            f"memory {actual} does not fit what is held, {expected}; start a new cache for another "
-            "batch or model"
+            f"memory {actual} does not fit the contents of the cache, {expected}; start a new "
+            "cache for another batch or model"
         )
     for i, (old, new) in enumerate(zip(stored, memory, strict=True)):
         if old.device != new.device:
@@ -437,7 +434,7 @@ def check_crop(length: int) -> None:
 
 
 def parts_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Parts:
-    """Return the parts `memory.0`, `memory.1`, ... of contents."""
+    """Return the parts `<name>.0`, `<name>.1`, ... of contents as a tuple."""
     parts: list[Tensor] = []
     while isinstance(x := contents.get(f"{name}.{len(parts)}"), Tensor):
         parts.append(x)
@@ -445,7 +442,7 @@ def parts_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") 
 
 
 def named_parts(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
-    """Return parts as contents with the names `memory.0`, `memory.1`, ..."""
+    """Return parts as contents with the names `<name>.0`, `<name>.1`, ..."""
     return {f"{name}.{i}": m for i, m in enumerate(memory)}
 
 
@@ -459,7 +456,7 @@ def positions_before(positions: Positions, length: int) -> Positions:
 
 
 def _layout(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Return what no update may change: (batch, heads, dim) and the dtype."""
+    """Return the properties that no update may change: (batch, heads, dim) and the dtype."""
     return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype
 
 

@@ -35,8 +35,8 @@ def write_slots(buffers: Parts, new: Parts, start: int) -> Parts:
     Returns:
         The buffers, or changed copies of them.
 
-    >>> held = (torch.zeros(1, 1, 4, 1),)
-    >>> write_slots(held, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
+    >>> buffers = (torch.zeros(1, 1, 4, 1),)
+    >>> write_slots(buffers, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
     if can_write_in_place(buffers, new):
@@ -52,7 +52,7 @@ def write_slots(buffers: Parts, new: Parts, start: int) -> Parts:
 def scatter_slots(
     buffers: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
 ) -> tuple[Parts, OverwrittenSlots | None]:
-    """Write new slots at the given slot numbers where `real` is True.
+    """Write new slots to the slot numbers in `slots`, where `real` is True.
 
     Args:
         buffers: the buffers, each `[B, n, S, d]`.
@@ -64,9 +64,9 @@ def scatter_slots(
         The buffers, and the values that were overwritten in place; None in place of these values if
         the buffers were copied.
 
-    >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
+    >>> buffers, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
     >>> slots, real = torch.tensor([[2, 0]]), torch.tensor([[True, False]])
-    >>> now, before = scatter_slots(held, new, slots, real)
+    >>> now, before = scatter_slots(buffers, new, slots, real)
     >>> now[0].flatten().tolist()
     [0.0, 0.0, 5.0]
     >>> before.put_back(now)
@@ -84,7 +84,12 @@ def scatter_slots(
 
 
 class OverwrittenSlots:
-    """The values that the last step overwrote, and their slots `[B or 1, T]`."""
+    """Values that a write in place has overwritten, so that the write can be undone.
+
+    Args:
+        slots: their slot numbers, `[B or 1, T]`.
+        values: the values, each part `[B, n, T, d]`.
+    """
 
     def __init__(self, slots: Tensor, values: Parts) -> None:
         self.slots, self.values = slots, values
@@ -98,12 +103,12 @@ class OverwrittenSlots:
 def fill_slots(buffers: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
     """Return copies of the buffers with new slot source[b, j] at slot j; -1 keeps the old slot j.
 
-    >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
-    >>> fill_slots(held, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
+    >>> buffers, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
+    >>> fill_slots(buffers, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
     [6.0, 0.0, 5.0]
     """
-    index, taken = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]
+    index, is_new = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]
     return tuple(
-        torch.where(taken, x.gather(2, index.expand(old.shape)), old)
+        torch.where(is_new, x.gather(2, index.expand(old.shape)), old)
         for old, x in zip(buffers, new, strict=True)
     )

@@ -133,12 +133,12 @@ class Fixed(Cache):
         self.capacity = capacity
         self._buffers: Parts | None = None
         self._positions: Positions = Span(0, 0)  # if a tensor, a view of the table
-        self._table: Tensor | None = None  # [B or 1, capacity], while positions are no Span
+        self._table: Tensor | None = None  # [B or 1, capacity], if positions are not a Span
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Fixed:
         """Create a cache with `size.slots` slots."""
-        assert size.slots is not None, "needs_slots"
+        assert size.slots is not None, "needs_slots is True"
         return cls(size.slots)
 
     @property
@@ -200,11 +200,11 @@ class Fixed(Cache):
         self._extend(positions)
 
     def mark(self) -> Any:
-        """Return the buffers and the written length; an update writes after it only."""
+        """Return the buffers and the positions; the next update writes only after these."""
         return self._buffers, self._table, self._positions
 
     def restore(self, mark: Any) -> None:
-        """Undo the update that came after the snapshot: its slots count as unwritten again."""
+        """Undo the update after the snapshot: its slots count as unwritten again."""
         self._buffers, self._table, self._positions = mark
 
     def __len__(self) -> int:

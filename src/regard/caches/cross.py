@@ -30,11 +30,11 @@ class Cross(Cache):
         if cache.written:
             memory, positions = cache.read()
         else:
-            memory, positions = cache.store(remember(source, source_positions), source_positions)
+            memory, positions = cache.store(project(source, source_positions), source_positions)
 
-    `update` is `store`, so that a module which tries to append at every step fails at the second
-    one. `crop` raises unless it removes everything or nothing, because the length of the target
-    does not refer to the source; `reset` empties the cache for another source.
+    `update` does the same as `store`, so that a module which tries to append at every step fails at
+    the second step. `crop` raises unless it removes everything or nothing, because the length of
+    the target does not refer to the source; `reset` empties the cache for another source.
 
     Raises:
         ArgumentError: the cache is written twice, or read before it is written; parts and positions
@@ -84,7 +84,9 @@ class Cross(Cache):
             The parts, each `[B, n, S, d]`, and their positions.
         """
         if self._memory is None or self._positions is None:
-            raise ArgumentError("a Cross cache was read before store() gave it a source")
+            raise ArgumentError(
+                "a Cross cache holds no source yet; call store(memory, positions) before read()"
+            )
         return self._memory, self._positions
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
@@ -98,16 +100,16 @@ class Cross(Cache):
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
-        where = self._positions
-        if isinstance(where, Span):
-            stop = where.stop if where.length else 0
+        positions = self._positions
+        if isinstance(positions, Span):
+            stop = positions.stop if positions.length else 0
         else:
-            stop = int(where.max()) + 1 if where.numel() else 0
+            stop = int(positions.max()) + 1 if positions.numel() else 0
         if length < stop:
             raise ArgumentError(
                 f"crop to {length}, but a Cross cache holds a source of "
-                f"{plural(stop, 'position')}, of which a decoder forgets nothing; crop the caches "
-                "of the target, or reset() this one"
+                f"{plural(stop, 'position')}, which cannot be shortened; crop the caches of the "
+                "target, or reset() this one"
             )
         return None
 

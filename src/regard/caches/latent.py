@@ -81,7 +81,7 @@ class Latent(Cache):
         """Replace the part and its positions.
 
         Raises:
-            ArgumentError: it is not one part [B,1,S,rank+rotary].
+            ArgumentError: the contents are not one part `[B, 1, S, rank + rotary]`.
         """
         if contents:
             self._check(parts_of(contents))
@@ -103,6 +103,6 @@ class Latent(Cache):
         if len(memory) != 1 or memory[0].ndim != 4 or shapes[0][1::2] != (1, self.elements):
             raise ArgumentError(
                 f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, "
-                f"{self.elements}], {self.rank} latent and {self.rotary} rotary numbers: remember "
-                "the latent, and expand it on recall"
+                f"{self.elements}], {self.rank} latent and {self.rotary} rotary values: store "
+                "the latent, and expand it to keys and values after reading"
             )

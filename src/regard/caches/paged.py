@@ -128,8 +128,9 @@ class PagePool:
         """
         if pages > self.free:
             raise ArgumentError(
-                f"needs {plural(pages, 'page')} of {plural(self.page_size, 'token')}, and "
-                f"{self.free} of the pool's {self.pages} are free; crop or reset a cache of this "
+                f"the cache needs {plural(pages, 'page')} of {plural(self.page_size, 'token')}, "
+                f"but {self.free} of the pool's {self.pages} are free; crop or reset a cache of "
+                f"this "
                 "pool, or start with more pages"
             )
 
@@ -240,19 +241,23 @@ class PageTable:
         return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
 
     def grow(self, new: list[int]) -> None:
-        """Allocate room for more slots in each row; nothing changes if the pool has too few pages.
+        """Allocate pages for more slots in each row.
 
         A partly filled last page that is shared is copied. If several rows of this table share it,
         the last of them keeps the original.
 
+        Args:
+            new: the number of new slots of each row.
+
         Raises:
-            ArgumentError: the pool has too few free pages.
+            ArgumentError: the pool has too few free pages; nothing has changed.
         """
         size, counts = self.pool.page_size, self.pool.counts
         last, new_pages = [], []
         for row, n, more in zip(self.rows, self.lengths, new, strict=True):
             new_pages.append(-(-(n + more) // size) - len(row))
             last.append(row[-1] if more and n % size else None)
+        # If n rows write to one page, n - 1 copies are enough, unless other tables share the page.
         writers = Counter(page for page in last if page is not None)
         copies = sum(min(n, counts[page] - 1) for page, n in writers.items())
         self.pool.need(sum(new_pages) + copies)
@@ -276,8 +281,9 @@ class PageTable:
         self.shorten([0] * len(self.rows))
 
     def slots(self, row_slots: Tensor) -> Tensor:
-        """Return the pool's slot numbers for slots `[B, N]` of the rows; after a row's end, the
-        zero page.
+        """Return the pool's slot numbers for slots `[B, N]` of the rows.
+
+        A slot after the end of a row refers to the page of zeros.
         """
         size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
         rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
@@ -322,19 +328,19 @@ class Paged(Cache):
     needs_slots: ClassVar[bool] = True
 
     def __init__(self, page_size: int, pages: int) -> None:
-        self._hold(PageTable(PagePool(page_size, pages), [], []), None)
+        self._set(PageTable(PagePool(page_size, pages), [], []), None)
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Paged:
         """Create a cache with pages of 16 tokens, enough for all rows."""
-        assert size.slots is not None, "needs_slots"
+        assert size.slots is not None, "needs_slots is True"
         return cls(PAGE_SIZE, size.rows * -(-size.slots // PAGE_SIZE))
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
         """Return a new cache with a pool of its own, in which the repeated rows share their
         pages.
         """
-        assert slots is not None, "needs_slots"
+        assert slots is not None, "needs_slots is True"
         size = self.pool.page_size
         other = type(self)(size, rows * -(-slots // size))
         other.fill(self.contents())
@@ -416,19 +422,19 @@ class Paged(Cache):
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Store these parts and positions in new pages."""
         self._table.release()
-        self._hold(PageTable(self.pool, [], []), None)
+        self._set(PageTable(self.pool, [], []), None)
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             return
         memory = parts_of(contents)
-        # slots keep their places; only those after the last token of a row are dropped
+        # slots keep their indices; only those after the last token of a row are dropped
         used = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
         self._place(memory, positions, used.flip(1).cummax(1).values.flip(1) > 0)
 
     def fork(self) -> Paged:
         """Return another cache with the same contents, which refers to the same pages."""
         other = type(self)(**self.settings)
-        other._hold(self._table.rows_at(list(range(len(self._table.rows)))), self._positions)
+        other._set(self._table.rows_at(list(range(len(self._table.rows)))), self._positions)
         return other
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:
@@ -441,18 +447,18 @@ class Paged(Cache):
         if isinstance(positions, Tensor):
             positions = positions.index_select(0, rows.to(positions.device))
             positions = positions[:, : max(table.lengths, default=0)]
-        self._hold(table, positions)
+        self._set(table, positions)
         old.release()
 
     def mark(self) -> Any:
-        """Return the length of each row; an update writes after it only."""
+        """Return the positions and the length of each row; an update writes only after it."""
         return self._positions, list(self._table.lengths)
 
     def restore(self, mark: Any) -> None:
         """Undo the update that came after the snapshot."""
         positions, lengths = mark
         self._table.shorten(lengths or [0] * len(self._table.rows))
-        self._hold(self._table if lengths else PageTable(self.pool, [], []), positions)
+        self._set(self._table if lengths else PageTable(self.pool, [], []), positions)
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
@@ -467,13 +473,16 @@ class Paged(Cache):
         if hasattr(self, "_table"):  # false if the constructor raised
             self._table.release()
 
-    def _hold(self, table: PageTable, positions: Positions | None) -> None:
+    def _set(self, table: PageTable, positions: Positions | None) -> None:
         self._table, self._positions = table, positions
 
     def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
-        """Store the slots `[B, T]` of memory that hold tokens after the last slot of each row.
+        """Store new tokens after the last slot of each row; nothing changes if there is no room.
 
-        Nothing changes if there is no room.
+        Args:
+            memory: the new memory, each part `[B, n, T, d]`.
+            positions: its positions.
+            real: which of its slots to store, `[B, T]`.
         """
         B, device = real.shape[0], memory[0].device
         table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
@@ -486,13 +495,18 @@ class Paged(Cache):
             self.pool.write(
                 table.slots(row_slots)[real], tuple(m.transpose(1, 2)[real] for m in memory)
             )
-        self._hold(table, self._joined(positions, real, row_slots, max(table.lengths, default=0)))
+        self._set(table, self._joined(positions, real, row_slots, max(table.lengths, default=0)))
 
     def _joined(
         self, positions: Positions, real: Tensor, row_slots: Tensor, slots: int
     ) -> Positions:
-        """Return the old positions and the new ones, which go to slot at[b, j] of row b where
-        `real` is True.
+        """Return the old positions and the new ones.
+
+        Args:
+            positions: the new positions, `[B or 1, T]`.
+            real: which of the new slots are stored, `[B, T]`.
+            row_slots: the slot in its row to which each stored slot goes, `[B, T]`.
+            slots: the number of slots of the longest row.
         """
         stored, B = self._positions, real.shape[0]
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(stored, Tensor):

@@ -32,8 +32,9 @@ class QuantizedGroups(NamedTuple):
             group for "channel". For "exact", x itself.
         scale: the scale of each group, `[B, n, R, lines, 1]` in the dtype of x.
         zero: the smallest value of each group, of the same shape and dtype.
-        odd_at: the places of the outliers `[B, X]`, slot-major; -1 means none.
-        odd: the outliers `[B, X]`.
+        odd_at: the index (slot * n + head) * d + channel of each outlier, int64 `[B, X]`; -1 fills
+            rows with fewer outliers.
+        odd: the values of the outliers, `[B, X]`.
     """
 
     codes: Tensor
@@ -72,8 +73,8 @@ def quantize(
         The codes, scales, zeros and outliers.
 
     >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
-    >>> made = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
-    >>> made.codes.flatten().tolist(), made.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
+    >>> groups = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
+    >>> groups.codes.flatten().tolist(), groups.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
     ([228], 1.0)
 
     Source: Liu et al. 2024 (arXiv 2402.02750), equation 1 and section 3.
@@ -104,9 +105,9 @@ def dequantize(
     """Return zero + code * scale as `[B, n, L, d]`, computed in fp32 or better.
 
     >>> x = torch.randn(1, 2, 8, 4)
-    >>> seen = torch.ones(1, 8, dtype=torch.bool)
-    >>> made = quantize(x, seen, "channel", bits=8, group=8)
-    >>> bool((dequantize(made, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
+    >>> used = torch.ones(1, 8, dtype=torch.bool)
+    >>> groups = quantize(x, used, "channel", bits=8, group=8)
+    >>> bool((dequantize(groups, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
     True
     """
     if axis == "exact":
@@ -129,8 +130,8 @@ def crop_groups(groups: QuantizedGroups, axis: Axis, rows: int, numbers: int) ->
     """Return the first rows of codes, and the outliers among the first `numbers` values of each
     row.
 
-    >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
-    >>> crop_groups(quantize(x, seen, "token", bits=8, group=2), "token", 3, 6).scale.shape
+    >>> used, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
+    >>> crop_groups(quantize(x, used, "token", bits=8, group=2), "token", 3, 6).scale.shape
     torch.Size([1, 1, 3, 1, 1])
     """
     if axis == "exact":
@@ -165,9 +166,9 @@ def check_groups(
     group: int,
     name: str = "the memory",
 ) -> None:
-    """Raise unless the codes belong to `older` slots that precede the recent ones `[B, n, L, d]`.
+    """Raise unless the codes hold `slots` slots and fit the recent slots `[B, n, l, d]` after them.
 
-    Kernels read codes by their address, so that wrong shapes would read foreign memory.
+    Kernels read codes by their address. With wrong shapes they would read outside the tensors.
 
     Raises:
         ArgumentError: sizes, dtypes or devices differ, or an outlier is outside the slots.
@@ -187,15 +188,15 @@ def check_groups(
         or groups.odd.shape != groups.odd_at.shape
     ):
         raise ArgumentError(
-            f"codes and scales of {name} are {got}, not {wanted} for {slots} slots in front of "
-            f"{tuple(recent.shape)}, by {axis} in {bits} bits and groups of {group}"
+            f"codes and scales of {name} are {got}, not {wanted} for {slots} slots before recent "
+            f"slots {tuple(recent.shape)}, with axis {axis!r}, {bits} bits and group {group}"
         )
     kind = recent.dtype if axis == "exact" else torch.uint8
     kinds = {groups.scale.dtype, groups.zero.dtype, groups.odd.dtype}
     if groups.codes.dtype != kind or kinds != {recent.dtype} or groups.odd_at.dtype != torch.int64:
         raise ArgumentError(
             f"codes of {name} are {groups.codes.dtype} with scales {groups.scale.dtype}, zeros "
-            f"{groups.zero.dtype} and exceptions {groups.odd.dtype} at {groups.odd_at.dtype}; they "
+            f"{groups.zero.dtype} and outliers {groups.odd.dtype} at {groups.odd_at.dtype}; they "
             f"must be {kind} with {recent.dtype}, as the recent slots are, at torch.int64"
         )
     if {x.device for x in groups} != {recent.device}:
@@ -221,9 +222,9 @@ def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     the group.
     """
     y = x.to(dtype)
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
+    integer_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
 
-    above = (y.contiguous().view(whole) + 1).view(dtype)
+    above = (y.contiguous().view(integer_dtype) + 1).view(dtype)
     return torch.where(y.double() < x, above, y)
 
 
@@ -239,26 +240,25 @@ def _find_outliers(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tens
 
 def _pack(code: Tensor, bits: int) -> Tensor:
     """Pack 8 / bits codes into each byte, the first in the lowest bits."""
-    per = 8 // bits
-    if per == 1:
+    codes_per_byte = 8 // bits
+    if codes_per_byte == 1:
         return code.contiguous()
-    shifts = torch.arange(per, dtype=torch.uint8, device=code.device) * bits
-    return (torch.unflatten(code, -1, (-1, per)) << shifts).sum(-1, dtype=torch.uint8)
+    shifts = torch.arange(codes_per_byte, dtype=torch.uint8, device=code.device) * bits
+    return (torch.unflatten(code, -1, (-1, codes_per_byte)) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """Return the codes of each byte, in order."""
-    per = 8 // bits
-    if per == 1:
+    codes_per_byte = 8 // bits
+    if codes_per_byte == 1:
         return packed
-    shifts = torch.arange(per, dtype=torch.uint8, device=packed.device) * bits
+    shifts = torch.arange(codes_per_byte, dtype=torch.uint8, device=packed.device) * bits
     codes: Tensor = ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
     return codes
 
 
 class QuantizedAndRecent(NamedTuple):
-    """The input of a kernel that reads codes: quantized slots, followed by recent ones as they
-    came.
+    """The input of a kernel that reads codes: quantized slots, followed by unquantized recent ones.
 
     Attributes:
         groups: the codes of the older slots.
@@ -318,11 +318,11 @@ class LazyDequantizedTensor(Tensor):
     @property
     def coded(self) -> QuantizedAndRecent | None:
         """The codes; None if the values were dequantized, or if there are outliers."""
-        codes_say_all = self._numbers is None and not self._coded.groups.odd.shape[1]
-        return self._coded if codes_say_all else None
+        codes_suffice = self._numbers is None and not self._coded.groups.odd.shape[1]
+        return self._coded if codes_suffice else None
 
     def numbers(self) -> Tensor:
-        """Return the values as a plain tensor, the same one in each call."""
+        """Return the dequantized values as a plain tensor, the same one in each call."""
         if self._numbers is None:
             groups, axis, bits, recent = self._coded
             shape = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
@@ -342,10 +342,10 @@ class LazyDequantizedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run any torch operation on the dequantized values."""
-        opened = tree_map_only(
+        new_args, new_kwargs = tree_map_only(
             LazyDequantizedTensor, LazyDequantizedTensor.numbers, (tuple(args), dict(kwargs or {}))
         )
-        return func(*opened[0], **opened[1])
+        return func(*new_args, **new_kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the dequantized values as an array."""
@@ -370,5 +370,5 @@ class LazyDequantizedTensor(Tensor):
         return self.numbers().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        state = "codes" if self._numbers is None else "numbers"
-        return f"Packed({tuple(self.shape)}, {self.dtype}, in {state})"
+        state = "stored as codes" if self._numbers is None else "dequantized"
+        return f"LazyDequantizedTensor({tuple(self.shape)}, {self.dtype}, {state})"

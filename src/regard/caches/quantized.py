@@ -37,6 +37,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
+from regard.units import plural
 
 
 class GrowingTensor:
@@ -102,7 +103,7 @@ class GrowingTensor:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedPart:
-    """One part of the memory: quantized older slots, followed by recent slots as they came.
+    """One part of the memory: quantized older slots, followed by unquantized recent slots.
 
     It is immutable: each operation returns a new one.
 
@@ -116,12 +117,12 @@ class QuantizedPart:
         recent: the recent slots.
 
     >>> x = torch.randn(1, 2, 10, 4)
-    >>> held = QuantizedPart.of(x, "channel", bits=8, group=8)
-    >>> held = held.with_oldest_quantized(8, torch.ones(1, 8, dtype=torch.bool), 0)
-    >>> held.codes.codes.shape, held.recent.view.shape
+    >>> part = QuantizedPart.of(x, "channel", bits=8, group=8)
+    >>> part = part.with_oldest_quantized(8, torch.ones(1, 8, dtype=torch.bool), 0)
+    >>> part.codes.codes.shape, part.recent.view.shape
     (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
-    >>> held.answer()
-    Packed((1, 2, 10, 4), torch.float32, in codes)
+    >>> part.all_slots()
+    LazyDequantizedTensor((1, 2, 10, 4), torch.float32, stored as codes)
     """
 
     axis: Axis
@@ -164,13 +165,17 @@ class QuantizedPart:
         return replace(self, recent=self.recent.append(x, room=room))
 
     def with_oldest_quantized(
-        self, leave: int, used: Bool[Tensor, "b L"], start: int
+        self, count: int, used: Bool[Tensor, "b L"], start: int
     ) -> QuantizedPart:
-        """Return the part with its first `leave` recent slots quantized; they begin at slot
-        `start`.
+        """Return the part with its first `count` recent slots quantized.
+
+        Args:
+            count: the number of slots to quantize, a multiple of the group for "channel".
+            used: which of them hold a token, `[B or 1, count]`.
+            start: the number of slots before them.
         """
         recent = self.recent.view
-        x, rest = recent[:, :, :leave], recent[:, :, leave:]
+        x, rest = recent[:, :, :count], recent[:, :, count:]
         new = quantize(x, used, self.axis, bits=self.bits, group=self.group, start=start)
         pairs = zip(self.rows, _growing_fields(new, self.axis), strict=True)
         rows = tuple(old.append(x.view, room=None if old.length else 0) for old, x in pairs)
@@ -189,7 +194,7 @@ class QuantizedPart:
         recent = self.recent.cut(max(0, length - old))
         return replace(self, rows=rows, odd_at=groups.odd_at, recent=recent)
 
-    def answer(self) -> Tensor:
+    def all_slots(self) -> Tensor:
         """Return all slots `[B, n, S, d]`, dequantized lazily so that a kernel may read the
         codes.
         """
@@ -267,7 +272,8 @@ class Quantised(Cache):
             raise ArgumentError(f"bits is {bits}; it must be 8, 4 or 2")
         if group < 1 or group % (8 // bits):
             raise ArgumentError(
-                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes of "
+                f"group is {group}; it must be a multiple of {8 // bits}, since {8 // bits} codes "
+                "of "
                 f"{bits} bits fill a byte"
             )
         if residual < 0:
@@ -310,7 +316,7 @@ class Quantised(Cache):
 
     @property
     def quantised(self) -> int:
-        """The number of slots that are quantized; the others are stored as they came."""
+        """The number of slots that are quantized; the others are stored unquantized."""
         return len(self) - (self._parts[0].recent.length if self._parts else 0)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
@@ -330,15 +336,15 @@ class Quantised(Cache):
                 QuantizedPart.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
                 for x, axis in zip(memory, self.axes, strict=True)
             )
-        leave = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
-        if leave > 0:
+        count = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
+        if count > 0:
             used = (
-                as_tensor(slice_positions(positions, slice(old, old + leave)), memory[0].device)
+                as_tensor(slice_positions(positions, slice(old, old + count)), memory[0].device)
                 >= 0
             )
-            parts = tuple(x.with_oldest_quantized(leave, used, old) for x in parts)
+            parts = tuple(x.with_oldest_quantized(count, used, old) for x in parts)
         self._parts, self._positions = parts, positions
-        return tuple(x.answer() for x in parts), positions
+        return tuple(x.all_slots() for x in parts), positions
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""
@@ -377,7 +383,7 @@ class Quantised(Cache):
             return
         fields = [parts_of(contents, name) for name in QuantizedGroups._fields]
         codes = tuple(QuantizedGroups(*x) for x in zip(*fields, strict=False))
-        self._check_held(codes, recent, slot_count(positions))
+        self._check_contents(codes, recent, slot_count(positions))
         self._parts = tuple(
             QuantizedPart.holding(
                 groups, x, axis, bits=self.bits, group=self._group(axis, x.shape[3])
@@ -397,11 +403,14 @@ class Quantised(Cache):
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
 
-    def _check_held(self, codes: tuple[QuantizedGroups, ...], recent: Parts, slots: int) -> None:
+    def _check_contents(
+        self, codes: tuple[QuantizedGroups, ...], recent: Parts, slots: int
+    ) -> None:
         """Raise unless codes and recent slots together hold `slots` slots."""
         if not len(codes) == len(recent) == len(self.axes):
             raise ArgumentError(
-                f"{len(codes)} parts in codes and {len(recent)} recent ones for axes {self.axes}"
+                f"codes of {plural(len(codes), 'part')} and recent slots of {len(recent)} for axes "
+                f"{self.axes}; there must be one of each per axis"
             )
         for i, (groups, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
             _, n, length, d = x.shape
@@ -425,14 +434,17 @@ class Quantised(Cache):
     def _check(self, memory: Parts) -> None:
         if len(memory) != len(self.axes):
             raise ArgumentError(
-                f"memory has {len(memory)} parts for axes {self.axes}; name an axis for each part"
+                f"memory has {plural(len(memory), 'part')} for axes {self.axes}; name an axis for "
+                "each "
+                "part"
             )
         for i, (x, axis) in enumerate(zip(memory, self.axes, strict=True)):
             if axis == "exact":
                 continue
             if not x.is_floating_point():
                 raise ArgumentTypeError(
-                    f"memory {i} is {x.dtype}; only floating numbers are quantised: name its axis "
+                    f"memory {i} is {x.dtype}; only floating dtypes can be quantized: name its "
+                    "axis "
                     '"exact"'
                 )
             if torch.is_grad_enabled() and x.requires_grad:
@@ -445,8 +457,9 @@ class Quantised(Cache):
             if axis == "token" and (group < 1 or d % group or group % per):
                 allowed = ", ".join(str(g) for g in range(per, d + 1, per) if d % g == 0)
                 raise ArgumentError(
-                    f"memory {i} has {d} channels, which make no groups of {group} codes of "
-                    f"{self.bits} bits; allowed groups: {allowed or 'none'}"
+                    f"memory {i} has {d} channels, which do not divide into groups of {group} "
+                    "codes "
+                    f"of {self.bits} bits; allowed groups: {allowed or 'none'}"
                 )
 
 

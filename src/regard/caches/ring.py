@@ -96,16 +96,16 @@ class RingLayout(NamedTuple):
 
 
 class ContiguousRun(NamedTuple):
-    """The positions first to stop - 1, the same for all rows, of which those up to `lost` are
-    overwritten.
+    """The positions first to stop - 1, the same for all rows; those up to `lost`, except for the
+    sinks, are overwritten.
 
     Attributes:
         first: the first position.
         stop: one past the last position.
         lost: the highest position after the sinks that was overwritten; -1 if none.
 
-    >>> seen = ContiguousRun(first=0, stop=6, lost=1)
-    >>> seen.extended(8, RingLayout(sinks=0, ring=4))
+    >>> run = ContiguousRun(first=0, stop=6, lost=1)
+    >>> run.extended(8, RingLayout(sinks=0, ring=4))
     ContiguousRun(first=0, stop=8, lost=3)
     """
 
@@ -132,7 +132,7 @@ class ContiguousRun(NamedTuple):
         return ContiguousRun(self.first, stop, -1 if length <= slots.sinks else self.lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """Return the positions and what was overwritten, under the names that
+        """Return the positions and the last overwritten one, under the names that
         `Cache.contents` uses.
         """
         return {"positions": Span(self.first, self.stop - self.first), "lost": self.lost}
@@ -172,7 +172,7 @@ class SlotPositions(NamedTuple):
         rows = rows if self.positions.shape[0] == 1 else self.positions.shape[0]
         return SlotPositions(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
 
-    def check_behind(self, p: Int[Tensor, "b T"]) -> None:
+    def check_follows(self, p: Int[Tensor, "b T"]) -> None:
         """Raise unless new positions `[B or 1, T]` follow those of the cache in each row, without
         repeats.
 
@@ -185,8 +185,9 @@ class SlotPositions(NamedTuple):
             row, column = early.nonzero()[0].tolist()
             stored = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
-                f"row {row} has the new position {int(p[row, column])}, and the cache holds "
-                f"position {stored}: a ring is filled in the order of positions; crop it first, or "
+                f"row {row} has the new position {int(p[row, column])}, but the cache has "
+                f"position {stored} already: a ring is filled in the order of positions; crop it "
+                f"first, or "
                 "use a Growing cache"
             )
         if p.shape[1] > 1:
@@ -251,7 +252,7 @@ class SlotPositions(NamedTuple):
         return SlotPositions(positions, lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
-        """Return the positions and what was overwritten, under the names that
+        """Return the positions and the last overwritten one, under the names that
         `Cache.contents` uses.
         """
         return {"positions": self.positions, "lost": self.lost}
@@ -265,9 +266,14 @@ class RingBase(Cache):
     """Base of `Ring` and `Streaming`: the first positions are kept forever, and the last ones in a
     ring.
 
-    While all rows hold one contiguous run of positions, three numbers describe it
-    (`ContiguousRun`), and no tensor is read. Otherwise each slot has its own position
+    While all rows hold the same contiguous positions, three integers describe them
+    (`ContiguousRun`), and no tensor is read. Otherwise a tensor stores the position of each slot
     (`SlotPositions`).
+
+    Args:
+        sinks: how many first positions are never evicted.
+        window: how many of the last keys a query may see, its own included.
+        rewind: how many more tokens are kept.
     """
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:
@@ -289,15 +295,19 @@ class RingBase(Cache):
         check_update(memory, positions)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
-        stored = self._before(positions, memory[0].device)
+        stored = self._stored_for(positions, memory[0].device)
         buffers = self._memory if self._memory is not None else self._allocate(memory)
         if isinstance(stored, ContiguousRun):
-            return self._go_on(buffers, memory, stored, slot_count(positions))
+            return self._extend_run(buffers, memory, stored, slot_count(positions))
         if self._memory is None:
             if slot_count(positions):
-                self._chunk(buffers, memory, stored, as_tensor(positions, memory[0].device).long())
+                self._write_chunk(
+                    buffers, memory, stored, as_tensor(positions, memory[0].device).long()
+                )
             return memory, positions
-        return self._by_rows(buffers, memory, stored, as_tensor(positions, memory[0].device).long())
+        return self._update_rows(
+            buffers, memory, stored, as_tensor(positions, memory[0].device).long()
+        )
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""
@@ -306,9 +316,10 @@ class RingBase(Cache):
         least = stored.min_crop_length(length, self._slots, self.window)
         if least > length:
             raise ArgumentError(
-                f"crop to {length}, but the tokens that a window of {self.window} needs in front "
-                f"of it are overwritten; crop to {least} or more, or to {self._slots.sinks} or "
-                f"less, or give the cache a larger rewind than {self.rewind}"
+                f"crop to {length}, but the tokens that a window of {self.window} needs before "
+                f"this position are overwritten; crop to {least} or more, or to "
+                f"{self._slots.sinks} "
+                f"or less, or give the cache a larger rewind than {self.rewind}"
             )
         self._stored = stored.crop(length, self._slots)
 
@@ -342,9 +353,7 @@ class RingBase(Cache):
             self._stored = ContiguousRun(positions.start, positions.stop, lost)
 
     def mark(self) -> Any:
-        """Return the contents and the slots that were overwritten last; an update in place replaces
-        these.
-        """
+        """Return the contents, and the values that were overwritten last."""
         return self._memory, self._stored, self._overwritten
 
     def restore(self, mark: Any) -> None:
@@ -362,7 +371,9 @@ class RingBase(Cache):
         size = self._slots.size
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
 
-    def _before(self, positions: Positions, device: torch.device) -> ContiguousRun | SlotPositions:
+    def _stored_for(
+        self, positions: Positions, device: torch.device
+    ) -> ContiguousRun | SlotPositions:
         """Return the stored positions in the form that the new positions need; raise if these do
         not follow.
         """
@@ -377,10 +388,10 @@ class RingBase(Cache):
                     return stored
             stored = SlotPositions.of(stored, self._slots, device)
         if not compiling:
-            stored.check_behind(as_tensor(positions, device))
+            stored.check_follows(as_tensor(positions, device))
         return stored
 
-    def _go_on(
+    def _extend_run(
         self, buffers: Parts, new: Parts, run: ContiguousRun, T: int
     ) -> tuple[Parts, Positions]:
         """Store memory that extends one contiguous run of positions."""
@@ -394,14 +405,16 @@ class RingBase(Cache):
         if (
             after.stop - start <= self.rewind + 1
         ):  # no key that a query of the step sees is overwritten
-            self._write(buffers, new, p, after)
+            self._write_step(buffers, new, p, after)
             return self._visible(), slots.positions(after, device)
-        answer, where = self._in_order(buffers, new, run)
-        self._chunk(buffers, new, SlotPositions.of(run, slots, device), p)
+        visible_memory, where = self._join_in_order(buffers, new, run)
+        self._write_chunk(buffers, new, SlotPositions.of(run, slots, device), p)
         self._stored = after
-        return answer, where
+        return visible_memory, where
 
-    def _in_order(self, buffers: Parts, new: Parts, run: ContiguousRun) -> tuple[Parts, Positions]:
+    def _join_in_order(
+        self, buffers: Parts, new: Parts, run: ContiguousRun
+    ) -> tuple[Parts, Positions]:
         """Return sinks, the last window - 1 tokens and the new ones, in order.
 
         In this order, contiguous positions stay a `Span`.
@@ -421,30 +434,30 @@ class RingBase(Cache):
         answer = tuple(torch.cat([*(old[:, :, a:b] for a, b in runs), x], 2) for old, x in parts)
         return answer, where if isinstance(where, Span) else where.to(new[0].device)
 
-    def _by_rows(
+    def _update_rows(
         self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor
     ) -> tuple[Parts, Positions]:
         """Store memory of rows that have different positions."""
         if p.shape[1] <= 1:
             after = stored.step(p, self._slots)
-            self._write(buffers, new, p, after)
+            self._write_step(buffers, new, p, after)
             return self._visible(), after.positions
         parts = zip(buffers, new, strict=True)
         answer = (
             tuple(torch.cat([old, x], 2) for old, x in parts),
             concat_positions(stored.positions, p),
         )
-        self._chunk(buffers, new, stored, p)
+        self._write_chunk(buffers, new, stored, p)
         return answer
 
-    def _write(
+    def _write_step(
         self, buffers: Parts, new: Parts, p: Tensor, after: ContiguousRun | SlotPositions
     ) -> None:
         """Write one step into its slots, in place where that is safe."""
         self._memory, self._overwritten = scatter_slots(buffers, new, self._slots.slot(p), p >= 0)
         self._stored = after
 
-    def _chunk(self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor) -> None:
+    def _write_chunk(self, buffers: Parts, new: Parts, stored: SlotPositions, p: Tensor) -> None:
         """Write the last tokens of a chunk into a copy of the ring, since the result refers to the
         old one.
         """
@@ -460,8 +473,8 @@ class Ring(RingBase):
 
     slot = position % (window + rewind)
 
-    It is exact for masks under which a query sees at most `window` keys looking back, its own
-    included, such as `masks.Causal() & masks.Window(window)`. During an update, everything that a
+    It is exact for masks under which a query sees no key before the last `window` positions up to
+    its own, such as `masks.Causal() & masks.Window(window)`. During an update, everything that a
     query of the chunk may see is visible, however long the chunk is; afterwards only the ring is
     kept. A slot at position -1 is not stored, so that rows may have any padding and any length. A
     step of at most rewind + 1 tokens is written into the ring, and the ring itself is returned
@@ -517,12 +530,13 @@ class Streaming(RingBase):
     ones.
 
     It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions do not
-    change: a module that renumbers tokens by their index in the cache, as StreamingLLM does,
-    applies this when it reads them. Chunks, padding and steps work as in `Ring`.
+    change. StreamingLLM numbers tokens by their index in the cache; a module that does the same
+    computes these numbers from the positions that `update` returns. Chunks, padding and steps work
+    as in `Ring`.
 
     Args:
         sinks: how many first positions are never evicted.
-        recent: how many keys a query may see looking back, its own included.
+        recent: how many of the last keys a query may see, its own included.
         rewind: how many more tokens are kept, as in `Ring`.
 
     Raises:
@@ -571,7 +585,8 @@ def for_reach(reach: Reach) -> Cache:
         reach: the reach of the mask, `mask.reach()`.
 
     Returns:
-        A `Growing`, `Ring` or `Streaming` cache.
+        A `Growing` cache if the reach has no bound, a `Streaming` cache if it has sinks, and a
+        `Ring` otherwise.
 
     >>> from regard.masks import Causal
     >>> cache = for_reach((Causal() & (Window(8) | Sinks(4))).reach())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.caches.base import CACHES, Cache, Contents, parts_of
 from regard.caches.ring import RingBase
-from regard.caches.state import HELD_POSITIONS
+from regard.caches.state import STORED_POSITIONS
 from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
@@ -93,7 +93,7 @@ def save(cache: Cache, path: str | Path) -> None:
 def load(
     path: str | Path, *, device: torch.device | str = "cpu", max_bytes: int = 4 << 30
 ) -> Cache:
-    """Read a cache that `save` wrote; it continues bitwise like the cache that was saved.
+    """Read a cache that `save` wrote; later updates give bitwise the results of the saved cache.
 
     Nothing in the file is executed: the class is looked up by its name among those of
     `regard.caches` and your own classes that have a `kind`.
@@ -101,8 +101,8 @@ def load(
     Args:
         path: the file.
         device: the device of its tensors.
-        max_bytes: the largest number of bytes that the cache may reserve for future tokens, which
-            only the file defines.
+        max_bytes: the largest number of bytes that the cache may reserve for future tokens. The
+            file sets how many it reserves, so that a small file could claim all memory.
 
     Returns:
         The cache.
@@ -134,7 +134,7 @@ def load(
         _check_same_contents(contents, cache.contents())
     except (ArgumentError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise FileError(
-            f"{path}: its contents do not make a {kind.__name__}: {error_text(error)}; save it "
+            f"{path}: its contents do not form a {kind.__name__}: {error_text(error)}; save it "
             "again"
         ) from error
     return cache
@@ -250,15 +250,17 @@ def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, max_b
     The bytes per slot are taken from the tensors in the file.
     """
 
-    def of(*names: str) -> int:
+    def largest(*names: str) -> int:
+        """Return the largest of these settings; 0 if there are none."""
         return max((x for name in names if type(x := settings.get(name)) is int), default=0)
 
-    slots = max(of("capacity"), of("page_size") * (of("pages") + 1))
+    slots = max(largest("capacity"), largest("page_size") * (largest("pages") + 1))
     needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in parts_of(contents) if x.ndim == 4)
-    if needed > max_bytes or of("pages") > max_bytes // 64:
+    if needed > max_bytes or largest("pages") > max_bytes // 64:
         raise ArgumentError(
-            f"its settings {short_repr(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
-            f"bytes, more than {max_bytes:,}; if that is meant, load(path, max_bytes=...) allows it"
+            f"its settings {short_repr(dict(settings))} reserve "
+            f"{max(needed, 64 * largest('pages')):,} bytes, more than {max_bytes:,}; to allow "
+            f"it, call load(path, max_bytes=...)"
         )
 
 
@@ -269,7 +271,7 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
         raise ArgumentError(
             f"its tensors have batch sizes {sorted(rows)}; all must have one batch size, or 1"
         )
-    positions = contents.get(HELD_POSITIONS, contents.get("positions"))
+    positions = contents.get(STORED_POSITIONS, contents.get("positions"))
     if isinstance(positions, Tensor) and (
         positions.ndim != 2 or positions.dtype not in _INTEGER_DTYPES
     ):
@@ -280,7 +282,7 @@ def _check_shapes(contents: Contents, cache: Cache) -> None:
     lost = contents.get("lost")
     if isinstance(lost, Tensor) and lost.dtype not in _INTEGER_DTYPES:
         raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
-    # the span of a ring covers all tokens it has seen, not its slots
+    # the span of a ring covers all tokens that were ever stored, not only its slots
     is_ring_span = isinstance(cache, RingBase) and isinstance(positions, Span)
     slots = (
         None
@@ -305,4 +307,6 @@ def _check_same_contents(saved: Contents, loaded: Contents) -> None:
     for name, x in saved.items():
         y = loaded[name]
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-            raise ArgumentError(f"{name} is {tuple(x.shape)}, and becomes {tuple(y.shape)}")
+            raise ArgumentError(
+                f"{name} is {tuple(x.shape)} in the file, but {tuple(y.shape)} in the loaded cache"
+            )

@@ -34,7 +34,7 @@ class State(Cache):
     A module reads `state`, computes, and calls `store(state, positions)` with the new state, which
     replaces the old one; the cache never changes a tensor that it was given. The last tokens cannot
     be removed, because the state is a sum over all tokens: `crop` raises unless it removes
-    everything or nothing. Keep a `fork` to return to.
+    everything or nothing. To go back later, keep a `fork`.
 
     Raises:
         ArgumentError: a new state has other shapes than the old one, or a crop would remove some of
@@ -66,8 +66,8 @@ class State(Cache):
             old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
             if old != new:
                 raise ArgumentError(
-                    f"state {new} does not fit what is held, {old}; start a new cache for another "
-                    "batch or model"
+                    f"state {new} does not fit the contents of the cache, {old}; start a "
+                    "new cache for another batch or model"
                 )
         self._positions = self._last(positions)
         self._state = tuple(state)
@@ -88,8 +88,8 @@ class State(Cache):
         stop = last.stop if isinstance(last, Span) else int(last.max()) + 1
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but the state has seen {plural(stop, 'position')} and cannot "
-                "forget some of them; keep a fork() from before, or run the prompt again"
+                f"crop to {length}, but the state sums over {plural(stop, 'position')}, and a part "
+                "of the sum cannot be removed; keep an earlier fork(), or run the prompt again"
             )
         return None
 
@@ -126,7 +126,7 @@ class State(Cache):
         return new.amax(1, keepdim=True) if slot_count(new) else new.new_full((new.shape[0], 1), -1)
 
 
-HELD_POSITIONS = "held.positions"
+STORED_POSITIONS = "held.positions"
 """The name in `contents` of the positions of the stored tokens; "positions" is the last position of
 each row, as in every `State`.
 """
@@ -138,8 +138,8 @@ class Memory(State):
     A module calls `update(memory, positions)`, which returns all stored tokens, the new ones last;
     reads `state`; computes the state after the segments that are closed now; and calls
     `store(state, positions)`, which drops the tokens of these segments. Segment s of a row,
-    positions s N to (s + 1) N - 1, is closed when its last position or a later one was seen. `crop`
-    can go back to the start of the open segment; tokens in the memory cannot be removed.
+    positions s N to (s + 1) N - 1, is closed when its last position or a later one was passed.
+    `crop` can go back to the start of the open segment; tokens in the memory cannot be removed.
 
     Args:
         segment: N, the number of positions per segment.
@@ -151,7 +151,7 @@ class Memory(State):
     >>> cache = Memory(4)
     >>> _ = cache.update((torch.zeros(1, 2, 6, 8),), Span(0, 6))
     >>> cache.store((torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8)), Span(0, 6))
-    >>> len(cache), cache.next(1), cache.bytes  # 2 tokens of 16 numbers, and 2 x 8 x 9 of state
+    >>> len(cache), cache.next(1), cache.bytes  # 2 tokens of 16 values, and a state of 2 x 8 x 9
     (2, Span(start=6, length=1), 704)
     """
 
@@ -173,7 +173,7 @@ class Memory(State):
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append tokens to the stored ones; return all tokens and their positions."""
         check_update(memory, positions)
-        self._check_goes_on(positions)
+        self._check_follows(positions)
         if self._tokens is not None and self._token_positions is not None:
             check_same_layout(self._tokens, memory)
             joined = zip(self._tokens, memory, strict=True)
@@ -188,7 +188,7 @@ class Memory(State):
         """
         super().store(state, positions)
         if self._tokens is not None and self._token_positions is not None:
-            first = self._open()
+            first = self._open_start()
             compiling = is_compiling()  # changing lengths would cause recompilation
             if isinstance(self._token_positions, Span) and isinstance(first, int) and not compiling:
                 start = min(
@@ -207,16 +207,15 @@ class Memory(State):
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
-        first, last = self._open(), _last_position(self._positions)
+        first, last = self._open_start(), _last_position(self._positions)
         if isinstance(first, int) and isinstance(last, int):
             need = first if last >= length else 0
         else:
             need = int(torch.where(torch.as_tensor(last >= length), first, 0).max())
         if length < need:
             raise ArgumentError(
-                f"crop to {length}, but the tokens in front of position {need} are in the memory "
-                "and cannot be forgotten one by one; keep a fork() from before, or run the prompt "
-                "again"
+                f"crop to {length}, but the tokens before position {need} are in the memory and "
+                "cannot be removed one by one; keep an earlier fork(), or run the prompt again"
             )
         if self._tokens is not None and self._token_positions is not None:
             remaining = positions_before(self._token_positions, length)
@@ -234,18 +233,18 @@ class Memory(State):
         return None
 
     def contents(self) -> Contents:
-        """Return the state, the last position of each row, and the tokens of open segments with
-        positions.
+        """Return the state, the last position of each row, and the tokens of the open segments
+        with their positions.
         """
         contents = super().contents()
         if self._tokens is not None and self._token_positions is not None:
-            contents |= {**named_parts(self._tokens), HELD_POSITIONS: self._token_positions}
+            contents |= {**named_parts(self._tokens), STORED_POSITIONS: self._token_positions}
         return contents
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the state and the tokens."""
         super().fill(contents)
-        positions = contents.get(HELD_POSITIONS)
+        positions = contents.get(STORED_POSITIONS)
         self._token_positions = None if isinstance(positions, int) else positions
         self._tokens = None if self._token_positions is None else parts_of(contents)
 
@@ -261,15 +260,16 @@ class Memory(State):
     def __len__(self) -> int:
         return 0 if self._token_positions is None else slot_count(self._token_positions)
 
-    def _open(self) -> int | Tensor:
+    def _open_start(self) -> int | Tensor:
         """Return the first position of each row's open segment."""
-        assert self._positions is not None, "called after the first tokens"
+        assert self._positions is not None, "must be called after the first tokens"
         last = _last_position(self._positions)
         if isinstance(last, int):
             return (last + 1) // self.segment * self.segment
         return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
 
-    def _check_goes_on(self, positions: Positions) -> None:
+    def _check_follows(self, positions: Positions) -> None:
+        """Raise unless new positions come after the last one of each row."""
         if self._positions is None or not slot_count(positions):
             return
         last = _last_position(self._positions)
@@ -282,9 +282,8 @@ class Memory(State):
             back = bool(((new >= 0) & (new <= last)).any())
         if back:
             raise ArgumentError(
-                f"positions {positions} go back to a token in front of the last one, at {last}; a "
-                "memory is written in the order of positions: give those that follow, or start a "
-                "new cache"
+                f"positions {positions} include one that is not after the last position, {last}; a "
+                "memory is written in the order of positions: give later ones, or start a new cache"
             )
 
 

@@ -118,11 +118,11 @@ def delete_abandoned(folder: Path, name: str | None = None) -> int:
     """
     start = WRITING_PREFIX if name is None else f"{WRITING_PREFIX}{short_label(name)}-"
     try:
-        left = [path for path in folder.iterdir() if f"{path.name}-".startswith(start)]
+        candidates = [path for path in folder.iterdir() if f"{path.name}-".startswith(start)]
     except OSError:
         return 0
-    swept = 0
-    for path in left:
+    deleted = 0
+    for path in candidates:
         try:
             handle = try_lock(path)
         except OSError:  # already deleted, or not created by regard
@@ -130,11 +130,11 @@ def delete_abandoned(folder: Path, name: str | None = None) -> int:
         if handle is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(handle)
-            swept += 1
-    return swept
+            deleted += 1
+    return deleted
 
 
 def short_label(name: str) -> str:
     """Return a name for use in a temporary folder's name, shortened to what file systems allow."""
-    whole = name.encode("utf-8", "surrogateescape")
-    return name if len(whole) <= 100 else f"{name[:20]}-{zlib.crc32(whole):08x}"
+    encoded = name.encode("utf-8", "surrogateescape")
+    return name if len(encoded) <= 100 else f"{name[:20]}-{zlib.crc32(encoded):08x}"

@@ -15,8 +15,8 @@ from regard.errors import FileError
 from regard.untrusted_text import short_repr
 
 _MAX_NAME_LENGTH = 255
-_SHARED = re.compile(r"[0-9a-f]{64}")
-"""What a file of the store that huggingface_hub 2 shares among repositories is called: its hash."""
+_SHARED_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+"""Names of files in the store that huggingface_hub 2 shares among repositories: SHA-256 hashes."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -110,7 +110,7 @@ def _check_link(path: Path, folder: Path) -> None:
         repository = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
             allowed.append(repository / "blobs")
-            if _SHARED.fullmatch(target.name):
+            if _SHARED_BLOB_NAME.fullmatch(target.name):
                 allowed.append(repository.parent / "blobs" / target.name[:2])
     if target.parent not in allowed:
         raise FileError(
@@ -225,7 +225,7 @@ def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
     """Read the next `count` bytes of a file.
 
     Raises:
-        FileError: the file ends before.
+        FileError: the file ends earlier.
 
     >>> _ = Path("notes").write_text("abc")
     >>> with open_regular(Path("notes")) as (file, _):
@@ -241,7 +241,7 @@ def read_into(file: FileIO, place: memoryview, path: Path) -> None:
     """Read from a file until a buffer is full; one system call may return less.
 
     Raises:
-        FileError: the file ends before.
+        FileError: the file ends earlier.
 
     >>> _ = Path("notes").write_text("abc")
     >>> place = bytearray(2)

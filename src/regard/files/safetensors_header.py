@@ -46,6 +46,7 @@ HEADER_LIMIT = 100_000_000
 TENSOR_LIMIT = 1 << 18
 """The largest number of tensors in a file; the largest models have a third of that in all."""
 NAME_LIMIT = 1024
+"""The largest number of characters of a tensor's name."""
 DIMENSION_LIMIT = 25
 """The largest number of dimensions of a tensor; several torch operations refuse more."""
 
@@ -159,19 +160,19 @@ def _length(path: Path, head: bytes, size: int) -> int:
     if len(head) >= 8 and allowed and head[8:9] in (b"{", b""):
         if length <= size - 8:
             return length
-        raise invalid_file(path, f"its header alone needs {8 + length}", _partial(size))
+        raise invalid_file(path, f"its header alone needs {8 + length} bytes", _partial(size))
     kind = identify_format(head)
     if kind:
         raise invalid_file(path, "its first bytes are not the length of a header", kind)
     if len(head) < 8:
-        raise invalid_file(path, "a header's length has 8", _partial(size))
+        raise invalid_file(path, "the length of its header alone needs 8 bytes", _partial(size))
     if not allowed:
         raise invalid_file(path, f"its header has {length} bytes; 2 to {HEADER_LIMIT} are allowed")
     raise invalid_file(path, f"its header does not begin with {{ but with {head[8:16]!r}")
 
 
 def _partial(size: int) -> str:
-    return f"{size} bytes; is it a partial download?"
+    return f"it has {plural(size, 'byte')}; is it a partial download?"
 
 
 def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: int) -> None:
@@ -209,7 +210,9 @@ def _check_length(path: Path, table: Mapping[str, Any], data: int, size: int) ->
 def _stored_tensor(name: str, entry: Any, path: Path, base: int) -> StoredTensor:
     """Check an entry that the library has accepted, and that torch supports its dtype and shape."""
     if len(name) > NAME_LIMIT:
-        raise ArgumentError(f"has a name of {len(name)} letters; at most {NAME_LIMIT} are allowed")
+        raise ArgumentError(
+            f"has a name of {len(name)} characters; at most {NAME_LIMIT} are allowed"
+        )
     dtype = entry.get("dtype") if isinstance(entry, dict) else None
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ArgumentError(
@@ -222,7 +225,10 @@ def _stored_tensor(name: str, entry: Any, path: Path, base: int) -> StoredTensor
             "allowed"
         )
     if math.prod(max(1, x) for x in shape) * DTYPES[dtype].itemsize >= 1 << 63:
-        raise ArgumentError(f"gives {short_repr(name)} the shape {shape}, which torch cannot count")
+        raise ArgumentError(
+            f"gives {short_repr(name)} the shape {shape}, which has more bytes than torch can "
+            "address"
+        )
     return StoredTensor(name, DTYPES[dtype], tuple(shape), path, base + start, end - start)
 
 
@@ -241,8 +247,8 @@ _BEGINNINGS = {
     b"\x93NUMPY": "a NumPy array; convert it to safetensors with another program",
     b"{": "JSON text, not the file: an error message of a server, or an index; download it again",
 }
-"""First bytes of a file -> what it is. A safetensors file begins with the length of its header, and
-then {.
+"""The format of a file by its first bytes, with advice. A safetensors file begins with the length
+of its header in 8 bytes, and then {.
 """
 
 DOWNLOAD_AGAIN = "download it again, or write it again with safetensors"

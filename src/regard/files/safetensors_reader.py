@@ -132,19 +132,19 @@ def _read(
     buffering: ReadBuffering,
     pool: ThreadPoolExecutor | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    coming: deque[_PendingTensor] = deque()
+    pending: deque[_PendingTensor] = deque()
     ahead, rest = 0, deque(wanted)
-    while rest or coming:
-        while rest and (not coming or (pool and ahead + rest[0].bytes <= buffering.ahead)):
+    while rest or pending:
+        while rest and (not pending or (pool and ahead + rest[0].bytes <= buffering.ahead)):
             stored = rest.popleft()
-            coming.append(_start(stored, marks[stored.file], buffering.piece, pool))
+            pending.append(_start_reading(stored, marks[stored.file], buffering.piece, pool))
             ahead += stored.bytes
-        ahead -= coming[0].stored.bytes
+        ahead -= pending[0].stored.bytes
         # keep no reference to the tensor here, so that the caller can free it
-        yield coming[0].stored.name, _finish(coming.popleft())
+        yield pending[0].stored.name, _finish_reading(pending.popleft())
 
 
-def _start(
+def _start_reading(
     stored: StoredTensor, mark: FileState, size: int, pool: ThreadPoolExecutor | None
 ) -> _PendingTensor:
     try:
@@ -169,6 +169,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _read_piece(stored: StoredTensor, mark: FileState, buffer: memoryview, offset: int) -> None:
+    """Read bytes of a tensor from `offset` into a buffer, and raise if the file has changed."""
     with open_regular(stored.file) as (file, state):
         if state == mark:
             file.seek(stored.start + offset)
@@ -178,7 +179,8 @@ def _read_piece(stored: StoredTensor, mark: FileState, buffer: memoryview, offse
         raise FileError(f"{stored.file} was changed after its header was read; load it again")
 
 
-def _finish(coming: _PendingTensor) -> Tensor:
+def _finish_reading(coming: _PendingTensor) -> Tensor:
+    """Read the pieces that no thread has started, wait for the others, and return the tensor."""
     for future, piece in coming.pieces:
         if future is None or future.cancel():  # no thread has started it, so read it here
             piece()

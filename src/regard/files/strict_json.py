@@ -19,9 +19,9 @@ MAX_DEPTH = 128
 MAX_BYTES = 16 << 20
 """The default limit for a JSON file: a config.json with the longest label tables has some 2 MB."""
 
-_MARKS = 1 << 22
-_DIGITS = 20  # digits of the largest 64-bit number
-_FLOAT = 400  # characters of a number with a fraction
+_MAX_PARTS = 1 << 22  # brackets and commas
+_MAX_DIGITS = 20  # digits of the largest unsigned 64-bit number
+_MAX_FLOAT_LENGTH = 400  # characters of a number with a fraction or an exponent
 # also matches an unterminated string, so that matching takes linear time
 _STRING = re.compile(rb'"[^"\\]*(?:\\.?[^"\\]*)*(?:"|\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -77,8 +77,8 @@ def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
     regard.errors.ArgumentError: has the key 'a' twice
     """
     marks = sum(raw.count(mark) for mark in (b"{", b"[", b","))
-    if marks > _MARKS:
-        raise ArgumentError(f"has {marks} brackets and commas; at most {_MARKS} are read")
+    if marks > _MAX_PARTS:
+        raise ArgumentError(f"has {marks} brackets and commas; at most {_MAX_PARTS} are read")
     if _depth(raw) > MAX_DEPTH:
         raise ArgumentError(f"is nested too deep; at most {MAX_DEPTH} levels are read")
     try:
@@ -97,9 +97,9 @@ def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
         wanted = "an object" if kind is dict else "a list"
         raise ArgumentError(f"is a JSON {type(value).__name__}; it must be {wanted}")
     if _SURROGATE.search(raw):
-        half = next((text for text in _texts(value) if _is_half(text)), None)
-        if half is not None:
-            raise ArgumentError(f"has half a character in {short_repr(half)}")
+        broken = next((text for text in _texts(value) if _has_unpaired_surrogate(text)), None)
+        if broken is not None:
+            raise ArgumentError(f"has an unpaired surrogate in {short_repr(broken)}")
     return value
 
 
@@ -119,13 +119,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _int(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ArgumentError(f"has a number of {len(digits)} digits; at most {_DIGITS} are read")
+    if len(digits) > _MAX_DIGITS:
+        raise ArgumentError(f"has a number of {len(digits)} digits; at most {_MAX_DIGITS} are read")
     return int(digits)
 
 
 def _float(digits: str) -> float:
-    if len(digits) > _FLOAT or not math.isfinite(number := float(digits)):
+    if len(digits) > _MAX_FLOAT_LENGTH or not math.isfinite(number := float(digits)):
         raise ArgumentError(
             f"has the number {short_repr(digits, 20)}, which float64 cannot represent"
         )
@@ -149,5 +149,5 @@ def _texts(value: Any) -> Iterator[str]:
             pending += item
 
 
-def _is_half(text: str) -> bool:
+def _has_unpaired_surrogate(text: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,5 +1,5 @@
-"""The base class `Mask`, its reach and refusals, and the combinations `&` (`All`), `|` (`Any`) and
-`~` (`Not`).
+"""The base class `Mask`, the types `Reach` and `Refusal`, and the combinations `&` (`All`), `|`
+(`Any`) and `~` (`Not`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from regard.masks.tiling import (
     broadcast,
     clear_rows,
     complement,
-    count_held,
+    count_filled_slots,
     count_visible,
     evaluate_unknown_blocks,
     intersect,
@@ -36,6 +36,7 @@ from regard.masks.tiling import (
 from regard.registry import Registry
 from regard.serialization import Serializable
 from regard.span import Positions, Span, as_tensor, find_empty_slots, slice_positions, slot_count
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
 
@@ -105,14 +106,14 @@ def device_of_positions(
 
 
 Lengths: TypeAlias = Sequence[int] | Tensor
+"""A sequence or 1-D tensor of integers, such as one length per batch row."""
 
 MAX_INT = (1 << 62) - 1
+"""The largest integer that a mask accepts; the sum of two such numbers fits into 64 bits."""
 
 
 def check_int(name: str, x: object, least: int, advice: str = "") -> int:
     """Return `x` if it is an int from `least` to `MAX_INT`, and raise otherwise.
-
-    `MAX_INT` is 2^62 - 1, so that the sum of two such numbers fits into 64 bits.
 
     Args:
         name: the name of the argument in the error message, such as "Window size".
@@ -128,7 +129,7 @@ def check_int(name: str, x: object, least: int, advice: str = "") -> int:
         raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
     if x > MAX_INT:
         raise ArgumentError(
-            f"{name} is {short_repr(x)}; positions have 64 bits: give at most {MAX_INT}"
+            f"{name} is {short_repr(x)}; it must be at most {MAX_INT}, since positions have 64 bits"
         )
     return x
 
@@ -151,8 +152,8 @@ def check_batch_rows(mask: str, rows: int, B: int) -> None:
     """Raise unless a mask that stores `rows` batch rows fits a call of batch size `B`."""
     if rows not in (1, B):
         raise ArgumentError(
-            f"{mask} holds {rows} batch rows, but the call has batch {B}; give one entry per batch "
-            "row, or one for all"
+            f"{mask} holds {plural(rows, 'batch row')}, but the call has batch {B}; give one entry "
+            "per batch row, or one for all"
         )
 
 
@@ -161,8 +162,9 @@ def _type_and_value(x: object) -> str:
 
 
 ALL_SLOTS = slice(None)
+"""The slice of all queries or all keys of a call."""
 ROWS_AT_ONCE = 128
-"""Queries that are evaluated together, where a mask has no intervals."""
+"""The number of queries for which a mask without intervals is evaluated at a time."""
 
 
 @dataclass(frozen=True)
@@ -186,14 +188,17 @@ class Reach:
 
     @property
     def tokens(self) -> int | None:
-        """The largest number of keys up to a query, its own included; None if there is no bound."""
+        """The largest number of keys that a query may see up to its own, which is included.
+
+        None if there is no bound.
+        """
         return None if self.window is None else self.window + self.sinks
 
 
 RefusalKey: TypeAlias = Literal[
     "outside", "inside", "future", "padding", "document", "chunk", "selected", "given"
 ]
-"""Names of the sentences by which a report page explains in its own language why a mask forbids a
+"""The names of the translated sentences with which a report page explains why a mask forbids a
 key.
 """
 
@@ -258,8 +263,7 @@ class Mask(Serializable, ABC):
 
         Returns:
             A bool tensor that broadcasts to `[B, H, T, S]`; True means that the query may attend to
-            the
-            key.
+            the key.
         """
 
     def block(
@@ -312,14 +316,12 @@ class Mask(Serializable, ABC):
 
         Returns:
             n half-open ranges per query, disjoint and sorted: int64 `[B or 1, H or 1, t, n]`. A
-            range that
-            has no end stops at `UNBOUNDED`, 2^62. A query at position -1 has no range. None if the
-            rule
-            has no closed form.
+            range that has no end stops at `UNBOUNDED`, 2^62. A query at position -1 has only empty
+            ranges. None if the rule has no closed form.
 
         >>> from regard import masks
-        >>> found = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
-        >>> found.starts.tolist(), found.stops.tolist()
+        >>> ranges = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
+        >>> ranges.starts.tolist(), ranges.stops.tolist()
         ([[[[0], [4]]]], [[[[1], [6]]]])
         """
         positions = as_tensor(q, device)
@@ -360,7 +362,7 @@ class Mask(Serializable, ABC):
 
         Returns:
             An int8 tensor `[B or 1, H or 1, nQ, nK]` of EMPTY = 0, PARTIAL = 1 and FULL = 2. It is
-            exact.
+            exact: a tile is PARTIAL only if it has visible and invisible pairs.
 
         Raises:
             ArgumentError: a tile size is less than 1.
@@ -373,15 +375,15 @@ class Mask(Serializable, ABC):
         if bq < 1 or bk < 1:
             raise ArgumentError(f"tile size is {size}; both sizes must be 1 or more")
         T = slot_count(q_positions)
-        lines = [
+        tile_rows = [
             self.tile_row(q_positions, k_positions, slice(i, min(i + bq, T)), bk, device=device)
             for i in range(0, T, bq)
         ]
-        if not lines:
+        if not tile_rows:
             return torch.zeros(
                 1, 1, 0, -(-slot_count(k_positions) // bk), dtype=torch.int8, device=device
             )
-        return torch.stack(broadcast(*lines), 2)
+        return torch.stack(broadcast(*tile_rows), 2)
 
     def tile_row(
         self,
@@ -392,8 +394,7 @@ class Mask(Serializable, ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int8[Tensor, "B H nK"]:
-        """Classify the tiles of one block of queries; a kernel calls this when it reaches the
-        block.
+        """Classify the tiles of one block of queries; kernels call this once per block.
 
         Args:
             q_positions: positions of the T queries of the call.
@@ -418,26 +419,26 @@ class Mask(Serializable, ABC):
             states = states_from_intervals(ranges, part.keys, bk)
         else:
             states = states_without_rows(
-                self._undecided(part, bk), find_empty_slots(queries, device)
+                self._states_without_intervals(part, bk), find_empty_slots(queries, device)
             )
         return evaluate_unknown_blocks(
-            states, count_held(k_positions, bk).to(device), S, bk, evaluate
+            states, count_filled_slots(k_positions, bk).to(device), S, bk, evaluate
         )
 
     def _states(self, part: CallSlice, bk: int) -> Tensor:
-        """Return the tile states `[B, H, nK]` by the rule alone, UNKNOWN where it must be
-        evaluated.
+        """Return the tile states `[B or 1, H or 1, nK]` without evaluating the rule for pairs.
 
-        Only slots that hold a key are counted.
+        A tile whose state cannot be derived otherwise is UNKNOWN. Empty slots do not influence the
+        states.
         """
         ranges = self._ranges(part.q)
         return (
-            self._undecided(part, bk)
+            self._states_without_intervals(part, bk)
             if ranges is None
             else states_from_intervals(ranges, part.keys, bk)
         )
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         """Return the tile states for a mask without intervals: UNKNOWN everywhere by default."""
         nK = -(-slot_count(part.k_positions) // bk)
         return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=part.device)
@@ -469,15 +470,17 @@ class Mask(Serializable, ABC):
             keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
             return count_visible(ranges, keys)
         T = max(slot_count(q_positions), 1)
-        lines = [
+        counts = [
             self.block(q_positions, k_positions, slice(i, i + ROWS_AT_ONCE), device=device).sum(-1)
             for i in range(0, T, ROWS_AT_ONCE)
         ]
-        return torch.cat(lines, -1)
+        return torch.cat(counts, -1)
 
     def count(self, q_positions: Positions, k_positions: Positions) -> int:
-        """Count the visible query-key pairs, over all batch rows and heads for which the mask
-        differs.
+        """Count the visible query-key pairs.
+
+        Pairs are counted for each batch row and head if the mask or the positions differ between
+        them, and once if all share the mask.
 
         Args:
             q_positions: positions of the queries.
@@ -536,7 +539,7 @@ class Mask(Serializable, ABC):
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
 
     def reach(self) -> Reach:
-        """Return a bound on how far back a query may look. By default, it may see all earlier keys.
+        """Return a bound on how far back a query may attend. By default, there is no bound.
 
         Returns:
             The keys that later queries may still see; a cache may evict the others.
@@ -559,9 +562,10 @@ class Mask(Serializable, ABC):
 
     @property
     def by_slot(self) -> bool:
-        """Whether columns are indices of keys in the call, as in a dense tensor, and not positions.
+        """Whether the mask refers to keys by their index in the call, not by their position.
 
-        By default this is True if a mask in one of the fields is of that kind.
+        This is so for a dense tensor. By default it is True if it is True for a mask in one of the
+        fields.
         """
         return any(mask.by_slot for mask in self.members())
 
@@ -606,8 +610,8 @@ class Mask(Serializable, ABC):
         return (self,)
 
     def operands(self) -> tuple[Mask, ...]:
-        """Return the members of a combination by `&` or `|`, each of which may be the reason of a
-        refusal.
+        """Return the members of a combination by `&` or `|`; each may be the reason why a key is
+        forbidden.
 
         Returns:
             The members; none for a mask that is not a combination.
@@ -687,13 +691,14 @@ def reach(mask: Mask | None) -> Reach:
 
 
 def _is_fixed(x: object) -> bool:
+    """Return whether the value of a field can never change; see `Mask.is_static`."""
     if isinstance(x, tuple):
         return all(map(_is_fixed, x))
     return x.is_static if isinstance(x, Mask) else isinstance(x, int | float | str | None)
 
 
 def _with_tensors(x: object, change: Callable[[Tensor], Tensor]) -> object:
-    """Return the value of a field with its tensors replaced; itself if it has none."""
+    """Return the value of a field with its tensors replaced; the same object if nothing changed."""
     if isinstance(x, Tensor):
         return change(x)
     if isinstance(x, Mask):
@@ -730,7 +735,7 @@ class _Combination(Mask):
                 )
             flat += mask.masks if isinstance(mask, type(self)) else [mask]
         if not flat:
-            raise ArgumentError(f"{name} of no masks; give it at least one")
+            raise ArgumentError(f"{name} got no masks; give at least one")
         object.__setattr__(self, "masks", tuple(flat))
 
     def operands(self) -> tuple[Mask, ...]:
@@ -787,7 +792,7 @@ class All(_Combination):
         intervals = self._member_intervals(q)
         return None if intervals is None else reduce(intersect, intervals)
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         return reduce(and_states, (mask._states(part, bk) for mask in self.masks))
 
     def terms(self) -> tuple[Mask, ...]:
@@ -835,7 +840,7 @@ class Any(_Combination):
         intervals = self._member_intervals(q)
         return None if intervals is None else reduce(union, intervals)
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         return reduce(or_states, (mask._states(part, bk) for mask in self.masks))
 
     def reach(self) -> Reach:
@@ -856,7 +861,7 @@ class Not(Mask):
         mask: the mask to negate.
 
     Raises:
-        ArgumentTypeError: what is negated is not a mask.
+        ArgumentTypeError: `mask` is not a mask.
 
     >>> from regard.masks import Causal, Window
     >>> print(Causal() & ~Window(4))
@@ -887,7 +892,7 @@ class Not(Mask):
         ranges = self.mask._ranges(q[:, 0, :, 0])
         return None if ranges is None else complement(ranges)
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         return not_states(self.mask._states(part, bk))
 
     def select_heads(self, heads: slice) -> Mask:

@@ -20,7 +20,7 @@ Rows = TypeVar("Rows", bound=tuple[Any, ...])
 def check_not_empty(rows: Rows, name: str) -> Rows:
     """Return the rows, and raise if there are none."""
     if not rows:
-        raise ArgumentError(f"{name} of no batch rows; give at least one")
+        raise ArgumentError(f"{name} got no batch rows; give at least one")
     return rows
 
 
@@ -131,11 +131,11 @@ class Document(Mask):
     def __post_init__(self) -> None:
         bounds: Any = self.bounds
         bounds = bounds.tolist() if isinstance(bounds, Tensor) else bounds
-        many = (
+        per_row = (
             isinstance(bounds, (tuple, list)) and len(bounds) > 0 and not isinstance(bounds[0], int)
         )
-        rows = tuple(_check_bounds(x) for x in (bounds if many else (bounds,)))
-        object.__setattr__(self, "bounds", rows if many else rows[0])
+        rows = tuple(_check_bounds(x) for x in (bounds if per_row else (bounds,)))
+        object.__setattr__(self, "bounds", rows if per_row else rows[0])
 
     @classmethod
     def from_lengths(cls, lengths: Lengths | Sequence[Lengths]) -> Document:
@@ -152,14 +152,14 @@ class Document(Mask):
         Document(bounds=(0, 3, 5))
         """
         values: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        many = len(values) > 0 and not isinstance(values[0], int)
+        per_row = len(values) > 0 and not isinstance(values[0], int)
         rows = []
-        for x in values if many else (values,):
+        for x in values if per_row else (values,):
             bounds = [0]
             for n in check_ints("Document lengths", x, 0):
                 bounds.append(bounds[-1] + n)
             rows.append(tuple(bounds))
-        return cls(tuple(rows) if many else rows[0])
+        return cls(tuple(rows) if per_row else rows[0])
 
     @property
     def _rows(self) -> tuple[tuple[int, ...], ...]:
@@ -169,11 +169,11 @@ class Document(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return whether q and k lie in the same document."""
         bounds = padded_table(self._rows, None, q)
-        doc, inside = self._find(bounds, q)
-        other, _ = self._find(bounds, k)
+        doc, inside = self._find_document(bounds, q)
+        other, _ = self._find_document(bounds, k)
         return (doc == other) & inside
 
-    def _find(self, bounds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_document(self, bounds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the document number of each position, from 1, and whether the position is in a
         document.
         """
@@ -182,7 +182,7 @@ class Document(Mask):
 
     def _intervals(self, q: Tensor) -> Intervals:
         bounds = padded_table(self._rows, None, q)
-        doc, inside = self._find(bounds, q)
+        doc, inside = self._find_document(bounds, q)
         doc = doc.clamp(1, bounds.shape[1] - 1)
         B, t = doc.shape[0], doc.shape[2]
         flat, bounds = doc.reshape(B, t), bounds.expand(B, -1)
@@ -202,8 +202,9 @@ def _check_bounds(bounds: object) -> tuple[int, ...]:
     values = check_ints("Document bounds", bounds, 0)
     if len(values) < 2 or list(values) != sorted(values):
         raise ArgumentError(
-            f"Document bounds is {values}; it must be the rising starts of the documents and the "
-            "end: (0, 3, 5) is documents of 3 and 2; Document.from_lengths([3, 2]) makes it"
+            f"Document bounds is {values}; it must be the increasing start positions of the "
+            "documents, then the end of the last: (0, 3, 5) means documents of lengths 3 and 2, as "
+            "Document.from_lengths([3, 2]) creates it"
         )
     return values
 
@@ -242,7 +243,8 @@ class Padding(Mask):
             bounds = check_ints(f"Padding runs[{i}]", [bound for run in runs for bound in run], 0)
             if any(len(run) != 2 for run in runs) or list(bounds) != sorted(bounds):
                 raise ArgumentError(
-                    f"Padding runs[{i}] is {runs}; it must be rising, disjoint (start, stop) pairs"
+                    f"Padding runs[{i}] is {runs}; it must be increasing, disjoint (start, stop) "
+                    "pairs"
                 )
         object.__setattr__(self, "runs", rows)
 
@@ -281,8 +283,8 @@ class Padding(Mask):
         sizes = check_ints("Padding lengths", lengths, 0)
         if sizes and max(sizes) > total:
             raise ArgumentError(
-                f"Padding lengths has {max(sizes)}; none may exceed total {total}: give the padded "
-                "length"
+                f"Padding lengths has {max(sizes)}, which exceeds total {total}; total must be the "
+                "padded length"
             )
         return cls(tuple(((total - n, total),) for n in sizes))
 
@@ -325,6 +327,7 @@ class Padding(Mask):
         return count_bounds_up_to(self._bounds(k), k) % 2 == 1
 
     def _bounds(self, like: Tensor) -> Tensor:
+        """Return starts and stops of the ranges in turn, `[B, 2n]`, padded with UNBOUNDED."""
         return padded_table(tuple(sum(runs, ()) for runs in self.runs), UNBOUNDED, like)
 
     def _intervals(self, q: Tensor) -> Intervals:

@@ -19,7 +19,7 @@ from regard.masks.tiling import (
     UNBOUNDED,
     Intervals,
     block_states,
-    count_held,
+    count_filled_slots,
     intersect,
     normalize_intervals,
 )
@@ -201,7 +201,7 @@ class BigBird(Mask):
 
 
 def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
-    """Raise unless the blocks cover S keys."""
+    """Raise unless a number of blocks of `size` positions covers S keys."""
     if blocks * size < S:
         raise ArgumentError(
             f"{name} covers {plural(blocks, 'block')} of {size} = "
@@ -279,8 +279,8 @@ class Selected(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Raise, because the rows of the table are query indices of one call, not positions."""
         raise ArgumentError(
-            "a Selected mask has a row for each query slot of one call: ask "
-            "mask.block(q_positions, k_positions), or give Blocks for a rule on positions"
+            "a Selected mask has a row for each query slot of one call: call "
+            "mask.block(q_positions, k_positions), or use Blocks for a rule on positions"
         )
 
     def _block(self, part: CallSlice) -> Tensor:
@@ -304,8 +304,8 @@ class Selected(Mask):
         first = 0 if self.first is None else self.first.to(k.device)[:, None]
         return k.long() // self.size - first
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
-        # Joining the rows of the table first avoids a t x S mask.
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
+        # reducing the table over its queries first avoids a t x S mask
         lines, k = self.table[:, :, part.rows].to(part.device), part.k
         some, each = (
             self._expand_columns(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
@@ -313,8 +313,8 @@ class Selected(Mask):
         empty = (k < 0)[:, None, None]  # empty slots do not influence the state
         full = block_states(each | empty, bk) == block_states(torch.ones_like(each), bk)
         states = block_states(some, bk).clamp(max=PARTIAL)
-        n_held = count_held(part.k_positions, bk).to(part.device)[:, None]
-        return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_held == 0, 0)
+        n_filled = count_filled_slots(part.k_positions, bk).to(part.device)[:, None]
+        return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_filled == 0, 0)
 
     def select_heads(self, heads: slice) -> Mask:
         """Return the table of these heads if there is one per head."""
@@ -332,8 +332,8 @@ class Selected(Mask):
             )
         if queries != T:
             raise ArgumentError(
-                f"Selected holds {plural(queries, 'query')}, but the call has {T}; a selection "
-                "serves the call it was made for"
+                f"Selected holds {plural(queries, 'query')}, but the call has {T}; compute a "
+                "new selection for each call"
             )
 
     def _allows_pair(self, slot: SlotPair) -> Tensor:

@@ -77,7 +77,7 @@ def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
             else type(mask).__name__
         )
         raise ArgumentTypeError(
-            f"additive mask is {got}; it must be a float tensor: a bool one is Dense(mask)"
+            f"additive mask is {got}; it must be a float tensor; for a bool mask, use Dense(mask)"
         )
     dropped = mask <= torch.finfo(mask.dtype).min / 2
     other = ~dropped & (mask != 0)
@@ -110,14 +110,18 @@ def to_additive(
     """
     _check_bool("keep", keep)
     if not dtype.is_floating_point:
-        raise ArgumentTypeError(f"dtype is {dtype}; an additive mask is of a floating dtype")
+        raise ArgumentTypeError(
+            f"dtype is {dtype}; an additive mask needs a floating dtype, such as torch.float32"
+        )
     return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(
         ~keep, float("-inf")
     )
 
 
 def from_lengths(lengths: Lengths) -> Padding:
-    """Build the mask of a batch that is padded on the right (`seqused`, `nonpad_kv_seqlen`).
+    """Build the mask of a batch that is padded on the right.
+
+    FlashAttention calls these lengths `seqused_k`, and ONNX `nonpad_kv_seqlen`.
 
     Args:
         lengths: the number of real tokens of each row.

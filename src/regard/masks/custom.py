@@ -45,7 +45,7 @@ class Heads(Mask):
                 f"Heads masks is {type(masks).__name__}; it must be a sequence of masks"
             )
         if not masks:
-            raise ArgumentError("Heads of no masks; give one mask per query head")
+            raise ArgumentError("Heads got no masks; give one mask per query head")
         for i, mask in enumerate(masks):
             if not isinstance(mask, Mask):
                 raise ArgumentTypeError(
@@ -74,7 +74,7 @@ class Heads(Mask):
             heads.append(Intervals(*(_select_head(x, h) for x in ranges)))
         return stack_heads(heads)
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         return _join_heads([mask._states(part, bk) for mask in self.masks])
 
     def select_heads(self, heads: slice) -> Mask:
@@ -191,7 +191,7 @@ class Dense(Mask):
 
     @property
     def by_slot(self) -> bool:
-        """True, because a column is an index of a key in the call."""
+        """True, because columns of the tensor are indices of keys in the call."""
         return True
 
     def refusal(self) -> Refusal:
@@ -241,15 +241,15 @@ class Fn(Mask):
         if not isinstance(out, Tensor) or out.dtype != torch.bool:
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
             raise ArgumentTypeError(
-                f"Fn {self.name} gave {got}; it must give a bool tensor, True = may attend"
+                f"Fn {self.name} returned {got}; it must return a bool tensor, True = may attend"
             )
         pair = broadcast_shape(q.shape, k.shape)
         if out.ndim > 4 or any(
             n not in (1, of) for n, of in zip(out.shape[:-3:-1], pair[::-1], strict=False)
         ):
             raise ArgumentError(
-                f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and "
-                f"{tuple(k.shape)}; it must give a shape that broadcasts to [batch, heads, "
+                f"Fn {self.name} returned {tuple(out.shape)} for positions {tuple(q.shape)} and "
+                f"{tuple(k.shape)}; it must return a shape that broadcasts to [batch, heads, "
                 "queries, keys]"
             )
         return out

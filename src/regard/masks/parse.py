@@ -13,10 +13,10 @@ from regard.untrusted_text import error_text, escape_controls
 
 
 def parsable_masks() -> dict[str, type[Mask]]:
-    """Return the masks that text can name, by name.
+    """Return the mask classes that an expression can contain, by name.
 
-    These are the dataclasses of masks whose fields are numbers, tuples or masks. A name without
-    parentheses is a call without arguments.
+    These are the dataclasses of masks whose fields are numbers, tuples or masks. In an expression,
+    a name without parentheses is a call without arguments.
 
     >>> sorted(parsable_masks())[:3]
     ['bigbird', 'causal', 'chunk']
@@ -33,7 +33,7 @@ MAX_NUMBER = 1 << 53
 MAX_TEXT_LENGTH = 1 << 16
 """The largest number of characters of an expression."""
 MAX_MASKS = 1 << 9
-"""The largest number of masks in an expression; each of them costs as much work as a mask alone."""
+"""The largest number of masks in an expression; the work grows with it."""
 _CONTEXT_CHARACTERS = 80  # shown before and after an error
 MAX_DEPTH = 50
 """The deepest nesting of an expression, so that untrusted text cannot exhaust the stack."""
@@ -62,16 +62,18 @@ def parse(text: str) -> Mask:
     regard.errors.ArgumentError: unknown mask "windw"; did you mean 'window'? ...
     """
     if not text.strip():
-        raise _error("an empty expression", text, None)
+        raise _error("the expression is empty", text, None)
     text = text.strip()
     if len(text) > MAX_TEXT_LENGTH:
         raise _error(
-            f"an expression of {len(text)} letters; at most {MAX_TEXT_LENGTH} are read", text, None
+            f"the expression has {len(text)} characters; at most {MAX_TEXT_LENGTH} are allowed",
+            text,
+            None,
         )
     try:  # `global` is a Python keyword; `Global` has the same length
         tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        reason = getattr(problem, "msg", None) or "the expression is too deep"
+        reason = getattr(problem, "msg", None) or "the expression is nested too deep"
         raise _error(
             f"not a mask expression: {error_text(reason)}", text, _column(problem, text)
         ) from None
@@ -89,7 +91,7 @@ class _ExpressionReader:
     def mask(self, node: ast.expr, depth: int) -> Mask:
         """Build a mask from a node."""
         if depth > MAX_DEPTH:
-            raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
+            raise self.error(f"the expression is nested deeper than {MAX_DEPTH} levels", node)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             left, right = self.mask(node.left, depth + 1), self.mask(node.right, depth + 1)
             return left & right if isinstance(node.op, ast.BitAnd) else left | right
@@ -114,7 +116,7 @@ class _ExpressionReader:
         """Build a mask from a call of a known class."""
         self.masks += 1
         if self.masks > MAX_MASKS:
-            raise self.error(f"more than {plural(MAX_MASKS, 'mask')}", node)
+            raise self.error(f"the expression has more than {plural(MAX_MASKS, 'mask')}", node)
         word = name.id.lower()
         if word not in self.known:
             hint = suggest(word, self.known, most=2, cutoff=0.5)
@@ -140,12 +142,12 @@ class _ExpressionReader:
     def value(self, node: ast.expr, depth: int) -> object:
         """Return the number, True, False, None, tuple of values, or mask of a node."""
         if depth > MAX_DEPTH:
-            raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
+            raise self.error(f"the expression is nested deeper than {MAX_DEPTH} levels", node)
         if isinstance(node, ast.Constant) and (
             node.value is None or type(node.value) in (int, bool)
         ):
             if isinstance(node.value, int) and node.value > MAX_NUMBER:
-                raise self.error(f"a number above {MAX_NUMBER}", node)
+                raise self.error(f"the number is larger than {MAX_NUMBER}", node)
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand, depth + 1)
@@ -159,11 +161,11 @@ class _ExpressionReader:
             return self.mask(node, depth + 1)
         raise self.error("only whole numbers, tuples and masks are allowed here", node)
 
-    def error(self, what: str, node: ast.expr) -> ArgumentError:
+    def error(self, problem: str, node: ast.expr) -> ArgumentError:
         """Return the error for a node, with its column."""
         # ast counts columns in UTF-8 bytes
         column = len(self.text.encode()[: node.col_offset].decode(errors="ignore"))
-        return _error(what, self.text, column if node.lineno == 1 else None)
+        return _error(problem, self.text, column if node.lineno == 1 else None)
 
 
 def _column(problem: Exception, text: str) -> int | None:
@@ -181,7 +183,8 @@ def _column(problem: Exception, text: str) -> int | None:
     )
 
 
-def _error(what: str, text: str, column: int | None) -> ArgumentError:
+def _error(problem: str, text: str, column: int | None) -> ArgumentError:
+    """Return the error for an expression, with a mark at the column and the known names."""
     place = ""
     if column is not None:
         line = text.splitlines()[0] if text else ""
@@ -192,6 +195,6 @@ def _error(what: str, text: str, column: int | None) -> ArgumentError:
         )
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
-        f"{what}{place}\n  known masks: {', '.join(parsable_masks())}; joined by & | ~ and "
+        f"{problem}{place}\n  known masks: {', '.join(parsable_masks())}; joined by & | ~ and "
         "parentheses, for example: causal & window(4) | sinks(1)"
     )

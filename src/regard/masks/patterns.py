@@ -61,11 +61,11 @@ class Window(Mask):
     """A query sees the last `size` keys, its own included: q - k < size.
 
     The window does not restrict later keys; combine it with `Causal()`, or give `ahead`. `causal &
-    window(4)` is the sliding window of Mistral. `Window(9, ahead=8)` is Longformer's window of 16
-    (arXiv 2004.05150).
+    window(4)` is the sliding window of Mistral. `Window(9, ahead=8)` is Longformer's window of 16:
+    8 keys on each side, and the query's own (arXiv 2004.05150).
 
     Args:
-        size: the number of keys looking back, the query's own included.
+        size: the number of visible keys up to the query's own, which is included.
         ahead: the largest distance of a visible later key, k - q <= ahead; None does not restrict
             later keys.
 
@@ -157,13 +157,13 @@ class Chunk(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(Mask):
-    """A window with gaps: a query sees `size` keys looking back, every `step`-th, its own included.
+    """A window with gaps: a query sees its own key and every `step`-th before it, `size` in all.
 
-    q - k < size * step and (q - k) % step == 0: the dilated sliding window of Longformer (arXiv
-    2004.05150).
+    The rule is q - k < size * step and (q - k) % step == 0, which is the dilated sliding window of
+    Longformer (arXiv 2004.05150). It does not restrict later keys; combine it with `Causal()`.
 
     Args:
-        size: the number of visible keys looking back, the query's own included.
+        size: the number of visible keys up to the query's own, which is included.
         step: the distance between visible keys.
 
     Raises:
@@ -187,9 +187,10 @@ class Dilated(Mask):
         # a quotient, because size * step may not fit into 64 bits
         return (back // self.step < self.size) & (back % self.step == 0)
 
-    def _undecided(self, part: CallSlice, bk: int) -> Tensor:
-        hull = Window(min(self.size * self.step, MAX_INT))._states(part, bk)
-        return torch.where(hull == EMPTY, hull, super()._undecided(part, bk))
+    def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
+        # a tile that is empty for the window without gaps is empty for this mask too
+        window = Window(min(self.size * self.step, MAX_INT))._states(part, bk)
+        return torch.where(window == EMPTY, window, super()._states_without_intervals(part, bk))
 
     def reach(self) -> Reach:
         """Return a reach of the window with its gaps."""
@@ -197,7 +198,7 @@ class Dilated(Mask):
 
     def refusal(self) -> Refusal:
         """Explain that the key is outside the window or in one of its gaps."""
-        return Refusal(f"between the steps of {self}", "outside", str(self))
+        return Refusal(f"outside the steps of {self}", "outside", str(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +238,7 @@ class Sinks(Mask):
 
     def refusal(self) -> Refusal:
         """Explain that the key comes after the first n positions."""
-        return Refusal(f"behind the first {self.n}", "outside", str(self))
+        return Refusal(f"after the first {self.n}", "outside", str(self))
 
 
 @dataclass(frozen=True, eq=False)

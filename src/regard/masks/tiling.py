@@ -124,14 +124,16 @@ def stack_heads(heads: Sequence[Intervals]) -> Intervals:
 
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+"""The states of a tile: no pair, some pairs or all pairs of a query and a key are visible."""
 UNKNOWN = -1
+"""The state of a tile whose mask must be evaluated to find its state."""
 
 MAX_BLOCKS_AT_ONCE = 32
 """The largest number of neighbouring key blocks that are evaluated together."""
 
 
-def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
-    """Return how many slots of each key block hold a token, `[B or 1, nK]`."""
+def count_filled_slots(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
+    """Return how many slots of each block of `bk` keys hold a token, `[B or 1, nK]`."""
     if isinstance(k_positions, Span):
         lo, hi = _block_bounds(k_positions, bk)
         return (hi - lo).clamp(min=0)[None]
@@ -141,7 +143,7 @@ def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
 def states_from_intervals(
     intervals: Intervals, k_positions: Positions, bk: int
 ) -> Int8[Tensor, "B H nK"]:
-    """Return the states of key blocks for queries with these normalized intervals.
+    """Return the states of the blocks of `bk` keys for queries with these normalized intervals.
 
     The number of visible keys of each block is counted for each query. This is O(t n nK) for a
     `Span`; for stored positions, each block is sorted and the ends of the ranges are looked up in
@@ -151,13 +153,14 @@ def states_from_intervals(
         visible = _count_span(intervals, k_positions, bk)  # [B,H,t,nK]
     else:
         visible = _count_stored(intervals, k_positions, bk)
-    n_held = count_held(k_positions, bk).to(visible.device)[:, None]
+    n_filled = count_filled_slots(k_positions, bk).to(visible.device)[:, None]
     states = torch.full_like(visible[:, :, 0], PARTIAL, dtype=torch.int8)
-    states = states.masked_fill((visible == n_held[:, :, None]).all(2), FULL)
+    states = states.masked_fill((visible == n_filled[:, :, None]).all(2), FULL)
     return states.masked_fill((visible == 0).all(2), EMPTY)
 
 
 def _count_span(intervals: Intervals, keys: Span, bk: int) -> Tensor:
+    """Count the visible keys of each query in each block, `[B, H, t, nK]`."""
     lo, hi = _block_bounds(keys, bk, intervals.starts.device)
     visible = torch.zeros((), dtype=torch.int64, device=lo.device)
     for start, stop in zip(intervals.starts.unbind(-1), intervals.stops.unbind(-1), strict=True):
@@ -168,6 +171,7 @@ def _count_span(intervals: Intervals, keys: Span, bk: int) -> Tensor:
 
 
 def _count_stored(intervals: Intervals, keys: Tensor, bk: int) -> Tensor:
+    """Count as `_count_span` does, for key positions `[B or 1, S]` in any order."""
     inside = (
         _split_into_blocks(torch.where(keys >= 0, keys.long(), UNBOUNDED), bk, UNBOUNDED)
         .sort(-1)
@@ -178,11 +182,13 @@ def _count_stored(intervals: Intervals, keys: Tensor, bk: int) -> Tensor:
     nK = inside.shape[1]
     inside = inside.expand(B, -1, -1).contiguous()
 
-    def below(bounds: Tensor) -> Tensor:
+    def count_below(bounds: Tensor) -> Tensor:
         bounds = bounds.expand(B, -1, -1, -1).reshape(B, 1, -1).expand(-1, nK, -1).contiguous()
         return torch.searchsorted(inside, bounds)
 
-    visible = (below(intervals.stops) - below(intervals.starts)).clamp(min=0)  # [B,nK,H*t*n]
+    visible = (count_below(intervals.stops) - count_below(intervals.starts)).clamp(
+        min=0
+    )  # [B,nK,H*t*n]
     return visible.reshape(B, nK, H, t, n).sum(-1).permute(0, 2, 3, 1)
 
 
@@ -226,32 +232,43 @@ def states_without_rows(
 
     A full tile becomes partial, since it stays full for the other queries only. A partial tile
     becomes UNKNOWN, since the visible keys may have been those of the removed queries.
+
+    Args:
+        states: the states of the key blocks for all queries.
+        rows: True for the queries that see nothing; None means that there are none.
     """
     if rows is None:
         return states
     some, every = (x[:, None, None] for x in (rows.any(1), rows.all(1)))
-    # full tiles stay full for the other queries only; partial ones may become empty or full
     less = torch.where(states == FULL, PARTIAL, torch.where(states == PARTIAL, UNKNOWN, states))
     return torch.where(some, less, states).masked_fill(every, EMPTY)
 
 
 def evaluate_unknown_blocks(
     states: Int8[Tensor, "b h nK"],
-    n_held: Int[Tensor, "b_held nK"],
+    n_filled: Int[Tensor, "b_filled nK"],
     S: int,
     bk: int,
     evaluate: Callable[[slice], Tensor],
 ) -> Int8[Tensor, "B H nK"]:
-    """Evaluate the tiles whose state is UNKNOWN, and account for empty slots.
+    """Return the states with each UNKNOWN replaced by the exact state.
 
-    A tile with an empty slot is never full.
+    A full tile with an empty slot becomes partial, and a tile without tokens becomes empty.
+
+    Args:
+        states: the states of the key blocks, `[B or 1, H or 1, nK]`.
+        n_filled: the number of slots of each block that hold a token, `[B or 1, nK]`.
+        S: the number of keys.
+        bk: keys per block.
+        evaluate: a function that returns the dense mask `[B or 1, H or 1, t, s]` of a slice of the
+            keys.
     """
     unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
-    slots = torch.full((len(unknown),), bk, device=n_held.device)
+    slots = torch.full((len(unknown),), bk, device=n_filled.device)
     slots[-1] = S - (len(unknown) - 1) * bk
-    states = states.expand(max(states.shape[0], n_held.shape[0]), -1, -1)
-    states = states.masked_fill((n_held < slots)[:, None] & (states == FULL), PARTIAL)
-    states = states.masked_fill((n_held == 0)[:, None], EMPTY)
+    states = states.expand(max(states.shape[0], n_filled.shape[0]), -1, -1)
+    states = states.masked_fill((n_filled < slots)[:, None] & (states == FULL), PARTIAL)
+    states = states.masked_fill((n_filled == 0)[:, None], EMPTY)
     for first, last in _unknown_runs(unknown):
         block = evaluate(slice(first * bk, min(last * bk, S)))
         exact = block_states(block, bk)

@@ -224,7 +224,7 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     said = error_of(folder)
     if name == "\ud800":  # no such text is JSON
-        assert said == f"{INDEX} has half a character in '\\ud800'"
+        assert said == f"{INDEX} has an unpaired surrogate in '\\ud800'"
         return
     assert said.endswith(f"a model's files lie in its own folder ({INDEX} refers to it)")
 
@@ -361,13 +361,13 @@ FOLDERS = {
     "a pickle": (
         ["pytorch_model.bin", "config.json"],
         (
-            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which regard "
-            "does not open; convert it"
+            "the folder has 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not "
+            "open; convert it"
         ),
     ),
     "pickles": (
         ["b.pt", "a.pt"],
-        "the folder has 'a.pt' and 1 more, PyTorch weights, a pickle, which regard does",
+        "the folder has 'a.pt' and 1 more, PyTorch weights, a pickle, which regard does not",
     ),
     "an index of pickles": (
         ["pytorch_model.bin.index.json"],
@@ -467,7 +467,7 @@ def test_the_header_is_checked_before_anything_is_allocated(
     single(tmp_path)
     monkeypatch.setattr(torch, "empty", refuse)
     store = CheckpointTensors.open(tmp_path)
-    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not available"):
+    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not available$"):
         next(store.read())
 
 

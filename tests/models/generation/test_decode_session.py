@@ -318,6 +318,6 @@ def test_errors_of_rooms() -> None:
     ):
         make_full_cache("ring")
     with pytest.raises(
-        regard.ArgumentError, match="a fixed cache needs slots, the most that a row holds"
+        regard.ArgumentError, match="a fixed cache needs slots, the largest number of slots per row"
     ):
         make_full_cache("fixed")

@@ -557,9 +557,9 @@ class Recorder(Trace):
         gone = sorted(wanted - recorded)
         return f"heads {gone} were not recorded: no selected place has them" if gone else ""
 
-    def _settle(self, opening: ActiveTrace) -> None:
+    def _finish(self, opening: ActiveTrace) -> None:
         """Warn of what was requested but not recorded."""
-        super()._settle(opening)
+        super()._finish(opening)
         if self.missing == "ignore":
             return
         if not self.seen_places:
