@@ -1,6 +1,5 @@
 """Softmax attention as a module: one class that is assembled from a projection, a mask, a bias and
-an
-output map.
+an output map.
 """
 
 from __future__ import annotations
@@ -28,13 +27,11 @@ class Attention(Mixer):
     z = postprocess(attend(q, k, v), x);  out = output(heads of z concatenated)
 
     A projection with several equivalent forms (`regard.nn.projections.HasForms`) is used in the
-    form
-    that it selects for the number of queries and keys of the call.
+    form that it selects for the number of queries and keys of the call.
 
     Args:
         project: a `Projection`. It defines the query heads H, the key/value heads G and every step
-            on a
-            head, such as a norm or a rotary embedding.
+            on a head, such as a norm or a rotary embedding.
         output: a module [B,T,H*E] -> [B,T,M].
         mask: a mask on positions (`regard.masks`); None lets every query see every key.
         scale: the factor on the scores; None is 1/sqrt(D).
@@ -160,8 +157,7 @@ class Attention(Mixer):
     @property
     def spec(self) -> Spec:
         """The cost of this layer: its parameters, what a cache stores, and the FLOPs for the keys
-        that the
-        mask shows.
+        that the mask shows.
         """
         return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
 

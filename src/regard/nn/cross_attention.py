@@ -29,8 +29,7 @@ class CrossAttention(Attention):
     q = query(x);  k, v = recall(remember(memory));  out = output(attend(q, k, v))
 
     The arguments are those of `Attention`. Positions of x and of memory are counted separately, so
-    a
-    mask is rarely useful. The call that passes memory writes it to the cache once; later calls
+    a mask is rarely useful. The call that passes memory writes it to the cache once; later calls
     read it from there.
 
     Raises:
@@ -140,8 +139,7 @@ def project_memory(
 
 def count_cross_weights(module: nn.Module, project: Projection) -> ParameterCounts:
     """Count the parameters of a cross-attention layer, with the key and value maps counted
-    separately:
-    one decoding step does not apply them.
+    separately: one decoding step does not apply them.
     """
     inner: object = project
     while isinstance(wrapped := getattr(inner, "project", None), Projection):

@@ -1,6 +1,5 @@
 """The base class of all attention mechanisms: default positions, rollback of the cache after a
-refused
-call, and the cost of a layer.
+refused call, and the cost of a layer.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class Mixer(Explainable, nn.Module):
     """Base class of the modules that mix the tokens of a sequence, x [B,T,M] -> [B,T,M2].
 
     A subclass implements `mix`, `new_cache` and `spec`. It overrides `check_cache` if some caches
-    do
-    not suit it, and those methods of `Explainable` whose defaults do not fit.
+    do not suit it, and those methods of `Explainable` whose defaults do not fit.
     """
 
     def forward(
@@ -44,8 +42,7 @@ class Mixer(Explainable, nn.Module):
         Args:
             x: hidden states [B,T,M]; a slot at position -1 holds no token.
             positions: a `Span`, or integers [B or 1, T]. The default continues behind the last
-                token of
-                each row of the cache, or is 0..T-1 without a cache.
+                token of each row of the cache, or is 0..T-1 without a cache.
             cache: a cache from `new_cache`, or another one that stores what is needed.
             backend: the kernel by name, or the form of a recurrence; "auto" chooses.
 

@@ -176,8 +176,8 @@ def stack_query_forms(
     q: Tensor, q_sinks: Tensor, k: Tensor, k_positions: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
     """Concatenate the two forms of each query, and place each key into the half of the form that
-    reads it. A trace then sees one pattern: q . k for a key at position n or later and q_sinks .
-    k for a sink, at the cost of twice the head dim.
+    reads it. A trace then sees one pattern: q . k for a key at position n or later and q_sinks . k
+    for a sink, at the cost of twice the head dim.
 
     Args:
         q: queries [B,H,T,D] for recent keys.
