@@ -226,7 +226,7 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     """
     attention, x = parts("streaming")
     f = found("streaming", query=-1, call=1)
-    assert f.q[-1].name == "turned back"
+    assert f.q[-1].name == "rotated back"
     assert f.calls == ("call 0", "call 1")
     mix, i = f.mixture, f.query
     assert mix is not None

@@ -1,5 +1,5 @@
-"""Softmax attention as a module: one class that is assembled from a projection, a mask, a bias and
-an output map.
+"""The module `Attention`: softmax attention, assembled from a projection, a mask, a bias and an
+output map.
 """
 
 from __future__ import annotations
@@ -149,21 +149,21 @@ class Attention(Mixer):
         )
 
     def new_cache(self) -> Cache:
-        """Return an empty cache that stores every token that the mask can still show: all or the
-        last ones.
+        """Return an empty cache for the tokens that later queries may see: all tokens, or only the
+        last ones if the mask is a window.
         """
         return for_reach(reach(self.mask))
 
     @property
     def spec(self) -> Spec:
-        """The cost of this layer: its parameters, what a cache stores, and the FLOPs for the keys
-        that the mask shows.
+        """The cost of this layer: its parameters, the values that a cache stores, and the FLOPs for
+        the keys that the mask lets a query see.
         """
         return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
-        """Return the bias with this module's present parameters: copying or moving a module
-        replaces them.
+        """Return the bias with the present parameters of this module, because copying or moving a
+        module replaces its parameters.
         """
         if self.bias is None or not len(self.bias_tensors):
             return self.bias

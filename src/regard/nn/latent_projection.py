@@ -280,8 +280,8 @@ class LatentProjection(ProjectionModule):
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """Why a cache must not store the rotated key; None unless the rotary frequencies follow
-        the length.
+        """Why a cache must not store the rotated key; None unless the rotary frequencies follow the
+        length.
         """
         return cache_unsafe_reason(self.rotary)
 
@@ -375,7 +375,7 @@ class NaiveLatentProjection(LatentProjection):
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention with cached keys and values of all heads, as in
-        multi-head attention.
+        """Return the cost of attention with cached keys and values of all heads, as in multi-head
+        attention.
         """
         return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)

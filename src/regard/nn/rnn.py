@@ -99,8 +99,8 @@ def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
 
 
 def _call_rnn(rnn: nn.RNNBase, x: X, hidden: HiddenState) -> tuple[X, HiddenState]:
-    """Call the network with the hidden state in the form that torch uses: (h, c) for an LSTM,
-    else h.
+    """Call the network with the hidden state in the form that torch uses: (h, c) for an LSTM, else
+    h.
     """
     state = hidden if isinstance(rnn, nn.LSTM) else hidden[0]
     out, after = rnn(x, state)
@@ -186,8 +186,8 @@ class RecurrentDecoder(nn.Module, ABC):
     def forward(
         self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
-        """Map target embeddings y [B,T,M] to features [B,T,F]; also return the state after the
-        last token.
+        """Map target embeddings y [B,T,M] to features [B,T,F]; also return the state after the last
+        token.
         """
 
 
