@@ -329,7 +329,7 @@ def test_layers_have_their_own_numbers() -> None:
     assert [str(b.attention.mask) for b in build(made).layers] == ["causal & window(5)"] * 2 + [
         "causal"
     ]
-    starts = [block.attention.project.start for block in build(config("differential")).layers]
+    starts = [block.attention.project.lambda_init for block in build(config("differential")).layers]
     assert starts == [0.8 - 0.6 * math.exp(-0.3 * depth) for depth in (0, 1)]
     with pytest.raises(
         ArgumentError, match="depth of differential is 3; the decoder sets it for each layer"

@@ -128,8 +128,8 @@ class PerRowRotary(nn.Module):
         Returns:
             The vectors [B,H,L,D], as rotated for the lengths `new`.
         """
-        # Frequencies never return to those of length 0 once they have changed. If the new lengths have
-        # those, the old, shorter lengths have them, too.
+        # Once frequencies have changed, they never return to those of length 0. If the new lengths
+        # have those, then so have the old lengths, which are shorter.
         if all(self.same_frequencies(0, n) for n in new):
             return x
         lengths, index = torch.unique(old, return_inverse=True)
@@ -393,8 +393,8 @@ def _require_positions(positions: Positions | None) -> Positions:
     """Return the positions, or raise an `ArgumentError` if they are None."""
     if positions is None:
         raise ArgumentError(
-            "positions is None; a projection with rotary positions needs them: pass a Span or integers "
-            "[batch, length]"
+            "positions is None; a projection with rotary positions needs them: pass a Span or "
+            "integers [batch, length]"
         )
     return positions
 

@@ -48,8 +48,8 @@ def check_unrotated(project: Projection, reason: str) -> None:
     for name, part in project.named_modules():
         if isinstance(part, Rotary):
             raise ArgumentError(
-                f"project.{name} is {part}, but {reason}; build the projection without it, and pass "
-                "rotary= to the module"
+                f"project.{name} is {part}, but {reason}; build the projection without it, and "
+                "pass rotary= to the module"
             )
 
 
@@ -216,8 +216,8 @@ class InfiniAttention(Mixer):
         )
         share, local = float(self.gate[head].sigmoid()), calls[call_index].by_position(S)[head]
         return HeadMix(
-            f"σ(gate) times the memory of all earlier segments, plus 1 - σ(gate) times the softmax in "
-            f"this segment, with σ(gate) = {share:.4f}",
+            "σ(gate) times the memory of all earlier segments, plus 1 - σ(gate) times the softmax "
+            f"in this segment, with σ(gate) = {share:.4f}",
             (
                 MixTerm("memory", share, float(memory.sum()), explained=False),
                 MixTerm("softmax", 1 - share, float(local.sum()), explained=True),
