@@ -597,8 +597,8 @@ class NSA(Mixer):
             for n, call in enumerate(calls)
         )
         return HeadMix(
-            "the sum of three branches with separate keys and values, each times its gate; a weight "
-            "is a share of its branch, not of the total",
+            "the sum of three branches with separate keys and values, each times its gate; a "
+            "weight is a share of its branch, not of the total",
             terms,
             None,
         )
