@@ -166,7 +166,7 @@ class Indexer(nn.Module):
 
     >>> q, k, weight = HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
     >>> Indexer(q, k, weight, topk=3).spec.tokens(100)
-    Figure(value=3, formula='min(S, 3)')
+    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
     from its published code.

@@ -181,7 +181,7 @@ def dsa(
 
     >>> layer = dsa(32, 4, groups=2, topk=4, index_heads=3, index_dim=8, rotary_dim=4)
     >>> layer.describe(100).kv_per_token
-    Figure(value=40, formula='16 + 16 + 8')
+    Quantity(value=40, formula='16 + 16 + 8')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """
