@@ -14,7 +14,7 @@ from regard.cost.softmax import AdditiveSpec, CrossSpec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
-from regard.nn.explainable import ComputationStep, EffectiveRow, Explainable, LayerRun
+from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
 from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive_attention import additive_attention
@@ -234,7 +234,7 @@ class AdditiveAttention(Explainable, nn.Module):
         scores = terms.sum(1)
         return EffectiveRow(
             "additive",
-            (ComputationStep("additive", "", scores), ComputationStep("masked", "", scores)),
+            (MechanismStep("additive", "", scores), MechanismStep("masked", "", scores)),
             None,
             run.z[0, head, row],
             products=terms,

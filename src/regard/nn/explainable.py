@@ -20,8 +20,8 @@ from regard.positions import Rotary
 from regard.span import Positions
 
 
-class ComputationStep(NamedTuple):
-    """One step of a computation: its name, its equation and its result.
+class MechanismStep(NamedTuple):
+    """One step of the computation of a mechanism: its name, its equation and its result.
 
     Attributes:
         name: the name of the step, such as "rotated".
@@ -35,7 +35,7 @@ class ComputationStep(NamedTuple):
     values: Tensor
 
 
-ComputationSteps: TypeAlias = tuple[ComputationStep, ...]
+MechanismSteps: TypeAlias = tuple[MechanismStep, ...]
 
 
 class ProjectionQuery(NamedTuple):
@@ -79,9 +79,9 @@ class InputSteps(NamedTuple):
             token.
     """
 
-    q: ComputationSteps = ()
-    k: ComputationSteps = ()
-    v: ComputationSteps = ()
+    q: MechanismSteps = ()
+    k: MechanismSteps = ()
+    v: MechanismSteps = ()
     rotary: Rotary | None = None
     rotary_start: int = 0
     keys_are_blocks: bool = False
@@ -143,7 +143,7 @@ class EffectiveRow(NamedTuple):
     """
 
     kind: Literal["linear", "additive"]
-    scores: ComputationSteps
+    scores: MechanismSteps
     weights: Tensor | None
     output: Tensor
     scale: float = 1.0
@@ -318,10 +318,10 @@ def first_rotary(steps: Iterable[nn.Module]) -> Rotary | None:
 
 def run_steps(
     steps: Iterable[nn.Module],
-    previous: ComputationSteps,
+    previous: MechanismSteps,
     positions: Positions,
     letter: Literal["q", "k", "v"],
-) -> ComputationSteps:
+) -> MechanismSteps:
     """Run the steps of a `HeadProjection` one after the other and record the result of each.
 
     Args:
@@ -334,7 +334,7 @@ def run_steps(
         The steps so far, followed by the new ones.
 
     >>> from regard.span import Span
-    >>> before = (ComputationStep("projected", "", torch.zeros(1, 3, 4)),)
+    >>> before = (MechanismStep("projected", "", torch.zeros(1, 3, 4)),)
     >>> [step.name for step in run_steps([Rotary(4)], before, Span(0, 3), "q")]
     ['projected', 'rotated']
     """
@@ -343,14 +343,14 @@ def run_steps(
         y = step(results[-1].values[None], positions)[0]
         kind = type(step).__name__.lower()
         name, operator = (kind, kind) if find_rotary(step) is None else ("rotated", "R(p)")
-        results.append(ComputationStep(name, f"{letter}_{index} ← {operator} {letter}_{index}", y))
+        results.append(MechanismStep(name, f"{letter}_{index} ← {operator} {letter}_{index}", y))
 
     return tuple(results)
 
 
 def projection_step(
     letter: Literal["q", "k", "v"], values: Tensor, prefix: str = ""
-) -> ComputationStep:
+) -> MechanismStep:
     """Return the step "projected", the first of queries, keys or values: a linear map of the hidden
     states.
 
@@ -367,7 +367,7 @@ def projection_step(
     'k_j = W_K x_j'
     """
     index = "i" if letter == "q" else "j"
-    return ComputationStep(
+    return MechanismStep(
         "projected", f"{letter}_{index} = {prefix}W_{letter.upper()} x_{index}", values
     )
 

@@ -16,7 +16,7 @@ from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
-from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
@@ -243,18 +243,18 @@ class LatentProjection(ProjectionModule):
         x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
         nope, rotated_query = (part[0] for part in self.parts(x, positions))
         q = (
-            ComputationStep(
+            MechanismStep(
                 "projected", "q_i = [q_C; q_R] = W_UQ norm(W_DQ x_i)", self.q(x, positions)[0]
             ),
-            ComputationStep("rotated", "q_R ← R(p) q_R", torch.cat((nope, rotated_query), -1)),
+            MechanismStep("rotated", "q_R ← R(p) q_R", torch.cat((nope, rotated_query), -1)),
         )
         c, k_r = self.kv_down(query.memory).split((r, self.rotary.dim), -1)
         latent = self.kv_norm(c)
         rotated = self.rotary(k_r[:, None], query.k_positions)[:, 0]
         remembered = torch.cat((latent, rotated), -1)
         k = (
-            ComputationStep("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
-            ComputationStep(
+            MechanismStep("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
+            MechanismStep(
                 "remembered", "m_j = [norm(c_j); R(p) k_R], which a cache stores", remembered
             ),
         )
@@ -262,16 +262,16 @@ class LatentProjection(ProjectionModule):
             w_k, _ = self.up()
             absorbed = torch.cat((torch.einsum("htd,hdr->htr", nope, w_k), rotated_query), -1)
             equation = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
-            v = ComputationStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
+            v = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
             return InputSteps(
-                (*q, ComputationStep("absorbed", equation, absorbed)), k, (v,), self.rotary, r
+                (*q, MechanismStep("absorbed", equation, absorbed)), k, (v,), self.rotary, r
             )
         up = self.kv_up(latent, query.k_positions)[0]
         keys = torch.cat((up[..., :n], rotated.expand(self.heads, -1, -1)), -1)
         return InputSteps(
             q,
-            (*k, ComputationStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
-            (ComputationStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
+            (*k, MechanismStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
+            (MechanismStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
             self.rotary,
             n,
         )

@@ -20,7 +20,7 @@ from regard.cost.recurrent import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explainable import ComputationStep, EffectiveRow, LayerRun, effective_row
+from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.renamed_weights import LoadsRenamedWeights
@@ -166,17 +166,15 @@ class Recurrent(Mixer):
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
         dots = (run.k[0, group].double() @ run.q[0, head, row].double()).cpu()
-        scores, scale = [ComputationStep("dot", "", dots)], run.q.shape[-1] ** -0.5
+        scores, scale = [MechanismStep("dot", "", dots)], run.q.shape[-1] ** -0.5
         if isinstance(self.rule, LinearAttentionRule):
             unnormalised = LinearAttentionRule(self.rule.feature_map, normalise=False)
             raw = effective_row(lambda unit: run_rule(unit, rule=unnormalised)[0], run.v, head, row)
-            scores.append(ComputationStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
+            scores.append(MechanismStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
             scale = 1.0 if self.rule.normalise else self.rule.scale
         else:
-            scores.append(ComputationStep("scaled", "", scale * dots))
-        scores.append(
-            ComputationStep("effective", "", weights.masked_fill(~is_visible, -torch.inf))
-        )
+            scores.append(MechanismStep("scaled", "", scale * dots))
+        scores.append(MechanismStep("effective", "", weights.masked_fill(~is_visible, -torch.inf)))
         _, after = run_rule(run.v, row + 1)
         before = run_rule(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in after)
         return EffectiveRow(

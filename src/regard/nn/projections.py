@@ -17,10 +17,10 @@ from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explainable import (
-    ComputationStep,
-    ComputationSteps,
     Explainable,
     InputSteps,
+    MechanismStep,
+    MechanismSteps,
     ProjectionQuery,
     first_rotary,
     projection_step,
@@ -277,7 +277,7 @@ class HeadProjection(nn.Module):
 
     def explain_steps(
         self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
-    ) -> ComputationSteps:
+    ) -> MechanismSteps:
         """Compute the linear map and each step on the heads, for an explanation.
 
         Args:
@@ -784,9 +784,9 @@ class EncoderStateProjection(ProjectionModule):
         """
         k, v = self.recall(self.remember(query.memory, None), None)
         return InputSteps(
-            (ComputationStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
-            (ComputationStep("projected", "k_j = W_K h_j", k[0]),),
-            (ComputationStep("state", "v_j = h_j", v[0]),),
+            (MechanismStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
+            (MechanismStep("projected", "k_j = W_K h_j", k[0]),),
+            (MechanismStep("state", "v_j = h_j", v[0]),),
         )
 
     def _split(self, x: Tensor) -> Tensor:

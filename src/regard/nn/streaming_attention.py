@@ -13,7 +13,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
 from regard.masks.base import check_int
 from regard.nn.attention import Attention
-from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import SeparateQKV
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
@@ -133,7 +133,7 @@ class StreamingAttention(Attention):
             q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout
         )
         equation = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, by the number of evicted tokens"
-        return steps._replace(q=(*steps.q, ComputationStep("rotated back", equation, rotated[0])))
+        return steps._replace(q=(*steps.q, MechanismStep("rotated back", equation, rotated[0])))
 
     @property
     def _rotary(self) -> Rotary:
