@@ -421,9 +421,8 @@ class NSA(Mixer):
 
     compressed: one key and one value for each block of l tokens. A block starts every d tokens, and
         queries see it once it is complete;
-    selected: the tokens of the n past blocks of l' tokens that have the largest attention weights
-        in
-        the compressed branch;
+    selected: the n blocks of l' tokens, up to that of the query, that have the largest attention
+        weights in the compressed branch;
     window: the last w tokens
 
     A cache stores the keys and values of all three branches; the compressed ones are computed again
