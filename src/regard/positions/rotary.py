@@ -41,8 +41,7 @@ def rope_frequencies(
     theta_i = base^(-2i/d) for pairs i < rotary_dim / 2, with d = rotary_dim
 
     If proportional, d = dim, and the other pairs up to dim / 2 have frequency 0. The scaling is
-    applied
-    to theta.
+    applied to theta.
 
     Args:
         dim: the head dim D, even.

@@ -116,8 +116,7 @@ class LinearScaling(Scaling):
 @dataclass(frozen=True)
 class NTK(Scaling):
     """NTK-aware scaling with a fixed factor: the larger base b' = b s^(d/(d-2)). The lowest
-    frequency
-    is then that of `LinearScaling`, and the highest is unchanged.
+    frequency is then that of `LinearScaling`, and the highest is unchanged.
 
     Args:
         factor: the factor s.
@@ -594,8 +593,7 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
     """Compute the base b0 = b^(log_{T/2pi}(T_tune/2pi)). Fine-tuning on a longer length T_tune with
-    a
-    base above b0 extends the context beyond T_tune.
+    a base above b0 extends the context beyond T_tune.
 
     Args:
         length: the trained length T.
@@ -646,8 +644,7 @@ def long_term_decay(
     dim: int, base: float, distances: Float64[Tensor, " m"] | range
 ) -> Float64[Tensor, " m"]:
     """Compute B(m) = sum_i cos(m theta_i) for distances m. It is proportional to the amount by
-    which the
-    score of a similar key exceeds that of a random key at distance m.
+    which the score of a similar key exceeds that of a random key at distance m.
 
     Where B is negative, an unrelated token gets a higher score than a similar one.
 

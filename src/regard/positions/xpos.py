@@ -18,8 +18,7 @@ from regard.span import Positions, Span, as_tensor
 
 def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
     """Compute zeta_i = (2i + gamma d) / ((1 + gamma) d). The part of a score that comes from pair i
-    of
-    dims is multiplied by zeta_i for every scale_base positions of distance.
+    of dims is multiplied by zeta_i for every scale_base positions of distance.
 
     Args:
         dim: the head dim d.

@@ -87,8 +87,7 @@ def infini_delta(
     and the values that the memory already returns for its keys.
 
     x [B,T,M] -> [B,T,M]; a cache stores as many values as for `infini`. If a value is written twice
-    under
-    one key, the memory returns half of it.
+    under one key, the memory returns half of it.
 
     Args:
         dim, heads, segment, groups, head_dim, base, empty: as for `infini`.

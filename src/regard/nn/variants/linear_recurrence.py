@@ -217,8 +217,7 @@ def delta_net(
     """DeltaNet: linear attention that replaces the value stored under a key, by the delta rule.
 
     x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. A swish activation is applied
-    to
-    queries, keys and values. Unlike the paper's model, it has no short convolution and no output
+    to queries, keys and values. Unlike the paper's model, it has no short convolution and no output
     gate.
 
     Args:
@@ -272,8 +271,7 @@ def gated_delta_net(
     """Gated DeltaNet: the delta rule on a state that decays with each token, and an output gate.
 
     x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. Unlike the paper's model, it
-    has no
-    short convolution.
+    has no short convolution.
 
     Args:
         dim, heads, groups, head_dim, value_dim, normalise_keys, max_beta: as for `delta_net`.

@@ -47,8 +47,7 @@ def sliding_window(
     """Sliding window: a token sees the last W tokens, itself included, as in Mistral 7B.
 
     x [B,T,M] -> [B,T,M]; a cache stores W tokens at any length. Through l layers, a token depends
-    on the
-    last l (W - 1) + 1 tokens.
+    on the last l (W - 1) + 1 tokens.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
@@ -221,8 +220,7 @@ def packed(
     only.
 
     x [B,T,M] -> [B,T,M]. Positions need not start at 0 in each document, because rotary scores
-    depend on
-    differences of positions only.
+    depend on differences of positions only.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
@@ -387,8 +385,7 @@ def bigbird(
     a few random blocks.
 
     x [B,T,M] -> [B,T,M]; the random blocks are drawn from the seed once, and are the same in
-    training and
-    evaluation and at every length.
+    training and evaluation and at every length.
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.

@@ -161,8 +161,7 @@ def dsa(
     heads read the keys with the highest scores.
 
     x [B,T,M] -> [B,T,M]; a cache stores 2 G D + d values per token. This constructor combines the
-    indexer
-    with grouped-query attention. DeepSeek's models combine it with MLA; for that, pass a
+    indexer with grouped-query attention. DeepSeek's models combine it with MLA; for that, pass a
     `LatentProjection` to `SelectedAttention`.
 
     Args:
