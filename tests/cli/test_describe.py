@@ -48,7 +48,7 @@ def test_figures_at_real_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (("gqaa",), "did you mean 'gqa'?"),
-        (("gqa", "--set", "group=2"), "gqa has groups, head_dim, base"),
+        (("gqa", "--set", "group=2"), "the options of gqa are groups, head_dim, base"),
         (("gqa", "--set", "groups"), "give name=value"),
         (("gqa", "--set", "groups=3"), "not divisible by 3 key/value heads"),
         (("gqa", "--dim", "0"), "--dim"),

@@ -189,7 +189,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         ),
         (
             ["--attention", "gqa", "--set", "bass=3"],
-            "gqa has groups, head_dim, base, layout; did you mean 'base'?",
+            "the options of gqa are groups, head_dim, base, layout; did you mean 'base'?",
         ),
         (["--nonsense"], "No such option"),
     ],

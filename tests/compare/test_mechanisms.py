@@ -111,9 +111,12 @@ def test_names_of_the_catalogue_with_options() -> None:
         (["mhaa"], "'mhaa' is not a mechanism that a decoder can have; did you mean 'mha'"),
         (["bahdanau"], "'bahdanau' is not a mechanism that a decoder can have"),
         (["mha", "mha"], "mha is given twice; name each mechanism once"),
-        (["gqa:group=2"], "gqa has groups, head_dim, base, layout; did you mean 'groups'"),
+        (
+            ["gqa:group=2"],
+            "the options of gqa are groups, head_dim, base, layout; did you mean 'groups'",
+        ),
         (["gqa"], None),
-        (["sliding_window"], "sliding_window needs groups, window"),
+        (["sliding_window"], "sliding_window needs a value for groups, window"),
         (["gqa:groups=3"], "4 query heads are not divisible by 3"),
     ],
 )

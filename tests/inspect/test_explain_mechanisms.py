@@ -199,7 +199,7 @@ def test_a_row_in_blocks_is_the_row() -> None:
 def test_differential_attention_is_told_as_a_difference() -> None:
     attention, x = parts("differential")
     f = found("differential", head=1, query=8)
-    H, share = 4, float(attention.project.share)
+    H, share = 4, float(attention.project.lambda_full)
     rows = []
     for h in (1, 1 + H):
         s = [float(x["q"][h, 8] @ x["k"][h, j]) * f.scale for j in range(9)]
@@ -226,7 +226,7 @@ def test_calls_that_are_joined_make_one_softmax() -> None:
     """
     attention, x = parts("streaming")
     f = found("streaming", query=-1, call=1)
-    assert f.q[-1].name == "turned back"
+    assert f.q[-1].name == "rotated back"
     assert f.calls == ("call 0", "call 1")
     mix, i = f.mixture, f.query
     assert mix is not None

@@ -22,12 +22,12 @@ from regard.models import Model
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.nn.explainable import (
     CallWeights,
-    ComputationStep,
     EffectiveRow,
     Explainable,
     HeadMix,
     InputSteps,
     LayerRun,
+    MechanismStep,
     MixTerm,
     ProjectionQuery,
 )
@@ -78,9 +78,9 @@ class ExplainedSigmoid(SigmoidAttention):
         dots, seen = k @ q, torch.arange(len(k)) <= row
         weights = self.weights(scale * dots).masked_fill(~seen, 0.0)
         scores = (
-            ComputationStep("dot", "", dots),
-            ComputationStep("scaled", "", scale * dots),
-            ComputationStep("sigmoid", "a_ij = σ(s_ij)", weights.masked_fill(~seen, -torch.inf)),
+            MechanismStep("dot", "", dots),
+            MechanismStep("scaled", "", scale * dots),
+            MechanismStep("sigmoid", "a_ij = σ(s_ij)", weights.masked_fill(~seen, -torch.inf)),
         )
         return EffectiveRow("linear", scores, weights, run.z[0, head, row], scale)
 
@@ -188,7 +188,7 @@ class ExplainedMirrored(Mirrored):
         k = self.heads.explain_steps(query.memory, query.k_positions, "k")
         v = self.v.explain_steps(query.memory, query.k_positions, "v")
         return InputSteps(
-            q, (*k, ComputationStep("mirrored", "k_j ← k_j backwards", self.last(k[-1].values))), v
+            q, (*k, MechanismStep("mirrored", "k_j ← k_j backwards", self.last(k[-1].values))), v
         )
 
     def last(self, k: Tensor) -> Tensor:

@@ -346,7 +346,7 @@ def test_errors() -> None:
             regard.ArgumentError,
             "rotary has dim 8; it must be the head dim 6 of the queries",
         ),
-        (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
+        (lambda: build(rotary=follows), regard.ArgumentError, "give it a fixed length=<number>"),
         (
             lambda: InfiniAttention(rotated, nn.Linear(20, 12), segment=4),
             regard.ArgumentError,

@@ -107,7 +107,7 @@ def test_parts_compile_into_one_graph() -> None:
     [
         (torch.zeros(2, 3, 4), Span(0, 3), "3 dimensions"),
         (torch.zeros(1, 2, 3, 4), Span(0, 2), "there are 3 slots"),
-        (torch.zeros(1, 2, 3, 6), Span(0, 3), "head dim 6; this rotary was made for 4"),
+        (torch.zeros(1, 2, 3, 6), Span(0, 3), "head dim 6; it must be 4, the dim of this Rotary"),
         (torch.zeros(1, 2, 3, 4, dtype=torch.int64), Span(0, 3), "int64"),
         (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, dtype=torch.int64), r"must be \(1, 3\)"),
         ([1.0], Span(0, 1), "must be a torch tensor"),

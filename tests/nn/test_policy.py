@@ -456,7 +456,10 @@ def test_errors() -> None:
         ),
         (
             lambda: layer(NTK, "pre_rope").project.query(torch.zeros(1, 2, M).double(), None),
-            "positions is None; a projection with rotary positions needs them",
+            (
+                "positions is None; a projection with rotary positions needs them: pass a Span or "
+                "integers [batch, length]"
+            ),
         ),
     ]
     for call, message in cases:

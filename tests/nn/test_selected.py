@@ -484,8 +484,8 @@ def test_errors() -> None:
         (
             lambda: built(kv[:2], kv[3:]),
             (
-                "keys has length 2 and values has length 3; each needs one for compressed, "
-                "selected, window"
+                "keys has length 2 and values has length 3; each must have one "
+                "projection for each branch: compressed, selected, window"
             ),
         ),
         (lambda: built([*kv[:2], HeadProjection(8, 2, 4)], kv[3:]), same),

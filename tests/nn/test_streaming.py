@@ -257,7 +257,7 @@ def test_errors() -> None:
             "sinks is float 1.5; it must be an int, 0 or more",
         ),
         (lambda: build(softcap=0.0), regard.ArgumentError, "softcap is 0.0"),
-        (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
+        (lambda: build(rotary=follows), regard.ArgumentError, "give it a fixed length=<number>"),
         (
             lambda: other([], []),
             regard.ArgumentError,

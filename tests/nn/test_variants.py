@@ -345,7 +345,7 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         (lambda: FusedQKV(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
         (
             lambda: local_global(8, 4, groups=2, window=2, every=0),
-            "layer is 0 and every is 0; they must be at least 0 and 1",
+            "layer is 0 and every is 0; layer must be at least 0, and every at least 1",
         ),
         (
             lambda: sliding_window(8, 4, groups=2, window=0),

@@ -374,17 +374,17 @@ def test_frequencies_are_made_on_the_cpu_whatever_the_default():
         (
             lambda: rope_frequencies(8, scaling=DynamicNTK(2.0, 8)),
             ArgumentError,
-            "length is None, but DynamicNTK depends on it",
+            "length is None, but the frequencies of DynamicNTK depend on it",
         ),
         (
             lambda: rope_frequencies(8, scaling=DynamicYaRN(8)),
             ArgumentError,
-            "length is None, but DynamicYaRN depends",
+            "length is None, but the frequencies of DynamicYaRN depend",
         ),
         (
             lambda: rope_frequencies(2, scaling=NTK(2.0)),
             ArgumentError,
-            "the rotary dim is 2; the exponent",
+            "the rotary dim is 2; NTK scaling needs at least 4",
         ),
         (
             lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=3),

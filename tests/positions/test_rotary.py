@@ -430,7 +430,7 @@ F = rope_frequencies(8).inv_freq
         (
             lambda: Rotary(4)(X, Span(0, 3)),
             ArgumentError,
-            "x has head dim 8; this rotary was made for 4",
+            "x has head dim 8; it must be 4, the dim of this Rotary",
         ),
         (lambda: Rotary(8, layout="gptj"), ArgumentError, "layout is 'gptj'"),
         (

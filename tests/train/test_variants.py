@@ -329,7 +329,7 @@ def test_layers_have_their_own_numbers() -> None:
     assert [str(b.attention.mask) for b in build(made).layers] == ["causal & window(5)"] * 2 + [
         "causal"
     ]
-    starts = [block.attention.project.start for block in build(config("differential")).layers]
+    starts = [block.attention.project.lambda_init for block in build(config("differential")).layers]
     assert starts == [0.8 - 0.6 * math.exp(-0.3 * depth) for depth in (0, 1)]
     with pytest.raises(
         ArgumentError, match="depth of differential is 3; the decoder sets it for each layer"
@@ -345,9 +345,9 @@ def test_layers_have_their_own_numbers() -> None:
         (
             "gqa",
             {"groups": 2, "bass": 1.0},
-            "gqa has no option 'bass'; did you mean 'base'? It has groups, head_dim, base",
+            "gqa has no option 'bass'; did you mean 'base'? Its options are groups, head_dim, base",
         ),
-        ("gqa", {}, "gqa needs groups"),
+        ("gqa", {}, "gqa needs a value for groups"),
         ("gqa", {"groups": 2.0}, "groups of gqa is 2.0; it must be int"),
         ("gqa", {"groups": True}, "groups of gqa is True; it must be int"),
         ("gqa", {"groups": 3}, "4 query heads are not divisible by 3 key/value heads"),
@@ -441,8 +441,8 @@ def test_flags_become_a_config() -> None:
         (
             {"attention": "gqa", "set": ["bass=3"]},
             (
-                "--set bass=3: give name=value; gqa has groups, head_dim, base, layout; did you "
-                "mean 'base'?"
+                "--set bass=3: give name=value; the options of gqa are groups, head_dim, "
+                "base, layout; did you mean 'base'?"
             ),
         ),
         ({"attention": "gqa", "set": ["base"]}, None),

@@ -1,5 +1,4 @@
-"""Softmax attention as a module: one class that is assembled from a projection, a mask, a bias and
-an
+"""The module `Attention`: softmax attention, assembled from a projection, a mask, a bias and an
 output map.
 """
 
@@ -28,13 +27,11 @@ class Attention(Mixer):
     z = postprocess(attend(q, k, v), x);  out = output(heads of z concatenated)
 
     A projection with several equivalent forms (`regard.nn.projections.HasForms`) is used in the
-    form
-    that it selects for the number of queries and keys of the call.
+    form that it selects for the number of queries and keys of the call.
 
     Args:
         project: a `Projection`. It defines the query heads H, the key/value heads G and every step
-            on a
-            head, such as a norm or a rotary embedding.
+            on a head, such as a norm or a rotary embedding.
         output: a module [B,T,H*E] -> [B,T,M].
         mask: a mask on positions (`regard.masks`); None lets every query see every key.
         scale: the factor on the scores; None is 1/sqrt(D).
@@ -152,22 +149,21 @@ class Attention(Mixer):
         )
 
     def new_cache(self) -> Cache:
-        """Return an empty cache that stores every token that the mask can still show: all or the
-        last ones.
+        """Return an empty cache for the tokens that later queries may see: all tokens, or only the
+        last ones if the mask is a window.
         """
         return for_reach(reach(self.mask))
 
     @property
     def spec(self) -> Spec:
-        """The cost of this layer: its parameters, what a cache stores, and the FLOPs for the keys
-        that the
-        mask shows.
+        """The cost of this layer: its parameters, the values that a cache stores, and the FLOPs for
+        the keys that the mask lets a query see.
         """
         return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
-        """Return the bias with this module's present parameters: copying or moving a module
-        replaces them.
+        """Return the bias with the present parameters of this module, because copying or moving a
+        module replaces its parameters.
         """
         if self.bias is None or not len(self.bias_tensors):
             return self.bias

@@ -69,9 +69,9 @@ class Residual(nn.Module, ABC):
 
 
 class PreNorm(Residual):
-    """Pre-norm residual connection: the sublayer reads a normalised x, x + sublayer(norm(x)).
+    """Pre-norm residual connection: the input of the sublayer is normalised, x + sublayer(norm(x)).
 
-    A stack of these needs a norm after its last block.
+    A stack of pre-norm blocks needs one more norm after its last block.
 
     Args:
         norm: a module [B,T,M] -> [B,T,M].
@@ -199,8 +199,8 @@ class Block(LoadsRenamedWeights):
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, feed_forward_residual: residual connections: `PreNorm`, `PostNorm`,
-            `OutputNorm` or `SandwichNorm`.
+        attention_residual, feed_forward_residual: the residual connection of each sublayer, such as
+            `PreNorm` or `PostNorm`.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
@@ -249,12 +249,12 @@ class Block(LoadsRenamedWeights):
             x: hidden states [B,T,M].
             positions: positions of their tokens; by default they continue the cache.
             cache: the cache of this block's attention, or None.
-            backend: the kernel by name; "auto" chooses.
+            backend: the name of a kernel; "auto" selects one.
 
         Returns:
             The new hidden states [B,T,M].
         """
-        parts: dict[str, Any] = self._modules  # much faster than `self.attention`
+        parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         attention = parts["attention"]
         x = parts["attention_residual"](
             x, lambda normed: attention(normed, positions, cache, backend=backend)
@@ -272,7 +272,7 @@ class Block(LoadsRenamedWeights):
 
 
 class ParallelBlock(Block):
-    """A Transformer block whose attention and feed-forward layer read the same x:
+    """A Transformer block whose attention and feed-forward layer have the same input x:
     x + attention(norm_1(x)) + feed_forward(norm_2(x)).
 
     The arguments are those of `Block`. Only the norm and the dropout of each `PreNorm` are used.
@@ -318,7 +318,7 @@ class BlockCaches(NamedTuple):
 
     @property
     def own(self) -> Cache:
-        """The former name of `self_attention`, which goes with the next release."""
+        """Deprecated alias of `self_attention`; the next release removes it."""
         message = "BlockCaches.own is now BlockCaches.self_attention"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.self_attention
@@ -328,13 +328,14 @@ class DecoderBlock(LoadsRenamedWeights):
     """A decoder block with self-attention, attention to an encoder's memory and a feed-forward
     layer, each with a residual connection.
 
-    A trace finds the taps of the two attentions at the places `attention` and `cross`.
+    A `regard.Trace` records the two attention layers under the names `attention` and `cross`.
 
     Args:
         attention: an `Attention` with a causal mask.
         cross: a `CrossAttention`.
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, cross_residual, feed_forward_residual: `PreNorm` or `PostNorm`.
+        attention_residual, cross_residual, feed_forward_residual: the residual connection of each
+            sublayer, such as `PreNorm` or `PostNorm`.
 
     Raises:
         ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
@@ -398,16 +399,16 @@ class DecoderBlock(LoadsRenamedWeights):
             memory: states of the source [B,S,M3], given in the first call with caches, and in every
                 call without.
             memory_positions: positions of the source tokens; -1 marks padding.
-            backend: the kernel by name; "auto" chooses.
+            backend: the name of a kernel; "auto" selects one.
 
         Returns:
             The new hidden states [B,T,M].
         """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
-        with rollback_on_error(
-            *caches, layers=True
-        ):  # of both caches: the cross-attention may raise after the self-attention has stored
+        # Both caches are restored: the cross-attention may raise after the self-attention has
+        # already stored its tokens.
+        with rollback_on_error(*caches, layers=True):
             return self._forward(x, positions, caches, memory, memory_positions, backend)
 
     def _forward(

@@ -14,7 +14,7 @@ from regard.cost.softmax import AdditiveSpec, CrossSpec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
-from regard.nn.explainable import ComputationStep, EffectiveRow, Explainable, LayerRun
+from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
 from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive_attention import additive_attention
@@ -29,8 +29,7 @@ class CrossAttention(Attention):
     q = query(x);  k, v = recall(remember(memory));  out = output(attend(q, k, v))
 
     The arguments are those of `Attention`. Positions of x and of memory are counted separately, so
-    a
-    mask is rarely useful. The call that passes memory writes it to the cache once; later calls
+    a mask is rarely useful. The call that passes memory writes it to the cache once; later calls
     read it from there.
 
     Raises:
@@ -60,24 +59,24 @@ class CrossAttention(Attention):
         """Attend from x to memory, or to the memory that the cache holds.
 
         Args:
-            x: hidden states [B,T,M] of the sequence that asks.
+            x: hidden states [B,T,M] of the sequence that gives the queries.
             positions: positions of x; 0..T-1 by default.
             cache: a `regard.caches.Cross` cache, or None.
-            memory: states [B,S,M3] of the other sequence, given once per cache, or in every call
+            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
                 without a cache.
             memory_positions: positions of memory; 0..S-1 by default, -1 marks padding.
-            backend: the kernel by name; "auto" chooses.
+            backend: the name of a kernel; "auto" selects one.
 
         Returns:
             The output [B,T,M2].
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
-            stored, memory_at = project_memory(self.project, memory, memory_positions, cache)
-            return self._attend_and_project(x, positions, stored, memory_at, backend)
+            stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
+            return self._attend_and_project(x, positions, stored, k_positions, backend)
         with rollback_on_error(cache):
-            stored, memory_at = project_memory(self.project, memory, memory_positions, cache)
-            return self._attend_and_project(x, positions, stored, memory_at, backend)
+            stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
+            return self._attend_and_project(x, positions, stored, k_positions, backend)
 
     def new_cache(self) -> Cross:
         """Return an empty cache for the states of one encoder."""
@@ -85,8 +84,8 @@ class CrossAttention(Attention):
 
     @property
     def spec(self) -> CrossSpec:
-        """The cost of this layer for one query token; keys and values of memory are computed
-        once.
+        """The cost of this layer for one query token. It excludes the keys and values of memory,
+        which are computed once.
         """
         return CrossSpec(
             count_cross_weights(self, self.project),
@@ -101,11 +100,12 @@ def project_memory(
     positions: Positions | None,
     cache: Cache | None,
 ) -> tuple[Parts, Positions]:
-    """Project memory to what the cache stores, or read it from the cache.
+    """Compute the parts that a cache stores for the memory of a cross-attention, or read them from
+    the cache.
 
     Args:
         project: the projection of the layer.
-        memory: states [B,S,M3]; None reads what the cache holds.
+        memory: states [B,S,M3]; None reads the parts that the cache holds.
         positions: positions of memory; 0..S-1 by default.
         cache: a `regard.caches.Cross` cache, or None.
 
@@ -124,8 +124,8 @@ def project_memory(
     if memory is None:
         if positions is not None:
             raise ArgumentError(
-                "memory_positions is given without memory; leave it out: the cache stores its "
-                "positions"
+                "memory_positions is given without memory; leave it out, because the cache stores "
+                "the positions of its memory"
             )
         if cache is None or not cache.written:
             raise ArgumentError(
@@ -140,9 +140,9 @@ def project_memory(
 
 def count_cross_weights(module: nn.Module, project: Projection) -> ParameterCounts:
     """Count the parameters of a cross-attention layer, with the key and value maps counted
-    separately:
-    one decoding step does not apply them.
+    separately: one decoding step does not apply them.
     """
+    # Unwrap projections that contain another one, such as a gated projection.
     inner: object = project
     while isinstance(wrapped := getattr(inner, "project", None), Projection):
         inner = wrapped
@@ -158,7 +158,7 @@ class AdditiveAttention(Explainable, nn.Module):
 
     Args:
         project: a `Projection` whose queries and keys have the same dim D.
-        output: a module on the concatenated heads; None leaves them as they are.
+        output: a module [B,T,H*E] -> [B,T,M2] on the concatenated heads; None applies none.
 
     Raises:
         ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
@@ -191,10 +191,11 @@ class AdditiveAttention(Explainable, nn.Module):
         """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
 
         Args:
-            x: hidden states [B,T,M] of the sequence that asks.
+            x: hidden states [B,T,M] of the sequence that gives the queries.
             positions: positions of x; 0..T-1 by default.
             cache: a `regard.caches.Cross` cache, or None.
-            memory: states [B,S,M3] of the other sequence.
+            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
+                without a cache.
             memory_positions: positions of memory; -1 marks padding.
 
         Returns:
@@ -214,26 +215,26 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Tensor | None,
         memory_positions: Positions | None,
     ) -> Tensor:
-        stored, memory_at = project_memory(self.project, memory, memory_positions, cache)
+        stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
         q = tap("q", self.project.query(x, positions))
-        k, v = self.project.recall(stored, memory_at)
+        k, v = self.project.recall(stored, k_positions)
         k, v = tap("k", k), tap("v", v)
         context = additive_attention(
-            q, k, v, self.weight, q_positions=positions, k_positions=memory_at
+            q, k, v, self.weight, q_positions=positions, k_positions=k_positions
         ).context
         z = tap("z", self.project.postprocess(context, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
-        """Return the scores of the small network, term by term; their softmax is the row of
-        weights.
+        """Return the scores of the small network and their terms; the softmax of the scores is the
+        row of weights.
         """
         k = run.k[0, run.group(head)].double()
         terms = self.weight[head].double() * (run.q[0, head, row].double() + k).tanh()  # [S,D]
         scores = terms.sum(1)
         return EffectiveRow(
             "additive",
-            (ComputationStep("additive", "", scores), ComputationStep("masked", "", scores)),
+            (MechanismStep("additive", "", scores), MechanismStep("masked", "", scores)),
             None,
             run.z[0, head, row],
             products=terms,

@@ -1,6 +1,6 @@
 """Rotary embeddings whose frequencies follow the length of the text (DynamicNTK, DynamicYaRN,
-LongRoPE), used together with a cache. A policy decides what happens to cached keys that were
-rotated for a shorter length.
+LongRoPE), in a model with a cache. A policy defines the treatment of cached keys that were rotated
+for a shorter length.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def broadcast_lengths(lengths: RowLengths, rows: int) -> RowLengths:
 
 
 def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> bool:
-    """Return whether a rotary of the module has other frequencies for the new lengths than for the
-    old.
+    """Return whether any rotary embedding of a module has other frequencies for the new lengths
+    than for the old ones.
 
     Args:
         module: a module that may contain `PerRowRotary`s.
@@ -63,7 +63,7 @@ def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> b
         new: the new length of each row.
 
     Returns:
-        Whether any rotary changes for any row.
+        Whether the frequencies of any rotary embedding change for any row.
 
     >>> from regard.positions import LongRoPE
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
@@ -78,12 +78,13 @@ def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> b
 
 
 class PerRowRotary(nn.Module):
-    """A rotary embedding whose frequencies are those of the length of each row.
+    """A rotary embedding that computes its frequencies from the length of each row of the batch,
+    not from one length for the whole batch.
 
     angle = position * inv_freq_i(length of the row)
 
     Args:
-        rotary: the scheme; its own `length` is not used.
+        rotary: the rotary embedding to apply; its own `length` is not used.
 
     >>> from regard.positions import DynamicNTK
     >>> rotary = PerRowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
@@ -104,7 +105,7 @@ class PerRowRotary(nn.Module):
         each row.
         """
         inv_freq, factor = self._table(row_lengths(positions))
-        return self._turn(x, positions, inv_freq[:, None], factor[:, None])
+        return self._rotate(x, positions, inv_freq[:, None], factor[:, None])
 
     def rerotate(
         self,
@@ -127,25 +128,25 @@ class PerRowRotary(nn.Module):
         Returns:
             The vectors [B,H,L,D], as rotated for the lengths `new`.
         """
-        if all(
-            self.same_frequencies(0, n) for n in new
-        ):  # changed frequencies never return to those of length 0
+        # Once frequencies have changed, they never return to those of length 0. If the new lengths
+        # have those, then so have the old lengths, which are shorter.
+        if all(self.same_frequencies(0, n) for n in new):
             return x
         lengths, index = torch.unique(old, return_inverse=True)
         old_freq, old_factor = self._table(tuple(lengths.tolist()))
         new_freq, new_factor = self._table(new)
         difference = new_freq[:, None] - old_freq[index.to(old_freq.device)]
         ratio = new_factor[:, None] / old_factor[index.to(old_factor.device)]
-        return self._turn(x, positions, difference, ratio)
+        return self._rotate(x, positions, difference, ratio)
 
     def same_frequencies(self, old: int, new: int) -> bool:
-        """Return whether two lengths have the same frequencies and factor."""
+        """Return whether the frequencies and the rotary factor are the same for two lengths."""
         (first, a), (second, b) = self._frequencies(old), self._frequencies(new)
         return a == b and torch.equal(first, second)
 
-    def _turn(self, x: Tensor, positions: Positions, inv_freq: Tensor, factor: Tensor) -> Tensor:
-        """Rotate x by position * inv_freq [b,L or 1,n], times factor [b,L or 1]; the angles are
-        in fp64.
+    def _rotate(self, x: Tensor, positions: Positions, inv_freq: Tensor, factor: Tensor) -> Tensor:
+        """Rotate x by position * inv_freq [b,L or 1,n], times factor [b,L or 1]; the angles are in
+        fp64.
         """
         device = torch.device("cpu") if x.device.type == "mps" else x.device  # mps has no fp64
         p = as_tensor(positions, device).to(device, torch.float64)
@@ -184,7 +185,7 @@ def _cached_frequencies(
 
 
 KeyPolicy: TypeAlias = Literal["pre_rope", "re_rotate", "frozen", "recompute"]
-"""What happens to cached keys that were rotated for a shorter length (`rotary_projection`)."""
+"""The treatment of cached keys that were rotated for a shorter length; see `rotary_projection`."""
 
 
 def rotary_projection(
@@ -200,8 +201,8 @@ def rotary_projection(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build a projection with rotary positions and a policy for cached keys. The parameters are the
-    same under all policies.
+    """Build a projection with a rotary embedding whose frequencies may follow the length, and with
+    a policy for cached keys. The parameters are the same under all policies.
 
     Args:
         dim: the model dim M.
@@ -210,10 +211,11 @@ def rotary_projection(
         head_dim: the head dim D.
         rotary: the rotary embedding. If its scaling depends on the length, it needs
             length="current", or length=<number> for the policy "frozen".
-        policy: what happens to cached keys when the length changes the frequencies. "pre_rope":
-            keys are cached before rotation and rotated in every call; "re_rotate": keys are cached
-            rotated and rotated further; "frozen": the frequencies never change; "recompute": such
-            keys are refused, and `PrefixRecomputer` runs the prefix again.
+        policy: the treatment of cached keys when a new length changes the frequencies.
+            "pre_rope": keys are cached before rotation, and all of them are rotated in every call;
+            "re_rotate": keys are cached after rotation, and rotated further to the new frequencies;
+            "frozen": the frequencies never change; "recompute": cached keys with other frequencies
+            raise an error, and `PrefixRecomputer` runs the prefix again.
         q_steps, k_steps: steps on queries and on keys before the rotation, such as norms.
         value_dim: the value dim E; None is D.
         bias: whether the linear maps have a bias.
@@ -239,8 +241,8 @@ def rotary_projection(
         )
     if rotary.dim != head_dim:
         raise ArgumentError(f"rotary has dim {rotary.dim}; it must be the head_dim {head_dim}")
-    needs = rotary.scaling is not None and rotary.scaling.needs_length
-    if needs and rotary.follows_length == (policy == "frozen"):
+    needs_length = rotary.scaling is not None and rotary.scaling.needs_length
+    if needs_length and rotary.follows_length == (policy == "frozen"):
         length = "length=<number>" if policy == "frozen" else 'length="current"'
         raise ArgumentError(f"{rotary} does not suit policy {policy!r}; construct it with {length}")
     rotary_step = (rotary,) if policy == "frozen" else ()
@@ -249,15 +251,16 @@ def rotary_projection(
     v = HeadProjection(dim, groups, value_dim or head_dim, bias=bias)
     if policy == "frozen":
         return SeparateQKV(q, k, v)
-    kinds = {"pre_rope": PreRopeQKV, "re_rotate": ReRotatedQKV, "recompute": RecomputedQKV}
-    return kinds[policy](q, k, v, PerRowRotary(rotary))
+    classes = {"pre_rope": PreRopeQKV, "re_rotate": ReRotatedQKV, "recompute": RecomputedQKV}
+    return classes[policy](q, k, v, PerRowRotary(rotary))
 
 
 class PreRopeQKV(SeparateQKV):
-    """A projection that caches keys before rotation. When keys are recalled, they are rotated with
-    the frequencies for the present length.
+    """A projection that caches keys before rotation. When keys are read from memory, they are
+    rotated with the frequencies for the present length.
 
-    In a single layer, the result of the last query then equals a run of the whole text in one call.
+    In a single layer, the result of the last query is then the same as if the whole text had been
+    run in one call.
 
     Args:
         q, k, v: `HeadProjection`s without a rotary.
@@ -279,13 +282,15 @@ class PreRopeQKV(SeparateQKV):
         super().__init__(q, k, v, key_transform=rotary)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return queries [B,H,T,D] that are rotated for the length of the call alone."""
+        """Return queries [B,H,T,D], rotated with the frequencies for the largest position of the
+        call. `adjust_query` corrects them if the cache holds later positions.
+        """
         result: Tensor = self.key_transform(self.q(x, positions), _require_positions(positions))
         return result
 
     def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Rotate queries further to the frequencies for the largest key position, if that length
-        differs.
+        """Rotate queries further to the frequencies for the largest key position, if these differ
+        from those of the call.
         """
         old, new = row_lengths(positions), row_lengths(k_positions)
         rows = max(len(old), len(new))
@@ -298,7 +303,7 @@ class PreRopeQKV(SeparateQKV):
 
 class ReRotatedQKV(PreRopeQKV):
     """A projection that caches rotated keys together with the length that they were rotated for.
-    When keys are recalled, they are rotated further by R(new - old).
+    When keys are read from memory, they are rotated further by R(new - old).
 
     This equals `PreRopeQKV` in real arithmetic. It costs nothing while the frequencies are
     unchanged, that is up to the trained length. Cached keys are never overwritten, so rounding
@@ -324,7 +329,9 @@ class ReRotatedQKV(PreRopeQKV):
         return self.key_transform(k, positions), v, length.expand(x.shape[0], 1, x.shape[1], 1)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys as one pass would rotate them now, and the values."""
+        """Return the keys, rotated further to the frequencies for the present length, and the
+        values.
+        """
         k, v, length = memory
         positions = _require_positions(positions)
         return self.key_transform.rerotate(
@@ -339,8 +346,8 @@ class ReRotatedQKV(PreRopeQKV):
 
 
 class RecomputedQKV(ReRotatedQKV):
-    """A projection that caches rotated keys and refuses them once the frequencies have changed: the
-    prefix must then be run again (`regard.nn.PrefixRecomputer`).
+    """A projection that caches rotated keys, and raises an error once their frequencies are out of
+    date: the prefix must then be run again (`regard.nn.PrefixRecomputer`).
 
     Args:
         q, k, v, rotary: as for `PreRopeQKV`.
@@ -358,7 +365,12 @@ class RecomputedQKV(ReRotatedQKV):
     """
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they were stored."""
+        """Return keys and values as they were stored.
+
+        Raises:
+            ArgumentError: a key was rotated with frequencies other than those of the present
+                length.
+        """
         k, v, length = memory
         positions = _require_positions(positions)
         now = row_lengths(positions)
@@ -380,12 +392,15 @@ class RecomputedQKV(ReRotatedQKV):
 def _require_positions(positions: Positions | None) -> Positions:
     """Return the positions, or raise an `ArgumentError` if they are None."""
     if positions is None:
-        raise ArgumentError("positions is None; a projection with rotary positions needs them")
+        raise ArgumentError(
+            "positions is None; a projection with rotary positions needs them: pass a Span or "
+            "integers [batch, length]"
+        )
     return positions
 
 
 class PrefixRecomputer:
-    """A model with its caches under the policy "recompute" of `rotary_projection`: the whole prefix
+    """A model with its caches, for the policy "recompute" of `rotary_projection`: the whole prefix
     is run again whenever a new length changes the rotary frequencies.
 
     The logits of every call equal those of one pass over the whole prefix. A call that changes the
@@ -407,8 +422,8 @@ class PrefixRecomputer:
     >>> prefix(torch.tensor([[1, 2]]), Span(0, 2)).shape, prefix.reruns
     (torch.Size([1, 2, 7]), 0)
 
-    Source: the code released with Phi-3 (arXiv 2404.14219) drops its cache when LongRoPE changes
-    lists.
+    Source: the code released with Phi-3 (arXiv 2404.14219), which drops its cache when LongRoPE
+    switches from the short to the long factors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -456,7 +471,7 @@ class PrefixRecomputer:
         """Copy the prefix.
 
         Returns:
-            Another prefix of the same model; changing one does not change the other.
+            A copy for the same model; appending tokens to one does not change the other.
         """
         copy = type(self)(self.model)
         copy.caches = [cache.fork() for cache in self.caches]

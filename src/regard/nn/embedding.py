@@ -42,7 +42,7 @@ class SinusoidalPositions(nn.Module):
         return sinusoidal(positions, self.dim, dtype=torch.float64)
 
     def extra_repr(self) -> str:
-        """The size of a vector."""
+        """The model dim, which is the size of a vector."""
         return str(self.dim)
 
 
@@ -60,9 +60,9 @@ class InputEmbedding(nn.Module):
             `SinusoidalPositions` or `positions.LearnedPositions`; None adds nothing.
         scale: the factor on the token embedding, sqrt(M) in the first Transformer. It is rounded to
             the dtype of the embedding.
-        segments: an `nn.Embedding` [n, M] for the segment (text of the input) that a token belongs
-            to.
-        norm: a module [B,T,M] -> [B,T,M]; None is identity.
+        segments: an `nn.Embedding` [n, M] of segments (BERT's token types), which mark the text of
+            the input that a token belongs to; None adds nothing.
+        norm: a module [B,T,M] -> [B,T,M]; None applies none.
         dropout: the dropout probability, in training only.
 
     Raises:

@@ -1,9 +1,10 @@
-"""How a mechanism explains one run of itself.
+"""`Explainable`, the interface through which `regard.inspect` explains a run of any mechanism.
 
-`regard.inspect` treats all mechanisms alike. It records the attention calls and the taps of a run,
-and asks the mechanism for the rest through `Explainable`: the steps that computed its queries, keys
-and values, the row of weights that it applies where no softmax kernel ran, and how several rows are
-combined into one head. A new mechanism overrides the methods whose defaults do not fit.
+`regard.inspect` records the attention calls of a run and the tensors at its taps (named points, see
+`regard.tracing`). It gets everything else from the mechanism: the steps that computed the queries,
+keys and values; the row of attention weights, if no softmax kernel computed one; and the way in
+which several rows are combined into one head. A new mechanism overrides the methods whose defaults
+do not fit.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from regard.positions import Rotary
 from regard.span import Positions
 
 
-class ComputationStep(NamedTuple):
-    """One step of a computation, such as "rotated": its name, its equation and its result.
+class MechanismStep(NamedTuple):
+    """One step of the computation of a mechanism: its name, its equation and its result.
 
-    The values of queries, keys and values are [n,L,d] for all heads; those of scores are [S], one
-    for each key. An empty equation stands for the usual one of that name.
+    Attributes:
+        name: the name of the step, such as "rotated".
+        equation: the equation as text; "" stands for the standard equation of a step of this name.
+        values: the result. For queries, keys and values it is [n,L,d], with all n heads; for scores
+            it is [S], with one score per key.
     """
 
     name: str
@@ -31,7 +35,7 @@ class ComputationStep(NamedTuple):
     values: Tensor
 
 
-ComputationSteps: TypeAlias = tuple[ComputationStep, ...]
+MechanismSteps: TypeAlias = tuple[MechanismStep, ...]
 
 
 class ProjectionQuery(NamedTuple):
@@ -47,7 +51,8 @@ class ProjectionQuery(NamedTuple):
         branch: the name of the call's branch, such as "window"; "" for a mechanism without
             branches.
         call_index: the index of the call among all calls for this query, in the order of the run.
-        head_dim: the head dim of the recorded keys, which shows the form of a latent projection.
+        head_dim: the head dim of the recorded keys. It shows whether a latent projection (MLA) ran
+            in its expanded or in its absorbed form.
     """
 
     x: Tensor
@@ -61,31 +66,33 @@ class ProjectionQuery(NamedTuple):
 
 
 class InputSteps(NamedTuple):
-    """The steps that computed queries [H,T,D], keys [G,S,D] and values [G,S,E]. The last step of
-    each is the input of attention; () if nothing is known.
+    """The steps that computed the queries, keys and values of an attention call.
 
     Attributes:
-        q, k, v: the steps.
+        q: the steps of the queries; the last one holds the input of attention [H,T,D]. () if the
+            steps are not known.
+        k: the steps of the keys, likewise; the last one holds [G,S,D].
+        v: the steps of the values, likewise; the last one holds [G,S,E].
         rotary: the rotary embedding of queries and keys, or None.
-        rotary_start: the first dim that it rotates.
+        rotary_start: the index of the first dim that the rotary embedding rotates.
         keys_are_blocks: whether a key stands for a block of tokens, at the position of its last
             token.
     """
 
-    q: ComputationSteps = ()
-    k: ComputationSteps = ()
-    v: ComputationSteps = ()
+    q: MechanismSteps = ()
+    k: MechanismSteps = ()
+    v: MechanismSteps = ()
     rotary: Rotary | None = None
     rotary_start: int = 0
     keys_are_blocks: bool = False
 
 
 class LayerRun(NamedTuple):
-    """The input of a mechanism and the values at its taps, in a run of one sequence.
+    """The input of a mechanism in a run of one sequence, and the tensors at its taps.
 
     Attributes:
-        x: its input [1,T,M].
-        taps: the values at its own taps by name, without those inside a branch.
+        x: the input [1,T,M].
+        taps: tap name, such as "q", to tensor. Taps inside a branch are not included.
     """
 
     x: Tensor
@@ -108,7 +115,7 @@ class LayerRun(NamedTuple):
 
     @property
     def z(self) -> Tensor:
-        """The heads [1,H,T,E] after postprocessing."""
+        """The heads [1,H,T,E] after the projection's `postprocess`."""
         return self.taps["z"]
 
     def group(self, head: int) -> int:
@@ -117,25 +124,26 @@ class LayerRun(NamedTuple):
 
 
 class EffectiveRow(NamedTuple):
-    """The row of weights that a mechanism applies to the values for one query, where no softmax
-    kernel ran that could have been recorded.
+    """The row of weights that one head of a mechanism applies to the values for one query. A
+    mechanism computes it itself if it runs no softmax kernel, whose weights could be recorded.
 
     Attributes:
         kind: "linear" if each weight is the coefficient of one value; "additive" if the weights are
             the softmax of a score other than q . k.
         scores: the scores [S], step by step; the last step is -inf where the query does not see the
             key.
-        weights: the weights [S]; None is the softmax of the last scores.
+        weights: the weights [S]; None means the softmax of the last scores.
         output: the result of the head [E], computed by the mechanism; it equals weights times
             values.
         scale: the factor on q . k.
-        products: the terms [S,D] whose sum is the first score of each key; None is q * k.
+        products: the terms [S,D] whose sum over D is the first score of each key; None means q * k.
         state: the parts of a recurrent state after and before the query, or None.
-        checks: what the mechanism compared with the recorded run, and the largest difference.
+        checks: name of a quantity that was compared with the recorded run, to the largest absolute
+            difference.
     """
 
     kind: Literal["linear", "additive"]
-    scores: ComputationSteps
+    scores: MechanismSteps
     weights: Tensor | None
     output: Tensor
     scale: float = 1.0
@@ -158,17 +166,18 @@ class CallWeights(NamedTuple):
     positions: Tensor
 
     def by_position(self, length: int) -> Tensor:
-        """Return the weights [H,length], ordered by the positions of the keys.
+        """Return the weights [H,length] in the order of positions; a position without a key has
+        weight 0.
 
         >>> call = CallWeights("", torch.tensor([[0.25, 0.75]]), torch.tensor([2, 0]))
         >>> call.by_position(3).tolist()
         [[0.75, 0.0, 0.25]]
         """
-        row = self.weights.new_zeros(len(self.weights), length)
-        real = (self.positions >= 0) & (self.positions < length)
+        ordered = self.weights.new_zeros(len(self.weights), length)
+        is_used = (self.positions >= 0) & (self.positions < length)
 
-        row[:, self.positions[real]] = self.weights[:, real]
-        return row
+        ordered[:, self.positions[is_used]] = self.weights[:, is_used]
+        return ordered
 
 
 class MixTerm(NamedTuple):
@@ -177,8 +186,8 @@ class MixTerm(NamedTuple):
     Attributes:
         name: the name of the row.
         factor: its factor in the sum.
-        row_sum: the sum of its weights.
-        explained: whether it is the row that is being explained.
+        row_sum: the sum of the weights of the row.
+        explained: whether this row is the one that is being explained.
     """
 
     name: str
@@ -188,12 +197,12 @@ class MixTerm(NamedTuple):
 
 
 class HeadMix(NamedTuple):
-    """A head that is a combination of several rows.
+    """The combination of several rows of weights into one head.
 
     Attributes:
         text: the combination in words.
-        terms: its terms.
-        row: the resulting row [S], or None if there is no single one.
+        terms: the terms of the combination.
+        row: the combined row [S], or None if no single row gives the result of the head.
     """
 
     text: str
@@ -202,11 +211,11 @@ class HeadMix(NamedTuple):
 
 
 class Explainable:
-    """A mechanism, or a projection, that can explain how its numbers were computed.
+    """Base class of mechanisms and projections that can explain how their results were computed.
 
-    Every method has a default, so that any mechanism can be recorded and explained: the inputs are
-    those of its projection, the row is the one that a softmax kernel recorded, and one row is one
-    head.
+    Every method has a default, so that any mechanism can be explained. By default, the projection
+    of the mechanism explains the queries, keys and values; the weights are those that were recorded
+    from a softmax kernel; and each recorded row is the result of one head.
 
     Attributes:
         output: the module that joins the heads [*,H*E] -> [*,M].
@@ -217,15 +226,29 @@ class Explainable:
     replaces_calls: bool = False
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps that computed the queries, keys and values of a call: by default those
-        of the module's projection, if that is `Explainable`.
+        """Return the steps that computed the queries, keys and values of a call. By default, they
+        are those of `self.project`, if that is `Explainable`.
+
+        Args:
+            query: the recorded call and its inputs.
+
+        Returns:
+            The steps; empty if they are not known.
         """
         inner = getattr(self, "project", None)
         return inner.explain_inputs(query) if isinstance(inner, Explainable) else InputSteps()
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow | None:
-        """Return the row of weights of one head and query if no softmax kernel runs; by default
-        None.
+        """Compute the row of weights of one head and query, if the mechanism runs no softmax
+        kernel.
+
+        Args:
+            run: the recorded run.
+            head: the index of the query head.
+            row: the index of the query.
+
+        Returns:
+            The row; None, the default, if a softmax kernel computes the weights.
         """
         return None
 
@@ -237,8 +260,18 @@ class Explainable:
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix | None:
-        """Return how the row of call `call_index` enters the result of the head. None means that
-        the row is the whole result, or that several calls are merged by their lse.
+        """Describe how the row of weights of one call enters the result of the head.
+
+        Args:
+            run: the recorded run.
+            calls: all recorded calls for the query.
+            call_index: the index in `calls` of the call that is being explained.
+            head: the index of the query head in that call.
+            row: the index of the query.
+
+        Returns:
+            The combination of rows. None if the row is the whole result, or if the results of
+            several calls are merged by their log-sum-exp.
         """
         inner = getattr(self, "project", None)
         if isinstance(inner, Explainable):
@@ -247,8 +280,9 @@ class Explainable:
 
 
 def explainable(module: nn.Module) -> Explainable:
-    """Return the module itself if it is `Explainable`, otherwise a wrapper with the default
+    """Return the module itself if it is `Explainable`, otherwise a wrapper that gives the default
     explanations.
+
 
     >>> explainable(nn.Linear(2, 2)).has_own_row
     False
@@ -267,7 +301,8 @@ class _DefaultExplainable(Explainable):
 
 
 def find_rotary(step: nn.Module) -> Rotary | None:
-    """Return the rotary embedding of a step on heads, or None if the step does not rotate.
+    """Return the rotary embedding that a step of a `HeadProjection` is or contains (as its
+    attribute `rotary`), or None.
 
     >>> find_rotary(nn.Identity()) is None, find_rotary(Rotary(4)).dim
     (True, 4)
@@ -283,15 +318,15 @@ def first_rotary(steps: Iterable[nn.Module]) -> Rotary | None:
 
 def run_steps(
     steps: Iterable[nn.Module],
-    previous: ComputationSteps,
+    previous: MechanismSteps,
     positions: Positions,
     letter: Literal["q", "k", "v"],
-) -> ComputationSteps:
-    """Run steps on heads one after the other.
+) -> MechanismSteps:
+    """Run the steps of a `HeadProjection` one after the other and record the result of each.
 
     Args:
         steps: modules called as step(x [B,n,L,d], positions).
-        previous: the steps so far; the last one holds the input.
+        previous: the steps so far; the last one holds the input [n,L,d].
         positions: positions of the tokens.
         letter: whether the heads are queries, keys or values.
 
@@ -299,7 +334,7 @@ def run_steps(
         The steps so far, followed by the new ones.
 
     >>> from regard.span import Span
-    >>> before = (ComputationStep("projected", "", torch.zeros(1, 3, 4)),)
+    >>> before = (MechanismStep("projected", "", torch.zeros(1, 3, 4)),)
     >>> [step.name for step in run_steps([Rotary(4)], before, Span(0, 3), "q")]
     ['projected', 'rotated']
     """
@@ -307,28 +342,38 @@ def run_steps(
     for step in steps:
         y = step(results[-1].values[None], positions)[0]
         kind = type(step).__name__.lower()
-        name, how = (kind, kind) if find_rotary(step) is None else ("rotated", "R(p)")
-        results.append(ComputationStep(name, f"{letter}_{index} ← {how} {letter}_{index}", y))
+        name, operator = (kind, kind) if find_rotary(step) is None else ("rotated", "R(p)")
+        results.append(MechanismStep(name, f"{letter}_{index} ← {operator} {letter}_{index}", y))
 
     return tuple(results)
 
 
 def projection_step(
     letter: Literal["q", "k", "v"], values: Tensor, prefix: str = ""
-) -> ComputationStep:
-    """Return the first step of queries, keys or values: a linear map of the hidden states.
+) -> MechanismStep:
+    """Return the step "projected", the first of queries, keys or values: a linear map of the hidden
+    states.
+
+    Args:
+        letter: whether the heads are queries, keys or values.
+        values: the result of the linear map [n,L,d].
+        prefix: the name of an operation that follows the linear map, such as "rmsnorm ".
+
+    Returns:
+        The step with its equation.
+
 
     >>> projection_step("k", torch.zeros(1, 3, 4)).equation
     'k_j = W_K x_j'
     """
     index = "i" if letter == "q" else "j"
-    return ComputationStep(
+    return MechanismStep(
         "projected", f"{letter}_{index} = {prefix}W_{letter.upper()} x_{index}", values
     )
 
 
 KEYS_PER_BLOCK = 64
-"""How many columns of an effective row are computed by one call of the mechanism."""
+"""The number of keys whose coefficients one call of the mechanism computes in `effective_row`."""
 
 
 def effective_row(
@@ -336,14 +381,15 @@ def effective_row(
 ) -> Tensor:
     """Compute the coefficients a_i [S], in float64, that one head of query i gives to the values.
 
-    Any mechanism that is linear in the values, z_i = sum_j a_ij v_j, can be applied to values that
-    are unit vectors. The result for query i is then the row a_i, one block of keys at a time.
+    If a mechanism is linear in the values, z_i = sum_j a_ij v_j, it can be applied to unit vectors
+    instead of the values. The result for query i is then the row a_i. This is done for one block of
+    keys at a time.
 
     Args:
         mix: a function from values [1,G,S,E'] to heads [1,H,T,E'], linear in the values.
         v: the values [1,G,S,E] of the call, for their shape and dtype.
         head: the head of the row.
-        row: the query of the row; keys behind it have no weight.
+        row: the index i of the query; later keys get coefficient 0.
         columns: the number of keys in a block.
 
     Returns:

@@ -1,5 +1,5 @@
-"""Feed-forward layers, which a block applies to each position separately: one network, plain or
-gated, or a mixture of experts with its router.
+"""Feed-forward layers, which a block applies to each position separately: a single network, plain
+or gated, or a mixture of experts (MoE) with its router.
 """
 
 from __future__ import annotations
@@ -459,8 +459,8 @@ class MoE(nn.Module):
 
     Tokens are gathered by expert: an expert computes only its own tokens, and an expert without
     tokens computes nothing. The sum for a token runs over its experts in ascending order, in fp32
-    or better, whatever the batch and the device. The choice is read from the device once per call,
-    which breaks a compiled graph.
+    or better, whatever the batch and the device. The indices of the chosen experts are copied to
+    the CPU once per call, which causes a graph break under torch.compile.
 
     Args:
         router: a `Router` for this number of experts.

@@ -1,5 +1,5 @@
-"""Gated and differential attention: projections that change the result of attention before the
-output map.
+"""Projections that change the result of attention before the output map: an output gate, and the
+difference of differential attention.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from regard.argument_checks import check_groups
 from regard.caches import Parts
 from regard.cost.softmax import VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
+from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.nn.explainable import CallWeights, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
@@ -33,14 +34,14 @@ from regard.units import plural
 
 
 class GatedProjection(ProjectionModule):
-    """A projection with an output gate: each value of the heads is multiplied by a gate from the
-    query's token.
+    """A projection with an output gate: every element of the heads is multiplied by a gate that is
+    computed from the hidden state of the query.
 
     z' = z * sigmoid(gate(x))
 
     Args:
-        project: any projection.
-        gate: a `HeadProjection` to H heads of E, one gate per head and channel.
+        project: the projection to wrap; any `Projection`.
+        gate: a `HeadProjection` of x to H heads of E, which is one gate per head and channel.
 
     Raises:
         ArgumentError: the gate does not have the heads that attention returns.
@@ -126,14 +127,12 @@ class GatedProjection(ProjectionModule):
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """Why a cache must not store the wrapped projection's memory, or None."""
+        """The reason why a cache must not store the memory of the wrapped projection, or None."""
         return self.project.cache_unsafe_reason
 
 
 class _GatedForm:
-    """One form of a gated projection: the form's queries, keys and values, and the gate on its
-    result.
-    """
+    """One form of a wrapped projection (`HasForms`), with the output gate on its result."""
 
     def __init__(self, form: Projection, gate: HeadProjection) -> None:
         self.form, self.gate = form, gate
@@ -147,11 +146,14 @@ class _GatedForm:
 
 
 class DifferentialProjection(SeparateQKV):
-    """The projection of differential attention: two attention patterns over the same values per
-    head, of which the second is subtracted from the first.
+    """The projection of differential attention: each head has two attention patterns over the same
+    values, and the second is subtracted from the first.
 
     z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v),
-    l = exp(a1 . b1) - exp(a2 . b2) + l0
+    l = exp(a1 . b1) - exp(a2 . b2) + l0,  l0 = 0.8 - 0.6 exp(-0.3 depth)
+
+    l and l0 are lambda and lambda_init of the paper; a1, b1, a2 and b2 are its lambda_q1,
+    lambda_k1, lambda_q2 and lambda_k2.
 
     Attention computes 2 H query heads and 2 G key heads: first those of the first pattern, then
     those of the second.
@@ -160,7 +162,7 @@ class DifferentialProjection(SeparateQKV):
         q: a `HeadProjection` to 2 H heads of D.
         k: a `HeadProjection` to 2 G heads of D.
         v: a `HeadProjection` to G heads of E.
-        depth: the index of the layer, from 0: l0 = 0.8 - 0.6 exp(-0.3 depth).
+        depth: the index of the layer, from 0, which determines l0.
 
     Raises:
         ArgumentError: the heads do not fit one another, or depth is negative.
@@ -183,21 +185,18 @@ class DifferentialProjection(SeparateQKV):
                 "heads of v and the head dim of q, and depth must be at least 0"
             )
         check_groups(q.heads // 2, v.heads)
-        self.q, self.k, self.v, self.key_transform, self.cache_unsafe_reason = (
-            q,
-            k,
-            v,
-            None,
-            cache_unsafe_reason(k),
-        )
-        self.start = 0.8 - 0.6 * math.exp(-0.3 * depth)
+        self.q, self.k, self.v, self.key_transform = q, k, v, None
+        self.cache_unsafe_reason = cache_unsafe_reason(k)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
         self.a1, self.b1, self.a2, self.b2 = (
             nn.Parameter(0.1 * torch.randn(q.head_dim)) for _ in range(4)
         )
         self.norm = RMSNorm(v.head_dim, eps=1e-5)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys of both patterns [B,2G,S,D] and the values, repeated, [B,2G,S,E]."""
+        """Return the keys of both patterns [B,2G,S,D], and the values repeated for both
+        [B,2G,S,E].
+        """
         k, v = super().recall(memory, positions)
         return k, v.repeat(1, 2, 1, 1)
 
@@ -206,30 +205,33 @@ class DifferentialProjection(SeparateQKV):
         [B,H,T,E].
         """
         first, second = z.chunk(2, dim=1)
-        out: Tensor = self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)
-        return out
+        out: Tensor = self.norm(first - self.lambda_full.to(z.dtype) * second)
+        return out * (1 - self.lambda_init)
 
     @property
-    def share(self) -> Tensor:
-        """The factor l of the second pattern."""
-        return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.start
+    def lambda_full(self) -> Tensor:
+        """The factor l of the second pattern, a scalar tensor."""
+        return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.lambda_init
+
+    share = renamed_attribute("lambda_full")
+    start = renamed_attribute("lambda_init")
 
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """Return the difference of the two softmax patterns as a mix."""
-        H, share = run.q.shape[1] // 2, float(self.share)
+        """Return the difference of the two attention patterns as a mix of two rows."""
+        H, factor = run.q.shape[1] // 2, float(self.lambda_full)
         first, second = head % H, head % H + H
         rows = calls[call_index].by_position(run.k.shape[2])
         return HeadMix(
-            f"the pattern of output head {first} is a difference of two softmaxes, λ = "
-            f"{share:.4f}: a weight may be negative, and the row sums to 1 - λ; then a norm, times "
-            "1 - λ₀",
+            f"the pattern of output head {first} is the first softmax minus λ times the second, "
+            f"λ = {factor:.4f}: weights may be negative, and the row sums to 1 - λ; a norm and the "
+            "factor 1 - λ₀ follow",
             (
                 MixTerm(f"head {first}", 1.0, float(rows[first].sum()), head == first),
-                MixTerm(f"head {second}", -share, float(rows[second].sum()), head == second),
+                MixTerm(f"head {second}", -factor, float(rows[second].sum()), head == second),
             ),
-            rows[first] - share * rows[second],
+            rows[first] - factor * rows[second],
         )
 
     @property

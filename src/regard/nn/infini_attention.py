@@ -33,23 +33,23 @@ from regard.span import Positions, Span
 from regard.tracing import tap
 
 
-def check_unrotated(project: Projection, why: str) -> None:
+def check_unrotated(project: Projection, reason: str) -> None:
     """Check that a projection contains no rotary embedding.
 
     Args:
         project: a projection.
-        why: the reason, as the end of a sentence that begins with "but".
+        reason: why it must not; the message says "project.q is Rotary(...), but <reason>".
 
     Raises:
-        ArgumentError: it contains one.
+        ArgumentError: the projection contains a rotary embedding.
     """
     if not isinstance(project, nn.Module):
         return
     for name, part in project.named_modules():
         if isinstance(part, Rotary):
             raise ArgumentError(
-                f"project.{name} is {part}, but {why}; build the projection without it, and pass "
-                "rotary= to the module"
+                f"project.{name} is {part}, but {reason}; build the projection without it, and "
+                "pass rotary= to the module"
             )
 
 
@@ -68,7 +68,7 @@ def check_rotary(rotary: nn.Module | None, D: int) -> None:
     if rotary.follows_length:
         raise ArgumentError(
             f"the frequencies of {rotary} follow the length of each call, but queries and keys are "
-            "rotated separately here; freeze its length with length=<number>"
+            "rotated separately here; give it a fixed length=<number>"
         )
 
 
@@ -76,14 +76,15 @@ class InfiniAttention(Mixer):
     """Infini-attention: softmax attention inside a segment, mixed by a gate with a compressive
     memory of all earlier segments.
 
-    q = query(x);  k, v = recall(remember(x)), without positions: the memory stores these
-    z = infini_attention(q, k, v, rotary(q), rotary(k), gate), segments of N positions;
+    q = query(x);  k, v = recall(remember(x));
+    z = infini_attention(q, k, v, rotary(q), rotary(k), gate), in segments of N positions;
     out = output(heads of z concatenated)
 
-    The cache has a fixed size: the memory matrix, its normaliser, and the tokens of one segment.
-    The mechanism cannot be added to a trained model without training the gate and the projections,
-    and it loses detail, since a memory returns a mean of what was written. The gate has one
-    parameter per head; it needs a higher learning rate than matrices, and no weight decay.
+    The memory uses q, k and v without positions; the softmax uses rotary(q) and rotary(k). The
+    cache has a fixed size: the memory matrix, its normaliser, and the tokens of one segment. The
+    mechanism cannot be added to a trained model without training the gate and the projections, and
+    it loses detail, since a memory returns a mean of what was written. The gate has one parameter
+    per head; it needs a higher learning rate than matrices, and no weight decay.
 
     Args:
         project: a `Projection` without positions, with H query heads and G key/value heads.
@@ -177,7 +178,7 @@ class InfiniAttention(Mixer):
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Memory:
-        """Return an empty cache. A new text needs a new cache, or `reset()`."""
+        """Return an empty cache. Use a new one for each text, or call its `reset()`."""
         return Memory(self.segment)
 
     @property
@@ -202,17 +203,21 @@ class InfiniAttention(Mixer):
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """Return the softmax inside the segment and the memory of earlier segments, mixed by the
-        gate.
+        """Return the mix of two rows: the softmax inside the segment, and the memory of earlier
+        segments.
         """
         S = run.k.shape[2]
-        combined = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
-        memory_only = torch.full_like(self.gate, 1e4)
-        memory = effective_row(lambda unit: self._mixed(run, unit, memory_only), run.v, head, row)
+        combined = effective_row(
+            lambda unit: self._run_again(run, unit, self.gate), run.v, head, row
+        )
+        memory_only = torch.full_like(self.gate, 1e4)  # its sigmoid is 1
+        memory = effective_row(
+            lambda unit: self._run_again(run, unit, memory_only), run.v, head, row
+        )
         share, local = float(self.gate[head].sigmoid()), calls[call_index].by_position(S)[head]
         return HeadMix(
-            f"a share σ(gate) = {share:.4f} of the memory of all earlier segments, and the rest of "
-            "the softmax in this segment",
+            "σ(gate) times the memory of all earlier segments, plus 1 - σ(gate) times the softmax "
+            f"in this segment, with σ(gate) = {share:.4f}",
             (
                 MixTerm("memory", share, float(memory.sum()), explained=False),
                 MixTerm("softmax", 1 - share, float(local.sum()), explained=True),
@@ -220,8 +225,10 @@ class InfiniAttention(Mixer):
             combined,
         )
 
-    def _mixed(self, run: LayerRun, values: Tensor, gate: Tensor) -> Tensor:
-        """Apply the attention of a run to other values [1,G,S,E'], with another gate."""
+    def _run_again(self, run: LayerRun, values: Tensor, gate: Tensor) -> Tensor:
+        """Compute the heads [1,H,T,E'] of a recorded run with other values [1,G,S,E'] and another
+        gate [H].
+        """
         positions = Span(0, run.k.shape[2])
         return infini_attention(
             run.q,

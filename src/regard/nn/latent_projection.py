@@ -16,7 +16,7 @@ from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
-from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
@@ -32,7 +32,7 @@ from regard.units import plural
 
 
 class LowRankProjection(nn.Module):
-    """Heads from a low-rank latent: up(norm(W x)).
+    """A projection to heads through a low-rank latent: up(norm(W x)).
 
     Args:
         dim: the model dim M.
@@ -70,10 +70,12 @@ class LatentProjection(ProjectionModule):
     [c; k_r] = W_dkv x;  stored: m = [norm(c); R_s k_r], r + d_rope values in one head
     [k_c; v]_h = W_ukv,h norm(c);  k_h = [k_c,h; R_s k_r], the rotary key shared by all heads
 
-    There are two forms, equal in exact arithmetic. "expand" computes the above: the latents become
-    keys and values of each head. "absorb" multiplies the queries by the key map, so that the stored
-    latents are the one key/value head of all queries and are not copied: q_h^T k_h = [W_uk,h^T q_c;
-    R_t q_r]_h^T m, and z_h = W_uv,h sum_s p_hs norm(c_s).
+    There are two forms, equal in exact arithmetic. "expand" computes the equations above: the
+    latents become keys and values of each head. "absorb" multiplies the queries by the key map W_uk
+    instead. The stored latents then serve as the single key/value head of all query heads, without
+    a copy. With attention weights p_hs,
+
+    q_h^T k_h = [W_uk,h^T q_c; R_t q_r]_h^T m,  z_h = W_uv,h sum_s p_hs norm(c_s)
 
     Args:
         dim: the model dim M.
@@ -166,10 +168,6 @@ class LatentProjection(ProjectionModule):
         nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, rotated.expand(-1, self.heads, -1, -1)), dim=-1), v
 
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Heads as attention gave them."""
-        return z
-
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return the form for a number of queries and keys.
 
@@ -192,7 +190,7 @@ class LatentProjection(ProjectionModule):
         return AbsorbedLatentProjection(self) if absorb else self
 
     def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
-        """Split the matrix that expands latents into its key part and its value part.
+        """Return the two parts of the matrix that expands latents: that of keys and that of values.
 
         Returns:
             The views W_uk [H,d_nope,r] and W_uv [H,E,r].
@@ -239,49 +237,49 @@ class LatentProjection(ProjectionModule):
         return float(self.shape.D**-0.5 * self.rotary.softmax_factor)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of queries and keys through their latents, in the form that the head dim
-        of the recorded keys shows: expanded or absorbed.
+        """Return the steps of queries, keys and values through their latents. The head dim of the
+        recorded keys decides whether they are those of the expanded or of the absorbed form.
         """
         x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
         nope, rotated_query = (part[0] for part in self.parts(x, positions))
         q = (
-            ComputationStep(
+            MechanismStep(
                 "projected", "q_i = [q_C; q_R] = W_UQ norm(W_DQ x_i)", self.q(x, positions)[0]
             ),
-            ComputationStep("rotated", "q_R ← R(p) q_R", torch.cat((nope, rotated_query), -1)),
+            MechanismStep("rotated", "q_R ← R(p) q_R", torch.cat((nope, rotated_query), -1)),
         )
         c, k_r = self.kv_down(query.memory).split((r, self.rotary.dim), -1)
         latent = self.kv_norm(c)
         rotated = self.rotary(k_r[:, None], query.k_positions)[:, 0]
         remembered = torch.cat((latent, rotated), -1)
         k = (
-            ComputationStep("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
-            ComputationStep(
+            MechanismStep("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
+            MechanismStep(
                 "remembered", "m_j = [norm(c_j); R(p) k_R], which a cache stores", remembered
             ),
         )
         if query.head_dim == r + self.rotary.dim != n + self.rotary.dim:
             w_k, _ = self.up()
             absorbed = torch.cat((torch.einsum("htd,hdr->htr", nope, w_k), rotated_query), -1)
-            how = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
-            v = ComputationStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
+            equation = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
+            v = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
             return InputSteps(
-                (*q, ComputationStep("absorbed", how, absorbed)), k, (v,), self.rotary, r
+                (*q, MechanismStep("absorbed", equation, absorbed)), k, (v,), self.rotary, r
             )
         up = self.kv_up(latent, query.k_positions)[0]
         keys = torch.cat((up[..., :n], rotated.expand(self.heads, -1, -1)), -1)
         return InputSteps(
             q,
-            (*k, ComputationStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
-            (ComputationStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
+            (*k, MechanismStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
+            (MechanismStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
             self.rotary,
             n,
         )
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """Why a cache must not store the rotated key; None unless the rotary frequencies follow
-        the length.
+        """The reason why a cache must not store the rotated key; None unless the rotary frequencies
+        follow the length.
         """
         return cache_unsafe_reason(self.rotary)
 
@@ -295,10 +293,10 @@ class LatentProjection(ProjectionModule):
 
 class AbsorbedLatentProjection:
     """The absorbed form of a `LatentProjection`: the queries are multiplied by the key map, and the
-    stored latents are the one key/value head of all queries.
+    stored latents serve as the single key/value head of all query heads.
 
     Args:
-        latent: the projection whose form this is.
+        latent: the `LatentProjection`, whose parameters this form uses.
 
     >>> project = LatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
     >>> AbsorbedLatentProjection(project).shape
@@ -339,7 +337,7 @@ class AbsorbedLatentProjection:
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """Why a cache must not store the memory of the expanded form, or None."""
+        """The reason why a cache must not store the memory of the `LatentProjection`, or None."""
         return self.latent.cache_unsafe_reason
 
 
@@ -348,7 +346,7 @@ class NaiveLatentProjection(LatentProjection):
     H (d_nope + d_rope + E) values per token.
 
     It follows the equations literally, as many implementations do, and serves for comparison. It
-    has no absorbed form.
+    has no absorbed form. The arguments are those of `LatentProjection`.
 
     >>> project = NaiveLatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
     >>> project.shape.memory
@@ -375,7 +373,7 @@ class NaiveLatentProjection(LatentProjection):
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention with cached keys and values of all heads, as in
-        multi-head attention.
+        """Return the cost of attention with cached keys and values of all heads, as in multi-head
+        attention.
         """
         return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from regard.ops.gemv import check_linear_map, try_gemv
 
 FP16_MATMUL_ROWS = 16
-"""The number of rows from which fp16 matrices are multiplied in fp32 on a CPU."""
+"""The least number of rows of x for which an fp16 product is computed in fp32 on a CPU."""
 CONVERTED_BLOCK = 1 << 23
-"""How many numbers of a weight are converted at a time: 32 MiB in fp32."""
+"""How many elements of an fp16 weight are converted to fp32 at a time: 32 MiB in fp32."""
 
 
 def linear(
@@ -26,14 +26,14 @@ def linear(
 
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
     bandwidth in every dtype. Torch multiplies fp16 matrices with many rows three times slower than
-    fp32 ones (LOG.md), so from `FP16_MATMUL_ROWS` rows on the weight is converted to fp32 block by
-    block, and the result is rounded once.
+    fp32 ones (LOG.md). Therefore, if x has at least `FP16_MATMUL_ROWS` rows, the weight is
+    converted to fp32 block by block, and the result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
         weight: the matrix W [N, M].
         bias: the vector b [N], or None.
-        block: how many numbers of the weight are converted at a time.
+        block: how many elements of an fp16 weight are converted to fp32 at a time.
 
     Returns:
         The outputs [..., N].
@@ -45,10 +45,10 @@ def linear(
     torch.float16
     """
     y = try_gemv(x, weight, bias)
-    return _many_rows(x, weight, bias, block) if y is None else y
+    return _linear_by_matmul(x, weight, bias, block) if y is None else y
 
 
-def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+def _linear_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
     """Compute W x + b by torch's matrix products."""
     check_linear_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
@@ -82,7 +82,8 @@ class Linear(nn.Linear):
         parameters = self._parameters
         weight: Tensor | None = parameters.get("weight")
         bias: Tensor | None = parameters.get("bias")
-        if weight is None or "bias" not in parameters:  # a parametrization computes them on access
+        # A parametrization (torch.nn.utils.parametrize) computes them when they are read.
+        if weight is None or "bias" not in parameters:
             weight, bias = self.weight, self.bias
         y = try_gemv(x, weight, bias)
-        return _many_rows(x, weight, bias, CONVERTED_BLOCK) if y is None else y
+        return _linear_by_matmul(x, weight, bias, CONVERTED_BLOCK) if y is None else y

@@ -20,7 +20,7 @@ from regard.cost.recurrent import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.explainable import ComputationStep, EffectiveRow, LayerRun, effective_row
+from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.renamed_weights import LoadsRenamedWeights
@@ -34,8 +34,8 @@ from regard.units import plural
 
 @runtime_checkable
 class RecurrenceRule(Protocol):
-    """The interface of a recurrence: how a token is written into the state, and how a query reads
-    it. Gates and decays are computed from x by the rule's own parameters.
+    """Interface of the rule of a recurrence, which writes tokens into the state and reads the state
+    with queries. The rule computes gates and decays from x by parameters of its own.
     """
 
     def __call__(
@@ -55,7 +55,7 @@ class RecurrenceRule(Protocol):
             q: queries [B,H,T,D].
             k: keys [B,G,T,D].
             v: values [B,G,T,E].
-            state: the state before the call; None starts empty.
+            state: the state before the call; None is an empty state.
             positions: positions of the tokens.
             form: "recurrent", "chunked", "parallel" or "auto".
 
@@ -79,8 +79,8 @@ class Recurrent(Mixer):
         project: a `Projection` to H query heads and G key/value heads, with every step on a head.
         rule: a module with the interface of `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
-        norm: a module on the last dim of each head; None is identity.
-        gate: a `HeadProjection` to H heads of E, the output gate computed from x; None is no gate.
+        norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
+        gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
 
     Raises:
         ArgumentError: the gate does not have the heads that the rule returns.
@@ -151,8 +151,7 @@ class Recurrent(Mixer):
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the coefficients that the rule gives to the values, with the state before and
-        after the query. Every rule is linear in the values, whatever it does with queries, keys,
-        gates and decays.
+        after the query. They exist for every rule, because each is linear in the values.
         """
         T, group = run.q.shape[2], run.group(head)
 
@@ -167,17 +166,15 @@ class Recurrent(Mixer):
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
         dots = (run.k[0, group].double() @ run.q[0, head, row].double()).cpu()
-        scores, scale = [ComputationStep("dot", "", dots)], run.q.shape[-1] ** -0.5
+        scores, scale = [MechanismStep("dot", "", dots)], run.q.shape[-1] ** -0.5
         if isinstance(self.rule, LinearAttentionRule):
             unnormalised = LinearAttentionRule(self.rule.feature_map, normalise=False)
             raw = effective_row(lambda unit: run_rule(unit, rule=unnormalised)[0], run.v, head, row)
-            scores.append(ComputationStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
+            scores.append(MechanismStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
             scale = 1.0 if self.rule.normalise else self.rule.scale
         else:
-            scores.append(ComputationStep("scaled", "", scale * dots))
-        scores.append(
-            ComputationStep("effective", "", weights.masked_fill(~is_visible, -torch.inf))
-        )
+            scores.append(MechanismStep("scaled", "", scale * dots))
+        scores.append(MechanismStep("effective", "", weights.masked_fill(~is_visible, -torch.inf)))
         _, after = run_rule(run.v, row + 1)
         before = run_rule(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in after)
         return EffectiveRow(
@@ -194,7 +191,7 @@ class Recurrent(Mixer):
         )
 
     def new_cache(self) -> State:
-        """Return an empty cache. A new text needs a new cache, or `reset()`."""
+        """Return an empty cache. Use a new one for each text, or call its `reset()`."""
         return State()
 
     @property
@@ -337,7 +334,8 @@ class GatedLinearRule(nn.Module):
         groups: the key/value heads G.
         head_dim: the head dim D; there are G D gates per token.
         rank: the rank of the map from M to G D.
-        temperature: a larger temperature keeps gates closer to 1, and so the memory longer.
+        temperature: a larger temperature keeps gates closer to 1, so that the state decays more
+            slowly.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, or temperature is not above 0.
@@ -425,9 +423,8 @@ class LogDecay(LoadsRenamedWeights):
         self.linear = nn.Linear(dim, groups, bias=False)
         self.A_log = nn.Parameter(torch.empty(groups).uniform_(1, 16).log())
         step = torch.empty(groups).uniform_(math.log(0.001), math.log(0.1)).exp()
-        self.dt_bias = nn.Parameter(
-            step + torch.log(-torch.expm1(-step))
-        )  # softplus(dt_bias) = step
+        # This is the inverse of softplus: softplus(dt_bias) = step.
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
 
     def forward(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T"]:
         """Return the log decays [B,G,T] of tokens x [B,T,M]; they are at most 0."""
@@ -442,7 +439,7 @@ class DeltaRule(LoadsRenamedWeights):
     Args:
         dim: the model dim M.
         groups: the key/value heads G.
-        decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None is no decay.
+        decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None applies none.
         max_beta: the upper bound of beta, above 0 and at most 2. Above 1, a token can reverse the
             sign of the value that the state returns for its key (negative eigenvalues).
 
@@ -499,7 +496,7 @@ class DeltaRule(LoadsRenamedWeights):
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Convert to float32, except float64."""
+    """Convert a tensor to float32, unless it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -524,8 +521,7 @@ class Swish(nn.Module):
 
 
 class L2Norm(nn.Module):
-    """Divide by the Euclidean norm of the last dimension: x / sqrt(sum(x^2) + eps), computed in
-    fp32 or better.
+    """L2 normalisation of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
 
     Args:
         eps: added to the squared norm, so that a zero vector stays zero.

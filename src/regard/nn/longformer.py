@@ -25,14 +25,14 @@ class Longformer(LoadsRenamedWeights, Mixer):
     """Longformer attention: every token sees its window and the global tokens; a global token sees
     all tokens, through separate projections.
 
-    z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for other tokens;
-    z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t
+    z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t;
+    z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for every other token t
 
     Args:
-        local_project: the projection of all tokens except global queries. Other tokens see the
-            global tokens through its keys and values, too.
-        global_project: the projection of the global queries, with separate keys and values for all
-            tokens.
+        local_project: the projection for the queries of tokens that are not global, and for all
+            keys and values that these queries see.
+        global_project: the projection for the queries of global tokens, and for all keys and values
+            that these queries see.
         output: a module [B,T,H*E] -> [B,T,M].
         positions: the positions of the global tokens.
         window: how many keys a token sees up to and including itself.
@@ -87,11 +87,12 @@ class Longformer(LoadsRenamedWeights, Mixer):
         if self.causal:
             self.mask, self.global_mask = Causal() & self.mask, Causal()
 
-    replaces_calls = True  # the second call for a global query replaces the first
+    # A global query is computed by both projections, and the second result replaces the first.
+    replaces_calls = True
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the local projection, or of the global one for the second call of
-        a query.
+        """Return the steps of the local projection, or of the global one for the second call of a
+        query.
         """
         project = self.global_project if query.call_index else self.local_project
         return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
@@ -128,10 +129,10 @@ class Longformer(LoadsRenamedWeights, Mixer):
             k_positions=k_positions,
             backend=backend,
         )
-        z = tap("z", self._replace(z, x, positions, memory[n:], k_positions, backend))
+        z = tap("z", self._replace_global_rows(z, x, positions, memory[n:], k_positions, backend))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
-    def _replace(
+    def _replace_global_rows(
         self,
         z: Tensor,
         x: Tensor,
@@ -143,10 +144,8 @@ class Longformer(LoadsRenamedWeights, Mixer):
         """Return heads z [B,H,T,E] with the rows of global tokens computed by the global
         projection.
         """
-        rows = self._rows(positions)
-        if (
-            rows is not None
-        ):  # the rows are known without reading a tensor, so only they are computed
+        rows = self._global_rows(positions)
+        if rows is not None:  # the rows are known without a copy from the device: compute only them
             if not len(rows):
                 return z
 
@@ -168,9 +167,9 @@ class Longformer(LoadsRenamedWeights, Mixer):
             return z.index_copy(2, index, global_z)
         return torch.where(self.globals.has(as_tensor(positions))[:, None, :, None], global_z, z)
 
-    def _rows(self, positions: Positions) -> list[int] | None:
-        """Return the indices of the global tokens in the call; None if the positions are in a
-        tensor.
+    def _global_rows(self, positions: Positions) -> list[int] | None:
+        """Return the indices of the global tokens among those of the call; None if the positions
+        are a tensor.
         """
         if not isinstance(positions, Span):
             return None

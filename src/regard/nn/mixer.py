@@ -1,6 +1,5 @@
-"""The base class of all attention mechanisms: default positions, rollback of the cache after a
-refused
-call, and the cost of a layer.
+"""`Mixer`, the base class of all attention mechanisms: it supplies default positions, restores the
+cache if a call raises, and describes the cost of a layer.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class Mixer(Explainable, nn.Module):
     """Base class of the modules that mix the tokens of a sequence, x [B,T,M] -> [B,T,M2].
 
     A subclass implements `mix`, `new_cache` and `spec`. It overrides `check_cache` if some caches
-    do
-    not suit it, and those methods of `Explainable` whose defaults do not fit.
+    do not suit it, and those methods of `Explainable` whose defaults do not fit.
     """
 
     def forward(
@@ -37,17 +35,18 @@ class Mixer(Explainable, nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Mix x [B,T,M] with itself and with the tokens in the cache, to which x is added.
+        """Mix the tokens of x with one another and with the tokens in the cache, and append the
+        tokens of x to the cache.
 
         A call that raises leaves the cache as it was.
 
         Args:
             x: hidden states [B,T,M]; a slot at position -1 holds no token.
             positions: a `Span`, or integers [B or 1, T]. The default continues behind the last
-                token of
-                each row of the cache, or is 0..T-1 without a cache.
-            cache: a cache from `new_cache`, or another one that stores what is needed.
-            backend: the kernel by name, or the form of a recurrence; "auto" chooses.
+                token of each row of the cache, or is 0..T-1 without a cache.
+            cache: a cache from `new_cache`, or any other that `check_cache` accepts; None uses the
+                tokens of x only.
+            backend: the name of a kernel, or of a form of a recurrence; "auto" selects one.
 
         Returns:
             The mixed states [B,T,M2].
@@ -74,8 +73,8 @@ class Mixer(Explainable, nn.Module):
         """Apply the mechanism to x [B,T,M] at `positions`; return [B,T,M2]."""
 
     def check_cache(self, cache: Cache) -> None:
-        """Raise an `ArgumentError` if this mechanism cannot use the cache; by default it can use
-        any.
+        """Raise an `ArgumentError` if this mechanism cannot use the cache. By default, every cache
+        is accepted.
         """
 
     @abstractmethod
@@ -103,13 +102,14 @@ class Mixer(Explainable, nn.Module):
         return self.spec.describe(context, type(self).__name__)
 
 
-def count_weights(module: nn.Module, *apart: nn.Module | None) -> ParameterCounts:
+def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> ParameterCounts:
     """Count the parameters of a module by kind.
 
     Args:
-        module: weights of its linear maps count as matrices, parameters of its norms as norms.
-        apart: submodules whose linear maps are not applied exactly once per decoded token
-            (`ParameterCounts.apart`).
+        module: the module. The weights of its linear maps count as matrices, the parameters of its
+            norms as norms, and all others as biases.
+        counted_separately: submodules whose linear maps are not applied exactly once per decoded
+            token (`ParameterCounts.counted_separately`).
 
     Returns:
         The numbers of parameters in matrices, biases, norms and separate matrices.
@@ -124,23 +124,24 @@ def count_weights(module: nn.Module, *apart: nn.Module | None) -> ParameterCount
         if "Norm" in type(part).__name__
         for p in part.parameters(recurse=False)
     )
-    matrices = _matrices(module)
-    others = sum(_matrices(part) for part in apart if part is not None)
-    return ParameterCounts(matrices, total - matrices - norms, norms, others)
+    matrices = _count_matrix_weights(module)
+    separate = sum(_count_matrix_weights(part) for part in counted_separately if part is not None)
+    return ParameterCounts(matrices, total - matrices - norms, norms, separate)
 
 
-def _matrices(module: nn.Module) -> int:
+def _count_matrix_weights(module: nn.Module) -> int:
     """Count the weights of all linear maps in a module."""
     return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
 
 
 @dataclass(frozen=True)
 class MaskVisibility:
-    """How many keys a mask shows to a query (`regard.cost.softmax.Visible`).
+    """The number of keys that a mask lets each query see, for the cost of a layer. It implements
+    the protocol `regard.cost.softmax.VisibleKeys`.
 
     Attributes:
-        mask: the mask; None shows every key.
-        keeps_all: whether the cache stores all tokens, even those that the mask no longer shows.
+        mask: the mask; None lets every query see every key.
+        keeps_all: whether the cache stores all tokens, even those that no later query can see.
 
     >>> from regard.masks import Causal, Window
     >>> visible = MaskVisibility(Causal() & Window(8))

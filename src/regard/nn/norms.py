@@ -50,8 +50,8 @@ class RMSNorm(nn.Module):
         Returns:
             The normalised tensor [..., dim].
         """
-        parameters = self._parameters  # as in `regard.nn.linear`
-        weight = parameters.get("weight")
+        # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
+        weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight
         return rms_norm(x, weight, self.eps)
@@ -85,8 +85,8 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
-        parameters = self._parameters  # as in `regard.nn.linear`
-        weight = parameters.get("weight")
+        # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
+        weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight
         return rms_norm(x, weight, self.eps, 1.0)

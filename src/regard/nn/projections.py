@@ -17,10 +17,10 @@ from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.explainable import (
-    ComputationStep,
-    ComputationSteps,
     Explainable,
     InputSteps,
+    MechanismStep,
+    MechanismSteps,
     ProjectionQuery,
     first_rotary,
     projection_step,
@@ -34,8 +34,8 @@ from regard.units import plural
 
 @runtime_checkable
 class Projection(Protocol):
-    """The interface of a projection: hidden states to queries and memory, and memory to keys and
-    values.
+    """Interface of a projection, which computes queries and memory from hidden states, and keys and
+    values from memory.
     """
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
@@ -76,10 +76,10 @@ class Projection(Protocol):
 
         Args:
             z: the result of attention [B,H,T,E].
-            x: the hidden states [B,T,M] that the queries were made from.
+            x: the hidden states [B,T,M] that the queries were computed from.
 
         Returns:
-            The heads that the output map joins.
+            The heads [B,H',T,E'] that the output map concatenates and projects.
         """
 
     @property
@@ -88,19 +88,21 @@ class Projection(Protocol):
 
     @property
     def cache_unsafe_reason(self) -> str | None:
-        """Why a cache must not store what `remember` returns; None if it may."""
+        """The reason why a cache must not store the result of `remember`; None if it may."""
 
 
 @runtime_checkable
 class HasForms(Projection, Protocol):
-    """A projection with several forms that are equal in exact arithmetic, such as latents that are
-    expanded or whose queries absorb the expansion. The lengths of a call decide which form is used.
+    """Interface of a projection that has several forms, which are equal in exact arithmetic. Which
+    form is used depends on the numbers of queries and keys of a call.
 
-    All forms remember the same memory, so they can share a cache.
+    The projection of MLA, for example, either expands the cached latents to keys and values, or
+    multiplies the queries by the expansion matrix and uses the latents as they are. All forms store
+    the same memory, so they can share a cache.
     """
 
     def select_form(self, queries: int, keys: int) -> Projection:
-        """Return the form for this number of queries and of keys in memory."""
+        """Return the form for this number of queries and this number of keys in memory."""
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """Return the cost of attention through this projection, in the form that needs fewer
@@ -119,19 +121,19 @@ def select_form(project: Projection, queries: int, keys: int) -> Projection:
     Returns:
         The selected form if the projection `HasForms`, otherwise the projection itself.
     """
-    # The class is checked, because isinstance would evaluate every property.
+    # Look up the method on the class: isinstance with a protocol would evaluate every property.
     has_forms = hasattr(type(project), "select_form")
     return cast("HasForms", project).select_form(queries, keys) if has_forms else project
 
 
 @runtime_checkable
 class AdjustsQuery(Projection, Protocol):
-    """A projection whose queries depend on the positions of the keys in memory, such as one with
-    rotary frequencies that follow the length of the text.
+    """Interface of a projection whose queries depend on the positions of the keys in memory, for
+    example because its rotary frequencies change with the length of the text.
     """
 
     def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Return the queries [B,H,T,D] at `positions`, adjusted to keys at `k_positions`."""
+        """Return the queries q [B,H,T,D] at `positions`, adjusted to the keys at `k_positions`."""
 
 
 def adjust_query(
@@ -176,8 +178,8 @@ class ProjectionShape(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """The heads and dims of each part that a cache stores per token, in the type that
-        `regard.cost` uses.
+        """(heads, dim) of each part that a cache stores per token, in the type that `regard.cost`
+        uses.
         """
         if self.memory == (self.G * self.D, self.G * self.E):
             return self.heads.parts
@@ -213,8 +215,8 @@ class HeadProjection(nn.Module):
         heads: the number of heads n.
         head_dim: the size of one head d; heads * head_dim need not be M.
         *steps: modules called as step(x [B,n,L,d], positions), such as a norm or a `Rotary`.
-        flat: a module on [B,L,n*d] before the split, such as a norm over all heads; None is
-            identity.
+        flat: a module on [B,L,n*d] that is applied before the split, such as a norm over all heads;
+            None applies none.
         bias: whether the linear map has a bias.
 
     Raises:
@@ -263,7 +265,7 @@ class HeadProjection(nn.Module):
         """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
-        parts: dict[str, Any] = self._modules  # much faster than `self.linear`
+        parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         y, flat = parts["linear"](x), parts["flat"]
         if type(flat) is not nn.Identity or flat._forward_hooks or flat._forward_pre_hooks:
             y = flat(y)
@@ -275,7 +277,7 @@ class HeadProjection(nn.Module):
 
     def explain_steps(
         self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
-    ) -> ComputationSteps:
+    ) -> MechanismSteps:
         """Compute the linear map and each step on the heads, for an explanation.
 
         Args:
@@ -297,7 +299,7 @@ class HeadProjection(nn.Module):
 
 
 class ProjectionModule(Explainable, nn.Module):
-    """Base class of the projections of this package; `Projection` says what each method does."""
+    """Base class of the projections of this package; `Projection` documents the methods."""
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
         """Compute the queries [B,H,T,D] of hidden states x [B,T,M]."""
@@ -317,14 +319,15 @@ class ProjectionModule(Explainable, nn.Module):
 
 
 class SeparateQKV(ProjectionModule):
-    """Queries, keys and values from three separate projections. A cache stores the keys and values.
+    """A projection with separate linear maps for queries, keys and values. A cache stores the keys
+    and the values.
 
     Args:
         q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads; G divides H.
-        key_transform: a step that keys pass when they are recalled instead of before they are
-            stored, such as a rotary whose frequencies follow the length
-            (`regard.nn.dynamic_rotary`).
+        k, v: `HeadProjection`s to G key heads and G value heads; G divides H.
+        key_transform: a module that is applied to keys [B,G,S,D] when they are read from memory,
+            not before they are stored, such as a rotary whose frequencies follow the length
+            (`regard.nn.dynamic_rotary`). None applies none.
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
@@ -357,7 +360,7 @@ class SeparateQKV(ProjectionModule):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""
-        parts: dict[str, Any] = self._modules  # much faster than `self.q`
+        parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         q: Tensor = parts["q"](x, positions)
         return q
 
@@ -367,7 +370,7 @@ class SeparateQKV(ProjectionModule):
         return parts["k"](x, positions), parts["v"](x, positions)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return the keys, after `key_transform`, and the values."""
+        """Return the keys [B,G,S,D], after `key_transform`, and the values [B,G,S,E]."""
         k, v = memory
         return (k if self.key_transform is None else self.key_transform(k, positions)), v
 
@@ -404,8 +407,8 @@ def cache_unsafe_reason(heads: nn.Module) -> str | None:
         if isinstance(step, Rotary) and step.follows_length:
             return (
                 f"the frequencies of {step} follow the length of each call, so cached keys would "
-                "be rotated by other frequencies than new ones; freeze its length, or cache keys "
-                "before they are rotated (regard.nn.dynamic_rotary)"
+                "be rotated by other frequencies than new ones; give it a fixed length=<number>, "
+                "or cache keys before they are rotated (regard.nn.dynamic_rotary)"
             )
     return None
 
@@ -418,8 +421,8 @@ the order cannot be inferred from it."""
 
 
 class IdentityProjection(ProjectionModule):
-    """Queries, keys and values are the hidden states themselves, in one head: attention without
-    weights.
+    """A projection without weights: queries, keys and values are the hidden states themselves, in
+    one head.
 
     q = k = v = x
 
@@ -529,7 +532,7 @@ class ConcatenatedLinears(nn.ModuleList):
 
 
 class FusedQKV(ProjectionModule):
-    """Queries, keys and values from the rows of one weight matrix.
+    """A projection that computes queries, keys and values by one weight matrix.
 
     [q; k; v] = W x + b, with the rows in the given order
 
@@ -538,8 +541,9 @@ class FusedQKV(ProjectionModule):
         heads: the query heads H.
         groups: the key/value heads G, which divide H.
         head_dim: the size of one head D.
-        order: how the rows of the matrix are ordered, see `QKVRowOrder`: "parts", "heads" or
-            "groups".
+        order: the order of the rows of the matrix: "parts" (all queries, all keys, all values),
+            "heads" (q, k, v of each head in turn) or "groups" (the queries, the key and the value
+            of each group in turn).
         steps: modules on query heads and on key heads, called as step(x [B,n,L,d], positions).
         bias: whether the linear map has a bias.
 
@@ -581,15 +585,15 @@ class FusedQKV(ProjectionModule):
         self.heads, self.groups, self.head_dim, self.order = heads, groups, head_dim, order
         self.linear = Linear(dim, (heads + 2 * groups) * head_dim, bias=bias)
         self.steps = nn.ModuleList(steps)
-        self._rows = _rows(heads, groups, order)
+        self._head_rows = _head_rows(heads, groups, order)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""
-        return self._run(self._heads(x, 0), positions)
+        return self._run_steps(self._heads(x, 0), positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys [B,G,S,D] and the values [B,G,S,D]."""
-        return self._run(self._heads(x, 1), positions), self._heads(x, 2)
+        return self._run_steps(self._heads(x, 1), positions), self._heads(x, 2)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Return keys and values as they were stored."""
@@ -603,8 +607,8 @@ class FusedQKV(ProjectionModule):
         return ProjectionShape(self.heads, self.groups, D, D, (self.groups * D,) * 2)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the rows of the matrix for queries, keys and values, and the steps on queries
-        and keys.
+        """Return the linear map of queries, keys and values, followed by the steps on queries and
+        keys.
         """
         q = (projection_step("q", self._heads(query.x, 0)[0]),)
         k = (projection_step("k", self._heads(query.memory, 1)[0]),)
@@ -618,8 +622,8 @@ class FusedQKV(ProjectionModule):
 
     def _heads(self, x: Tensor, part: int) -> Tensor:
         """Compute the queries (`part` 0), the keys (1) or the values (2): [B,n,L,D]."""
-        D, rows = self.head_dim, self._rows[part]
-        if self.order == "parts":  # the rows are contiguous: a view
+        D, rows = self.head_dim, self._head_rows[part]
+        if self.order == "parts":  # the rows are contiguous, so a slice needs no copy
             first, n = rows[0] * D, len(rows)
             weight = self.linear.weight[first : first + n * D]
             bias = self.linear.bias[first : first + n * D] if self.linear.bias is not None else None
@@ -629,7 +633,7 @@ class FusedQKV(ProjectionModule):
             bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[rows].flatten()
         return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
 
-    def _run(self, x: Tensor, positions: Positions | None) -> Tensor:
+    def _run_steps(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Apply the steps to heads x [B,n,L,D]."""
         for step in self.steps:
             x = step(x, positions)
@@ -641,13 +645,17 @@ class FusedQKV(ProjectionModule):
         return f"{heads} of {self.head_dim}, order={self.order!r}"
 
 
-def _rows(heads: int, groups: int, order: QKVRowOrder) -> tuple[list[int], list[int], list[int]]:
-    """Return the rows of heads in the fused matrix that are queries, keys and values."""
+def _head_rows(
+    heads: int, groups: int, order: QKVRowOrder
+) -> tuple[list[int], list[int], list[int]]:
+    """Return the indices of the query, the key and the value heads among the H + 2 G heads of a
+    fused matrix.
+    """
     if order == "parts":
-        marks = [0] * heads + [1] * groups + [2] * groups
+        kinds = [0] * heads + [1] * groups + [2] * groups
     else:
-        marks = ([0] * (heads // groups) + [1, 2]) * groups
-    q, k, v = ([i for i, mark in enumerate(marks) if mark == part] for part in range(3))
+        kinds = ([0] * (heads // groups) + [1, 2]) * groups
+    q, k, v = ([i for i, kind in enumerate(kinds) if kind == part] for part in range(3))
     return q, k, v
 
 
@@ -696,12 +704,13 @@ class ClippedQKV(FusedQKV):
 
 
 class EncoderStateProjection(ProjectionModule):
-    """Values are the states of an encoder themselves; keys are too, unless they have a linear map.
+    """A projection for attention to an encoder. The values are the encoder states themselves; the
+    keys are the states, or a linear map of them.
 
-    q = query map(x);  k = key map(h), or h;  v = h; each split into heads.
+    q = query map(x), or x;  k = key map(h), or h;  v = h; each split into heads
 
     Args:
-        query: the size of x, or a linear map [B,T,M] -> [B,T,H*D].
+        query: a linear map [B,T,M] -> [B,T,H*D]; or the size of x, if x itself is the query.
         states: the size of one encoder state h.
         heads: the number of heads H, which divides every size. The papers use one.
         key: a linear map of h to H*D; None uses the states as keys, and a cache stores them once.
@@ -749,8 +758,8 @@ class EncoderStateProjection(ProjectionModule):
         return self._split(self.q(x))
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the states [B,H,S,E], after the keys [B,H,S,D] if those have a map of their
-        own.
+        """Return the states [B,H,S,E]; if keys have a linear map, return the keys [B,H,S,D] and the
+        states.
         """
         _check_width("memory", x, self.states)
         states = self._split(x)
@@ -762,20 +771,22 @@ class EncoderStateProjection(ProjectionModule):
 
     @property
     def shape(self) -> ProjectionShape:
-        """H heads of keys and of states; a cache stores one state per token, and its keys if
-        they have a map.
+        """H heads of keys and of states; a cache stores one state per token, and also its key if
+        keys have a linear map.
         """
         memory = (self.states,) if self.k is None else (self.key_dim, self.states)
         H = self.heads
         return ProjectionShape(H, H, self.key_dim // H, self.states // H, memory)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the linear maps of queries and keys; the values are the states."""
+        """Return the steps of queries and keys, which are linear maps; the values are the
+        states.
+        """
         k, v = self.recall(self.remember(query.memory, None), None)
         return InputSteps(
-            (ComputationStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
-            (ComputationStep("projected", "k_j = W_K h_j", k[0]),),
-            (ComputationStep("state", "v_j = h_j", v[0]),),
+            (MechanismStep("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
+            (MechanismStep("projected", "k_j = W_K h_j", k[0]),),
+            (MechanismStep("state", "v_j = h_j", v[0]),),
         )
 
     def _split(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Recurrent encoders, and recurrent decoders without attention, with Bahdanau's and with Luong's
-attention.
+"""Recurrent networks over padded batches, and recurrent decoders: without attention, with
+Bahdanau's and with Luong's attention.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def run_rnn(
     Args:
         rnn: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
         x: inputs [B,L,M].
-        positions: a `Span`, or [B or 1, L] with -1 for an empty slot; None: every slot holds a
-            token.
+        positions: a `Span`, or [B or 1, L] with -1 for an empty slot. None means that every slot
+            holds a token.
         hidden: the initial hidden state; None is zeros.
 
     Returns:
@@ -76,7 +76,8 @@ def run_rnn(
     out, _ = pad_packed_sequence(packed_out, batch_first=True, total_length=L)
     back = order.argsort(1)[..., None].expand_as(out)
     out = out.gather(1, back).masked_fill(~used[..., None], 0)
-    # torch accepts no empty row, so a row without tokens was run over one slot of zeros
+    # torch accepts no empty row, so a row without tokens was run over one slot of zeros: it keeps
+    # the initial hidden state.
     is_empty = (lengths == 0)[None, :, None]
     return out, tuple(
         torch.where(is_empty, old, new) for old, new in zip(before, after, strict=True)
@@ -84,10 +85,14 @@ def run_rnn(
 
 
 def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
-    """Check that a recurrent network takes [B,L,M] and has an allowed number of directions.
+    """Check that a recurrent network takes inputs [B,L,M] and has an allowed number of directions.
+
+    Args:
+        rnn: the recurrent network.
+        directions: 1 refuses a bidirectional network; None allows both.
 
     Raises:
-        ArgumentError: it is not batch_first, or is bidirectional where directions is 1.
+        ArgumentError: the network is not batch_first, or it is bidirectional and directions is 1.
     """
     if not rnn.batch_first:
         raise ArgumentError(f"{rnn} takes [length, batch, dim]; construct it with batch_first=True")
@@ -99,8 +104,8 @@ def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
 
 
 def _call_rnn(rnn: nn.RNNBase, x: X, hidden: HiddenState) -> tuple[X, HiddenState]:
-    """Call the network with the hidden state in the form that torch uses: (h, c) for an LSTM,
-    else h.
+    """Call the network with its hidden state in the form that torch expects: (h, c) for an LSTM,
+    otherwise h.
     """
     state = hidden if isinstance(rnn, nn.LSTM) else hidden[0]
     out, after = rnn(x, state)
@@ -115,7 +120,7 @@ def _initial_hidden(rnn: nn.RNNBase, x: Tensor) -> HiddenState:
 
 
 class EncodedSource(NamedTuple):
-    """The output of an encoder for a decoder.
+    """The output of an encoder, which a decoder attends to.
 
     Attributes:
         states: the encoder states [B,S,R], one per slot of the source.
@@ -140,8 +145,8 @@ class DecoderState(NamedTuple):
 
 
 class RecurrentDecoder(nn.Module, ABC):
-    """Base class of recurrent decoders: embedded target tokens to features, one per token.
-    Subclasses define how the source is used.
+    """Base class of recurrent decoders, which map each embedded target token to a feature vector. A
+    subclass defines how the decoder uses the source.
 
     Args:
         rnn: the network, batch_first=True and with one direction.
@@ -175,24 +180,39 @@ class RecurrentDecoder(nn.Module, ABC):
         return DecoderState(hidden, cache)
 
     def attend_to_source(
-        self, s: Float[Tensor, "B T R"], carried: DecoderState
+        self, s: Float[Tensor, "B T R"], state: DecoderState
     ) -> Float[Tensor, "B T R2"]:
-        """Return the contexts [B,T,R2] that the attention computes for decoder states s [B,T,R]."""
+        """Attend from decoder states to the source.
+
+        Args:
+            s: decoder states [B,T,R].
+            state: the state of the decoder, which holds the keys and values of the source.
+
+        Returns:
+            The contexts [B,T,R2].
+        """
         assert self.attention is not None, "this decoder has no attention"
-        context: Tensor = self.attention(s, None, carried.cross)
+        context: Tensor = self.attention(s, None, state.cross)
         return context
 
     @abstractmethod
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+        self, y: Float[Tensor, "B T M"], state: DecoderState, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
-        """Map target embeddings y [B,T,M] to features [B,T,F]; also return the state after the
-        last token.
+        """Run the decoder over some target tokens.
+
+        Args:
+            y: embeddings of the target tokens [B,T,M].
+            state: the state before the first of them.
+            positions: positions of the target tokens; None means that every slot holds a token.
+
+        Returns:
+            The features [B,T,F], and the state after the last token.
         """
 
 
 class PlainDecoder(RecurrentDecoder):
-    """A recurrent decoder without attention: it sees only the encoder's last hidden state.
+    """A recurrent decoder without attention, which uses only the last hidden state of the encoder.
 
     s_0 = encoder's last state;  s_t = f(s_{t-1}, y_{t-1});  features s_t
 
@@ -214,16 +234,16 @@ class PlainDecoder(RecurrentDecoder):
     """
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+        self, y: Float[Tensor, "B T M"], state: DecoderState, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """Map target embeddings y [B,T,M] to the network's states [B,T,R]."""
-        s, hidden = run_rnn(self.rnn, y, positions, carried.hidden)
-        return s, DecoderState(hidden, carried.cross)
+        s, hidden = run_rnn(self.rnn, y, positions, state.hidden)
+        return s, DecoderState(hidden, state.cross)
 
 
 class LuongDecoder(RecurrentDecoder):
-    """A recurrent decoder with attention from the current state, after the network. All steps of a
-    known target are computed in one call.
+    """A recurrent decoder whose attention follows the recurrent network: the query of step t is the
+    current state s_t. All steps of a known target are therefore computed in one call.
 
     s_t = f(s_{t-1}, y_{t-1});  c_t = attention(s_t, h);  features tanh(W_c [c_t; s_t])
 
@@ -232,9 +252,9 @@ class LuongDecoder(RecurrentDecoder):
 
     Args:
         rnn: the network, batch_first=True and with one direction.
-        attention: the attention from its states to the encoder's, such as `luong(...)`.
-        states: the size of a context c_t.
-        features: the size of the features; None is that of s_t.
+        attention: the attention from the decoder's states to the encoder's, such as `luong(...)`.
+        states: the size R2 of a context c_t, which is that of an encoder state.
+        features: the size F of the features; None is that of s_t.
 
     Raises:
         ArgumentError: the network is bidirectional, or not batch_first.
@@ -263,26 +283,27 @@ class LuongDecoder(RecurrentDecoder):
         self.combine = nn.Linear(states + R, R if features is None else features, bias=False)
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+        self, y: Float[Tensor, "B T M"], state: DecoderState, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """Map target embeddings y [B,T,M] to attentional states [B,T,F]."""
-        s, hidden = run_rnn(self.rnn, y, positions, carried.hidden)
-        c = self.attend_to_source(s, carried)
-        return torch.tanh(self.combine(torch.cat([c, s], -1))), DecoderState(hidden, carried.cross)
+        s, hidden = run_rnn(self.rnn, y, positions, state.hidden)
+        c = self.attend_to_source(s, state)
+        return torch.tanh(self.combine(torch.cat([c, s], -1))), DecoderState(hidden, state.cross)
 
 
 class BahdanauDecoder(RecurrentDecoder):
-    """A recurrent decoder with attention from the previous state, before the network: the context
-    is an input of the next state.
+    """A recurrent decoder whose attention precedes the recurrent network: the query of step t is
+    the previous state s_{t-1}, and the context is an input of the network.
 
     c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);
     features maxout(U s_t + V y_{t-1} + C c_t + b)
 
     Args:
         rnn: the network over [y; c], batch_first=True and with one direction.
-        attention: the attention from its states to the encoder's, such as `bahdanau(...)`.
-        states: the size of a context c_t.
-        features: the size of the features; None is that of s_t.
+        attention: the attention from the decoder's states to the encoder's, such as
+            `bahdanau(...)`.
+        states: the size R2 of a context c_t, which is that of an encoder state.
+        features: the size F of the features; None is that of s_t.
 
     Raises:
         ArgumentError: the network is bidirectional, or not batch_first.
@@ -311,14 +332,14 @@ class BahdanauDecoder(RecurrentDecoder):
         self.read = nn.Linear(R + rnn.input_size, 2 * (R if features is None else features))
 
     def forward(
-        self, y: Float[Tensor, "B T M"], carried: DecoderState, positions: Positions | None = None
+        self, y: Float[Tensor, "B T M"], state: DecoderState, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
         """Map target embeddings y [B,T,M] to features [B,T,F], step by step."""
-        hidden, outputs = carried.hidden, []
+        hidden, outputs = state.hidden, []
         for t in range(y.shape[1]):
             before = hidden[0][-1][:, None]  # the state of the top layer, [B,1,R]
 
-            step_input = torch.cat([y[:, t : t + 1], self.attend_to_source(before, carried)], -1)
+            step_input = torch.cat([y[:, t : t + 1], self.attend_to_source(before, state)], -1)
             position = None if positions is None else slice_positions(positions, slice(t, t + 1))
             s, hidden = run_rnn(self.rnn, step_input, position, hidden)
             outputs.append(torch.cat([s, step_input], -1))
@@ -326,5 +347,5 @@ class BahdanauDecoder(RecurrentDecoder):
             torch.cat(outputs, 1) if outputs else y.new_zeros(y.shape[0], 0, self.read.in_features)
         )
         return torch.unflatten(self.read(joined), -1, (-1, 2)).amax(-1), DecoderState(
-            hidden, carried.cross
+            hidden, state.cross
         )

@@ -53,15 +53,17 @@ from regard.units import plural
 
 @runtime_checkable
 class KeySelector(Protocol):
-    """The interface of a selector, which chooses the keys that each query reads."""
+    """Interface of a selector, which chooses the keys that each query attends to."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the parts that a cache stores per token for this selector, besides keys and
-        values; may be empty.
+        """Compute the parts that a cache stores for this selector, in addition to keys and values.
 
         Args:
             x: hidden states [B,S,M].
             positions: positions of their tokens.
+
+        Returns:
+            The parts, each [B,n,S,d]; () if the selector needs none.
         """
 
     def choose(
@@ -89,12 +91,13 @@ class KeySelector(Protocol):
 
     @property
     def spec(self) -> KeySelection:
-        """The cost of choosing, and the number of chosen keys."""
+        """The cost of the selection, and the number of selected keys."""
 
 
 class MoBA(nn.Module):
-    """The selector of mixture of block attention: a query reads its own block and the past blocks
-    whose mean key has the largest product with it (`regard.ops.selection.moba_mask`).
+    """The selector of mixture of block attention: a query attends to its own block, and to the past
+    blocks whose mean key has the largest dot product with the query
+    (`regard.ops.selection.moba_mask`).
 
     Args:
         size: the number of positions in a block.
@@ -143,13 +146,13 @@ class MoBA(nn.Module):
 
 
 class Indexer(nn.Module):
-    """The lightning indexer of DeepSeek-V3.2: a query reads the topk keys with the largest index
-    score, which small heads compute (`regard.ops.selection.index_mask`).
+    """The lightning indexer of DeepSeek-V3.2: a query attends to the topk keys with the largest
+    index scores. Small heads compute these scores (`regard.ops.selection.index_mask`).
 
     I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
 
-    The indexer is trained by `regard.nn.selected_attention.indexer_losses` only: the choice of keys
-    passes no gradient.
+    No gradient passes through the choice of keys, so the indexer is trained by a loss of its own,
+    `regard.nn.selected_attention.indexer_losses`.
 
     Args:
         q: a `HeadProjection` to J index queries of dim d.
@@ -187,8 +190,14 @@ class Indexer(nn.Module):
         return (self.k(x, positions),)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return index queries [B,J,T,d] times 1/sqrt(d), and their weights [B,T,J] times
-        1/sqrt(J).
+        """Compute the index queries and their weights.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of their tokens.
+
+        Returns:
+            The index queries [B,J,T,d] times 1/sqrt(d), and their weights [B,T,J] times 1/sqrt(J).
         """
         q = self.q(x, positions) * self.q.head_dim**-0.5
         return q, self.weight(x) * self.q.heads**-0.5
@@ -231,7 +240,7 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
     out = output(heads of z concatenated)
 
     Args:
-        project: a `Projection`; it may store a latent.
+        project: any `Projection`, also one that stores latents, such as `LatentProjection`.
         selector: a `KeySelector`, such as `MoBA` or `Indexer`.
         output: a module [B,T,H*E] -> [B,T,M].
         scale: the factor on the scores; None is 1/sqrt(D).
@@ -305,9 +314,7 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
         )
 
     def describe(self, context: int = 4096) -> Description:
-        """Compute the figures of this layer for one decoded token, under the name of its
-        selector.
-        """
+        """Compute the figures of `Mixer.describe`, under the name of the selector."""
         return self.spec.describe(context, type(self.selector).__name__)
 
 
@@ -318,8 +325,8 @@ def indexer_losses(
     *,
     chosen: bool = True,
 ) -> Float[Tensor, "B T"]:
-    """Compute the loss that trains the indexer of a layer, per query and without a cache. Its
-    gradient reaches the indexer only.
+    """Compute the loss that trains the indexer of a layer, for each query of sequences without a
+    cache. Only the parameters of the indexer get a gradient.
 
     Args:
         layer: a `SelectedAttention` whose selector is an `Indexer`.
@@ -357,14 +364,18 @@ def indexer_losses(
 
 
 BRANCHES = ("compressed", "selected", "window")
-"""The names of the branches, in the order of keys, values and gates; taps use them as places."""
+"""The names of the branches, in the order of keys, values and gates. The taps of a branch have its
+name as a prefix, as in "window.k"."""
 
 
 class BlockCompressor(nn.Module):
-    """A network that compresses the l tokens of a block into one: phi(x) = W2 silu(W1 [x_1 + e_1;
-    ...; x_l + e_l] + b1) + b2, where e_i is a learned embedding of the place in the block.
+    """A network that compresses the l tokens of a block into one.
 
-    x [B,G,C,l,D] -> [B,G,C,D], with the same map for every head.
+    phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2
+
+    e_i is a learned embedding of position i inside the block. x [B,G,C,l,D] -> [B,G,C,D] for C
+    blocks,
+    with the same map for every head.
 
     Args:
         length: the number of tokens l in a block.
@@ -408,10 +419,10 @@ class NSA(Mixer):
 
     out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b:
 
-    compressed: one key and value per block of l tokens, one block every d tokens, visible once the
-        block is complete;
-    selected: the blocks of l' tokens with the largest attention in the compressed branch, up to the
-        query;
+    compressed: one key and one value for each block of l tokens. A block starts every d tokens, and
+        queries see it once it is complete;
+    selected: the n blocks of l' tokens, up to that of the query, that have the largest attention
+        weights in the compressed branch;
     window: the last w tokens
 
     A cache stores the keys and values of all three branches; the compressed ones are computed again
@@ -422,13 +433,14 @@ class NSA(Mixer):
         keys, values: three `HeadProjection`s each to G keys and values, one per branch. The keys of
             the compressed branch are compressed before positions are applied, so they need no
             rotary.
-        compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
-        key_transform: a step on compressed keys, such as a rotary, at the position of the last
-            token of each block; None applies none. The paper does not say where positions enter;
-            this way a score depends on the distance only.
+            compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as
+                `BlockCompressor`.
+        key_transform: a module that is applied to compressed keys at the position of the last token
+            of each block, such as a rotary; None applies none. The paper does not specify where
+            positions enter. With a rotary here, a score depends on the distance only.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
         output: a module [B,T,H*E] -> [B,T,M].
-        sizes: the sizes of blocks and window.
+        sizes: the sizes l, d, l', n and w of the blocks and of the window.
 
     Raises:
         ArgumentError: there are not three keys and values, or their heads do not fit one another.
@@ -460,8 +472,8 @@ class NSA(Mixer):
         super().__init__()
         if len(keys) != 3 or len(values) != 3:
             raise ArgumentError(
-                f"keys has length {len(keys)} and values has length {len(values)}; each needs one "
-                f"for {', '.join(BRANCHES)}"
+                f"keys has length {len(keys)} and values has length {len(values)}; each must have "
+                f"one projection for each branch: {', '.join(BRANCHES)}"
             )
 
         shapes = {
@@ -476,11 +488,8 @@ class NSA(Mixer):
             )
         check_groups(q.heads, G)
         self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)
-        self.compress_key, self.compress_value, self.key_transform = (
-            compress_key,
-            compress_value,
-            key_transform,
-        )
+        self.compress_key, self.compress_value = compress_key, compress_value
+        self.key_transform = key_transform
         self.gate, self.output, self.sizes = gate, output, sizes
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
@@ -525,7 +534,7 @@ class NSA(Mixer):
         token_order: BlockLayout,
         block_ends: Positions,
     ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
-        """Compress keys and values.
+        """Compress keys and values to one per block.
 
         Args:
             k: keys [B,G,S,D] of the compressed branch.
@@ -575,7 +584,7 @@ class NSA(Mixer):
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix:
-        """Return the branches, each with its gate."""
+        """Return the mix of the branches, each multiplied by its gate."""
         gates = self.gate(run.x[0, row]).sigmoid().unflatten(-1, (3, -1))[:, head].double()
         terms = tuple(
             MixTerm(
@@ -587,8 +596,8 @@ class NSA(Mixer):
             for n, call in enumerate(calls)
         )
         return HeadMix(
-            "three branches with separate keys and values, each times its gate; a weight of one "
-            "branch is not a share of the total",
+            "the sum of three branches with separate keys and values, each times its gate; a "
+            "weight is a share of its branch, not of the total",
             terms,
             None,
         )
@@ -598,8 +607,7 @@ class NSA(Mixer):
         return Growing()
 
     def tokens(self, context: int) -> Quantity:
-        """Count the tokens that are read to decode the token at position context - 1, as in table 4
-        of the paper.
+        """Count the tokens that a decoding step reads from memory, as in table 4 of the paper.
 
         Args:
             context: the number of tokens up to and including the decoded one.
@@ -616,7 +624,7 @@ class NSA(Mixer):
         assert isinstance(value, HeadProjection)
         shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
         phi = (self.compress_key, self.compress_value)
-        # the width of another network class is unknown, and its FLOPs are not counted
+        # The hidden size of another class of network is unknown, so its FLOPs are not counted.
         widths = [network.hidden if isinstance(network, BlockCompressor) else 0 for network in phi]
         return NSASpec(
             count_weights(self, *phi),

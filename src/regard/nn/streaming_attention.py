@@ -1,4 +1,4 @@
-"""StreamingLLM: attention to the first and the last tokens, with positions counted inside the
+"""StreamingLLM: attention to the first and the last tokens, whose positions are counted inside the
 cache.
 """
 
@@ -13,7 +13,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
 from regard.masks.base import check_int
 from regard.nn.attention import Attention
-from regard.nn.explainable import ComputationStep, InputSteps, ProjectionQuery
+from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import SeparateQKV
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
@@ -30,12 +30,12 @@ class StreamingAttention(Attention):
     slots are numbered from 0.
 
     The paper caches keys without rotation and rotates all of them by their slots at every step.
-    Since a rotary score depends on the distance only, this module caches keys rotated by their own
-    positions, and rotates a query that reads the sinks back by the number of evicted tokens. The
-    scores are the same for any chunking, and no key is rotated twice.
+    Since a rotary score depends on the distance only, this module instead caches keys that are
+    rotated by their own positions. For the scores with the sinks, it rotates the query back by the
+    number of evicted tokens. The scores are the same for any chunking, and no key is rotated twice.
 
-    A model with this attention can generate without limit and stays fluent; it does not remember
-    more.
+    A model with this attention can generate fluent text of any length, but it has no access to the
+    evicted tokens.
 
     Args:
         project: a `SeparateQKV` whose query and key heads end with the same `Rotary` object.
@@ -76,10 +76,8 @@ class StreamingAttention(Attention):
         check_shared_rotary(project)
         super().__init__(project, output, mask=mask, scale=scale, softcap=softcap, sink=sink)
         self.sinks, self.recent = sinks, recent
-        self._recent, self._sinks = (
-            Causal() & Window(recent) & ~Sinks(sinks),
-            Causal() & Sinks(sinks),
-        )
+        self._recent_mask = Causal() & Window(recent) & ~Sinks(sinks)
+        self._sinks_mask = Causal() & Sinks(sinks)
 
     def _attend(
         self,
@@ -98,6 +96,7 @@ class StreamingAttention(Attention):
             return super()._attend(q, k, v, positions, k_positions, backend)
         q_sinks = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
         if not requested_taps().isdisjoint(("scores", "pattern")):
+            # A trace needs the scores of both parts in one call.
             q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
             return super()._attend(q, k, v, positions, k_positions, backend)
         attend_to = partial(
@@ -107,14 +106,14 @@ class StreamingAttention(Attention):
             q_positions=positions,
             backend=backend,
         )
-        recent = attend_to(q, k, v, mask=self._recent, k_positions=k_positions)
+        recent = attend_to(q, k, v, mask=self._recent_mask, k_positions=k_positions)
         k, v, k_positions = slots_below(k, v, k_positions, self.sinks)
-        sinks = attend_to(q_sinks, k, v, mask=self._sinks, k_positions=k_positions)
+        sinks = attend_to(q_sinks, k, v, mask=self._sinks_mask, k_positions=k_positions)
         return merge([recent, sinks], sink=self.sink).out
 
     def _evicted(self, q: Tensor, positions: Positions) -> Tensor | None:
-        """Return the number of evicted tokens before each query [B or 1, T]; None if it is known
-        to be 0.
+        """Return the number of evicted tokens before each query [B or 1, T]; None if it is known to
+        be 0.
         """
         capacity = self.sinks + self.recent
         if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= capacity):
@@ -122,8 +121,8 @@ class StreamingAttention(Attention):
         return (as_tensor(positions, q.device) - (capacity - 1)).clamp(min=0)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the projection. In the call that reads the sinks, queries are rotated
-        back by the number of evicted tokens.
+        """Return the steps of the projection. For the second call of a query, which attends to the
+        sinks, a last step rotates queries back by the number of evicted tokens.
         """
         steps = super().explain_inputs(query)
         if not query.call_index:
@@ -134,14 +133,14 @@ class StreamingAttention(Attention):
             q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout
         )
         equation = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, by the number of evicted tokens"
-        return steps._replace(q=(*steps.q, ComputationStep("turned back", equation, rotated[0])))
+        return steps._replace(q=(*steps.q, MechanismStep("rotated back", equation, rotated[0])))
 
     @property
     def _rotary(self) -> Rotary:
         """The rotary embedding that is the last step on queries and keys."""
-        assert isinstance(self.project, SeparateQKV), "the constructor takes no other"
+        assert isinstance(self.project, SeparateQKV), "the constructor accepts only a SeparateQKV"
         step = self.project.q.steps[-1]
-        assert isinstance(step, Rotary), "checked by the constructor"
+        assert isinstance(step, Rotary), "the constructor checks that the last step is a Rotary"
         return step
 
 
@@ -175,9 +174,11 @@ def slots_below(
 def stack_query_forms(
     q: Tensor, q_sinks: Tensor, k: Tensor, k_positions: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
-    """Concatenate the two forms of each query, and place each key into the half of the form that
-    reads it. A trace then sees one pattern: q . k for a key at position n or later and q_sinks .
-    k for a sink, at the cost of twice the head dim.
+    """Build queries and keys of twice the head dim, so that one attention call computes the scores
+    of all keys: q . k for a key at position n or later, and q_sinks . k for a sink.
+
+    A query is [q, q_sinks]; a key is [k, 0], or [0, k] for a sink. A trace needs this, because it
+    records the scores of one call.
 
     Args:
         q: queries [B,H,T,D] for recent keys.
@@ -197,10 +198,14 @@ def stack_query_forms(
 
 
 def check_shared_rotary(project: SeparateQKV) -> None:
-    """Check that query and key heads end with the same rotary, whose frequencies are fixed.
+    """Check that the last step on queries and on keys is the same rotary, with fixed frequencies.
+
+    Args:
+        project: the projection to check.
 
     Raises:
-        ArgumentError, ArgumentTypeError: they do not.
+        ArgumentError, ArgumentTypeError: the projection is not a `SeparateQKV`, the last steps are
+            not the same rotary, or the frequencies follow the length.
     """
     if not isinstance(project, SeparateQKV):
         raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")

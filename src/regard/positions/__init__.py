@@ -1,5 +1,5 @@
-"""Positions: sinusoidal and learned embeddings, rotary embeddings with their scalings, XPos, and
-formulas for the length that a rotary base supports.
+"""Position embeddings: sinusoidal, learned and rotary ones, scalings of rotary frequencies, XPos,
+and formulas for the length that a rotary base supports.
 """
 
 from regard.deprecation import renamed

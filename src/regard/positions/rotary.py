@@ -38,18 +38,20 @@ def rope_frequencies(
     """Compute the rotary frequencies of each pair of dims, and the factors on cos and sin and on
     the softmax scale.
 
-    theta_i = base^(-2i/d), i < rotary_dim / 2, with d = rotary_dim. If proportional, d = dim, and
-    the pairs from rotary_dim / 2 on have frequency 0. The scaling is applied to theta.
+    theta_i = base^(-2i/d) for pairs i < rotary_dim / 2, with d = rotary_dim
+
+    If proportional, d = dim, and the other pairs up to dim / 2 have frequency 0. The scaling is
+    applied to theta.
 
     Args:
         dim: the head dim D, even.
         base: the base b.
         scaling: a scaling of the frequencies for longer contexts: `LinearScaling`, `NTK`,
             `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3` or `LongRoPE`; None applies none.
-        rotary_dim: how many dims rotate; all by default.
-        proportional: whether exponents are divided by the head dim: p-RoPE, as in Gemma 4. The
-            result then has D/2 pairs, so with layout "half" the rotated dims differ from those of
-            partial rotary.
+        rotary_dim: the number of dims that are rotated; all by default.
+        proportional: whether exponents are divided by the head dim (p-RoPE, as in Gemma 4). The
+            result then has D/2 pairs, so with layout "half" the rotated dims are others than
+            without.
         length: the length of the sequence, for scalings that depend on it.
 
     Returns:
@@ -71,24 +73,24 @@ def rope_frequencies(
     Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; proportional: Barbero et al. 2024 (arXiv
     2410.06205).
     """
-    turning = dim if rotary_dim is None else rotary_dim
-    _check_frequencies(dim, base, turning, scaling, length, proportional=proportional)
-    divisor = dim if proportional else turning
-    theta = base_frequencies(base, divisor, turning // 2)
+    rotated_dims = dim if rotary_dim is None else rotary_dim
+    _check_frequencies(dim, base, rotated_dims, scaling, length, proportional=proportional)
+    divisor = dim if proportional else rotated_dims
+    theta = base_frequencies(base, divisor, rotated_dims // 2)
     if scaling is None:
         result = RopeFrequencies(theta, 1.0, 1.0)
     else:
         result = scaling.scale(UnscaledFrequencies(theta, base, divisor, length))
     if not proportional:
         return result
-    zeros = theta.new_zeros((dim - turning) // 2)
+    zeros = theta.new_zeros((dim - rotated_dims) // 2)
     return result._replace(inv_freq=torch.cat((result.inv_freq, zeros)))
 
 
 def _check_frequencies(
     dim: int,
     base: float,
-    turning: int,
+    rotated_dims: int,
     scaling: Scaling | None,
     length: int | None,
     *,
@@ -97,9 +99,9 @@ def _check_frequencies(
     """Check the arguments of `rope_frequencies`."""
     if dim < 2 or dim % 2:
         raise ArgumentError(f"dim is {dim}; rotary pairs need an even head dim of at least 2")
-    if not 0 <= turning <= dim or turning % 2:
+    if not 0 <= rotated_dims <= dim or rotated_dims % 2:
         raise ArgumentError(
-            f"rotary_dim is {turning}; it must be even, from 0 to the head dim {dim}"
+            f"rotary_dim is {rotated_dims}; it must be even, from 0 to the head dim {dim}"
         )
     check_number("base", base, 1, float("inf"), "above 1")
     if length is not None and length < 0:
@@ -133,10 +135,10 @@ def rotate(
 
     (a, b) -> factor (a cos - b sin, b cos + a sin), angle = position * inv_freq_i for pair i
 
-    The angle, its cos and its sin are computed in fp64 whatever the dtype of x, and cos and sin are
-    then cast to it, so positions stay distinct at any length. Scores of rotated queries and keys
-    depend on the difference of their positions only. The result at an empty slot (-1) is finite and
-    has no meaning.
+    The angle, its cos and its sin are computed in fp64 and then cast to the dtype of x, so that
+    positions stay distinct at any length. Scores of rotated queries and keys depend on the
+    difference of their positions only. The result at an empty slot (-1) is finite and has no
+    meaning.
 
     Args:
         x: queries or keys [B,H,L,D].
@@ -190,8 +192,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
         both = a * cos - b * sin, b * cos + a * sin
         return torch.cat(both if 2 * n == x.shape[-1] else (*both, x[..., 2 * n :]), dim=-1)
     a, b = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
-    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    return torch.cat((turned, x[..., 2 * n :]), dim=-1)
+    rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated, x[..., 2 * n :]), dim=-1)
 
 
 class Rotary(nn.Module):
@@ -205,8 +207,8 @@ class Rotary(nn.Module):
       stay valid.
     - "current": the length is the largest position of the call plus 1, over the whole batch. Keys
       that an earlier call rotated for a shorter length then have other frequencies, so this suits a
-      single pass and not a cache of rotated keys. Positions in a tensor are read, which breaks a
-      compiled graph; a `Span` is not.
+      single pass and not a cache of rotated keys. Positions in a tensor must be copied to the CPU,
+      which causes a graph break under torch.compile; a `Span` needs no copy.
 
     Args:
         dim: the head dim D.
@@ -290,11 +292,11 @@ class Rotary(nn.Module):
             and x.shape[2:] == (positions.length, self.dim)
             and x.is_floating_point()
         )
-        if not fits:  # the full checks run only if this fast test fails
+        if not fits:  # this fast test covers the usual case; the full checks take longer
             _check_rotate(x, positions, self.layout, self.inv_freq)
         if x.shape[-1] != self.dim:
             raise ArgumentError(
-                f"x has head dim {x.shape[-1]}; this rotary was made for {self.dim}"
+                f"x has head dim {x.shape[-1]}; it must be {self.dim}, the dim of this Rotary"
             )
         return apply_rotary(x, *self._cos_sin(x, positions), self.layout)
 
@@ -302,8 +304,8 @@ class Rotary(nn.Module):
         """Return the tables of cos and sin for x, from the last call if it had the same
         arguments.
         """
-        # All layers use the same table for queries and for keys, so the last one is kept. It is
-        # read once, because another thread may replace it at any time.
+        # All layers use the same tables for queries and for keys, so the last ones are stored. The
+        # attribute is read once, because another thread may replace it at any time.
         key, last = _table_key(x, positions), self._last
         if key is not None and last is not None and last[0] == key:
             return last[2:]
@@ -327,7 +329,8 @@ class Rotary(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:  # noqa: FBT001, FBT002  (torch's)
-        # Move with the module, in fp64; "meta" has no values, and "mps" has no fp64.
+        # The frequencies follow the module to its device, but stay in fp64. The device "meta" has
+        # no values, and "mps" has no fp64.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0)).device
         if device.type not in ("meta", "mps"):
@@ -351,7 +354,9 @@ class Rotary(nn.Module):
 
 
 def _table_key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
-    """Return what the tables of cos and sin depend on, or None if they must not be kept."""
+    """Return everything that the tables of cos and sin depend on, or None if the tables must not be
+    reused.
+    """
     if is_compiling() or type(x) is not Tensor:
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -360,9 +365,9 @@ def _table_key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
     position_key: object = positions
     if isinstance(positions, Tensor):
         if positions.is_inference():
-            return None  # a change of its values would not be noticed
+            return None  # it has no version counter, so a change of its values would go unnoticed
         position_key = (id(positions), positions._version)
-    # tables made in inference mode cannot serve a backward pass
+    # Tables that were computed in inference mode cannot be used in a backward pass.
     return position_key, x.dtype, x.device, torch.is_inference_mode_enabled()
 
 

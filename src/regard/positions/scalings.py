@@ -1,7 +1,8 @@
 """Rotary positions for contexts longer than those of training: scalings of the frequencies (linear,
 NTK, YaRN, Llama 3, LongRoPE), and formulas for the length that a base supports without them.
 
-Letters: d is the rotary dim, b the base, T the length.
+Letters: d is the rotary dim, b the base, theta_i the frequency of pair i in radians per position, L
+or T the trained length, s the factor by which the context becomes longer.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class RopeFrequencies(NamedTuple):
 
     Attributes:
         inv_freq: radians per position of each pair, fp64 [rotary_dim / 2].
-        rotary_factor: multiplies cos and sin, and so each rotated query and key.
-        softmax_factor: multiplies the softmax scale, and so rotated and other dims alike. It is
-            kept apart from rotary_factor, because the two are equivalent only if the whole head is
-            rotary.
+        rotary_factor: the factor on cos and sin, and therefore on the rotated dims of queries and
+            keys.
+        softmax_factor: the factor on the softmax scale, and therefore on all dims. It is separate
+            from rotary_factor, because the two are equivalent only if all dims of a head are
+            rotated.
     """
 
     inv_freq: Float64[Tensor, " n"]
@@ -37,7 +39,7 @@ class RopeFrequencies(NamedTuple):
 
 
 class UnscaledFrequencies(NamedTuple):
-    """The input of a scaling.
+    """The unscaled frequencies of a rotary scheme, which are the input of a scaling.
 
     Attributes:
         theta: the frequencies theta_i = base^(-2i/dim), fp64 [n].
@@ -57,15 +59,15 @@ class Scaling:
     """Base class of the scalings of rotary frequencies.
 
     Attributes:
-        needs_length: whether the result depends on the present length of the sequence. Keys that
-            were rotated for one length and are scored by queries for another are then no function
-            of the distance (see `Rotary`).
+        needs_length: whether the frequencies depend on the present length of the sequence. If they
+            do, the score of a query and a key that were rotated for different lengths does not
+            depend on their distance only (see `Rotary`).
     """
 
     needs_length: ClassVar[bool] = False
 
     def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
-        """Scale frequencies.
+        """Compute the scaled frequencies.
 
         Args:
             rope: the unscaled frequencies.
@@ -86,7 +88,7 @@ def base_frequencies(base: float, dim: int, pairs: int) -> Float64[Tensor, " n"]
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """Position interpolation: theta_i / s, which equals positions p / s.
+    """Position interpolation: the frequencies theta_i / s, which are equivalent to positions p / s.
 
     Args:
         factor: the factor s.
@@ -113,8 +115,8 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware scaling with a fixed factor: b' = b s^(d/(d-2)). The lowest frequency is that of
-    `LinearScaling`, the highest is unchanged.
+    """NTK-aware scaling with a fixed factor: the larger base b' = b s^(d/(d-2)). The lowest
+    frequency is then that of `LinearScaling`, and the highest is unchanged.
 
     Args:
         factor: the factor s.
@@ -154,8 +156,8 @@ class NTK(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTK(Scaling):
-    """NTK-aware scaling that follows the length l: b' = b (a l / L - (a - 1))^(d/(d-2)) for l > L,
-    and b up to L.
+    """NTK-aware scaling that follows the length l: the base b' = b (a l / L - (a - 1))^(d/(d-2)) if
+    l > L, and b otherwise.
 
     Args:
         factor: the factor a, which Hugging Face's "dynamic" calls "factor"; a = 1 is the dynamic
@@ -169,7 +171,9 @@ class DynamicNTK(Scaling):
     >>> round(DynamicNTK(2.0, 4096).base(10000.0, 128, length=8192), 4)
     30527.7367
 
-    Source: Peng et al. 2023 (arXiv 2309.00071), section 3.3; its use with a cache: see `Rotary`.
+    `Rotary` describes its use with a cache.
+
+    Source: Peng et al. 2023 (arXiv 2309.00071), section 3.3.
     """
 
     factor: float
@@ -202,15 +206,16 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """The scaling of Llama 3.1: pairs with r > high are kept, those with r < low are divided by s,
-    and those between are blended linearly in r.
+    """The scaling of Llama 3.1. Frequencies of pairs with more than `high` rotations within the
+    trained length are kept; those with fewer than `low` rotations are divided by s; those between
+    are a linear blend of the two.
 
     theta' = (1 - m) theta / s + m theta
-    m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi)
+    m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi), the rotations within L
 
     Args:
         factor: the factor s.
-        low_freq_factor, high_freq_factor: low and high, in rotations within L.
+        low_freq_factor, high_freq_factor: the numbers of rotations low and high.
         original_length: the trained length L.
 
     Raises:
@@ -247,8 +252,8 @@ def ntk_exponent(dim: int) -> float:
     """Return the exponent d / (d - 2) of NTK scalings."""
     if dim < 4:
         raise ArgumentError(
-            f"the rotary dim is {dim}; the exponent d/(d-2) of NTK scaling needs at least 4; use "
-            "LinearScaling"
+            f"the rotary dim is {dim}; NTK scaling needs at least 4, because its exponent is "
+            "d/(d-2); use LinearScaling"
         )
     return dim / (dim - 2)
 
@@ -257,8 +262,8 @@ def require_length(scaling: Scaling, length: int | None) -> int:
     """Return the length, or raise an `ArgumentError` if it is None."""
     if length is None:
         raise ArgumentError(
-            f"length is None, but {type(scaling).__name__} depends on it; pass the length of the "
-            "sequence, or a length that fixes the frequencies"
+            f"length is None, but the frequencies of {type(scaling).__name__} depend on it; pass "
+            "the length of the sequence"
         )
     return length
 
@@ -279,7 +284,7 @@ def check_increasing(low_name: str, low: float, high_name: str, high: float) -> 
 
 
 def pair_index(rotations: float, dim: int, base: float, length: int) -> float:
-    """Compute the (fractional) index of the pair that makes a number of rotations within a length:
+    """Compute the (fractional) index of the pair of dims that makes r rotations within a length L:
     d ln(L / (2 pi r)) / (2 ln b).
 
     Args:
@@ -302,7 +307,7 @@ def yarn_mscale(factor: float, m: float = 1.0) -> float:
 
     Args:
         factor: the scaling factor s.
-        m: the multiplier m.
+        m: the multiplier m of the logarithm, such as DeepSeek's mscale.
 
     Returns:
         The factor f(m).
@@ -315,8 +320,9 @@ def yarn_mscale(factor: float, m: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class YaRN(Scaling):
-    """YaRN scaling as in its released code: the blend between kept and divided frequencies is
-    linear in the pair index.
+    """YaRN scaling as in its released code. Pairs with many rotations within the trained length
+    keep their frequency, those with few get theta / s, and between them the blend is linear in the
+    pair index.
 
     low = floor(index(beta_fast)), high = ceil(index(beta_slow)), clamped to 0 and d - 1, where
     index is `pair_index`
@@ -328,8 +334,8 @@ class YaRN(Scaling):
     Args:
         factor: the factor s.
         original_length: the trained length L.
-        beta_fast, beta_slow: pairs with more rotations within L than beta_fast are kept, pairs with
-            fewer than beta_slow are divided.
+        beta_fast, beta_slow: numbers of rotations within L. Pairs with more than beta_fast keep
+            their frequency; that of pairs with fewer than beta_slow is divided by s.
         truncate: whether low and high are rounded to whole pairs (False in gpt-oss).
         ramp: "index", as in the released code and every released checkpoint, or "rotations", the
             paper's definition:
@@ -369,7 +375,7 @@ class YaRN(Scaling):
             check_number(name, getattr(self, name), -1e-300, math.inf, "at least 0")
 
     def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
-        """Blend theta and theta / s by the ramp."""
+        """Blend the frequencies theta and theta / s by the ramp."""
         if self.ramp == "rotations":
             r = self.original_length * rope.theta / math.tau
             divided = 1 - ((r - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(0, 1)
@@ -404,8 +410,8 @@ class YaRN(Scaling):
         if low > high:
             raise ArgumentError(
                 f"YaRN's ramp would run from pair {low:.6g} down to {high:.6g} (dim {dim}, base "
-                f"{base}, original_length "
-                f'{self.original_length}); check original_length and base, or use ramp="rotations"'
+                f"{base}, original_length {self.original_length}); "
+                'check original_length and base, or use ramp="rotations"'
             )
         return low, high + 0.001 if low == high else high
 
@@ -468,14 +474,14 @@ def check_ramp(original_length: int, beta_fast: float, beta_slow: float, ramp: s
 
 @dataclass(frozen=True)
 class LongRoPE(Scaling):
-    """LongRoPE scaling: a searched divisor for each pair, with one list up to the trained length L
-    and another beyond it.
+    """LongRoPE scaling: each frequency is divided by a factor that a search found. There is one
+    list of factors for lengths up to the trained length L, and another for longer ones.
 
     theta'_i = theta_i / ext_i,  ext = short if length <= L else long
     rotary factor sqrt(1 + ln s / ln L)
 
     Args:
-        short_factor, long_factor: d/2 divisors each.
+        short_factor, long_factor: the two lists, each with one factor for each of the d/2 pairs.
         original_length: the trained length L.
         factor: the factor s, usually max_position_embeddings / L.
         attention_factor: the rotary factor; None computes it as above.
@@ -531,8 +537,8 @@ class LongRoPE(Scaling):
 
 
 def critical_dimension(dim: int, base: float, length: int) -> int:
-    """Compute how many dims complete at least one rotation within the trained length:
-    2 ceil((d/2) log_b(T / (2 pi))).
+    """Compute the critical dimension, the number of dims that complete at least one rotation within
+    the trained length: 2 ceil((d/2) log_b(T / (2 pi))).
 
     The other dims saw only a part of their period in training, so longer sequences contain angles
     that the model has never seen.
@@ -560,12 +566,12 @@ def critical_dimension(dim: int, base: float, length: int) -> int:
 
 
 def extrapolation_length(dim: int, base: float, critical: int) -> float:
-    """Compute the length that a model supports after tuning with a new, larger base:
+    """Compute the length that a model supports after fine-tuning with a new, larger base:
     T_extra = 2 pi b^(d_extra / d) positions.
 
     Args:
         dim: the rotary dim d.
-        base: the base b of the tuning.
+        base: the base b of the fine-tuning.
         critical: the critical dimension d_extra of the pretraining.
 
     Returns:
@@ -586,12 +592,12 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
 
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
-    """Compute the base b0 = b^(log_{T/2pi}(T_tune/2pi)) above which tuning on a longer length
-    extends the context beyond that length.
+    """Compute the base b0 = b^(log_{T/2pi}(T_tune/2pi)). Fine-tuning on a longer length T_tune with
+    a base above b0 extends the context beyond T_tune.
 
     Args:
         length: the trained length T.
-        tuned: the length T_tune of the tuning.
+        tuned: the length T_tune of the fine-tuning.
         base: the base b of the pretraining.
 
     Returns:
@@ -637,10 +643,10 @@ def small_bases(length: int) -> tuple[float, float, float]:
 def long_term_decay(
     dim: int, base: float, distances: Float64[Tensor, " m"] | range
 ) -> Float64[Tensor, " m"]:
-    """Compute B(m) = sum_i cos(m theta_i), by how much a similar key scores higher than a random
-    one at each distance m.
+    """Compute B(m) = sum_i cos(m theta_i) for distances m. It is proportional to the amount by
+    which the score of a similar key exceeds that of a random key at distance m.
 
-    Where B is negative, the model prefers an unrelated token to a similar one.
+    Where B is negative, an unrelated token gets a higher score than a similar one.
 
     Args:
         dim: the rotary dim d, even.
@@ -666,8 +672,8 @@ def long_term_decay(
 
 
 def base_reaches(dim: int, base: float, length: int) -> bool:
-    """Return whether a base supports a length: B(m) >= 0 of `long_term_decay` for every distance m
-    up to the length. The bases for which this holds are not an interval.
+    """Return whether a base supports a length: B(m) of `long_term_decay` is at least 0 for every
+    distance m up to the length. A larger base may fail where a smaller one succeeds.
 
     Args:
         dim: the rotary dim d, even.

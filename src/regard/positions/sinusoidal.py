@@ -1,4 +1,4 @@
-"""Absolute position embeddings, which are added to token embeddings: sinusoids and a learned
+"""Absolute position embeddings, which are added to token embeddings: sinusoidal ones and a learned
 table.
 """
 
@@ -31,9 +31,10 @@ def sinusoidal(
     interleaved:    PE[p, 2i] = sin(p b^(-2i/M)), PE[p, 2i+1] = cos(same)
     halves:         the same numbers as [all sines; all cosines]
     tensor2tensor:  [sines; cosines] with exponent -i/(M/2 - 1), as in tensor2tensor and fairseq:
-                    another table
+                    other numbers
 
-    With an odd dim the first two have one sine more than cosines, and the third ends in a zero.
+    With an odd dim, the first two layouts have one more sine than cosines, and the third ends in a
+    zero.
 
     Args:
         positions: a length, for positions 0..length-1, or positions [B or 1, L].
@@ -84,14 +85,13 @@ class LearnedPositions(nn.Module):
     y = weight[position + offset]
 
     Args:
-        max_len: the number of positions with a vector. A larger position is refused.
+        max_len: the number of positions with a vector. A larger position raises an error.
         dim: the model dim M.
         offset: the number of unused rows at the start of the table (2 in OPT).
 
     Raises:
-        ArgumentError: a size is out of range; when called, a position is max_len or more. With
-            positions in a tensor, this is not checked while compiling, where torch's index check
-            remains.
+        ArgumentError: a size is out of range; when called, a position is max_len or more. While
+            torch.compile traces, positions in a tensor are checked only by torch's own index check.
         ArgumentTypeError: when called, positions are not integers.
 
     >>> LearnedPositions(16, 4)(Span(0, 3)).shape

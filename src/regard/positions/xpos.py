@@ -1,4 +1,4 @@
-"""XPos: rotary positions whose scores also decay with distance, for causal attention."""
+"""XPos: a rotary embedding with which scores also decay with distance, for causal attention."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from regard.span import Positions, Span, as_tensor
 
 
 def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
-    """Compute zeta_i = (2i + gamma d) / ((1 + gamma) d), the factor by which the score of pair i
-    decays per scale_base positions.
+    """Compute zeta_i = (2i + gamma d) / ((1 + gamma) d). The part of a score that comes from pair i
+    of dims is multiplied by zeta_i for every scale_base positions of distance.
 
     Args:
         dim: the head dim d.
@@ -36,14 +36,14 @@ def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
 def xpos_reach(
     dim: int, dtype: torch.dtype, *, gamma: float = 0.4, scale_base: float = 512.0
 ) -> int:
-    """Compute the largest |position - center| whose scale zeta_0^((p - c) / scale_base) does not
-    overflow the dtype.
+    """Compute the largest distance |p - c| of a position p from the center c at which the scale
+    zeta_0^((p - c) / scale_base) does not overflow the dtype.
 
     Args:
         dim: the head dim d.
         dtype: the dtype of queries and keys.
         gamma: the parameter gamma of `xpos_zeta`.
-        scale_base: the number of positions per factor zeta.
+        scale_base: the number of positions over which the scale changes by one factor zeta.
 
     Returns:
         The largest distance from the center, in positions.
@@ -66,12 +66,12 @@ class XPos(nn.Module):
 
     Args:
         dim: the head dim D, even.
-        role: "query" or "key": which of the two this module scales.
+        role: whether this module is applied to queries ("query") or to keys ("key").
         base: the base of the rotary frequencies.
         layout: which dims form a pair, as in `Rotary`.
         center: the center c, which must be equal for queries and keys. Half of the expected length
             doubles the supported length.
-        scale_base: the number of positions per factor zeta.
+        scale_base: the number of positions over which the scale changes by one factor zeta.
         gamma: the parameter gamma of `xpos_zeta`.
 
     Raises:
@@ -144,8 +144,8 @@ class XPos(nn.Module):
         elif is_compiling() or not positions.numel():
             extremes = []
         else:
-            full = positions[positions >= 0]
-            extremes = [int(full.min()), int(full.max())] if full.numel() else []
+            used = positions[positions >= 0]
+            extremes = [int(used.min()), int(used.max())] if used.numel() else []
         reach = xpos_reach(self.dim, dtype, gamma=self.gamma, scale_base=self.scale_base)
         for p in extremes:
             if p >= 0 and abs(p - self.center) > reach:

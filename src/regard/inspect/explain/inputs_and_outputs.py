@@ -20,7 +20,7 @@ from regard.inspect.explain.explanation import (
     RotaryAngles,
 )
 from regard.inspect.explain.prepared_run import AttentionSite
-from regard.nn.explainable import ComputationSteps, Explainable, InputSteps, ProjectionQuery
+from regard.nn.explainable import Explainable, InputSteps, MechanismSteps, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
 
@@ -86,7 +86,7 @@ def input_chain(
 
 
 def _steps_of_head(
-    links: ComputationSteps, head: int, row: int | None = None
+    links: MechanismSteps, head: int, row: int | None = None
 ) -> tuple[ComputationStep, ...]:
     """Select one head, and optionally one row, from each step; a step shared by all heads has
     one head.

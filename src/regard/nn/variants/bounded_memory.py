@@ -1,5 +1,5 @@
-"""Mechanisms whose cache has a bounded size: Infini-attention, with both update rules, and
-StreamingLLM.
+"""Constructors of mechanisms whose cache has a bounded size: Infini-attention, with both update
+rules, and StreamingLLM.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def infini_delta(
     base: float = 10000.0,
     empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
-    """Infini-attention with the delta rule, which writes only the difference to what the memory
-    already returns.
+    """Infini-attention with the delta rule: a segment writes only the difference between its values
+    and the values that the memory already returns for its keys.
 
-    x [B,T,M] -> [B,T,M]; a cache stores as many values as for `infini`. A value that is written
-    twice under one key is read as half of it.
+    x [B,T,M] -> [B,T,M]; a cache stores as many values as for `infini`. If a value is written twice
+    under one key, the memory returns half of it.
 
     Args:
         dim, heads, segment, groups, head_dim, base, empty: as for `infini`.
@@ -148,8 +148,8 @@ def streaming(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> StreamingAttention:
-    """StreamingLLM: attention to a few first tokens and the last ones, with positions counted in
-    the cache.
+    """StreamingLLM: attention to a few first tokens and to the last ones, with positions counted
+    inside the cache.
 
     x [B,T,M] -> [B,T,M]; a cache stores 2 G D values for each of s + R tokens.
 

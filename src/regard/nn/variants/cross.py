@@ -1,4 +1,6 @@
-"""Attention between two sequences: cross-attention, Bahdanau's and Luong's attention."""
+"""Constructors of attention between two sequences: cross-attention, Bahdanau's and Luong's
+attention.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Linear recurrences: linear attention, retention, gated linear attention, DeltaNet and Gated
-DeltaNet.
+"""Constructors of linear recurrences: linear attention, retention, gated linear attention, DeltaNet
+and Gated DeltaNet.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def linear_attention(
     feature_map: FeatureMap = "elu+1",
     normalise: bool = True,
 ) -> Recurrent:
-    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that one matrix
-    stores the past.
+    """Linear attention: a product of feature maps, phi(q) . phi(k), replaces exp(q . k) of softmax,
+    so that a matrix of fixed size stores the past.
 
     x [B,T,M] -> [B,T,M]; a cache stores G D (E + 1) values at any length (G D E without the
     normaliser).
@@ -216,8 +216,9 @@ def delta_net(
 ) -> Recurrent:
     """DeltaNet: linear attention that replaces the value stored under a key, by the delta rule.
 
-    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. Queries, keys and values pass a
-    swish activation. There is no short convolution before it, and no output gate.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. A swish activation is applied
+    to queries, keys and values. Unlike the paper's model, it has no short convolution and no output
+    gate.
 
     Args:
         dim: the model dim M.
@@ -269,7 +270,8 @@ def gated_delta_net(
 ) -> Recurrent:
     """Gated DeltaNet: the delta rule on a state that decays with each token, and an output gate.
 
-    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. There is no short convolution.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. Unlike the paper's model, it
+    has no short convolution.
 
     Args:
         dim, heads, groups, head_dim, value_dim, normalise_keys, max_beta: as for `delta_net`.

@@ -1,5 +1,5 @@
-"""Softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer, BigBird and the
-Sparse Transformer.
+"""Constructors of softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer,
+BigBird and the Sparse Transformer.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def sliding_window(
 ) -> Attention:
     """Sliding window: a token sees the last W tokens, itself included, as in Mistral 7B.
 
-    x [B,T,M] -> [B,T,M]; a cache stores W tokens at any length; l layers reach l (W - 1) + 1
-    tokens.
+    x [B,T,M] -> [B,T,M]; a cache stores W tokens at any length. Through l layers, a token depends
+    on the last l (W - 1) + 1 tokens.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
@@ -86,7 +86,8 @@ def local_global(
     base: float = 10000.0,
     global_base: float | None = None,
 ) -> Attention:
-    """Alternating layers: most layers see a window, every n-th sees all past tokens, as in Gemma 2
+    """Alternating layers: most layers attend to a window, every n-th to all past tokens, as in
+    Gemma 2
     (n = 2) and Gemma 3 (n = 6).
 
     x [B,T,M] -> [B,T,M]; this is the attention of one layer.
@@ -111,7 +112,9 @@ def local_global(
     Source: Gemma 3 (arXiv 2503.19786), section 2.1.
     """
     if layer < 0 or every < 1:
-        raise ArgumentError(f"layer is {layer} and every is {every}; they must be at least 0 and 1")
+        raise ArgumentError(
+            f"layer is {layer} and every is {every}; layer must be at least 0, and every at least 1"
+        )
     if (layer + 1) % every == 0:
         return _gqa_with_mask(Causal(), dim, heads, groups, head_dim, global_base or base)
     return _gqa_with_mask(Causal() & Window(window), dim, heads, groups, head_dim, base)
@@ -216,7 +219,8 @@ def packed(
     """Packed documents: several texts share one row, and each token sees the past of its own text
     only.
 
-    x [B,T,M] -> [B,T,M]; rotary positions need no restart, because only differences count.
+    x [B,T,M] -> [B,T,M]. Positions need not start at 0 in each document, because rotary scores
+    depend on differences of positions only.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
@@ -277,7 +281,7 @@ def longformer(
         positions: the positions of the global tokens.
         step: the dilation of the window: a token sees every step-th key, as many keys as without
             dilation.
-        is_causal: whether no token sees later ones.
+        is_causal: whether a token sees no later tokens.
 
     Returns:
         The module.
@@ -327,15 +331,15 @@ def dilated(
     positions: tuple[int, ...] = (),
     head_dim: int | None = None,
 ) -> Attention:
-    """Dilated window: a token sees every s-th key of the past, W of them, and global tokens;
-    causal.
+    """Dilated window: a token sees W past keys at distances 0, s, 2 s, ..., and the global tokens
+    of the past.
 
     x [B,T,M] -> [B,T,M]
 
     Args:
         dim, heads, head_dim: as for `mha`.
         window: the number of keys W.
-        step: the distance s between them.
+        step: the distance s between two of these keys.
         positions: the positions of the global tokens.
 
     Returns:
@@ -377,10 +381,11 @@ def bigbird(
     bias: bool = False,
     is_causal: bool = False,
 ) -> Attention:
-    """BigBird: blocks see their neighbours, the first and last block, and a few random blocks drawn
-    from a seed.
+    """BigBird: the tokens of a block see the neighbouring blocks, the first and the last block, and
+    a few random blocks.
 
-    x [B,T,M] -> [B,T,M]; training and evaluation use the same random blocks, at every length.
+    x [B,T,M] -> [B,T,M]; the random blocks are drawn from the seed once, and are the same in
+    training and evaluation and at every length.
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
@@ -389,7 +394,7 @@ def bigbird(
         window: the number of neighbouring blocks, its own included; odd.
         random: the number of random blocks per block.
         seed: the seed of the random blocks.
-        is_causal: whether random blocks are drawn from the past, and no token sees a later one.
+        is_causal: whether random blocks are drawn from the past, and a token sees no later tokens.
 
     Returns:
         The module.
@@ -416,8 +421,9 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
     """Sparse Transformer, strided: a token sees the last l tokens, and every l-th token before
     them.
 
-    x [B,T,M] -> [B,T,M]; two layers reach every earlier token, at a cost of O(n sqrt n) for l near
-    sqrt n.
+    x [B,T,M] -> [B,T,M]. Through two layers, a token depends on every earlier token; with l near
+    sqrt n,
+    the cost is O(n sqrt n) for n tokens.
 
     Args:
         dim, heads, head_dim: as for `mha`.
@@ -447,7 +453,7 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
 def sparse_fixed(
     dim: int, heads: int, *, stride: int, columns: int = 1, head_dim: int | None = None
 ) -> Attention:
-    """Sparse Transformer, fixed: a token sees its own block of l tokens, and the last c columns of
+    """Sparse Transformer, fixed: a token sees its own block of l tokens, and the last c tokens of
     every earlier block.
 
     x [B,T,M] -> [B,T,M]
@@ -455,7 +461,7 @@ def sparse_fixed(
     Args:
         dim, heads, head_dim: as for `mha`.
         stride: the block size l.
-        columns: the number of columns c.
+        columns: the number c of last tokens of each earlier block.
 
     Returns:
         The module.

@@ -1,10 +1,9 @@
-"""The usual projection and output map, which the constructors of the catalogue share."""
+"""The standard projection and output map, which most constructors of the catalogue use."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from regard.argument_checks import resolve_head_dim as resolve_head_dim
 from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection, SeparateQKV
 

@@ -1,5 +1,5 @@
-"""The registry of the catalogue: each constructor by name, with its summary, equation, source and
-options.
+"""The registry of the catalogue: `VARIANTS` has the constructor of each mechanism by name, with its
+summary, equation, source and options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 VariantFamily: TypeAlias = Literal[
     "softmax", "latent", "linear", "memory", "selected", "cross", "additive"
 ]
-"""The kind of a mechanism: which operation it calls, and what its cache stores."""
+"""The kind of a mechanism, which depends on the operation that it calls and on the content of its
+cache."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Variant:
     Args:
         name: the constructor's name.
         family: the kind of mechanism.
-        equation: what it computes.
+        equation: the equation of the mechanism, as text.
         source: the paper, with section or equation.
         causal: whether the result at a position is independent of later positions.
         build: the constructor, build(dim, heads, **options) -> a module.
@@ -85,27 +86,27 @@ def variant(
     equation: str,
     source: str,
     causal: bool = True,
-    **sizes: Any,
+    **example_options: Any,
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
     """Register a constructor in the catalogue.
 
     Args:
         family: the kind of mechanism.
-        equation: what it computes.
+        equation: the equation of the mechanism, as text.
         source: the paper, with section or equation.
         causal: whether the result at a position is independent of later positions.
-        **sizes: the options of its small example.
+        **example_options: the options of the small example that `Variant.example` builds.
 
     Returns:
         A decorator that returns the constructor unchanged.
     """
 
-    def enter(build: Callable[P, M]) -> Callable[P, M]:
+    def register(build: Callable[P, M]) -> Callable[P, M]:
         name = build.__name__
-        VARIANTS[name] = Variant(name, family, equation, source, causal, build, sizes)
+        VARIANTS[name] = Variant(name, family, equation, source, causal, build, example_options)
         return build
 
-    return enter
+    return register
 
 
 def find_variant(name: str) -> Variant:
@@ -192,8 +193,8 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
         name = RENAMED_OPTIONS.get(name, name)
         if not equals or name not in option_names(entry):
             raise ArgumentError(
-                f"--set {setting}: give name=value; {entry.name} has "
-                f"{', '.join(option_names(entry)) or 'no options'}"
+                f"--set {setting}: give name=value; the options of {entry.name} are "
+                f"{', '.join(option_names(entry)) or 'none'}"
                 f"{suggest(name, option_names(entry))}"
             )
         try:
@@ -227,11 +228,11 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in option_names(entry):
             raise ArgumentError(
                 f"{entry.name} has no option {name!r}"
-                f"{suggest(name, option_names(entry), otherwise='.')} It has "
+                f"{suggest(name, option_names(entry), otherwise='.')} Its options are "
                 f"{', '.join(option_names(entry)) or 'none'}"
             )
     if missing := [name for name in required_options(entry) if name not in options]:
-        raise ArgumentError(f"{entry.name} needs {', '.join(missing)}")
+        raise ArgumentError(f"{entry.name} needs a value for {', '.join(missing)}")
     hints, parameters = (
         typing.get_type_hints(entry.build),
         inspect.signature(entry.build).parameters,
@@ -245,8 +246,8 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, expected: Any) -> bool:
-    """Return whether a plain value has a type. An int is also a float, and a list is also a tuple
-    or a sequence.
+    """Return whether a plain value is of the expected type. An int is accepted as a float, and a
+    list as a tuple or a sequence.
     """
     origin, inner = typing.get_origin(expected), typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):

@@ -1,5 +1,5 @@
-"""Attention to selected keys: native sparse attention, mixture of block attention, and DeepSeek's
-top-k indexer.
+"""Constructors of attention to selected keys: native sparse attention, mixture of block attention,
+and DeepSeek sparse attention.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def dsa(
     """DeepSeek sparse attention: the small heads of a lightning indexer score every key, and all
     heads read the keys with the highest scores.
 
-    x [B,T,M] -> [B,T,M]; a cache stores 2 G D + d values per token. Here the indexer selects for
-    grouped heads; in DeepSeek's models it selects for latents (`SelectedAttention` takes any
-    projection).
+    x [B,T,M] -> [B,T,M]; a cache stores 2 G D + d values per token. This constructor combines the
+    indexer with grouped-query attention. DeepSeek's models combine it with MLA; for that, pass a
+    `LatentProjection` to `SelectedAttention`.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.

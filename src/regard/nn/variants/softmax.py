@@ -1,5 +1,5 @@
-"""Softmax mechanisms that see all of the past: multi-head, grouped-query, QK-norm, ALiBi, learned
-sinks, gated, differential and latent attention.
+"""Constructors of softmax mechanisms that attend to all past tokens: multi-head, grouped-query,
+QK-norm, ALiBi, learned sinks, gated, differential and latent attention.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def mha(
 def mha_per_head(
     dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False
 ) -> Attention:
-    """Multi-head attention written head by head: the function of `mha`, with a separate matrix for
-    every head.
+    """Multi-head attention with a separate matrix for every head, which computes the same function
+    as `mha`.
 
     x [B,T,M] -> [B,T,M]
 
@@ -217,14 +217,14 @@ def mha_per_head(
 
 
 def stacked(split: Attention) -> Attention:
-    """Stack the matrices of the heads of an `mha_per_head`, which gives an `mha` with the same
-    result.
+    """Convert an `mha_per_head` to an `mha` with the same result, by stacking the matrices of its
+    heads.
 
     Args:
         split: attention whose heads have separate matrices.
 
     Returns:
-        Attention with stacked matrices.
+        Attention with copies of these matrices, stacked; it shares the output map.
 
     >>> import torch
     >>> split, x = mha_per_head(8, 2), torch.randn(1, 5, 8)
@@ -389,10 +389,8 @@ def qk_norm(
 
     Source: Henry et al. 2020 (arXiv 2010.04245); order: Qwen3.
     """
-    D, rotary = (
-        resolve_head_dim(dim, heads, head_dim),
-        Rotary(resolve_head_dim(dim, heads, head_dim), base),
-    )
+    D = resolve_head_dim(dim, heads, head_dim)
+    rotary = Rotary(D, base)
     return _gqa_with_norm(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
 
 
@@ -405,8 +403,8 @@ def qk_norm(
 def qk_norm_after_rotary(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm after rotary: the parts of `qk_norm` in the other order, which computes another
-    function.
+    """QK-norm after rotary: queries and keys are rotated, then normalised head by head. The result
+    differs from that of `qk_norm`.
 
     x [B,T,M] -> [B,T,M]
 
@@ -424,10 +422,8 @@ def qk_norm_after_rotary(
 
     Source: Henry et al. 2020 (arXiv 2010.04245).
     """
-    D, rotary = (
-        resolve_head_dim(dim, heads, head_dim),
-        Rotary(resolve_head_dim(dim, heads, head_dim), base),
-    )
+    D = resolve_head_dim(dim, heads, head_dim)
+    rotary = Rotary(D, base)
     return _gqa_with_norm(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
 
 
@@ -473,7 +469,7 @@ def _gqa_with_norm(
     dim: int, heads: int, groups: int, D: int, steps: Callable[[], tuple[nn.Module, ...]]
 ) -> Attention:
     """Build causal grouped-query attention with these steps on queries and keys."""
-    # Queries and keys have separate norms, and share the rotary.
+    # `steps` is called twice, so that queries and keys have separate norms and share the rotary.
     project = SeparateQKV(
         HeadProjection(dim, heads, D, *steps()),
         HeadProjection(dim, groups, D, *steps()),
@@ -573,8 +569,8 @@ def learned_sink(
     source="Press et al. 2021 (arXiv 2108.12409), section 3",
 )
 def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False) -> Attention:
-    """ALiBi: instead of positions, a penalty on the distance with a fixed slope per head, as in
-    BLOOM and MPT.
+    """ALiBi: a penalty that is linear in the distance replaces position embeddings; each head has a
+    fixed slope, as in BLOOM and MPT.
 
     x [B,T,M] -> [B,T,M]
 
@@ -615,7 +611,7 @@ def t5(
     max_distance: int = 128,
     bidirectional: bool = False,
 ) -> Attention:
-    """T5's relative bias: a learned bias for each bucket of distances and head; scores are not
+    """T5's relative bias: each bucket of distances has a learned bias per head, and scores are not
     scaled.
 
     x [B,T,M] -> [B,T,M]; causal, as in the decoder, unless bidirectional.
@@ -657,8 +653,8 @@ def t5(
 def gated(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """Gated output: a sigmoid gate from the query's token multiplies each value of its heads, as in
-    Qwen3-Next.
+    """Gated output: every element of the heads is multiplied by a sigmoid gate, which is computed
+    from the hidden state of the query, as in Qwen3-Next.
 
     x [B,T,M] -> [B,T,M]
 
@@ -706,7 +702,7 @@ def differential(
 ) -> Attention:
     """Differential attention: the difference of two attention patterns over the same values.
 
-    x [B,T,M] -> [B,T,M]; each of the H heads has two query heads of D and values of 2 D.
+    x [B,T,M] -> [B,T,M]; each of the H heads has two query heads of size D, and values of size 2 D.
 
     Args:
         dim: the model dim M.
@@ -765,9 +761,10 @@ def mla(
     """Multi-head latent attention: all heads compute keys and values from one latent and one rotary
     key per token.
 
-    x [B,T,M] -> [B,T,M]; a cache stores r + d_rope values per token. The layout is that of
-    DeepSeek-V2 and V3: interleaved rotary pairs, norms on both latents, scale 1/sqrt(d_nope +
-    d_rope) times f(mscale_all_dim)^2 of a `YaRN` scaling.
+    x [B,T,M] -> [B,T,M]; a cache stores r + d_rope values per token. As in DeepSeek-V2 and V3,
+    rotary
+    pairs are interleaved, both latents are normalised, and the scale is 1/sqrt(d_nope + d_rope),
+    times f(mscale_all_dim)^2 of a `YaRN` scaling.
 
     Args:
         dim: the model dim M.
