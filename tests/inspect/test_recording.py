@@ -205,11 +205,11 @@ def test_a_row_of_nan_stays_nan_where_it_may_be_seen_only() -> None:
             ArgumentError,
             "head 4 of  was not recorded; recorded heads: 0, 1, 2, 3 of 4",
         ),
-        (lambda r: r.weights(0, 0, 12), ArgumentError, "rows is 12; there are 12: -12 to 11"),
+        (lambda r: r.weights(0, 0, 12), ArgumentError, "rows is 12; there are 12 rows, so it must be from -12 to 11"),
         (
             lambda r: r.weights(0, 0, None, -13),
             ArgumentError,
-            "columns is -13; there are 12: -12 to 11",
+            "columns is -13; there are 12 columns, so it must be from -12 to 11",
         ),
         (
             lambda r: r.weights(0, 0, slice(0, 4, 2)),

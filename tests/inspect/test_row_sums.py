@@ -246,10 +246,10 @@ def test_a_row_that_sees_nothing() -> None:
     step = sound.steps[0]
     lse = step.lse.masked_fill(step.lse.isneginf(), 0)
     found = row_sums(changed(sound, lse=lse))
-    assert found.findings[0] == "a row that sees nothing has the lse 0 (row 3); it must be -inf"
+    assert found.findings[0] == "a row that sees no key has the lse 0 (row 3); it must be -inf"
     out = step.out.index_fill(2, torch.tensor([3]), 1.0)
     assert row_sums(changed(sound, out=out)).findings == (
-        "a row that sees nothing has an output other than 0",
+        "a row that sees no key has an output other than 0",
     )
 
 

@@ -1,5 +1,5 @@
-"""The same row under other attention mechanisms: how its weights change, and what a cache would
-store.
+"""The same row under other attention mechanisms: how its weights would change. Also the cost of the
+row, and the sizes of caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ effect.
 def counterfactuals(
     row: KernelRow, weights: Array, z: Array, key: int
 ) -> tuple[Counterfactual, ...]:
-    """Compute the row under other rules, each a change of one thing.
+    """Compute the weights of the row under other rules, each of which changes one thing.
 
     Args:
         row: the row as it is.
