@@ -94,12 +94,12 @@ class Target:
     @property
     def columns(self) -> TokenSequence:
         """Return the token sequence of the keys."""
-        return self.read.sequences[self.site.key_sequence]
+        return self.prepared.sequences[self.site.key_sequence]
 
     @property
     def rows(self) -> TokenSequence:
         """Return the token sequence of the queries."""
-        return self.read.sequences[self.site.query_sequence]
+        return self.prepared.sequences[self.site.query_sequence]
 
     @property
     def is_self_attention(self) -> bool:
