@@ -181,8 +181,8 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
     The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
     the lse.
 
-    >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
-    >>> found.row_max, found.total, found.weights.tolist()
+    >>> row = softmax(np.array([0.0, 0.0, -np.inf]))
+    >>> row.row_max, row.total, row.weights.tolist()
     (0.0, 2.0, [0.5, 0.5, 0.0])
     """
     top = float(s.max(initial=-np.inf))

@@ -58,8 +58,8 @@ def compare_weights(
 
     >>> v = np.eye(2)
     >>> half = np.array([0.5, 0.5])
-    >>> found = compare_weights("first", "", np.array([1.0, 0.0]), half, v, half, 0)
-    >>> found.weight, found.total_variation, round(found.relative_change, 6)
+    >>> comparison = compare_weights("first", "", np.array([1.0, 0.0]), half, v, half, 0)
+    >>> comparison.weight, comparison.total_variation, round(comparison.relative_change, 6)
     (1.0, 0.5, 1.0)
     """
     positive = other[other > 0]

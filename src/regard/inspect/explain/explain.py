@@ -260,8 +260,8 @@ def explain(
         ArgumentTypeError: an argument has a wrong type.
 
     >>> import regard
-    >>> found = explain(regard.load("tiny"), "to be or not to be", layer=1, head=2)
-    >>> bool(abs(found.weights.sum() - 1) < 1e-6), found.check < 1e-3
+    >>> explanation = explain(regard.load("tiny"), "to be or not to be", layer=1, head=2)
+    >>> bool(abs(explanation.weights.sum() - 1) < 1e-6), explanation.check < 1e-3
     (True, True)
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.

@@ -109,8 +109,8 @@ def measure(
             row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> measures = measure(found[0], found.ids[0])
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> measures = measure(recording[0], recording.ids[0])
     >>> measures.values["future"].tolist(), bool((measures.values["missing"] < 1e-5).all())
     ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], True)
     """
@@ -167,8 +167,8 @@ def keys_for(
         ArgumentError: `share` is out of range, or `rows` is less than 1.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> few, many = (keys_for(found[0], share).values for share in (0.5, 0.99))
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> few, many = (keys_for(recording[0], share).values for share in (0.5, 0.99))
     >>> bool((few <= many).all())
     True
     """
@@ -205,8 +205,9 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sam
         ArgumentError: `rows` is less than 1.
 
     >>> import regard
-    >>> found = redundancy(regard.inspect.record(regard.load("tiny"), "to be or not to be")[0])
-    >>> found.values.diagonal().abs().max() < 1e-9, found.rows
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> divergences = redundancy(recording[0])
+    >>> divergences.values.diagonal().abs().max() < 1e-9, divergences.rows
     (tensor(True), 6)
 
     Source: Lin 1991, "Divergence measures based on the Shannon entropy", equation 4.1.

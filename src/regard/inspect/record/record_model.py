@@ -77,9 +77,13 @@ def record(
         ArgumentTypeError: the model or the text has an unsupported type, or an argument is unknown.
 
     >>> import regard
-    >>> found = record(regard.load("tiny"), "to be or not to be", tokens=3, heads=[0, 2], keep=())
-    >>> found[0].T == found[0].N == len(found.ids[0]) - 1, [step.T for step in found[0].steps][1:]
-    (True, [1, 1])
+    >>> model = regard.load("tiny")
+    >>> recording = record(model, "to be or not to be", tokens=3, heads=[0, 2], keep=())
+    >>> place = recording[0]
+    >>> place.T == place.N == len(recording.ids[0]) - 1  # the last token is no input
+    True
+    >>> [step.T for step in place.steps][1:]
+    [1, 1]
     """
     arguments = {
         "target": target,

@@ -64,12 +64,12 @@ class Recording:
         source_pieces: their texts.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> list(found.places)[:2], found[0].H
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> list(recording.places)[:2], recording[0].H
     (['layers.0', 'layers.1'], 8)
-    >>> found.weights(0, 0, rows=-1).sum().round(decimals=5).item()
+    >>> recording.weights(0, 0, rows=-1).sum().round(decimals=5).item()
     1.0
-    >>> found.sound
+    >>> recording.sound
     True
     """
 

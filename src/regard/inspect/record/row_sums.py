@@ -110,8 +110,8 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     >>> q = torch.randn(1, 2, 8, 4)
     >>> with Recorder() as recorder:
     ...     _ = regard.attend(q, q, q, mask=regard.masks.Causal())
-    >>> found = row_sums(recorder.recording()[0])
-    >>> found.rows, found.of, found.sound
+    >>> audit = row_sums(recorder.recording()[0])
+    >>> audit.rows, audit.of, audit.sound
     (8, 8, True)
     """
     samples = [audit_sample(place, number, own) for number, own in _sample(place, cells)]

@@ -84,8 +84,8 @@ def walk(
         ArgumentError: a size is less than 1, or there is no such row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> [(tile.rows, tile.columns.start) for tile in walk(found[0], 4)][:3]
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> [(tile.rows, tile.columns.start) for tile in walk(recording[0], 4)][:3]
     [(slice(0, 4, None), 0), (slice(4, 6, None), 0), (slice(4, 6, None), 4)]
     """
     tall, wide = size if isinstance(size, tuple) else (size, size)
@@ -184,8 +184,9 @@ class Pooled:
             ArgumentError: `times` is less than 1.
 
         >>> import regard
-        >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be").pooled(0, 0, 2)
-        >>> found.coarser(3).mass.sum(1).round(decimals=5).tolist()
+        >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+        >>> blocks = recording.pooled(0, 0, 2)
+        >>> blocks.coarser(3).mass.sum(1).round(decimals=5).tolist()
         [1.0]
         """
         down, across = times if isinstance(times, tuple) else (times, times)
@@ -225,8 +226,8 @@ def pooled(
         ArgumentError: a size is less than 1, or there is no such row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> pooled(found[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> pooled(recording[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
     [1.0]
     """
     tall, wide = size if isinstance(size, tuple) else (size, size)

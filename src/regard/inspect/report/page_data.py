@@ -109,8 +109,8 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
         row: row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> place_overview(found[0]).metrics["future"][:2]
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> place_overview(recording[0]).metrics["future"][:2]
     [0.0, 0.0]
     """
     size = tuple(max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
