@@ -433,7 +433,7 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
     if not (math.isfinite(step.scale) and capped and 0 <= step.dropout < 1):
         raise ArgumentError(
             f"scale, softcap or dropout of {where} is out of range: they are {step.scale}, "
-            f"{step.softcap} and {step.dropout}; scale must be finite, softcap above 0, and dropout "
+            f"{step.softcap} and {step.dropout}; scale must be finite, softcap above 0 and dropout "
             "from 0 to below 1"
         )
     step.mask.require(B, place.H, num_queries, s)

@@ -80,7 +80,7 @@
       const x = emptyMeasures(p, h);
       run("diagnostics", x.rows.length, n => measureRow(x, n), (n, done) => {
         status.textContent = done ? "" : t("text.working", { n, of: x.rows.length });
-        if (done) body.replaceChildren(...drawn(x));
+        if (done) body.replaceChildren(...charts(x));
       });
     },
   });
