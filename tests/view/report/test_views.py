@@ -170,7 +170,7 @@ def test_the_map_pools_without_losing_mass(tab: Tab, folder: Path, recording: Re
     assert a > 1
     assert b > 1
     badge = tab.js("document.getElementById('map-badge').textContent")
-    assert f"×{a} × {b}" in badge
+    assert f"pooled {a} × {b}" in badge
     for I in range(found["rows"]):
         row = [max(v, 0) for v in found["values"][I * found["cols"] : (I + 1) * found["cols"]]]
         assert sum(row) == pytest.approx(1, abs=1e-4)
