@@ -222,7 +222,7 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
     with Trace(edit={"layers.2.q": lambda q: 2 * q}):
         found = explain(m, TEXT, layer=2, head=1)
     assert found.notes[-1].startswith(
-        "an open trace edits q at layers.2: the inputs of the kernel are edited"
+        "an active Trace edits q at layers.2: the inputs of the kernel are edited"
     )
     for name in ("scores", "pattern"):
         with Trace(edit={f"layers.2.{name}": lambda x: x.clone()}, missing="ignore"):
@@ -230,7 +230,7 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
                 explain(m, TEXT, layer=2)
             explain(m, TEXT, layer=1)
         assert str(error.value).startswith(
-            f"an open trace edits {name} at layers.2: an explanation computes both from q and k"
+            f"an active Trace edits {name} at layers.2: an explanation computes both from q and k"
         )
     branches = random_model("nsa", "a b c d e f g h i j k l m n o p")
     with (

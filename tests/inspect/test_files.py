@@ -180,7 +180,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
-    "format": (lambda d, t: d.update(format=9), "has format 9; this version reads 1"),
+    "format": (lambda d, t: d.update(format=9), "has format 9; this version reads formats 1, 2, 3"),
     "no places": (lambda d, t: d.pop("places"), "'places'"),
     "places no list": (lambda d, t: d.update(places=3), "do not form a recording"),
     "two of a name": (
@@ -213,7 +213,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "H": (lambda d, t: d["places"][0].update(H="4"), "'4' is not an integer"),
     "no heads": (lambda d, t: d["places"][0].update(H=0), "has 0 heads and 9 columns"),
-    "G": (lambda d, t: pool(d).update(G=3), "has 4 heads, which 3 key/value heads cannot serve"),
+    "G": (
+        lambda d, t: pool(d).update(G=3),
+        "has 4 heads, which is not a multiple of 3 key/value heads",
+    ),
     "groups": (lambda d, t: pool(d).update(groups=[0]), "are not those that its query heads read"),
     "N": (lambda d, t: d["places"][0].update(N=10**9), "has 1,000,000,000 columns, but fewer keys"),
     "k": (

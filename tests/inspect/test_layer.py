@@ -144,7 +144,7 @@ def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
 
 def test_what_has_no_such_stages_is_refused() -> None:
     with pytest.raises(
-        ArgumentTypeError, match="attention is a CrossAttention; its stages can be shown"
+        ArgumentTypeError, match="attention is a CrossAttention; stages can be shown"
     ):
         run_stages(cross_attention(8, 2), torch.zeros(1, 3, 8))
     with pytest.raises(

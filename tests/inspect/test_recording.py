@@ -205,11 +205,15 @@ def test_a_row_of_nan_stays_nan_where_it_may_be_seen_only() -> None:
             ArgumentError,
             "head 4 of  was not recorded; recorded heads: 0, 1, 2, 3 of 4",
         ),
-        (lambda r: r.weights(0, 0, 12), ArgumentError, "rows is 12; there are 12: -12 to 11"),
+        (
+            lambda r: r.weights(0, 0, 12),
+            ArgumentError,
+            "rows is 12; there are 12 rows, so it must be from -12 to 11",
+        ),
         (
             lambda r: r.weights(0, 0, None, -13),
             ArgumentError,
-            "columns is -13; there are 12: -12 to 11",
+            "columns is -13; there are 12 columns, so it must be from -12 to 11",
         ),
         (
             lambda r: r.weights(0, 0, slice(0, 4, 2)),
@@ -257,5 +261,5 @@ def test_a_notebook_shows_places_and_audits_as_text() -> None:
     shown = recorder.recording()._repr_html_()
     assert "<td>layers.0&lt;img src=x&gt;</td>" in shown
     assert "<td>4 over 2</td><td>6 x 6</td>" in shown
-    assert "(6 of 6 rows): sound</td>" in shown
+    assert "6 of 6 rows checked: sound</td>" in shown
     assert "<img" not in shown

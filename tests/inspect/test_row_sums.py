@@ -246,10 +246,10 @@ def test_a_row_that_sees_nothing() -> None:
     step = sound.steps[0]
     lse = step.lse.masked_fill(step.lse.isneginf(), 0)
     found = row_sums(changed(sound, lse=lse))
-    assert found.findings[0] == "a row that sees nothing has the lse 0 (row 3); it must be -inf"
+    assert found.findings[0] == "a row that sees no key has the lse 0 (row 3); it must be -inf"
     out = step.out.index_fill(2, torch.tensor([3]), 1.0)
     assert row_sums(changed(sound, out=out)).findings == (
-        "a row that sees nothing has an output other than 0",
+        "a row that sees no key has an output other than 0",
     )
 
 
@@ -338,7 +338,7 @@ def test_long_runs_are_sampled_and_the_report_says_so() -> None:
     x = place(T=300, S=300, mask=C)
     found = row_sums(x, cells=2**15)
     assert 1 < found.rows < found.of == 300
-    assert f"({found.rows} of 300 rows): sound" in str(found)
+    assert f"{found.rows} of 300 rows checked: sound" in str(found)
     last = x.steps[0].lse.clone()
     last[:, :, -1] += 0.1
     assert not row_sums(

@@ -714,12 +714,12 @@ def test_a_recorder_is_asked_while_others_record() -> None:
     recorder = Recorder(places=[7, "new", "old"])
     recorder.missing = "ignore"
     record("old")
-    recorder._tracks, recorder.seen_places = Grows(recorder._tracks), Grows(recorder.seen_places)
+    recorder._builders, recorder.seen_places = Grows(recorder._builders), Grows(recorder.seen_places)
     assert "old" in recorder.recording().places
     assert recorder.missing_selection().startswith("there were no calls at the places [7")
     for thread in started:
         thread.join()
-    recorder._tracks, recorder.seen_places = dict(recorder._tracks), dict(recorder.seen_places)
+    recorder._builders, recorder.seen_places = dict(recorder._builders), dict(recorder.seen_places)
     assert set(recorder.recording().places) == {"old", "new.0", "new.1"}
 
 

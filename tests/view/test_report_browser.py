@@ -394,7 +394,7 @@ def test_decode_steps_are_rows_too(tab: Tab, made: Made) -> None:
     tab.js("document.getElementById('row-slider').focus()")
     tab.key("ArrowRight")
     settled(tab)
-    assert text(tab, "#row-at").endswith(", later call 1")
+    assert text(tab, "#row-at").endswith(", call 1 after the prefill")
     assert f"{first + 1} of {place.N} keys" in text(tab, "#row-body")
     weights = made.others["decoded"].weights(0, 0)[first]
     shown = float(text(tab, "#row-body .listrow .num"))

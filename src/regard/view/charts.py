@@ -33,7 +33,7 @@ ROLES = ("q", "k", "v", "s", "z")
 MARKS = ("o", "s", "D", "^", "v")
 """Lines differ in colour and in mark; from the sixth line on they are dashed, with empty marks."""
 MAX_MARKS = 24
-"""The largest number of marks of a line; more would hide it."""
+"""The largest number of marks on a line; more marks would hide the line."""
 LETTER_WIDTH = 7.9
 """Approximate width of a letter of a name, in pixels."""
 
@@ -87,9 +87,9 @@ class Line:
     Args:
         name: name in the legend.
         points: (x, y) of each point.
-        spans: interval (low, high) of y for each point, drawn as a bar; () for none.
+        spans: interval (low, high) of y for each point, drawn as a vertical bar; () for none.
         hints: tooltip of each point; () shows its numbers.
-        hollow: x of the marks that are drawn empty.
+        hollow: the x values whose marks are drawn without a filling.
 
     >>> Line("full", ((1.0, 2.0), (2.0, 8.0))).name
     'full'
@@ -113,8 +113,8 @@ class Picture:
             these units; on axes of tokens, 1k is 1024.
         lines: the lines; points that a logarithmic axis cannot show are left out.
         log: the axes that are logarithmic: "", "x", "y" or "xy".
-        edge: x from which the background is shaded, such as the trained length; None for no
-            shading.
+        edge: x from which on the background is shaded, such as the longest trained length; None
+            for no shading.
         beyond: label of the shaded part.
 
     >>> Picture("work", "n", "seconds", (Line("full", ((1.0, 1.0), (2.0, 4.0))),), "xy").drawable
@@ -435,7 +435,7 @@ class Scatter:
     caption: str = ""
 
     def draw(self) -> Drawing:
-        """Return the figure: filled marks are on the Pareto front, which a dashed line connects."""
+        """Return the figure; a dashed line connects the filled marks, the Pareto front."""
         figure = plotting.new_figure(560, 400)
         axes = plotting.new_axes(figure, 80, 96, 66, 54)
         axes.grid(axis="both", color=palette.LIGHT["line"], linewidth=1)
@@ -529,7 +529,9 @@ class AlignmentMap:
     title: str = "alignment: rows are the answer, columns are the source"
 
     def draw(self) -> Drawing:
-        """Return the figure: the darker a cell, the larger the weight of its row on its column."""
+        """Return the figure; the darker a cell is, the larger is the weight of its row on its
+        column.
+        """
         rows, columns = self.weights.shape
         predicted, source = (
             [escape_controls(word) for word in words] for words in (self.predicted, self.source)
@@ -646,7 +648,7 @@ class RatioBar:
     Args:
         label: name of the implementation; the first bar of a group also names the group.
         ratio: above 1 is slower than regard.
-        words: text behind the bar.
+        words: text to the right of the bar.
 
     >>> RatioBar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
     1.5

@@ -88,7 +88,9 @@ def _costs(report: CostReport) -> str:
         ]
         if report.kv_growth != report.kv_bytes_per_token:
             grows = f"{report.kv_growth:,} bytes"
-            rows.insert(2, ("  in layers that forget nothing", grows, units.size(report.kv_growth)))
+            rows.insert(
+                2, ("  in layers that keep all tokens", grows, units.size(report.kv_growth))
+            )
         if report.state_bytes:
             rows.append(
                 (
@@ -281,10 +283,10 @@ def listing(*, json: bool) -> str:
     rates = [(*row, *[""] * (most - len(row))) for row in rates]
     return "\n\n".join(
         [
-            "models, with their parameters\n"
+            "models, with their numbers of parameters\n"
             + format_table([(name, f"{n:,}") for name, n in sizes.items()]),
-            "machines, at most\n" + format_table(rates),
-            "where from\n"
+            "machines, with their peak bandwidth, memory and FLOP/s\n" + format_table(rates),
+            "sources of these numbers\n"
             + "\n".join(
                 f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
                 for name, m in MACHINES.items()

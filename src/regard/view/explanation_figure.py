@@ -27,7 +27,7 @@ NAMED = 40
 
 
 def recipe(data: Mapping[str, Any]) -> str:
-    """Describe what the figure shows and how it was reduced, so that it can be reproduced.
+    """Describe what the figure shows and how weights were pooled, so that it can be reproduced.
 
     Args:
         data: `Explanation.as_dict()`.
@@ -147,5 +147,5 @@ def _row(
 
 
 def _label(piece: str) -> str:
-    """Cut a token to a width that fits beside an axis."""
+    """Return the text of a token, cut to a width that fits beside an axis."""
     return cell(piece, 10).rstrip()

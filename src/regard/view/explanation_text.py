@@ -45,8 +45,8 @@ def mixture(data: Data) -> Lines:
 
 
 def state(data: Data) -> Lines:
-    """Generate the row of a mechanism without a softmax, and the state that the query reads, if
-    there is one.
+    """Describe the row of a mechanism without a softmax: the sum of its weights, and the recurrent
+    state that the query reads, if there is one.
     """
     s, row = (
         data["state"],
@@ -157,7 +157,8 @@ def _row(
     )
 
 
-TOP = 8  # keys that are listed; the others are summed
+TOP = 8
+"""Number of keys that are listed; the weights of the others are summed."""
 
 
 def ordered(data: Data) -> Sequence[int]:
@@ -171,7 +172,8 @@ def piece_of(data: Data, j: int) -> str:
     return terminal.cell(data["pieces"][j], 16).rstrip()
 
 
-BLOCKS = 10  # blocks of the online softmax that are listed
+BLOCKS = 10
+"""Number of blocks of the online softmax that are listed."""
 
 
 def scores(data: Data) -> Lines:
@@ -307,8 +309,10 @@ def _online(data: Data) -> Lines:
         yield Text(f"{INDENT}end: lse = m + ln l = {number(data['lse'])},  z = o / l", "dim")
 
 
-MAX_LISTED = 128  # tokens that are listed
-MAX_HEADS = 16  # heads whose shares are drawn
+MAX_LISTED = 128
+"""Number of tokens up to which all tokens are listed."""
+MAX_HEADS = 16
+"""Number of heads whose shares are drawn."""
 
 
 def tokens(data: Data) -> Lines:
@@ -383,7 +387,9 @@ def hidden(data: Data) -> Lines:
 
 
 def projected(data: Data) -> Lines:
-    """Generate q of the query, and k and v of the key, after each step."""
+    """Generate q of the query, and k and v of the explained key, after each step of their
+    computation.
+    """
     j = data["key"]
     named = f"{j} {piece_of(data, j)}"
     for step in data["q"]:
@@ -431,7 +437,7 @@ def mix(data: Data) -> Lines:
     if len(mixed) != len(z) or norm([a - b for a, b in zip(mixed, z, strict=True)]) > 1e-4 * (
         norm(z) or 1.0
     ):
-        yield from strip("z after gate, norm, map or mix", z, "z")
+        yield from strip("z after a gate, norm, map or combination", z, "z")
 
 
 def output(data: Data) -> Lines:
@@ -587,6 +593,7 @@ def show_heads(
 
 
 def _title(data: Data) -> Lines:
+    """Generate the first lines of the page: model, head, query, key and notes."""
     n, i = data["sizes"], data["query"]
     yield Text.assemble(
         ("regard explain", "bold"),
@@ -620,7 +627,7 @@ def _title(data: Data) -> Lines:
 
 
 def _ran(data: Data) -> str:
-    """Return what ran, in one sentence."""
+    """Describe the run in one sentence: kernel, dtype, and numbers of queries and keys."""
     n, calls = data["sizes"], data["calls"]
     own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
     text = (
@@ -633,6 +640,7 @@ def _ran(data: Data) -> str:
 
 
 def _check(data: Data) -> Lines:
+    """Generate the differences between recomputed numbers and those of the model."""
     yield heading("check")
     worst = max(data["checks"], key=lambda name: data["checks"][name])
     yield from wrapped(

@@ -1,4 +1,4 @@
-"""Static HTML pages: one file each, without scripts, that loads nothing.
+"""Static HTML pages: one file each, without scripts and without external resources.
 
 A page has a title, facts, the command that reproduces it, and sections. A section has sentences,
 tables and charts. All text is escaped. The page of a recording, which has scripts, is made by
@@ -91,17 +91,17 @@ class Section:
 
     Args:
         title: its heading.
-        badge: a word beside it, such as a verdict; "" is none.
-        good: how the badge is coloured: True, False, or None for neither.
-        texts: a word before each sentence, to the sentence.
+        badge: a word beside the heading, such as a verdict; "" for none.
+        good: colour of the badge: True for a success, False for a failure, None for neither.
+        texts: label to sentence; each label is written in bold before its sentence.
         heads: column headings of a table.
         rows: cells of the table, as texts.
-        pictures: charts below it; a chart without any point is left out.
-        more: a second table, with its headings in the first row.
+        pictures: charts below the tables; a chart without any point is left out.
+        more: rows of a second table; the first row has its headings.
         caption: a sentence below the heading.
         figures: charts with captions, side by side where they fit.
         numbers: whether the cells of the table are numbers, which are aligned right.
-        tones: column of the table, to "good" or "bad", its colour.
+        tones: index of a column of the table to "good" or "bad", the colour of its cells.
 
     >>> Section("scale", "holds", True, {"says": "It saturates."}).badge
     'holds'
@@ -164,7 +164,7 @@ def page(
     sections: Sequence[Section],
     notes: Sequence[str] = (),
 ) -> str:
-    """Return a whole page; its content security policy forbids scripts and loading.
+    """Return a whole page; its content security policy forbids scripts and external resources.
 
     Args:
         title: the heading.
@@ -172,7 +172,7 @@ def page(
         facts: name to value, such as the machine and the seeds.
         command: the command that reproduces the page; "" leaves it out.
         sections: the sections.
-        notes: sentences that a reader must know first.
+        notes: sentences above the sections, such as warnings.
 
     >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare", [Section("scale")])
     True

@@ -12,14 +12,14 @@ from regard.view.html_page import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")
 MAX_TOKENS = 16
-"""The longest input whose matrices of every head are put on a page."""
+"""The largest number of tokens for which a page shows the matrices of every head."""
 MAX_NUMBERS = 2048
-"""Larger tensors are printed by their corners only."""
+"""Of tensors with more numbers, only the corners are printed."""
 TITLES = {
     "scores": "Scores of every head, scaled, before the mask",
-    "masked": "Scores behind the mask",
+    "masked": "Scores after the mask",
     "weights": "Weights after softmax, in evaluation mode: every row sums to 1",
-    "out": "Output of attention: heads joined and projected, nothing more",
+    "out": "Output of attention: heads joined and projected, no residual added",
     "block": "Output of the block: LayerNorm(x + out)",
 }
 

@@ -22,6 +22,7 @@ MAX_WIDE_COLUMNS = 32
 More columns get one character each, up to `MAX_COLUMNS`; beyond that they are pooled.
 """
 MAX_COLUMNS = 56
+"""Up to this many columns are drawn one by one; more are pooled."""
 MAX_ROWS = 64
 """Up to this many rows are drawn one by one; more are pooled."""
 
@@ -51,10 +52,10 @@ class Grid:
 
     Args:
         states: 0 = no key is visible, 1 = some are, 2 = all are, `[rows, columns]`.
-        counts: number of keys that each query sees, `[T]`.
+        counts: number of keys that each query may attend to, `[T]`.
         q_start: position of the first query.
         k_start: position of the first key.
-        cell: number of queries and of keys that one state stands for.
+        cell: number of queries, and of keys, that one cell of the drawing covers.
     """
 
     states: Int8[np.ndarray, "rows columns"]
@@ -132,7 +133,7 @@ def draw_tiles(
     for row in shown:
         line = Text.assemble(" " * 8, (symbols["edge"], "dim"))
         for state in row:
-            line.append(*_glyph(int(state), 2, symbols))
+            line.append(*_symbol_and_style(int(state), 2, symbols))
         line.append(symbols["edge"], "dim")
         yield line
 
@@ -183,11 +184,12 @@ def _cells(grid: Grid, i: int, wide: int, symbols: dict[str, str]) -> Text:
         if state == 2 and j == own and not grid.pooled:
             line.append(symbols["own"] * wide, style("q"))
         else:
-            line.append(*_glyph(int(state), wide, symbols))
+            line.append(*_symbol_and_style(int(state), wide, symbols))
     return line
 
 
-def _glyph(state: int, wide: int, symbols: dict[str, str]) -> tuple[str, Style | str]:
+def _symbol_and_style(state: int, wide: int, symbols: dict[str, str]) -> tuple[str, Style | str]:
+    """Return the characters of a cell in a state (0, 1 or 2), and their style."""
     if state == 0:
         return symbols["empty"].rjust(wide), "dim"
     return symbols["full" if state == 2 else "partial"] * wide, style("s")

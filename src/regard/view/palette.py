@@ -1,5 +1,5 @@
 """Colours: one per role, the same on every page, and distinguishable with colour-vision
-deficiencies. Colour never carries a number alone.
+deficiencies. No number is shown by colour alone.
 
 Roles: q queries, k keys, v values, s scores and weights, z outputs of heads. The hues follow Okabe
 and Ito 2008. Ramps change in lightness throughout, so that they can be read in grey as well.

@@ -1,7 +1,7 @@
 """matplotlib figures: their style, and their conversion to SVG text for a page, or to a file.
 
 An SVG of matplotlib is adapted to a page: colours become attributes that the style of `css`
-replaces on dark pages; `style` attributes, which a content security policy would refuse, are
+replaces on dark pages; `style` attributes, which a content security policy would block, are
 removed; text stays text; and marks get tooltips. Equal data give equal bytes.
 
 matplotlib is imported by the functions that draw, never by `import regard.view.plotting`.
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-_drawing = Lock()
-_LONG = re.compile(r"-?\d+\.\d{3,}")
+_drawing_lock = Lock()
+_LONG_DECIMAL = re.compile(r"-?\d+\.\d{3,}")
 FORMATS = (".svg", ".png", ".pdf")
+"""Endings of files to which a figure can be written."""
 SVG = "http://www.w3.org/2000/svg"
 NUM_SHADES = 16
 """Number of shades of a weight; each has a colour for light pages and one for dark pages."""
@@ -233,7 +234,7 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
             "path.simplify": False,
         }
     )
-    with _drawing, settings, _unwarned(figure):
+    with _drawing_lock, settings, _unwarned(figure):
         yield
 
 
@@ -308,7 +309,7 @@ def _plain(element: ET.Element) -> ET.Element:
 def _short(value: str) -> str:
     """Return an attribute in one line, with coordinates rounded to a hundredth of a pixel."""
     text = " ".join(value.split())
-    return _LONG.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), text)
+    return _LONG_DECIMAL.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), text)
 
 
 def _attributes(style: str) -> dict[str, str]:

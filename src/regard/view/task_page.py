@@ -25,9 +25,10 @@ class AlignedExample:
 
     Args:
         source: words of the source.
-        predicted: words that the model produced.
+        predicted: words of the model's answer.
         expected: words of the correct answer.
-        weights: attention weights, rows are produced words, columns are source words.
+        weights: attention weights, `[T, S]`: rows are words of the answer, columns are words of the
+            source.
         place: dotted name of the attention.
 
     >>> AlignedExample(("a",), ("b",), ("b",), np.ones((1, 1)), "decoder").right

@@ -122,7 +122,7 @@ Lines: TypeAlias = Iterator[Text]
 
 WIDTH = 80
 INDENT = "  "
-STRIP_WIDTH = 64  # characters of a strip
+STRIP_WIDTH = 64  # width in characters of the bars of a vector
 MAX_PATTERN_CELLS = 32  # cells along a side of the large pattern
 MAX_SMALL_CELLS = 8  # cells along a side of a small pattern
 PATTERNS_PER_LINE = 4  # small patterns side by side
@@ -155,7 +155,7 @@ def wrapped(text: str) -> Lines:
 
 
 def legend(what: str) -> Text:
-    """Return a line that says what the shades mean."""
+    """Return the legend of the shades, in one line."""
     low = " ".join(
         f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], SHADE_STEPS, strict=True)
     )
@@ -163,8 +163,8 @@ def legend(what: str) -> Text:
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
-    """Generate a vector: its extremes and norm, and a bar per dim, up for positive and down for
-    negative values.
+    """Generate the lines that show a vector: its minimum, maximum and norm, and a bar per dim,
+    which points up for positive and down for negative values.
 
     Args:
         title: name of the vector.

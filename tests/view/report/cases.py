@@ -102,7 +102,7 @@ CASES = (
         {"mask": masks.Heads((masks.Causal(), masks.Causal() & masks.Window(2)))},
     ),
     Case(
-        "rows that see nothing",
+        "rows that see no key",
         2,
         2,
         7,

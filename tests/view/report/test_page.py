@@ -175,7 +175,7 @@ def test_an_array_of_another_type_is_refused() -> None:
         pack({"x": np.zeros(2, np.int64)})
     assert (
         str(caught.value)
-        == "the array x is int64; a page carries float32, float64, uint8, int32, uint16"
+        == "the array x is int64; a page can contain float32, float64, uint8, int32, uint16"
     )
 
 

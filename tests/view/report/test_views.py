@@ -170,7 +170,7 @@ def test_the_map_pools_without_losing_mass(tab: Tab, folder: Path, recording: Re
     assert a > 1
     assert b > 1
     badge = tab.js("document.getElementById('map-badge').textContent")
-    assert f"×{a} × {b}" in badge
+    assert f"pooled {a} × {b}" in badge
     for I in range(found["rows"]):
         row = [max(v, 0) for v in found["values"][I * found["cols"] : (I + 1) * found["cols"]]]
         assert sum(row) == pytest.approx(1, abs=1e-4)
@@ -272,7 +272,7 @@ def test_a_head_that_is_not_embedded_is_blocks_and_says_what_embeds_it(
     tab: Tab, folder: Path, recording: Recording
 ) -> None:
     opened(tab, folder, "few", "#L0H2&v=map")
-    assert tab.js("document.getElementById('map-badge').textContent") == "thumbnail · pooled ×2 × 2"
+    assert tab.js("document.getElementById('map-badge').textContent") == "thumbnail · pooled 2 × 2"
     assert "regard explain TEXT --layer 0 --head 2 --html FILE" in tab.js("document.body.innerText")
     found, exact = drawn(tab, "R.plots.map"), recording.weights(0, 2)
     size = T // found["rows"]
@@ -384,7 +384,7 @@ def test_a_figure_carries_its_recipe(tab: Tab, folder: Path, kind: str) -> None:
     text = tab.js("R.saved.blob.text()")
     recipe = json.loads(re.sub("&quot;", '"', re.search(r"<desc>(.*?)</desc>", text)[1]))  # type: ignore[index]
     assert (recipe["place"], recipe["head"], recipe["mask"]) == ("layers.1", 1, "causal")
-    assert recipe["reduction"] == "none: every cell is shown"
+    assert recipe["reduction"] == "none: every query-key pair is shown"
     assert recipe["scale"] == "log"
     assert "head 1" in re.sub("<desc>.*</desc>", "", text)
 

@@ -1,4 +1,4 @@
-"""One row of one head: its scores step by step, its softmax, and how it is mixed with other rows.
+"""One row of one head: its scores step by step, its softmax, and its combination with other rows.
 
 A `KernelRow` comes from a recorded call of a softmax kernel. Where no such kernel ran, the row
 comes from the mechanism (`regard.nn.explainable.EffectiveRow`).
@@ -31,7 +31,7 @@ from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerR
 from regard.units import plural
 
 Checks: TypeAlias = dict[str, float]
-"""What was compared, to the largest absolute difference."""
+"""Each compared quantity, to its largest absolute difference."""
 
 MIN_BLOCK, MAX_BLOCKS = 4, 8
 """The smallest number of keys in a block of the online softmax, and the largest number of
@@ -181,8 +181,8 @@ def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
     The sink is one more term of the denominator of the weights; it is not part of the sum, nor of
     the lse.
 
-    >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
-    >>> found.row_max, found.total, found.weights.tolist()
+    >>> row = softmax(np.array([0.0, 0.0, -np.inf]))
+    >>> row.row_max, row.total, row.weights.tolist()
     (0.0, 2.0, [0.5, 0.5, 0.0])
     """
     top = float(s.max(initial=-np.inf))
@@ -312,8 +312,9 @@ def mix_of_rows(
     row.
 
     Args:
-        mechanism: the module that made the calls; it is asked first.
-        layer: the captured run.
+        mechanism: the module that made the calls; if it implements `explain_mix`, its answer is
+            returned.
+        run: the captured run.
         calls: the calls for the query.
         call: the call that is explained.
         head: query head.
@@ -330,7 +331,7 @@ def mix_of_rows(
 
 
 def layer_run(captured: CapturedRun) -> LayerRun:
-    """Return the captured run in the form that a mechanism is asked about."""
+    """Convert a captured run to the `LayerRun` that the methods of `Explainable` receive."""
     taps = {name: values[None] for name, values in captured.taps.items()}
     return LayerRun(captured.hidden["x"][None], taps)
 
@@ -338,8 +339,10 @@ def layer_run(captured: CapturedRun) -> LayerRun:
 def _mix_of_calls(
     run: CapturedRun, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
-    """Combine several calls for one query: either the last replaces the others, or all are
-    merged by their lse. Which of the two is determined by comparison with z.
+    """Describe how the results of several calls for one query form the output z of the head.
+
+    Either one call replaces the others, or all are merged by their lse. Both are computed and
+    compared with the recorded z to find out which one the mechanism did.
     """
     outs = [kernel_row(one, head).out for one in calls]
     z = to_array(run.taps["z"][head, i]) if "z" in run.taps else None
@@ -348,14 +351,14 @@ def _mix_of_calls(
     total = np.logaddexp.reduce(lses if sink is None else np.append(lses, sink))
     with np.errstate(invalid="ignore"):
         shares = np.where(np.isneginf(lses), 0.0, np.exp(lses - total))
-    joined = sum(share * out for share, out in zip(shares, outs, strict=True))
+    merged = sum(share * out for share, out in zip(shares, outs, strict=True))
     scale = max(float(np.abs(x).max(initial=0.0)) for x in outs) or 1.0
 
-    def goes_on(x: Array) -> bool:
+    def equals_z(x: Array) -> bool:
         return z is not None and float(np.abs(x - z).max()) <= 1e-5 * scale
 
-    call_is_output = [goes_on(out) for out in outs]
-    if any(call_is_output) and not (goes_on(joined) and not call_is_output[-1]):
+    call_is_output = [equals_z(out) for out in outs]
+    if any(call_is_output) and not (equals_z(merged) and not call_is_output[-1]):
         last = len(call_is_output) - 1 - call_is_output[::-1].index(True)
         shares = np.array([float(n == last) for n in range(len(call_is_output))])
         text = (
@@ -365,8 +368,7 @@ def _mix_of_calls(
     else:
         text = (
             f"{plural(len(calls), 'call')} for this query, merged exactly by their lse: one "
-            "softmax "
-            "over all their keys"
+            "softmax over all their keys"
         )
     rows = [one.by_key(tokens).numpy()[head] for one in calls]
     terms = tuple(

@@ -26,11 +26,12 @@ from regard.nn.explainable import explainable
 from regard.span import as_tensor
 
 if TYPE_CHECKING:
-    from regard.inspect.explain.prepared_run import AttentionSite
     from regard.inspect.record.recorded_place import RecordedStep
 
 TAPS = ("q", "k", "v", "z", "out")
-"""Taps that are kept at the explained attention; none of them changes which kernel is chosen."""
+"""Tensors of the explained attention that are kept, by their names in `regard.tap`. Keeping them
+does not change which kernel is chosen.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,8 @@ class QueryCall:
         place: the place.
         number: index of the step.
         row: index of the query within the step.
-        branch: the part of the place's name after that of the site, such as "window"; "" for the
-            site itself.
+        branch: the end of the place's name, if the call belongs to a branch of the attention:
+            "window" for "layers.3.window"; else "".
     """
 
     place: Place
@@ -111,11 +112,12 @@ def calls_for_query(run: CapturedRun, site: AttentionSite, query: int) -> list[Q
     calls = []
     for name, place in run.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
-            calls += _of(place, query, name[len(site.place) + 1 :])
+            calls += _calls_at_place(place, query, name[len(site.place) + 1 :])
     return calls
 
 
-def _of(place: Place, query: int, branch: str) -> list[QueryCall]:
+def _calls_at_place(place: Place, query: int, branch: str) -> list[QueryCall]:
+    """Return the calls of one recorded place that contain a query."""
     if len(place.steps) > 1 and all(step.T == 1 for step in place.steps):
         return [QueryCall(place, query, 0, branch)] if query < len(place.steps) else []
     return [
@@ -127,8 +129,8 @@ def _of(place: Place, query: int, branch: str) -> list[QueryCall]:
 
 
 def effective_calls(site: AttentionSite, calls: list[QueryCall]) -> list[QueryCall]:
-    """Return the calls whose results are used: only the last one if the mechanism says that each
-    call replaces the one before.
+    """Return the calls whose results are used: only the last one if `replaces_calls` of the
+    mechanism is True, because each call then replaces the one before.
     """
     return calls[-1:] if explainable(site.attention).replaces_calls else calls
 
@@ -184,9 +186,9 @@ class SiteRecorder(Recorder):
 
 def record_sites(run: PreparedRun, sites: Sequence[AttentionSite]) -> CapturedRun:
     """Run the network once, and record the attention calls at some sites."""
-    with torch.inference_mode(), SiteRecorder(sites) as watch:
+    with torch.inference_mode(), SiteRecorder(sites) as recorder:
         run.run()
-    return CapturedRun(watch.recording())
+    return CapturedRun(recorder.recording())
 
 
 def record_run(run: PreparedRun) -> Recording:
@@ -219,27 +221,29 @@ def capture_site(run: PreparedRun, site: AttentionSite) -> CapturedRun:
     with torch.inference_mode(), ExitStack() as hooks:
         for handle in _hooks(run, site, recorded_states):
             hooks.callback(handle.remove)
-        with SiteRecorder((site,), site) as watch:
+        with SiteRecorder((site,), site) as recorder:
             output = run.run()
         hooks.close()
         difference = float((run.run().double() - output.double()).abs().max())
     hidden = {name: torch.cat(parts, 1)[0] for name, parts in recorded_states.items()}
-    taps = {name: _joined(watch, f"{site.place}.{name}") for name in TAPS}
+    taps = {name: _tap_over_calls(recorder, f"{site.place}.{name}") for name in TAPS}
     return CapturedRun(
-        watch.recording(model=run.name),
+        recorder.recording(model=run.name),
         {n: x for n, x in taps.items() if x is not None},
         hidden,
         difference,
     )
 
 
-def _joined(watch: SiteRecorder, name: str) -> Tensor | None:
-    """Return a tap over all calls: concatenated if each call had some rows, the last one if each
-    call had all keys.
+def _tap_over_calls(recorder: SiteRecorder, name: str) -> Tensor | None:
+    """Return a tap over all calls of a run, or None if it was never passed.
+
+    q, z and out are concatenated, because each call has its own rows. Of k and v the last ones are
+    returned, because they contain all keys.
     """
-    if name not in list(watch):
+    if name not in list(recorder):
         return None
-    parts = watch.every(name)
+    parts = recorder.every(name)
     letter = name.rpartition(".")[2]
     if letter in ("k", "v") or len(parts) == 1:
         return parts[-1][0]
@@ -249,7 +253,7 @@ def _joined(watch: SiteRecorder, name: str) -> Tensor | None:
 def _hooks(
     run: PreparedRun, site: AttentionSite, recorded_states: dict[str, list[Tensor]]
 ) -> list[RemovableHandle]:
-    """Register hooks that keep what enters and leaves the modules around a site."""
+    """Register hooks that keep the inputs and outputs of the modules around a site."""
     attention, thread = site.attention, get_ident()
     hooks: list[RemovableHandle] = []
 

@@ -1,5 +1,5 @@
-"""The same row under other attention mechanisms: how its weights change, and what a cache would
-store.
+"""The same row under other attention mechanisms: how its weights would change. Also the cost of the
+row, and the sizes of caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ effect.
 def counterfactuals(
     row: KernelRow, weights: Array, z: Array, key: int
 ) -> tuple[Counterfactual, ...]:
-    """Compute the row under other rules, each a change of one thing.
+    """Compute the weights of the row under other rules, each of which changes one thing.
 
     Args:
         row: the row as it is.
@@ -58,8 +58,8 @@ def compare_weights(
 
     >>> v = np.eye(2)
     >>> half = np.array([0.5, 0.5])
-    >>> found = compare_weights("first", "", np.array([1.0, 0.0]), half, v, half, 0)
-    >>> found.weight, found.total_variation, round(found.relative_change, 6)
+    >>> comparison = compare_weights("first", "", np.array([1.0, 0.0]), half, v, half, 0)
+    >>> comparison.weight, comparison.total_variation, round(comparison.relative_change, 6)
     (1.0, 0.5, 1.0)
     """
     positive = other[other > 0]

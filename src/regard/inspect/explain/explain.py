@@ -68,35 +68,42 @@ from regard.units import plural
 from regard.untrusted_text import parse_integer, short_repr
 
 NUM_PREDICTIONS = 5
+"""Number of next tokens that are listed."""
 
 
 MAX_PATTERN_TOKENS = 512
-"""The longest text whose whole pattern is kept; for longer ones the row and a pooled pattern are
-kept.
+"""Number of tokens up to which an explanation contains the whole pattern; for a longer text it
+contains the row and a pooled pattern.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What is explained: an attention of a prepared run, and the index of the query."""
+    """What is explained: one attention module of a prepared run, and one query.
 
-    read: PreparedRun
+    Args:
+        prepared: the prepared run.
+        site: the attention module.
+        i: index of the query in its token sequence.
+    """
+
+    prepared: PreparedRun
     site: AttentionSite
     i: int
 
     @property
     def columns(self) -> TokenSequence:
         """Return the token sequence of the keys."""
-        return self.read.sequences[self.site.key_sequence]
+        return self.prepared.sequences[self.site.key_sequence]
 
     @property
     def rows(self) -> TokenSequence:
         """Return the token sequence of the queries."""
-        return self.read.sequences[self.site.query_sequence]
+        return self.prepared.sequences[self.site.query_sequence]
 
     @property
-    def own(self) -> bool:
-        """Return whether queries and keys come from the same sequence."""
+    def is_self_attention(self) -> bool:
+        """Return whether queries and keys come from the same sequence (self-attention)."""
         return self.site.query_sequence == self.site.key_sequence
 
 
@@ -171,10 +178,14 @@ def find_key(
         return list(positions).index(token), ""
     absolute_weights = np.where(visible, np.abs(weights), -1.0)
     others = absolute_weights.copy()
-    if target.own:
+    if target.is_self_attention:
         others[[p in (0, target.i) for p in positions]] = -1
     best = others if others.max(initial=-1) > 0 else absolute_weights
-    rule = KEY_RULE if best is others and target.own else "the key with the largest weight"
+    rule = (
+        KEY_RULE
+        if best is others and target.is_self_attention
+        else "the key with the largest weight"
+    )
     return int(best.argmax()), rule
 
 
@@ -187,7 +198,7 @@ def query_pieces(target: Target, call: QueryCall) -> tuple[str, ...]:
 
 def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float], ...]:
     """Return the most likely next tokens after the query, if the network predicts any."""
-    prepared = target.read
+    prepared = target.prepared
     if (
         prepared.predict is None
         or target.site.query_sequence != prepared.predicted_sequence
@@ -227,7 +238,8 @@ def explain(
     Args:
         model: a decoder, text encoder or encoder-decoder from `regard.load`; a `PretokenizedInput`;
             or a prepared run, such as that of `random_model`, a mechanism with random weights.
-        text: the text, at least one token; None for a model that contains its text.
+        text: the text, at least one token; None for a `PretokenizedInput` or a prepared run, which
+            contain theirs.
         layer: index of the layer; negative counts from the end. In an encoder-decoder this is the
             cross-attention of the layer.
         head: query head; negative counts from the end.
@@ -239,7 +251,7 @@ def explain(
             `layer`.
         call: number or name of the call, where a place is called several times; None chooses the
             one with the largest weight.
-        target: output text that an encoder-decoder is forced to produce; None is its own answer.
+        target: output text that an encoder-decoder is forced to produce; None uses its own answer.
 
     Returns:
         The explanation.
@@ -250,8 +262,8 @@ def explain(
         ArgumentTypeError: an argument has a wrong type.
 
     >>> import regard
-    >>> found = explain(regard.load("tiny"), "to be or not to be", layer=1, head=2)
-    >>> bool(abs(found.weights.sum() - 1) < 1e-6), found.check < 1e-3
+    >>> explanation = explain(regard.load("tiny"), "to be or not to be", layer=1, head=2)
+    >>> bool(abs(explanation.weights.sum() - 1) < 1e-6), explanation.check < 1e-3
     (True, True)
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
@@ -302,7 +314,9 @@ class _ExplainedRow:
 def _assemble(
     target: Target, mechanism: Explainable, run: CapturedRun, explained: _ExplainedRow
 ) -> Explanation:
-    """Add to a row what precedes and follows it, and return the whole explanation."""
+    """Add to a row the steps before and after it (projections, output, cost), and return the
+    explanation.
+    """
     site, head, row = target.site, explained.head, explained.softmax
     recorded_inputs = (explained.q, explained.k, explained.v)
     input_steps = mechanism.explain_inputs(explained.query)
@@ -326,7 +340,7 @@ def _assemble(
     else:
         H, G = (len(run.taps[name]) for name in "qk")
     sizes = {
-        "layers": len(target.read.main_sites),
+        "layers": len(target.prepared.main_sites),
         "H": H,
         "G": G,
         "T": len(target.rows.ids),
@@ -336,8 +350,8 @@ def _assemble(
         "M": run.taps["out"].shape[1],
     }
     where = Location(
-        model=target.read.name,
-        text=target.read.text,
+        model=target.prepared.name,
+        text=target.prepared.text,
         place=site.place,
         mechanism=type(site.attention).__name__,
         layer=site.layer,
@@ -374,29 +388,30 @@ def _assemble(
         state=explained.state,
         counterfactuals=others,
         predictions=predictions(target, run),
-        tensors=summarize_layer(site.attention, run.hidden, run.taps, own=target.own),
+        tensors=summarize_layer(site.attention, run.hidden, run.taps, own=target.is_self_attention),
     )
 
 
 def _all_notes(target: Target) -> tuple[str, ...]:
     """Return the remarks about the run."""
-    T, trained = len(target.rows.ids), target.read.max_trained_tokens
+    T, trained = len(target.rows.ids), target.prepared.max_trained_tokens
     if trained is None or trained >= T:
-        return target.read.notes
+        return target.prepared.notes
     return (
-        *target.read.notes,
+        *target.prepared.notes,
         f"the text has {plural(T, 'token')}; the model was trained on at most {trained}",
     )
 
 
 def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
-    """Add a remark to a run whose inputs at the site are edited by an open trace.
+    """Add a remark to a run if an active `regard.Trace` edits tensors at the site.
 
-    Steps that are computed again before an edit differ from what the kernel received.
+    The remark is needed because the recomputed steps before the edit do not contain it, so that
+    they differ from the inputs of the kernel.
 
     Raises:
-        ArgumentError: scores or patterns are edited; the steps from q and k to the weights cannot
-            show that.
+        ArgumentError: scores or patterns are edited; an explanation computes both from q and k, and
+            would show them without the edit.
     """
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
@@ -405,7 +420,7 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
     if not changed:
         return prepared
     note = (
-        f"an open trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
+        f"an active Trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
         "are edited, but the recomputed steps before them are not"
     )
     return replace(prepared, notes=(*prepared.notes, note))
@@ -414,10 +429,9 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
 def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
     """Return the error message for edited scores or patterns, with what to do instead."""
     return (
-        f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
-        "computes both from q and k, and would show "
-        "the unedited ones; explain another place, edit q, k, v, z or out, or record(...) the run, "
-        "which keeps what was edited"
+        f"an active Trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
+        "computes both from q and k, and would show them without the edit; explain another place, "
+        "edit q, k, v, z or out instead, or record(...) the run, which keeps edited values"
     )
 
 
@@ -429,12 +443,11 @@ def _recorded_row(
     if not calls:
         raise ArgumentError(
             f"{target.site.place} is a {type(target.site.attention).__name__}, which ran no "
-            "softmax "
-            f"for query {target.i}; "
+            f"softmax for query {target.i}; "
             "choose another layer or place, or implement explain_row in the mechanism "
             "(regard.nn.explainable.Explainable.explain_row)"
         )
-    # a branch of the place has its own name, and edits may use that name
+    # an edit may name a branch of the place, such as layers.3.window, instead of the place itself
     if inner := sorted({name for each in calls for name in each.step.edited}):
         raise ArgumentError(_cannot_show(inner, target.site))
     names = call_names(calls)
@@ -480,8 +493,10 @@ def _recorded_row(
 def _mechanism_row(
     target: Target, mechanism: Explainable, captured: CapturedRun, head: int, key: int | str | None
 ) -> _ExplainedRow:
-    """Return the row that a mechanism describes itself because no softmax kernel ran; its keys
-    are in the order of their tokens.
+    """Return the row of a mechanism without a softmax kernel, as `Explainable.explain_row` gives
+    it.
+
+    The keys are in the order of their tokens.
     """
     run = layer_run(captured)
     if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
@@ -534,15 +549,15 @@ def _projection_query(
     number: int,
     head_dim: int,
 ) -> tuple[ProjectionQuery, Tensor]:
-    """Return the question to the mechanism about the inputs of a call, and the row of its memory
-    for each key.
+    """Return the `ProjectionQuery` with which a mechanism is asked how it computed q, k and v of a
+    call, and, for each key, the row of the memory from which it was computed.
     """
     x = run.hidden["x"]
-    memory = x if target.own else run.hidden.get("memory")
+    memory = x if target.is_self_attention else run.hidden.get("memory")
     if memory is None:  # the memory came from a cache: encoder states, which are the values
         memory = run.taps["v"].transpose(0, 1).flatten(1)
-    # a call of only some rows was computed from all of them
-    positions = Span(0, x.shape[0]) if target.own else q
+    # even a call with only some of the queries was computed from the whole sequence
+    positions = Span(0, x.shape[0]) if target.is_self_attention else q
     memory_positions = Span(0, memory.shape[0])
     query = ProjectionQuery(
         x[None], positions, memory[None], memory_positions, target.i, branch, number, head_dim

@@ -117,11 +117,11 @@ class RecurrentState(NamedTuple):
 
 
 class MixtureTerm(NamedTuple):
-    """One pattern of a mixture.
+    """One of the patterns that are combined in a head.
 
     Args:
-        name: name of the pattern.
-        factor: its factor.
+        name: name of the pattern, such as "call 0" or "window".
+        factor: the factor of this pattern in the combination.
         row_sum: sum of its row.
         is_explained: whether it is the pattern that is explained.
     """
@@ -232,9 +232,11 @@ def to_json_value(x: Any) -> Any:
 
 
 SCHEMA_VERSION = 3
+"""Version of the keys of `Explanation.as_dict`."""
 
 
-def _nothing() -> Array:
+def _empty_array() -> Array:
+    """Return an array without entries, which stands for a vector that was not recorded."""
     return np.zeros(0)
 
 
@@ -386,7 +388,7 @@ class SoftmaxRow:
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
-    """What follows the weights.
+    """The output of the head and of the attention, computed from the weights.
 
     Args:
         contributions: p_j v_j, `[n, E]`.
@@ -420,10 +422,10 @@ class HiddenStates:
         residual: the hidden state after the residual connection.
     """
 
-    embedding: Array = field(default_factory=_nothing)
-    entering: Array = field(default_factory=_nothing)
-    normed: Array = field(default_factory=_nothing)
-    residual: Array = field(default_factory=_nothing)
+    embedding: Array = field(default_factory=_empty_array)
+    entering: Array = field(default_factory=_empty_array)
+    normed: Array = field(default_factory=_empty_array)
+    residual: Array = field(default_factory=_empty_array)
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,10 +433,11 @@ class HeadPatterns:
     """The weights of whole heads.
 
     Args:
-        whole: pattern of the explained head, `[T, n]`, NaN where masked; `[0, 0]` for long texts.
-        pool: side of a pooled cell.
-        small: patterns of every head of the layer, `[H, t, s]`; each cell is the largest weight of
-            pool x pool, NaN where masked.
+        whole: pattern of the explained head, `[T, n]`, NaN where masked; empty (`[0, 0]`) for long
+            texts.
+        pool: number of queries, and of keys, that a cell of `small` covers.
+        small: pooled patterns of every head of the layer, `[H, t, s]`; each cell is the largest of
+            pool x pool weights, NaN where all are masked.
     """
 
     whole: Array = field(default_factory=lambda: np.zeros((0, 0)))
@@ -446,7 +449,9 @@ T = TypeVar("T")
 
 
 class Shortcut(Generic[T]):
-    """A number of an explanation under a short name: `found.weights` is `found.softmax.weights`."""
+    """A part of an explanation under a short name: `explanation.weights` is
+    `explanation.softmax.weights`.
+    """
 
     def __init__(self, read: Callable[[Explanation], T]) -> None:
         self._read = read
@@ -469,7 +474,8 @@ class Explanation:
     The letters are those of the package: T queries, n keys of the call, M model dim, H query heads,
     G key/value heads, D and E dims of one head. Recorded arrays have the model's own values;
     recomputed ones are float64, and `checks` gives their differences. Every number of the parts is
-    also an attribute of the explanation itself, under its own name: `found.weights`, `found.q`.
+    also an attribute of the explanation itself, under its own name: `explanation.weights`,
+    `explanation.q`.
 
     Args:
         where: what was run, and which query, key and head are explained.
@@ -480,7 +486,7 @@ class Explanation:
         softmax: the softmax of the row.
         output: the weighted values, the joined heads, and the output of the attention.
         heads: the weights of whole heads; `pattern` and `patterns` are its arrays.
-        checks: what was compared, to the largest absolute difference.
+        checks: each compared quantity, to its largest absolute difference from the model.
         cost: the cost of the row.
         mixture: how several patterns are combined in the head, if they are.
         state: the recurrent state, if there is one.

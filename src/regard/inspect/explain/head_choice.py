@@ -30,8 +30,7 @@ from regard.nn.explainable import explainable
 
 HEAD_RULE = (
     "the head with the largest weight of the query on one key, leaving out the first token, the "
-    "query "
-    "itself and its neighbours"
+    "query itself and its neighbours"
 )
 """How `strongest_head` chooses, as shown to the user."""
 
@@ -138,7 +137,7 @@ def strongest_head(
     0
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return choose_head(_reading(model, ids), query, layer=layer, head=head)
+    return choose_head(_prepare_ids(model, ids), query, layer=layer, head=head)
 
 
 def choose_head(
@@ -165,23 +164,23 @@ def choose_head(
             0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
         ]
         return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
-    rows = _rows(prepared, sites, query, keep_all=key is not None)
+    rows = _query_weights(prepared, sites, query, keep_all=key is not None)
     if key is None and sites[0].query_sequence == sites[0].key_sequence:
         far = rows.clone()
         far[..., max(query - 1, 0) : query + 2] = -1
         rows = far if bool((far > 0).any()) else rows
-    strongest_keys_of_run = (rows.amax(-1) if key is None else rows[..., key]).clamp(min=0)
-    layers, heads = strongest_keys_of_run.shape
+    largest_weights = (rows.amax(-1) if key is None else rows[..., key]).clamp(min=0)
+    layers, heads = largest_weights.shape
     if layer is not None and place is None:
         layer = check_index("layer", layer, layers, "layer", "layers")
-        strongest_keys_of_run[torch.arange(layers) != layer] = -1
+        largest_weights[torch.arange(layers) != layer] = -1
     if head is not None:
         head = check_index("head", head, heads, "head", "heads")
-        strongest_keys_of_run[:, torch.arange(heads) != head] = -1
-    alone = not bool((strongest_keys_of_run > 0).any())
-    layer, head = divmod(int(strongest_keys_of_run.argmax()), heads)
+        largest_weights[:, torch.arange(heads) != head] = -1
+    none_left = not bool((largest_weights > 0).any())
+    layer, head = divmod(int(largest_weights.argmax()), heads)
     rule = HEAD_RULE if key is None else HEAD_FOR_KEY_RULE
-    if alone:
+    if none_left:
         rule = "the first head: " + (
             "there is no other token" if key is None else "no head has weight on the key"
         )
@@ -213,7 +212,7 @@ def strongest_keys(
     True
     """
     query = check_index("query", query, ids.shape[1], "token", "tokens")
-    return strongest_keys_of_run(_reading(model, ids), query)
+    return strongest_keys_of_run(_prepare_ids(model, ids), query)
 
 
 def strongest_keys_of_run(
@@ -221,26 +220,26 @@ def strongest_keys_of_run(
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """Return the weights and keys of `strongest_keys` for any prepared run."""
     sites = prepared.main_sites if place is None else (prepared.site(place=place),)
-    best = _rows(prepared, sites, query).max(-1)
+    best = _query_weights(prepared, sites, query).max(-1)
     return best.values.clamp(min=0), best.indices
 
 
-def _reading(model: ModelInput, ids: Tensor) -> PreparedRun:
-    """Prepare a run of token ids, without a text."""
+def _prepare_ids(model: ModelInput, ids: Tensor) -> PreparedRun:
+    """Prepare a run of a decoder on token ids instead of a text."""
     from dataclasses import replace
 
     assert isinstance(model, Model), "ids are supported for decoders only"
-    one = prepare_run(model, "x")
+    prepared = prepare_run(model, "x")
     row = tuple(ids[0].tolist())
-    sides = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
+    sequences = {"text": TokenSequence(row, tuple(map(str, row)), "", ())}
     run = model.decoder if model.has_head else model.decoder.hidden
-    return replace(one, sequences=sides, run=lambda: run(ids, last=1))
+    return replace(prepared, sequences=sequences, run=lambda: run(ids, last=1))
 
 
-def _rows(
+def _query_weights(
     prepared: PreparedRun, sites: Sequence[AttentionSite], query: int, *, keep_all: bool = False
 ) -> Tensor:
-    """Return the weights of the query, `[sites, H, S]`.
+    """Run the network, and return the weights of the query at each site, `[sites, H, S]`.
 
     In self-attention the first token and the query itself get -1, unless `keep_all` is True.
     """

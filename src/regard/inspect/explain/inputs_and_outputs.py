@@ -1,4 +1,4 @@
-"""What precedes and follows the weights of a row: the steps that made q, k and v, the weighted
+"""The steps before and after the weights of a row: how q, k and v were computed, the weighted
 values, the contribution of each head to the output, and whole patterns.
 """
 
@@ -44,7 +44,7 @@ def input_chain(
 
     Args:
         described: the mechanism's description of the inputs.
-        query: the question that the mechanism was asked.
+        query: the inputs of the call, about which the mechanism was asked.
         head: query head.
         group: the key/value head that it reads.
         recorded: q `[D]`, k `[n, D]` and v `[n, E]` as they were recorded.
@@ -79,9 +79,9 @@ def input_chain(
                 ),
             )
         )
-    angles, turned = _rotary_angles(described, query, len(recorded[0]))
+    angles, angle_error = _rotary_angles(described, query, len(recorded[0]))
     if angles.layout:
-        checks["angles"] = turned
+        checks["angles"] = angle_error
     return InputChain(steps["q"], steps["k"], steps["v"], recorded[2], angles), checks
 
 

@@ -106,9 +106,8 @@ def run_stages(
     """
     if type(attention) is not Attention:
         raise ArgumentTypeError(
-            f"attention is a {type(attention).__name__}; its stages can be shown "
-            "only for regard.nn.Attention, "
-            "softmax self-attention; use one such as regard.nn.variants.mha(512, 8)"
+            f"attention is a {type(attention).__name__}; stages can be shown only for "
+            "regard.nn.Attention (softmax self-attention), such as regard.nn.variants.mha(512, 8)"
         )
     was_training = attention.training
     attention.eval()
@@ -134,7 +133,7 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
     )
     memory = project.remember(x, positions)
     both = project.recall(memory, positions)
-    # one call computes keys and values: both stages have its time
+    # one call computes both keys and values, so that both stages report its time
     _, seconds = time_stage(lambda: project.recall(project.remember(x, positions), positions)[0])
     k, v = both
     stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
@@ -154,7 +153,7 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
     mask, sink = attention.mask, attention.sink
     if scores:
         stage("scores", "scale q k^T", lambda: scored(None))
-        stage("masked", "-inf where the mask says no", lambda: scored(mask))
+        stage("masked", "-inf where the mask forbids", lambda: scored(mask))
         stage(
             "weights",
             "softmax(masked)",
@@ -201,7 +200,7 @@ def summarize_layer(
         attention: the module.
         hidden: `CapturedRun.hidden`; `x` is the input of the module.
         taps: `CapturedRun.taps`.
-        own: whether the module is a self-attention.
+        own: whether queries and keys come from the same sequence.
         most_pairs: the largest number of scores, over all heads, for which their stages are
             computed.
 
@@ -213,7 +212,9 @@ def summarize_layer(
         heads, tokens = taps["q"].shape[:2]
         stages = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
         return tuple(stage.summary() for stage in stages)
-    return tuple(summarize_tensor(name, "as the layer had it", x, None) for name, x in taps.items())
+    return tuple(
+        summarize_tensor(name, "as the layer computed it", x, None) for name, x in taps.items()
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Why a query may not attend to a key: the terms of its mask that exclude it, in words."""
+"""The reasons why a query may not attend to a key: the terms of the mask that exclude it."""
 
 from __future__ import annotations
 

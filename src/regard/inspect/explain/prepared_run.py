@@ -55,7 +55,7 @@ class TokenSequence(NamedTuple):
     Args:
         ids: token ids.
         pieces: text of each token.
-        text: the text as the user wrote it, or as the tokens decode.
+        text: the text as the user wrote it, or the decoded tokens.
         end_offsets: offset in the text at which each token ends.
     """
 
@@ -69,10 +69,10 @@ class AttentionSite(NamedTuple):
     """One attention module of a network.
 
     Args:
-        place: the dotted name at which its taps are passed.
+        place: its dotted name, such as "layers.3"; the tensors of `regard.tap` have this prefix.
         layer: index of its layer.
         attention: the module.
-        residual_path: the module that adds it to the residual stream, or None.
+        residual_path: the module that adds its output to the residual stream, or None.
         query_sequence: name of the sequence of its queries.
         key_sequence: name of the sequence of its keys.
     """
@@ -99,7 +99,9 @@ def _ids_as_text(ids: Sequence[int]) -> Sequence[str]:
 
 @dataclass(frozen=True, eq=False)
 class PretokenizedInput:
-    """Words as tokens, for a network without a tokenizer, such as those of `regard train --task`.
+    """A network without a tokenizer, with its input as ids and words.
+
+    `regard train --task` trains such networks.
 
     Args:
         network: a `Decoder` for one sequence; an `EncoderDecoder` or a `RecurrentEncoderDecoder`
@@ -135,13 +137,14 @@ class PreparedRun:
         network: the whole network.
         sequences: its token sequences by name: "text", or "source" and "target".
         sites: its attention modules, in the order of the run.
-        run: runs it once; returns states or logits, so that two runs can be compared.
+        run: function that runs the network once; it returns states or logits, so that two runs can
+            be compared.
         embed: the module whose output is the embedded tokens, or None.
         last: the module to whose output `predict` is applied.
         predict: maps rows of that output to logits, or None.
         predicted_sequence: name of the sequence whose next token is predicted.
         names: maps ids to texts.
-        max_trained_tokens: the longest sequence of its training, or None if unknown.
+        max_trained_tokens: number of tokens of the longest sequence in its training, or None.
         notes: remarks for the reader.
     """
 
@@ -241,26 +244,30 @@ def prepare_run(
     """
     if isinstance(model, PretokenizedInput):
         return (
-            _decoder_of_words(model)
+            _prepare_pretokenized_decoder(model)
             if model.target is None
-            else _pair_of_words(model, model.target)
+            else _prepare_pretokenized_pair(model, model.target)
         )
     if not isinstance(text, str):
         raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str")
     if isinstance(model, Seq2Seq):
-        return _seq2seq(model, text, target)
+        return _prepare_seq2seq(model, text, target)
     if target is not None:
         kind = type(model).__name__
         raise ArgumentError(f"target is given, but a {kind} takes no target; leave it out")
-    return _encoder(model, text) if isinstance(model, TextEncoder) else _decoder(model, text)
+    return (
+        _prepare_text_encoder(model, text)
+        if isinstance(model, TextEncoder)
+        else _prepare_decoder(model, text)
+    )
 
 
-def _decoder(model: Model, text: str) -> PreparedRun:
+def _prepare_decoder(model: Model, text: str) -> PreparedRun:
     ids, decoder = model.encode(text), model.decoder
     head, run = decoder.head, decoder if model.has_head else decoder.hidden
     predict = None if head is None else lambda x: head(decoder.norm(x))
     return PreparedRun(
-        _family(model),
+        _model_type(model),
         text,
         decoder,
         {"text": token_sequence(model, ids, text)},
@@ -275,13 +282,13 @@ def _decoder(model: Model, text: str) -> PreparedRun:
     )
 
 
-def _encoder(model: TextEncoder, text: str) -> PreparedRun:
+def _prepare_text_encoder(model: TextEncoder, text: str) -> PreparedRun:
     ids, positions, segments = model.encode(text)
     network, encoder = model.network, model.network.encoder
     head = network.head
     predict = None if head is None else lambda x: head(encoder.norm(x))
     return PreparedRun(
-        _family(model),
+        _model_type(model),
         text,
         network,
         {"text": token_sequence(model, ids)},
@@ -296,7 +303,7 @@ def _encoder(model: TextEncoder, text: str) -> PreparedRun:
     )
 
 
-def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
+def _prepare_seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
     ids, positions = model.encode(text)
     if target is None:
         answer = list(model.beam_search(ids, positions, max_tokens=64)[0][0].ids)
@@ -305,12 +312,12 @@ def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
         answer = model.tokenizer.encode(target)
     target_ids = torch.tensor([[model.start, *answer]], device=ids.device)
     network = model.network
-    sides = {"source": token_sequence(model, ids), "target": token_sequence(model, target_ids)}
+    sequences = {"source": token_sequence(model, ids), "target": token_sequence(model, target_ids)}
     return PreparedRun(
-        _family(model),
+        _model_type(model),
         text,
         network,
-        sides,
+        sequences,
         tuple(_encoder_decoder_sites(network)),
         lambda: network(ids, target_ids, positions),
         network.embed,
@@ -321,9 +328,9 @@ def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> PreparedRun:
     )
 
 
-def _decoder_of_words(row: PretokenizedInput) -> PreparedRun:
+def _prepare_pretokenized_decoder(row: PretokenizedInput) -> PreparedRun:
     network: Any = row.network
-    ids = _ids(network, row.source[0])
+    ids = _ids_tensor(network, row.source[0])
     token_sequence = pretokenized(*row.source)
     sites = tuple(_self_attentions(getattr(network, "layers", []), "", "text"))
     if not sites:
@@ -343,12 +350,12 @@ def _decoder_of_words(row: PretokenizedInput) -> PreparedRun:
     )
 
 
-def _pair_of_words(
+def _prepare_pretokenized_pair(
     pair: PretokenizedInput, target_words: tuple[Sequence[int], Sequence[str]]
 ) -> PreparedRun:
     network: Any = pair.network
-    source, target = (_ids(network, ids) for ids in (pair.source[0], target_words[0]))
-    sides = {"source": pretokenized(*pair.source), "target": pretokenized(*target_words)}
+    source, target = (_ids_tensor(network, ids) for ids in (pair.source[0], target_words[0]))
+    sequences = {"source": pretokenized(*pair.source), "target": pretokenized(*target_words)}
     if isinstance(network, EncoderDecoder):
         sites, embed, last = (
             tuple(_encoder_decoder_sites(network)),
@@ -372,9 +379,9 @@ def _pair_of_words(
         sites = (AttentionSite("decoder", 0, attention, None, "target", "source"),)
     return PreparedRun(
         pair.name,
-        sides["source"].text,
+        sequences["source"].text,
         network,
-        sides,
+        sequences,
         sites,
         lambda: network(source, target),
         embed,
@@ -385,7 +392,7 @@ def _pair_of_words(
     )
 
 
-def _ids(network: nn.Module, ids: Sequence[int]) -> Tensor:
+def _ids_tensor(network: nn.Module, ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(ids)], device=next(network.parameters()).device)
 
 
@@ -425,6 +432,6 @@ def token_sequence(
     return TokenSequence(row, tuple(tokenizer.pieces(row)), whole, TokenEnds(row, tokenizer.decode))
 
 
-def _family(model: Model | TextEncoder | Seq2Seq) -> str:
+def _model_type(model: Model | TextEncoder | Seq2Seq) -> str:
     types = getattr(type(model.config), "model_types", None)
     return types[0] if types else type(model.config).__module__.rpartition(".")[2]

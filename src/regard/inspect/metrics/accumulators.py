@@ -18,10 +18,12 @@ from regard.inspect.record.tiles import Tile
 
 @dataclass(frozen=True, eq=False)
 class MeasuredPlace:
-    """A place whose heads are measured, with the parameters of the metrics.
+    """A place of a recording whose heads are measured, with the parameters of the metrics.
+
+    Rows are the recorded queries of the place, columns are its keys.
 
     Args:
-        place: the place.
+        place: a place of a recording.
         ids: token ids of its columns, `[N]`, or None.
         batch: row of the batch.
         sinks: number of first positions that count as sinks.
@@ -56,7 +58,7 @@ class MeasuredPlace:
         """Return the index of each row among the queries of the run, `[T]`."""
         return torch.tensor([i for step in self.place.steps for i in step.tokens()])
 
-    def share_of_sink(self) -> Tensor:
+    def sink_weights(self) -> Tensor:
         """Compute P_sink = exp(sink - ln denominator), `[h, T]`; 0 without a sink."""
         parts = [
             torch.zeros(self.h, step.T, dtype=torch.float64)
@@ -66,7 +68,7 @@ class MeasuredPlace:
         ]
         return torch.cat(parts, 1)
 
-    def sinks_at(self) -> Tensor:
+    def sink_logits(self) -> Tensor:
         """Return the sink logit of each row, `[h, T]`; -inf without a sink."""
         parts = [
             torch.full((self.h, step.T), -math.inf, dtype=torch.float64)
@@ -108,23 +110,24 @@ class EntropyAccumulator:
     """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), divided by ln n_i; effective keys
     exp(H_i); the largest score.
 
-    H_i is -sum_j p_ij ln p_ij, where a sink counts as one more key. This form avoids the rounding
-    error of the lse that lse - sum_j p_ij s_ij would keep.
+    This equals -sum_j p_ij ln p_ij, where a sink counts as one more key. The shorter form
+    lse_i - sum_j p_ij s_ij is not used: there, the size of the scores multiplies a rounding error
+    of the lse.
     """
 
-    def __init__(self, scene: MeasuredPlace) -> None:
-        self._scene = scene
-        shape = (scene.h, scene.place.T)
+    def __init__(self, measured: MeasuredPlace) -> None:
+        self._measured = measured
+        shape = (measured.h, measured.place.T)
         self._entropy = torch.zeros(shape, dtype=torch.float64)
-        self._denominator = scene.denominators()
+        self._denominator = measured.denominators()
         self._visible = torch.zeros(shape, dtype=torch.int64)
-        self._max_score = torch.full((scene.h,), -math.inf, dtype=torch.float64)
+        self._max_score = torch.full((measured.h,), -math.inf, dtype=torch.float64)
 
     def add(self, tile: Tile) -> None:
         """Add the entropy terms, the visible keys and the largest score of a tile."""
         hidden = tile.scores.isneginf()
-        less = (self._denominator[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
-        self._entropy[:, tile.rows] += (tile.weights * less).sum(2)
+        log_ratio = (self._denominator[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
+        self._entropy[:, tile.rows] += (tile.weights * log_ratio).sum(2)
         self._visible[:, tile.rows] += (~hidden).sum(2)
         self._max_score = torch.maximum(self._max_score, tile.scores.amax((1, 2)))
 
@@ -132,56 +135,59 @@ class EntropyAccumulator:
         """Return entropy (0 to 1, over rows that see more than one key), effective_keys and
         max_logit.
         """
-        scene = self._scene
-        share, sink = scene.share_of_sink(), scene.sinks_at()
+        measured = self._measured
+        share, sink = measured.sink_weights(), measured.sink_logits()
         h = self._entropy + torch.where(share > 0, share * (self._denominator - sink), 0)
         n, h = self._visible + (~sink.isneginf()), h.clamp(min=0)
         return {
-            "entropy": scene.mean(h / n.clamp(min=2).log(), n > 1),
-            "effective_keys": scene.mean(h.exp(), self._visible > 0),
+            "entropy": measured.mean(h / n.clamp(min=2).log(), n > 1),
+            "effective_keys": measured.mean(h.exp(), self._visible > 0),
             "max_logit": self._max_score,
         }
 
 
 class DistanceAccumulator:
-    """The offset profile D(d) = mean_i p_{i,i-d}, the mean distance sum_j p_ij (p_i - p_j), and
-    the local weight.
+    """Mean weight at each distance, D(d) = mean_i p_{i,i-d}; mean distance sum_j p_ij (i - j) in
+    positions; and weight of the keys at a distance below `local_distance`.
     """
 
-    def __init__(self, scene: MeasuredPlace) -> None:
-        self._scene = scene
+    def __init__(self, measured: MeasuredPlace) -> None:
+        self._measured = measured
         longest = (
-            int(scene.rows.max() - torch.where(scene.columns >= 0, scene.columns, 1 << 40).min())
+            int(
+                measured.rows.max()
+                - torch.where(measured.columns >= 0, measured.columns, 1 << 40).min()
+            )
             + 1
         )
         self._sums = torch.zeros(
-            scene.h, max(1, longest) + 1, dtype=torch.float64
+            measured.h, max(1, longest) + 1, dtype=torch.float64
         )  # the last bin: later keys, and empty slots
         self._distance, self._local = (
-            torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn"
+            torch.zeros(measured.h, measured.place.T, dtype=torch.float64) for _ in range(2)
         )
 
     def add(self, tile: Tile) -> None:
         """Add the weights of a tile by their distance."""
-        q, k = self._scene.rows[tile.rows], self._scene.columns[tile.columns]
+        q, k = self._measured.rows[tile.rows], self._measured.columns[tile.columns]
         distance = q[:, None] - k
         is_pair = (q >= 0)[:, None] & (k >= 0)
         last = self._sums.shape[1] - 1
         bins = torch.where(is_pair & (distance >= 0), distance, last).clamp(max=last)
         self._sums.index_add_(1, bins.flatten(), tile.weights.flatten(1))
         self._distance[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
-        local = is_pair & (distance.abs() < self._scene.local_distance)
+        local = is_pair & (distance.abs() < self._measured.local_distance)
         self._local[:, tile.rows] += (tile.weights * local).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
         """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""
-        scene = self._scene
-        is_token = scene.rows >= 0
-        row_counts = torch.bincount(scene.rows[is_token], minlength=self._sums.shape[1] - 1)
+        measured = self._measured
+        is_token = measured.rows >= 0
+        row_counts = torch.bincount(measured.rows[is_token], minlength=self._sums.shape[1] - 1)
         has_key = torch.zeros(
-            int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64
+            int(max(measured.columns.max(), measured.rows.max())) + 1, dtype=torch.int64
         )
-        has_key[scene.columns[scene.columns >= 0]] = 1
+        has_key[measured.columns[measured.columns >= 0]] = 1
         pairs = torch.stack(
             [
                 (row_counts[d:] * has_key[: len(row_counts) - d]).sum()
@@ -189,8 +195,8 @@ class DistanceAccumulator:
             ]
         )
         return {
-            "distance": scene.mean(self._distance, is_token),
-            "local": scene.mean(self._local, is_token),
+            "distance": measured.mean(self._distance, is_token),
+            "local": measured.mean(self._local, is_token),
             "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
         }
 
@@ -200,10 +206,12 @@ class PairAccumulator:
     the tokens that followed these copies.
     """
 
-    def __init__(self, scene: MeasuredPlace) -> None:
-        self._scene = scene
-        self._lists = {name: pairs for name, pairs in _pairs_by_metric(scene).items() if len(pairs)}
-        self._sums = {name: torch.zeros(scene.h, dtype=torch.float64) for name in self._lists}
+    def __init__(self, measured: MeasuredPlace) -> None:
+        self._measured = measured
+        self._lists = {
+            name: pairs for name, pairs in _pairs_by_metric(measured).items() if len(pairs)
+        }
+        self._sums = {name: torch.zeros(measured.h, dtype=torch.float64) for name in self._lists}
 
     def add(self, tile: Tile) -> None:
         """Add the weights of the listed pairs that lie in a tile."""
@@ -223,22 +231,22 @@ class PairAccumulator:
         }
 
 
-def _pairs_by_metric(scene: MeasuredPlace) -> dict[str, Tensor]:
-    """Return the (row, column) pairs of each metric, sorted by row."""
-    column_at_position = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
+def _pairs_by_metric(measured: MeasuredPlace) -> dict[str, Tensor]:
+    """Return the (row, column) pairs whose weights each metric sums, `[n, 2]`, sorted by row."""
+    column_at_position = {int(p): c for c, p in enumerate(measured.columns.tolist()) if p >= 0}
     previous = [
         (r, column_at_position[p - 1])
-        for r, p in enumerate(scene.rows.tolist())
+        for r, p in enumerate(measured.rows.tolist())
         if p - 1 in column_at_position
     ]
     pairs_by_metric = {"previous_token": torch.tensor(previous, dtype=torch.int64).reshape(-1, 2)}
-    if scene.ids is None:
+    if measured.ids is None:
         return pairs_by_metric
-    token_columns = (scene.columns >= 0).nonzero()[:, 0]
-    row_of = torch.full((max(scene.place.N, int(scene.tokens.max()) + 1),), -1)
-    row_of[scene.tokens] = torch.arange(len(scene.tokens))
-    for name, make in (("duplicate", copies), ("induction", after_copies)):
-        pairs = token_columns[make(scene.ids[token_columns])]
+    token_columns = (measured.columns >= 0).nonzero()[:, 0]
+    row_of = torch.full((max(measured.place.N, int(measured.tokens.max()) + 1),), -1)
+    row_of[measured.tokens] = torch.arange(len(measured.tokens))
+    for name, find_pairs in (("duplicate", copies), ("induction", after_copies)):
+        pairs = token_columns[find_pairs(measured.ids[token_columns])]
         rows = row_of[pairs[:, 0]]
         pairs = torch.stack([rows, pairs[:, 1]], 1)[rows >= 0]
         pairs_by_metric[name] = pairs[pairs[:, 0].argsort(stable=True)]
@@ -250,27 +258,27 @@ class MassAccumulator:
     cells.
     """
 
-    def __init__(self, scene: MeasuredPlace) -> None:
-        self._scene = scene
+    def __init__(self, measured: MeasuredPlace) -> None:
+        self._measured = measured
         self._on_sinks, self._row_sum = (
-            torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs"
+            torch.zeros(measured.h, measured.place.T, dtype=torch.float64) for _ in range(2)
         )
-        self._columns = torch.zeros(scene.h, scene.place.N, dtype=torch.float64)
+        self._columns = torch.zeros(measured.h, measured.place.N, dtype=torch.float64)
         self._leaks = {
-            name: torch.zeros(scene.h, dtype=torch.float64)
+            name: torch.zeros(measured.h, dtype=torch.float64)
             for name in ("future", "empty", "padding")
         }
 
     def add(self, tile: Tile) -> None:
         """Add the weights of a tile to the sums of its rows and columns."""
-        scene, w = self._scene, tile.weights
-        q, k = scene.rows[tile.rows], scene.columns[tile.columns]
+        measured, w = self._measured, tile.weights
+        q, k = measured.rows[tile.rows], measured.columns[tile.columns]
         self._row_sum[:, tile.rows] += w.sum(2)
         self._columns[:, tile.columns] += w.sum(1)
-        self._on_sinks[:, tile.rows] += (w * ((k >= 0) & (k < scene.sinks))).sum(2)
+        self._on_sinks[:, tile.rows] += (w * ((k >= 0) & (k < measured.sinks))).sum(2)
         wrong = {"future": k > q[:, None], "empty": (k < 0).expand(len(q), -1)}
-        if scene.padding is not None:
-            wrong["padding"] = scene.padding[tile.columns].expand(len(q), -1)
+        if measured.padding is not None:
+            wrong["padding"] = measured.padding[tile.columns].expand(len(q), -1)
         for name, cells in wrong.items():
             self._leaks[name] += (w * cells).sum((1, 2))
 
@@ -278,12 +286,12 @@ class MassAccumulator:
         """Return sink, learned_sink, missing, future, empty, padding, and the curve received,
         `[h, N]`.
         """
-        scene = self._scene
-        share = scene.share_of_sink()
+        measured = self._measured
+        share = measured.sink_weights()
         sees = self._row_sum > 0
         return {
-            "sink": scene.mean(self._on_sinks, scene.rows >= scene.sinks),
-            "learned_sink": scene.mean(share, sees),
+            "sink": measured.mean(self._on_sinks, measured.rows >= measured.sinks),
+            "learned_sink": measured.mean(share, sees),
             "missing": torch.where(sees, 1 - self._row_sum - share, 0).abs().amax(1),
             **self._leaks,
             "received": self._columns,

@@ -20,23 +20,24 @@ from regard.models.model import Model
 from regard.units import plural
 
 SAMPLED_ROWS = 64
-"""Number of rows that are sampled where a metric needs whole rows; the result says how many
-were.
+"""Number of rows that are sampled for a metric that needs whole rows; `Sampled.rows` is the actual
+number.
 """
 
 
 SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
+"""Metrics that `head_scores` returns."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measures:
-    """Metrics of the heads of a place.
+    """Metrics of the heads of one place of a recording.
 
     Args:
         place: name of the place.
         heads: the query heads.
         rows: number of rows of the place.
-        values: name to one number per head, `[h]`.
+        values: metric to one number per head, `[h]`.
         curves: name to one curve per head: offsets `[h, d]`, received `[h, N]`.
     """
 
@@ -73,22 +74,22 @@ def measure(
     n_i is the number of keys that row i sees. Means are over rows; rows to which a definition does
     not apply are left out.
 
-        entropy          H_i / ln n_i, H_i = -sum_j p_ij ln p_ij, a sink counts as a key; 0 to 1
+        entropy          H_i / ln n_i, 0 to 1; H_i = -sum_j p_ij ln p_ij, a sink counts as a key
         effective_keys   exp(H_i)
         max_logit        max_ij s_ij
-        sink             sum of p_ij over the keys at positions below `sinks`, in rows behind them
+        sink             sum of p_ij over the keys at positions below `sinks`, in later rows
         learned_sink     P_sink, the share of a sink logit
         previous_token   p_{i,i-1}
         duplicate        sum of p_ij over earlier copies j of token i
         induction        sum of p_ij over keys j that follow earlier copies of token i
-        distance         sum_j p_ij (p_i - p_j), in positions
-        local            sum of p_ij over |p_i - p_j| < local_distance
+        distance         sum_j p_ij (i - j), in positions
+        local            sum of p_ij over |i - j| < local_distance
         future, empty, padding   total weight on later positions, on empty slots, on padded columns
         missing          the largest |1 - sum_j p_ij - P_sink|
 
     The curves are offsets, D(d) = mean_i p_{i,i-d}, and received, sum_i p_ij of each column.
-    Metrics that the tokens do not allow (no token occurs twice: no induction) are not among the
-    values.
+    A metric that is not defined for these tokens is left out of the values: for example, induction
+    if no token occurs twice.
 
     Args:
         place: a place of a recording.
@@ -108,8 +109,8 @@ def measure(
             row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> measures = measure(found[0], found.ids[0])
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> measures = measure(recording[0], recording.ids[0])
     >>> measures.values["future"].tolist(), bool((measures.values["missing"] < 1e-5).all())
     ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], True)
     """
@@ -150,8 +151,8 @@ def keys_for(
 ) -> Sampled:
     """Count how many keys are needed for a given share of a row's weight.
 
-    min n: the n largest p_ij of a row sum to share * sum_j p_ij or more; mean over evenly spaced
-    rows
+    The count of a row is the smallest n for which its n largest p_ij sum to at least
+    share * sum_j p_ij. The result is the mean over evenly spaced rows.
 
     Args:
         place: a place of a recording.
@@ -166,8 +167,8 @@ def keys_for(
         ArgumentError: `share` is out of range, or `rows` is less than 1.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> few, many = (keys_for(found[0], share).values for share in (0.5, 0.99))
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> few, many = (keys_for(recording[0], share).values for share in (0.5, 0.99))
     >>> bool((few <= many).all())
     True
     """
@@ -204,8 +205,9 @@ def redundancy(place: Place, *, batch: int = 0, rows: int = SAMPLED_ROWS) -> Sam
         ArgumentError: `rows` is less than 1.
 
     >>> import regard
-    >>> found = redundancy(regard.inspect.record(regard.load("tiny"), "to be or not to be")[0])
-    >>> found.values.diagonal().abs().max() < 1e-9, found.rows
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> divergences = redundancy(recording[0])
+    >>> divergences.values.diagonal().abs().max() < 1e-9, divergences.rows
     (tensor(True), 6)
 
     Source: Lin 1991, "Divergence measures based on the Shannon entropy", equation 4.1.
@@ -232,7 +234,7 @@ def retrieval_score(
     """Compute the share of the tokens of a passage (the needle) that a head retrieves while the
     model copies them.
 
-    |{j in needle: j = argmax_j p_ij and id_j = id_{i+1} for some generated token i + 1}| / |needle|
+    |{j in needle: j = argmax_j p_ij and id_j = id_{i+1} for a row i after the needle}| / |needle|
 
     Args:
         place: a place of a run that continues after its prompt; rows after the needle are used.
@@ -281,9 +283,9 @@ def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
 def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "layers H"]]:
     """Compute five scores of every head of a model, as means over the rows of a batch.
 
-    The keys are previous_token, induction, duplicate, entropy (of a row, divided by ln of the
-    number of keys that it sees: 0 to 1) and sink (the weight of the first key). The model runs on
-    its own kernels; patterns are computed from their inputs.
+    The names of the scores are previous_token, induction, duplicate, entropy (of a row, divided by
+    ln of the number of keys that it sees: 0 to 1) and sink (the weight of the first key); `measure`
+    defines them. The model runs on its own kernels; patterns are computed from their inputs.
 
     Args:
         model: a model.

@@ -120,7 +120,7 @@ def induction_score(
             length.
 
     >>> pattern = torch.zeros(4, 4)
-    >>> pattern[2, 1], pattern[3, 2] = 0.75, 0.25  # a b a b: the second a looks at the first b
+    >>> pattern[2, 1], pattern[3, 2] = 0.75, 0.25  # a b a b: the second a attends to the first b
     >>> induction_score(pattern, torch.tensor([7, 8, 7, 8])).item()
     0.5
 

@@ -101,7 +101,7 @@ class AuditSample:
         return out.masked_fill(sees_non_finite[..., None], math.nan)
 
     def row(self, wrong: Tensor) -> int:
-        """Return the first row of the place at which a bool tensor `[B, h, t]` is True."""
+        """Return the first row of the place in which `wrong`, bool `[B, h, t]`, is True."""
         return self.first + int(wrong.any(0).any(0).nonzero()[0])
 
     @cached_property
@@ -111,8 +111,8 @@ class AuditSample:
 
     @cached_property
     def rounding(self) -> float:
-        """Return two roundings in the precision of a score, at the size of its terms or of the
-        lse.
+        """Return 2 eps (largest sum of |terms| of a visible score + largest |lse|), where eps is
+        that of the dtype of the lse: an allowance for the rounding of the scores and of the lse.
         """
         pool, lse_dtype = self.place.pools[self.step.pool], self.lse.dtype
         k = self.place.keys(self.step)[
@@ -133,9 +133,7 @@ class AuditSample:
 
     @cached_property
     def rounding_of_output(self) -> float:
-        """Return the effect of these roundings on an output: the same multiple of the largest
-        |v|.
-        """
+        """Return `rounding` times the largest |v|: the effect of rounded scores on an output."""
         if self.values is None:
             return 0.0
         v = self.values.double().abs()
@@ -174,57 +172,59 @@ def lse_of(s: Tensor) -> Tensor:
     return torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
 
 
-def _edited_output(e: AuditSample, dtype: torch.dtype) -> Tensor | None:
+def _edited_output(sample: AuditSample, dtype: torch.dtype) -> Tensor | None:
     """Compute sum_j p_ij v_j with the weights after an edit; NaN where a value with weight is
     not finite.
     """
-    if e.values is None:
+    if sample.values is None:
         return None
-    p = e.place.step_block(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(
-        dtype
-    )
-    odd = ~e.values.isfinite()
-    out = p @ e.values.to(dtype).masked_fill(odd, 0)
-    return out.masked_fill((p @ odd.any(-1, keepdim=True).to(dtype)) > 0, math.nan)
+    p = sample.place.step_block(
+        sample.step, sample.own, slice(0, len(sample.step.columns)), sample.place.heads
+    ).weights.to(dtype)
+    non_finite = ~sample.values.isfinite()
+    out = p @ sample.values.to(dtype).masked_fill(non_finite, 0)
+    return out.masked_fill((p @ non_finite.any(-1, keepdim=True).to(dtype)) > 0, math.nan)
 
 
-def _plain(e: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
+def _plain(sample: AuditSample, order: int) -> tuple[Tensor, Tensor | None]:
     """Compute (lse, out) by matmul and exp in the dtype of q, with another order of keys and
     dims for each `order`.
     """
-    step, place = e.step, e.place
+    step, place = sample.step, sample.place
     if step.edited:
-        lse = e.true_lse.to(step.lse.dtype)
-        return lse, None if e.out is None else _edited_output(e, e.out.dtype)
+        lse = sample.true_lse.to(step.lse.dtype)
+        return lse, None if sample.out is None else _edited_output(sample, sample.out.dtype)
     pool = place.pools[step.pool]
     q, k = (
-        step.q[:, :, e.own],
+        step.q[:, :, sample.own],
         place.keys(step)[:, [pool.group_index(h, place.H) for h in place.heads]],
     )
-    draw = torch.Generator().manual_seed(order)
+    generator = torch.Generator().manual_seed(order)
     keys, dims = (
-        torch.randperm(n, generator=draw) if order else torch.arange(n)
+        torch.randperm(n, generator=generator) if order else torch.arange(n)
         for n in (k.shape[2], k.shape[3])
     )
     s = (q[..., dims] * step.scale) @ k[:, :, keys][..., dims].mT
     if step.softcap is not None:
         s = step.softcap * torch.tanh(s / step.softcap)
-    if e.score_inputs.bias is not None:
-        s = s + e.score_inputs.bias[..., keys].to(s.dtype)
-    s = s.masked_fill(~e.score_inputs.visible[..., keys], -math.inf)
+    if sample.score_inputs.bias is not None:
+        s = s + sample.score_inputs.bias[..., keys].to(s.dtype)
+    s = s.masked_fill(~sample.score_inputs.visible[..., keys], -math.inf)
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros((*s.shape[:-1], 1))
     top = top.masked_fill(top.isneginf(), 0)
     p = torch.exp(s - top)
     total = p.sum(-1, keepdim=True)
-    blind = total == 0
-    lse = (top + total.masked_fill(blind, 1).log()).masked_fill(blind, -math.inf)[..., 0]
-    if e.out is None or e.values is None:
+    sees_no_key = total == 0
+    lse = (top + total.masked_fill(sees_no_key, 1).log()).masked_fill(sees_no_key, -math.inf)[
+        ..., 0
+    ]
+    if sample.out is None or sample.values is None:
         return lse, None
-    v = e.values[:, :, keys]
+    v = sample.values[:, :, keys]
     v = v.masked_fill(~v.isfinite(), 0)
     if step.sink is not None:
         sink = step.sink.to(s.dtype)[:, None, None]
-        higher = torch.maximum(top.masked_fill(blind, -math.inf), sink)
+        higher = torch.maximum(top.masked_fill(sees_no_key, -math.inf), sink)
         p = torch.exp(s - higher)
         total = p.sum(-1, keepdim=True) + torch.exp(sink - higher)
     return lse, p / total.masked_fill(total == 0, 1) @ v
@@ -248,7 +248,9 @@ def explain_lse(samples: list[AuditSample], allowed: float) -> tuple[FaultHypoth
     if words is not None:
         return None, words
     for hypothesis in hypotheses(samples):
-        if all(_is_close(lse_of(hypothesis.scores(e)), e.lse, allowed) for e in samples):
+        if all(
+            _is_close(lse_of(hypothesis.scores(sample)), sample.lse, allowed) for sample in samples
+        ):
             return hypothesis, hypothesis.words
     return None, _unexplained(samples, allowed)
 
@@ -259,19 +261,20 @@ def explain_output(
     """Return whether the fault of the lse explains the outputs as well; if not, describe one
     that does.
     """
-    kept_samples = [e for e in samples if e.out is not None]
+    kept_samples = [sample for sample in samples if sample.out is not None]
 
     def fits(hypothesis: FaultHypothesis) -> bool:
         return all(
-            _gives_output(e, hypothesis.scores(e), e.step.sink, allowed) for e in kept_samples
+            _gives_output(sample, hypothesis.scores(sample), sample.step.sink, allowed)
+            for sample in kept_samples
         )
 
     if wrong is not None and fits(wrong):
         return True, ""
-    if all(bool((e.out == 0).all()) for e in kept_samples if e.out is not None):
+    if all(bool((sample.out == 0).all()) for sample in kept_samples if sample.out is not None):
         return False, "the output is zero everywhere: it was not written"
-    if any(e.step.sink is not None for e in kept_samples) and all(
-        _gives_output(e, _true_scores(e), None, allowed) for e in kept_samples
+    if any(sample.step.sink is not None for sample in kept_samples) and all(
+        _gives_output(sample, _true_scores(sample), None, allowed) for sample in kept_samples
     ):
         return False, "the sink was left out of the output (the missing weight is P_sink)"
     for hypothesis in hypotheses(kept_samples):
@@ -281,15 +284,14 @@ def explain_output(
         False,
         (
             "the output is not the weighted sum of the recorded values: the kernel used other "
-            "values "
-            "or other weights"
+            "values or other weights"
         ),
     )
 
 
-def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
+def hypotheses(samples: list[AuditSample]) -> Iterator[FaultHypothesis]:
     """Generate the faults that these calls could show."""
-    step = every[0].step
+    step = samples[0].step
     D = step.q.shape[-1]
     scales = {
         "not applied": 1.0,
@@ -305,31 +307,36 @@ def hypotheses(every: list[AuditSample]) -> Iterator[FaultHypothesis]:
             )
     if step.softcap is not None:
         yield FaultHypothesis(
-            "the softcap was not applied", lambda e: e.score_inputs.scores(e.step.scale, None)
+            "the softcap was not applied",
+            lambda sample: sample.score_inputs.scores(sample.step.scale, None),
         )
     if step.bias is not None:
-        yield FaultHypothesis("the bias was not added", lambda e: _changed_scores(e, bias=None))
+        yield FaultHypothesis(
+            "the bias was not added", lambda sample: _changed_scores(sample, bias=None)
+        )
     if step.sink is not None:
         yield FaultHypothesis("the lse includes the sink, although it must not", _with_sink)
     yield FaultHypothesis(
         "the mask was not applied: masked keys have weight",
-        lambda e: _changed_scores(e, visible=torch.ones_like(e.score_inputs.visible)),
+        lambda sample: _changed_scores(
+            sample, visible=torch.ones_like(sample.score_inputs.visible)
+        ),
     )
     yield from _mask_faults(step.mask)
     yield FaultHypothesis("the newest keys were not used: the cache is stale", _without_newest_keys)
-    fitted = _fitted_scale(every)
+    fitted = _fitted_scale(samples)
     if fitted is not None:
         yield FaultHypothesis(
             f"the scale was {fitted:.4g}, not {step.scale:.4g}", _scores_at_scale(fitted)
         )
 
 
-def _fault_of_lse_value(every: list[AuditSample], allowed: float) -> str | None:
+def _fault_of_lse_value(samples: list[AuditSample], allowed: float) -> str | None:
     """Return a fault of the stored number itself: zero, another base of the logarithm, a
     constant offset.
     """
-    recorded = torch.cat([e.lse.double().flatten() for e in every])
-    true = torch.cat([e.true_lse.flatten() for e in every])
+    recorded = torch.cat([sample.lse.double().flatten() for sample in samples])
+    true = torch.cat([sample.true_lse.flatten() for sample in samples])
     finite = true.isfinite()
     recorded, true = recorded[finite], true[finite]
     if bool((recorded == 0).all()):
@@ -358,25 +365,25 @@ def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
             yield FaultHypothesis(f"{term} was taken as {other}", _scores_under_mask(both))
 
 
-def _true_scores(e: AuditSample) -> Tensor:
+def _true_scores(sample: AuditSample) -> Tensor:
     """Return the scores without any fault."""
-    return e.score_inputs.scores(e.step.scale, e.step.softcap)
+    return sample.score_inputs.scores(sample.step.scale, sample.step.softcap)
 
 
-def _changed_scores(e: AuditSample, **change: Tensor | None) -> Tensor:
+def _changed_scores(sample: AuditSample, **change: Tensor | None) -> Tensor:
     """Return the scores after a change of their terms."""
-    return e.score_inputs._replace(**change).scores(e.step.scale, e.step.softcap)  # type: ignore[arg-type]
+    return sample.score_inputs._replace(**change).scores(sample.step.scale, sample.step.softcap)  # type: ignore[arg-type]
 
 
 def _scores_at_scale(scale: float) -> Callable[[AuditSample], Tensor]:
     """Return a function that computes scores with another scale."""
-    return lambda e: e.score_inputs.scores(scale, e.step.softcap)
+    return lambda sample: sample.score_inputs.scores(scale, sample.step.softcap)
 
 
-def _with_sink(e: AuditSample) -> Tensor:
+def _with_sink(sample: AuditSample) -> Tensor:
     """Return the scores with the sink as an additional key; this applies to the lse only."""
-    s = _true_scores(e)
-    sink = e.step.sink
+    s = _true_scores(sample)
+    sink = sample.step.sink
     assert sink is not None, "this fault is tried only where there is a sink"
     return torch.cat([s, sink.double()[:, None, None].expand(*s.shape[:-1], 1)], -1)
 
@@ -384,54 +391,54 @@ def _with_sink(e: AuditSample) -> Tensor:
 def _scores_under_mask(mask: Mask) -> Callable[[AuditSample], Tensor]:
     """Return a function that computes scores under another mask."""
 
-    def scores(e: AuditSample) -> Tensor:
-        step = e.step
-        rows = slice(e.own.start + step.first, e.own.stop + step.first)
+    def scores(sample: AuditSample) -> Tensor:
+        step = sample.step
+        rows = slice(sample.own.start + step.first, sample.own.stop + step.first)
         visible = mask.block(step.q_positions, step.k_positions, rows)
-        visible = visible[:, list(e.place.heads)] if visible.shape[1] > 1 else visible
-        return _changed_scores(e, visible=visible.expand(e.score_inputs.dot.shape))
+        visible = visible[:, list(sample.place.heads)] if visible.shape[1] > 1 else visible
+        return _changed_scores(sample, visible=visible.expand(sample.score_inputs.dot.shape))
 
     return scores
 
 
-def _without_newest_keys(e: AuditSample) -> Tensor:
+def _without_newest_keys(sample: AuditSample) -> Tensor:
     """Return the scores without the keys at or after the positions of the call's own queries."""
-    asked = as_tensor(e.step.q_positions)
+    asked = as_tensor(sample.step.q_positions)
     first = torch.where(asked >= 0, asked, 1 << 62).amin(1)
-    old = as_tensor(e.step.k_positions) < first[:, None]  # [b,s]
-    return _changed_scores(e, visible=e.score_inputs.visible & old[:, None, None])
+    old = as_tensor(sample.step.k_positions) < first[:, None]  # [b,s]
+    return _changed_scores(sample, visible=sample.score_inputs.visible & old[:, None, None])
 
 
 def _fitted_scale(samples: list[AuditSample]) -> float | None:
     """Find, by bisection, the scale that gives the recorded lse of the row with the largest
     error; None if there is none.
     """
-    e = samples[-1]  # the step with the most keys
-    errors = (e.true_lse - e.lse.double()).abs()
+    sample = samples[-1]  # the step with the most keys
+    errors = (sample.true_lse - sample.lse.double()).abs()
     worst = errors.masked_fill(~errors.isfinite(), -1).argmax()
     row = torch.unravel_index(worst, errors.shape)
-    target = float(e.lse[row])
-    inputs = e.score_inputs._replace(
-        dot=e.score_inputs.dot[row],
-        visible=e.score_inputs.visible[row],
+    target = float(sample.lse[row])
+    inputs = sample.score_inputs._replace(
+        dot=sample.score_inputs.dot[row],
+        visible=sample.score_inputs.visible[row],
         bias=None
-        if e.score_inputs.bias is None
-        else e.score_inputs.bias.expand(e.score_inputs.dot.shape)[row],
+        if sample.score_inputs.bias is None
+        else sample.score_inputs.bias.expand(sample.score_inputs.dot.shape)[row],
     )
-    low, high = 0.0, 64 * abs(e.step.scale)
+    low, high = 0.0, 64 * abs(sample.step.scale)
 
-    def miss(c: float) -> float:
-        return float(lse_of(inputs.scores(c, e.step.softcap))) - target
+    def lse_error(c: float) -> float:
+        return float(lse_of(inputs.scores(c, sample.step.softcap))) - target
 
-    if not miss(low) * miss(high) < 0:
+    if not lse_error(low) * lse_error(high) < 0:
         return None
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if miss(low) * miss(middle) > 0 else (low, middle)
+        low, high = (middle, high) if lse_error(low) * lse_error(middle) > 0 else (low, middle)
     return (
         None
-        if math.isclose(low, abs(e.step.scale), rel_tol=1e-3)
-        else math.copysign(low, e.step.scale)
+        if math.isclose(low, abs(sample.step.scale), rel_tol=1e-3)
+        else math.copysign(low, sample.step.scale)
     )
 
 
@@ -449,26 +456,27 @@ def _is_close(suspected: Tensor, recorded: Tensor, allowed: float) -> bool:
     return not bool(finite.any()) or float((suspected - recorded)[finite].abs().max()) <= bound
 
 
-def _gives_output(e: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
+def _gives_output(sample: AuditSample, s: Tensor, sink: Tensor | None, allowed: float) -> bool:
     """Return whether scores give the recorded output."""
-    if s.shape[-1] != e.score_inputs.dot.shape[-1]:
+    if s.shape[-1] != sample.score_inputs.dot.shape[-1]:
         return False
-    out = e.output(s, sink)
+    out = sample.output(s, sink)
     assert out is not None, "only samples with outputs are compared"
-    assert e.out is not None, "only samples with outputs are compared"
+    assert sample.out is not None, "only samples with outputs are compared"
     finite = out.isfinite()
     return (
-        not bool(finite.any()) or float((out - e.out.double())[finite].abs().max()) <= 2 * allowed
+        not bool(finite.any())
+        or float((out - sample.out.double())[finite].abs().max()) <= 2 * allowed
     )
 
 
-def _unexplained(every: list[AuditSample], allowed: float) -> str:
+def _unexplained(samples: list[AuditSample], allowed: float) -> str:
     """Describe the first wrong row where no known fault explains all of them."""
-    for e in every:
-        wrong = (e.true_lse - e.lse.double()).abs() > allowed
+    for sample in samples:
+        wrong = (sample.true_lse - sample.lse.double()).abs() > allowed
         if bool(wrong.any()):
             return (
                 "the recorded q, k, mask and bias are not those that the kernel used, first in row "
-                f"{e.row(wrong)}: the kernel used stale or other keys, or another mask or bias"
+                f"{sample.row(wrong)}: the kernel used stale or other keys, or another mask or bias"
             )
     return "the lse does not belong to the scores"

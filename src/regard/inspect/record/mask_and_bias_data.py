@@ -24,6 +24,7 @@ from regard.serialization import NotSerializable, StoreTensor, from_data, to_dat
 from regard.span import as_tensor
 
 _MAX_DEPTH = 50
+"""How deep masks and biases in a file may be nested."""
 
 
 def copy_rule(rule: Any) -> Any:
@@ -38,7 +39,9 @@ def copy_rule(rule: Any) -> Any:
 
 
 def depends_on_slots(*rules: Mask | Bias | None) -> bool:
-    """Return whether a mask or bias has a value for each slot of a call, whatever its position."""
+    """Return whether a mask or bias depends on the index (slot) of a key in its call, rather than
+    on its position only.
+    """
     return any(rule is not None and rule.by_slot for rule in rules)
 
 

@@ -30,7 +30,9 @@ _NO_KIND = (
 )
 
 Run: TypeAlias = Callable[..., dict[str, Any]]
-"""A function that runs a model and returns fields of the recording: ids, pieces and so on."""
+"""A function that runs a model once and returns the fields of the `Recording` about its text, such
+as `ids` and `pieces`.
+"""
 
 
 def record(
@@ -48,7 +50,8 @@ def record(
     """Run a model on its own kernels, and record its attention.
 
     Stored are q, k, v, the lse, the output, positions, masks and biases; any block of any pattern
-    is computed again from them. Edits of open traces are part of the run (see `Recorder`).
+    is computed again from them. If an active `regard.Trace` edits tensors, the edited run is
+    recorded (see `Recorder`).
 
     Args:
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or a transformers model under
@@ -58,11 +61,11 @@ def record(
         target: output text that a `Seq2Seq` is forced to produce; None records its own answer of at
             most `tokens` tokens (64 by default).
         positions: positions of the ids, -1 for padding; by default 0 to T - 1.
-        tokens: number of tokens to generate after the prompt; each becomes a step of every place.
+        tokens: number of tokens to generate after the prompt; each adds one step to every place.
         chunk: run the prompt in chunks of this many tokens, with caches.
         cache: kind of cache for `tokens`, such as "quantised" or "ring", as in `Model.generate`.
         max_context: number of tokens that the cache can hold, as in `Model.generate`.
-        **select: what is kept; see `RecordingOptions`.
+        **select: which places, heads, rows and tensors are kept; see `RecordingOptions`.
 
     Returns:
         The recording.
@@ -74,9 +77,13 @@ def record(
         ArgumentTypeError: the model or the text has an unsupported type, or an argument is unknown.
 
     >>> import regard
-    >>> found = record(regard.load("tiny"), "to be or not to be", tokens=3, heads=[0, 2], keep=())
-    >>> found[0].T == found[0].N == len(found.ids[0]) - 1, [step.T for step in found[0].steps][1:]
-    (True, [1, 1])
+    >>> model = regard.load("tiny")
+    >>> recording = record(model, "to be or not to be", tokens=3, heads=[0, 2], keep=())
+    >>> place = recording[0]
+    >>> place.T == place.N == len(recording.ids[0]) - 1  # the last token is no input
+    True
+    >>> [step.T for step in place.steps][1:]
+    [1, 1]
     """
     arguments = {
         "target": target,
@@ -138,15 +145,21 @@ def _metadata(model: Any) -> dict[str, str]:
     return about | {"training": str(inner.training)} if isinstance(inner, nn.Module) else about
 
 
-def _model(
-    model: Model, text: Text, positions: Positions | None, chunk: int | None, **going_on: Any
+def _run_decoder(
+    model: Model,
+    text: Text,
+    positions: Positions | None,
+    chunk: int | None,
+    **generation_options: Any,
 ) -> dict[str, Any]:
-    if going_on["tokens"]:
-        return _generate(model, text, positions, chunk, **going_on)
+    """Run a decoder on ids or texts, in one pass or in chunks; with `tokens`, generate."""
+    if generation_options["tokens"]:
+        return _run_generation(model, text, positions, chunk, **generation_options)
     for name in ("cache", "max_context"):
-        if going_on[name] is not None:
+        if generation_options[name] is not None:
             raise ArgumentError(
-                f"{name} is {going_on[name]!r}, but no tokens are generated; set tokens=..."
+                f"{name} is {generation_options[name]!r}, but no tokens are generated; "
+                "set tokens=..."
             )
     if isinstance(text, Tensor):
         ids = text
@@ -175,7 +188,7 @@ def _model(
     return _token_facts(model, ids)
 
 
-def _generate(
+def _run_generation(
     model: Model,
     text: Text,
     positions: Positions | None,
@@ -185,23 +198,27 @@ def _generate(
     cache: str | None,
     max_context: int | None,
 ) -> dict[str, Any]:
+    """Generate tokens after one text with a decoder."""
     if not isinstance(text, str) or positions is not None:
         raise ArgumentError(
             "tokens can be generated after one text only; for several texts, use `with Recorder()` "
             "around model.generate"
         )
-    begun = model.encode(text)[0].tolist()
+    prompt_ids = model.encode(text)[0].tolist()
     if cache in ("fixed", "paged") and max_context is None:
-        max_context = len(begun) + tokens
+        max_context = len(prompt_ids) + tokens
     generation = model.generate(
         text, max_tokens=tokens, chunk=chunk, cache=cache, max_context=max_context
     )
     for _ in generation:
         pass
-    return _token_facts(model, torch.tensor([begun + generation.ids]))
+    return _token_facts(model, torch.tensor([prompt_ids + generation.ids]))
 
 
-def _text_encoder(model: TextEncoder, text: Text, positions: Positions | None) -> dict[str, Any]:
+def _run_text_encoder(
+    model: TextEncoder, text: Text, positions: Positions | None
+) -> dict[str, Any]:
+    """Run a text encoder on ids or texts."""
     if isinstance(text, Tensor):
         model.hidden(text, positions)
         return _token_facts(model, text)
@@ -211,13 +228,14 @@ def _text_encoder(model: TextEncoder, text: Text, positions: Positions | None) -
     return _token_facts(model, encoded.ids)
 
 
-def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, Any]:
+def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, Any]:
+    """Run an encoder-decoder on a text and a target, or on its own answer."""
     if isinstance(text, (Tensor, Mapping)):
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
     source, positions = model.encode(text)
     if target is None:
-        with_ends = model.beam_search(source, positions, max_tokens=tokens or 64)
-        answers = [list(row[0].ids) for row in with_ends]
+        beams = model.beam_search(source, positions, max_tokens=tokens or 64)
+        answers = [list(row[0].ids) for row in beams]
     else:
         answers = [model.tokenizer.encode(target)] * len(source)
         ids = torch.tensor([[model.start, *row] for row in answers], device=source.device)
@@ -227,7 +245,8 @@ def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dic
     return facts | {"source_ids": source.cpu(), "source_pieces": names}
 
 
-def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
+def _run_transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
+    """Run a transformers model once, or generate with it."""
     _check_attention_implementation(model)
     config: Any = getattr(model, "config", None)
     if isinstance(text, str) or not isinstance(text, (Tensor, Mapping)):
@@ -235,11 +254,11 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
             "text must be ids [B,T], or a mapping of the model's arguments, for a transformers "
             "model"
         )
-    layered = any(getattr(m, "layer_idx", None) is not None for m in model.modules())
-    if getattr(config, "is_encoder_decoder", False) or not layered:
-        from regard.integrations.transformers import name_taps
+    has_layer_index = any(getattr(m, "layer_idx", None) is not None for m in model.modules())
+    if getattr(config, "is_encoder_decoder", False) or not has_layer_index:
+        from regard.integrations.transformers import name_places
 
-        name_taps(model)  # its layers have no index, or an index twice
+        name_taps(model)  # the layers have no index, or two layers have the same index
     arguments = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
     if not tokens:
         model(**arguments)
@@ -299,8 +318,8 @@ def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str,
 
 
 _RUNS: dict[type, tuple[Run, tuple[str, ...]]] = {
-    Model: (_model, ("positions", "tokens", "chunk", "cache", "max_context")),
-    TextEncoder: (_text_encoder, ("positions",)),
-    Seq2Seq: (_seq2seq, ("target", "tokens")),
-    nn.Module: (_transformers, ("tokens",)),
+    Model: (_run_decoder, ("positions", "tokens", "chunk", "cache", "max_context")),
+    TextEncoder: (_run_text_encoder, ("positions",)),
+    Seq2Seq: (_run_seq2seq, ("target", "tokens")),
+    nn.Module: (_run_transformers, ("tokens",)),
 }

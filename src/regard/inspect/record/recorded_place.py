@@ -251,21 +251,22 @@ class Place:
 
     @property
     def k(self) -> Tensor:
-        """Return the keys by column, `[B, g, N, D]`.
+        """Return the keys in the order of the columns, `[B, g, N, D]`.
 
         Raises:
             ArgumentError: a column has several keys; see `keys`.
         """
-        return self._only().k
+        return self._single_pool().k
 
     @property
     def v(self) -> Tensor | None:
-        """Return the values by column, `[B, g, N, E]`, or None if they were not kept.
+        """Return the values in the order of the columns, `[B, g, N, E]`, or None if they were not
+        kept.
 
         Raises:
             ArgumentError: a column has several values; see `values`.
         """
-        return self._only().v
+        return self._single_pool().v
 
     def keys(self, step: RecordedStep) -> Tensor:
         """Return the keys that a step read, in the order of its `columns`.
@@ -320,7 +321,8 @@ class Place:
             rows: a range of rows of the pattern.
 
         Returns:
-            An iterator of (step, its own rows, the position of these rows in the requested range).
+            An iterator of (step, range of rows of the step, range of rows relative to
+            `rows.start`).
         """
         start, stop = rows.start, rows.stop
         for n in range(max(bisect_right(self._starts, start) - 1, 0), len(self.steps)):
@@ -402,9 +404,9 @@ class Place:
         """Compute scores and weights of some rows of a step with some of its keys, in the order of
         the keys.
 
-        They are computed from q, k and the lse, unless an edit replaced them: then they are the
-        replacements. A masked key has weight 0 even if an edit gave it weight, because the kernel
-        leaves it out as well.
+        They are computed from q, k and the lse. Where an edit replaced scores or weights, the
+        replacements are returned. A masked key has weight 0 even if an edit gave it weight, because
+        the kernel leaves it out as well.
 
         Args:
             step: a step of this place.
@@ -468,13 +470,13 @@ class Place:
         keys, picked = _range_of(slots)
         where = (step.q_positions, step.k_positions, rows, keys)
 
-        def of(x: Tensor) -> Tensor:
+        def select(x: Tensor) -> Tensor:
             x = x[batch] if x.shape[0] > 1 else x
             x = _select_heads(x, list(heads)) if x.shape[1] > 1 else x
             return x if picked is None else x[..., picked]
 
-        bias = None if step.bias is None else of(step.bias.block(*where, dtype=dtype))
-        return ScoreInputs(dot, bias, of(step.mask.block(*where)))
+        bias = None if step.bias is None else select(step.bias.block(*where, dtype=dtype))
+        return ScoreInputs(dot, bias, select(step.mask.block(*where)))
 
     @cached_property
     def column_positions(self) -> Tensor:
@@ -493,7 +495,8 @@ class Place:
         every = [torch.stack([step.row_positions(b) for b in range(self.B)]) for step in self.steps]
         return torch.cat(every, 1)
 
-    def _only(self) -> KeyValuePool:
+    def _single_pool(self) -> KeyValuePool:
+        """Return the pool if each column has one key, or raise ArgumentError."""
         if self.has_one_key_per_column:
             return self.pools[0]
         raise ArgumentError(

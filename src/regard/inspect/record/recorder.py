@@ -27,12 +27,12 @@ from regard.ops.softmax.call import Call, KernelResult
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import ActiveTrace, Trace
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype whose element size equals that of a floating-point dtype."""
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes per element, to the integer dtype of that size; used to compare floats bit by bit."""
 
 
 OPTIONAL_PARTS = ("v", "out")
-"""What is kept in addition to q, k, the lse, the mask and the bias, if requested."""
+"""Tensors that `keep` may leave out; q, k, the lse, the mask and the bias are always kept."""
 
 
 class KeyValueStore:
@@ -145,7 +145,7 @@ def _as_slice(which: Tensor) -> slice | Tensor:
 
 def _bits(x: Tensor) -> Tensor:
     """Return the bits of numbers as integers, so that NaN equals itself and 0 differs from -0."""
-    return x.view(_BITS[x.element_size()])
+    return x.view(_INTEGER_OF_SIZE[x.element_size()])
 
 
 def _grow(x: Tensor, used: int, size: int) -> Tensor:
@@ -190,9 +190,7 @@ class CallKeys(NamedTuple):
     mask: Mask
     bias: Bias | None
     present: Tensor | None
-    call_slots: Tensor | None = (
-        None  # [b or 1,n], which slots of the call these are; None: all, in order
-    )
+    call_slots: Tensor | None = None
 
 
 class PlaceBuilder:
@@ -210,8 +208,8 @@ class PlaceBuilder:
         self.heads: tuple[int, ...] = ()
 
     def follows(self, call: Call) -> bool:
-        """Return whether the queries of a call stand after all earlier ones, in every row of the
-        batch.
+        """Return whether a call continues this place: all its queries have later positions than
+        those of the earlier calls, in every row of the batch.
         """
         if self._last_position is None:
             return True
@@ -314,7 +312,7 @@ class PlaceBuilder:
         return list(self._stores).index(layout), self._stores[layout]
 
     def _slots(self, call: Call) -> CallKeys:
-        """Return the keys of a call in the order of the columns."""
+        """Assign a column to each key of a call, and return the keys in order of their columns."""
         k, v = call.k.detach(), call.v.detach()
         positions = as_tensor(call.k_positions).cpu().long()
         mask, bias = self._original(call.mask), self._original(call.bias)
@@ -409,8 +407,8 @@ class PlaceBuilder:
         return column
 
     def _original(self, rule: Any) -> Any:
-        """Return a copy of a mask or bias with copies of its tensors; calls that share one share
-        the copy.
+        """Return a copy of a mask or bias with copies of its tensors; calls with the same object
+        get the same copy.
         """
         if rule is None:
             return None
@@ -420,7 +418,7 @@ class PlaceBuilder:
 
 
 def _query_slots(positions: Tensor, asked: Tensor) -> Tensor | None:
-    """Return which query stands at each of these positions; None if a position has no query."""
+    """Return the index of the query at each of these positions; None if a position has no query."""
     match = positions[:, None] == asked
     return match.to(torch.uint8).argmax(1) if bool(match.any(1).all()) else None
 
@@ -451,7 +449,7 @@ class RecordingOptions(TypedDict, total=False):
     Args:
         places: names ("layers.3") or indices of layers; None means all.
         heads: query heads, for every place or in a mapping by place or layer; None means all. Keys
-            are kept only for the key/value heads that these read.
+            are kept only for the key/value heads that these query heads read.
         rows: number of last queries of each call to keep; None means all. All keys are kept.
         keep: "v" (values), "out" (outputs), or both.
     """
@@ -465,15 +463,15 @@ class RecordingOptions(TypedDict, total=False):
 class Recorder(Trace):
     """Record every softmax attention call of this thread while the `with` block runs.
 
-    Recording does not change which kernel is chosen. Several calls at one place are its steps, as
-    long as the queries of each call stand after the earlier ones. A call that asks again (a second
-    part of the attention of a layer, a second run, another batch) is recorded as `<place>.part2`,
-    and so on. Edits of other open traces are part of the run: recorded is what the edited network
-    computed. Edited scores or patterns are stored themselves, because they no longer follow from q
-    and k.
+    Recording does not change which kernel is chosen. Several calls at one place become its steps,
+    as long as the queries of each call have later positions than those of the calls before it. A
+    call whose queries are not later (a second branch of the attention of a layer, a second run,
+    another batch) is recorded as `<place>.part2`, and so on. If another active `regard.Trace` edits
+    tensors, the recording contains what the edited network computed. Edited scores or patterns are
+    stored themselves, because they can no longer be computed from q and k.
 
     Args:
-        **select: what is kept; see `RecordingOptions`.
+        **select: which places, heads, rows and tensors are kept; see `RecordingOptions`.
 
     Raises:
         ArgumentError: `rows` is less than 1, or `keep` has an unknown name.
@@ -503,7 +501,7 @@ class Recorder(Trace):
                 f"keep is {sorted(self._keep)}; it may contain {', '.join(OPTIONAL_PARTS)}"
             )
         self.seen_places: dict[str, None] = {}
-        self._tracks: dict[str, PlaceBuilder] = {}
+        self._builders: dict[str, PlaceBuilder] = {}
         self._originals: dict[int, tuple[object, object]] = {}
         self._lock = threading.RLock()  # threads may share a recorder
 
@@ -514,7 +512,7 @@ class Recorder(Trace):
             self.seen_places[place] = None
             if self._places is not None and not matches_place(place, self._places):
                 return
-            self._track(place, call).add(call, result, kernel)
+            self._builder(place, call).add(call, result, kernel)
 
     def recording(
         self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **metadata: str
@@ -530,7 +528,9 @@ class Recorder(Trace):
             The recording.
         """
         with self._lock:
-            places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
+            places = {
+                n: builder.place(n) for n, builder in self._builders.items() if not builder.empty
+            }
         return Recording(places, ids, pieces, metadata)
 
     def missing_selection(self) -> str:
@@ -540,22 +540,27 @@ class Recorder(Trace):
             A sentence, or an empty string if everything was recorded.
         """
         with self._lock:
-            recorded = {head for track in self._tracks.values() for head in track.heads}
+            recorded = {head for builder in self._builders.values() for head in builder.heads}
             places = list(self.seen_places)
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
-        flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
+        heads_of_all_places = (
+            () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
+        )
         asked = dict.fromkeys([*(self._places or ()), *by_place])
         unknown = [x for x in asked if not any(matches_place(here, (x,)) for here in places)]
         if unknown:
             met = ", ".join(here or "(no name)" for here in places) or "none"
             return (
                 f"there were no calls at the places {unknown}; the places that called regard's "
-                "softmax "
-                f"attention are: {met}"
+                f"softmax attention are: {met}"
             )
-        wanted = {head for heads in (flat, *by_place.values()) for head in heads}
-        gone = sorted(wanted - recorded)
-        return f"heads {gone} were not recorded: no selected place has them" if gone else ""
+        wanted = {head for heads in (heads_of_all_places, *by_place.values()) for head in heads}
+        missing_heads = sorted(wanted - recorded)
+        return (
+            f"heads {missing_heads} were not recorded: no selected place has them"
+            if missing_heads
+            else ""
+        )
 
     def _finish(self, opening: ActiveTrace) -> None:
         """Warn of what was requested but not recorded."""
@@ -572,16 +577,16 @@ class Recorder(Trace):
         elif missing := self.missing_selection():
             warnings.warn(missing, stacklevel=3)
 
-    def _track(self, place: str, call: Any) -> PlaceBuilder:
+    def _builder(self, place: str, call: Any) -> PlaceBuilder:
         """Return the builder of the calls that this call continues, or a new one."""
         name, part = place, 1
-        while name in self._tracks and not self._tracks[name].follows(call):
+        while name in self._builders and not self._builders[name].follows(call):
             part += 1
             name = f"{place}.part{part}".lstrip(".")
-        if name not in self._tracks:
+        if name not in self._builders:
             kept_parts = KeptParts(self._keep, self._heads_at(place), self._rows)
-            self._tracks[name] = PlaceBuilder(kept_parts, self._originals)
-        return self._tracks[name]
+            self._builders[name] = PlaceBuilder(kept_parts, self._originals)
+        return self._builders[name]
 
     def _heads_at(self, here: str) -> Collection[int] | None:
         if not isinstance(self._heads, Mapping):

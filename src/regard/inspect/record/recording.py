@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 _ROWS = 256
+"""Number of rows whose weights `Recording.sums` computes together."""
 
 
 class TopKeys(NamedTuple):
@@ -63,12 +64,12 @@ class Recording:
         source_pieces: their texts.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> list(found.places)[:2], found[0].H
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> list(recording.places)[:2], recording[0].H
     (['layers.0', 'layers.1'], 8)
-    >>> found.weights(0, 0, rows=-1).sum().round(decimals=5).item()
+    >>> recording.weights(0, 0, rows=-1).sum().round(decimals=5).item()
     1.0
-    >>> found.sound
+    >>> recording.sound
     True
     """
 
@@ -202,6 +203,9 @@ class Recording:
 
         Returns:
             Row sums, `[T]`.
+
+        Raises:
+            ArgumentError: as for `weights`.
         """
         place = self[layer]
         return torch.cat(
@@ -233,10 +237,10 @@ class Recording:
             raise ArgumentError(f"n is {n}; it must be at least 1")
         block = self._block(layer, head, query, None, batch)
         p, visible = block.weights[batch, 0, 0], ~block.scores[batch, 0, 0].isneginf()
-        seen_n = int(visible.sum())
-        best = p.masked_fill(~visible, -1).topk(min(n, seen_n))
+        num_visible = int(visible.sum())
+        best = p.masked_fill(~visible, -1).topk(min(n, num_visible))
         rest = p.index_fill(0, best.indices, 0).sum().item()
-        return TopKeys(best.indices, best.values, rest, seen_n - len(best.indices))
+        return TopKeys(best.indices, best.values, rest, num_visible - len(best.indices))
 
     def pooled(
         self, layer: int | str, head: int, size: int | tuple[int, int], *, batch: int = 0
@@ -300,7 +304,8 @@ class Recording:
 
     @cached_property
     def row_sums(self) -> Mapping[str, RowSums]:
-        """Return the audit of each place: row sums against 1, outputs against those of the kernel.
+        """Return the audit of each place: how far row sums differ from 1, and outputs from the
+        kernel's.
 
         See `regard.inspect.row_sums`.
         """
@@ -363,7 +368,10 @@ def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
     if isinstance(which, int) and -length <= which < length:
         return slice(which % length, which % length + 1)
     if isinstance(which, int):
-        raise ArgumentError(f"{name} is {which}; there are {length}: -{length} to {length - 1}")
+        raise ArgumentError(
+            f"{name} is {which}; there are {length} {name}, so it must be from -{length} to "
+            f"{length - 1}"
+        )
     raise ArgumentTypeError(
         f"{name} is {which!r}; it must be a slice of step 1, an index from -{length} to "
         f"{length - 1}, or None"

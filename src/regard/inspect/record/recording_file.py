@@ -30,8 +30,9 @@ _KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 3, (1, 2, 3)
 scores and patterns that an edit replaced; format 3 renamed three keys (`_NEW_NAMES`).
 """
 _NEW_NAMES = {"about": "metadata", "held": "key_kind", "keys": "pool_index"}
-"""Keys of formats 1 and 2, and their names in format 3."""
+"""Names of keys in formats 1 and 2, to their names in format 3."""
 _MAX_INTEGER = 1 << 53
+"""The largest absolute value of an integer in a file."""
 MAX_TOKENS = 1 << 26
 """The largest number of queries of a call, or of columns, that a file may declare without
 storing them.
@@ -47,7 +48,7 @@ _MALFORMED = (
     OverflowError,
     MemoryError,
 )
-"""Exceptions that a part of a file raises if it is not what recording writes."""
+"""Exceptions that reading raises if a part of the file is not what `save` writes."""
 
 
 def save(recording: Recording, path: str | Path) -> None:
@@ -65,11 +66,11 @@ def save(recording: Recording, path: str | Path) -> None:
         FileError: the file cannot be written; an earlier file of that name is left unchanged.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> save(found, "run.safetensors")
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> save(recording, "run.safetensors")
     >>> again = load("run.safetensors")
-    >>> bool((again.weights(0, 1) == found.weights(0, 1)).all()), again.pieces == found.pieces
-    (True, True)
+    >>> bool((again.weights(0, 1) == recording.weights(0, 1)).all())
+    True
     """
     path, tensors = Path(path), _NamedTensors()
     data = {
@@ -122,7 +123,7 @@ def load(path: str | Path) -> Recording:
         if data["format"] not in _READABLE_FORMATS:
             raise FileError(
                 f"{path} has format {short_repr(data['format'])}; this version reads "
-                f"{' and '.join(map(str, _READABLE_FORMATS))}"
+                f"formats {', '.join(map(str, _READABLE_FORMATS))}"
             )
         return _read_recording(data, tensors)
     except _MALFORMED as error:
@@ -368,8 +369,8 @@ def _check_pool(place: Place, pool: KeyValuePool, B: int) -> None:
     G = pool.G
     if G < 1 or place.H % G:
         raise ArgumentError(
-            f"{place.name} has {plural(place.H, 'head')}, which {plural(G, 'key/value head')} "
-            "cannot serve"
+            f"{place.name} has {plural(place.H, 'head')}, which is not a multiple of "
+            f"{plural(G, 'key/value head')}"
         )
     _check_indices(f"groups of {place.name}", pool.groups, G)
     if {head // (place.H // G) for head in place.heads} != set(pool.groups):
@@ -425,10 +426,17 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
                 or index.shape[0] not in (1, B)
                 or index.dtype not in (torch.int32, torch.int64)
             ):
-                raise ArgumentError(f"positions of {where} are {index.dtype} {tuple(index.shape)}")
+                raise ArgumentError(
+                    f"positions of {where} are {index.dtype} {tuple(index.shape)}; they must be "
+                    f"int32 or int64 with 2 dims, the first of size 1 or {B}"
+                )
     capped = step.softcap is None or (math.isfinite(step.softcap) and step.softcap > 0)
     if not (math.isfinite(step.scale) and capped and 0 <= step.dropout < 1):
-        raise ArgumentError(f"scale, softcap or dropout of {where} is out of range")
+        raise ArgumentError(
+            f"scale, softcap or dropout of {where} is out of range: they are {step.scale}, "
+            f"{step.softcap} and {step.dropout}; scale must be finite, softcap above 0 and dropout "
+            "from 0 to below 1"
+        )
     step.mask.require(B, place.H, num_queries, s)
     if step.bias is not None:
         step.bias.require(B, place.H, num_queries, s)

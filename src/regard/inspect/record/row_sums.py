@@ -44,7 +44,7 @@ class RowSums:
     Args:
         place: name of the place.
         rows: number of rows that were checked, in every recorded head and batch row.
-        of: number of rows of the place.
+        of: number of all rows of the place.
         residual: the largest |ln sum_j exp(s_ij - lse_i)|, which is about |row sum - 1| where it is
             small.
         allowed: the bound on `residual`.
@@ -72,25 +72,25 @@ class RowSums:
         out = (
             ""
             if self.output is None
-            else f", outputs within {self.output:.2g} of {self.output_allowed:.2g}"
+            else f", output error {self.output:.2g} (allowed {self.output_allowed:.2g})"
         )
         verdict = "; ".join(self.findings) or "sound"
         rows = f"{self.rows} of {plural(self.of, 'row')}"
         return (
-            f"{self.place}: row sums within {self.residual:.2g} of {self.allowed:.2g} "
-            f"allowed{out} ({rows}): {verdict}"
+            f"{self.place}: row-sum error {self.residual:.2g} (allowed {self.allowed:.2g}){out}, "
+            f"{rows} checked: {verdict}"
         )
 
 
 class ErrorBound(NamedTuple):
-    """The largest error and the bound on it."""
+    """The largest error that was found, and the largest error that is allowed."""
 
     error: float
     allowed: float
 
     @property
     def fits(self) -> bool:
-        """Return whether the error is within the bound; NaN is not."""
+        """Return whether the error is within the bound; a NaN error is not."""
         return self.error <= self.allowed
 
 
@@ -110,8 +110,8 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
     >>> q = torch.randn(1, 2, 8, 4)
     >>> with Recorder() as recorder:
     ...     _ = regard.attend(q, q, q, mask=regard.masks.Causal())
-    >>> found = row_sums(recorder.recording()[0])
-    >>> found.rows, found.of, found.sound
+    >>> audit = row_sums(recorder.recording()[0])
+    >>> audit.rows, audit.of, audit.sound
     (8, 8, True)
     """
     samples = [audit_sample(place, number, own) for number, own in _sample(place, cells)]
@@ -128,8 +128,8 @@ def row_sums(place: Place, *, cells: int = MAX_CHECKED_SCORES) -> RowSums:
         )
     out = _output_error(samples)
     if out is not None and not out.fits:
-        same, description = explain_output(samples, out.allowed, fault)
-        if not same:
+        is_same_fault, description = explain_output(samples, out.allowed, fault)
+        if not is_same_fault:
             findings.append(
                 f"{description}: outputs are wrong by up to {out.error:.2g}; {out.allowed:.2g} is "
                 "allowed"
@@ -196,19 +196,19 @@ def _output_error(samples: list[AuditSample]) -> ErrorBound | None:
 def _special_row_findings(samples: list[AuditSample]) -> Iterator[str]:
     """Return findings about rows that see no key, and about NaN that no visible number explains."""
     for e in samples:
-        sees_nothing = e.true_lse.isneginf()
-        wrong = sees_nothing & ~e.lse.isneginf()
+        sees_no_key = e.true_lse.isneginf()
+        wrong = sees_no_key & ~e.lse.isneginf()
         if bool(wrong.any()):
             value = float(e.lse[wrong][0])
             yield (
-                f"a row that sees nothing has the lse {value:g} (row {e.row(wrong)}); it must "
+                f"a row that sees no key has the lse {value:g} (row {e.row(wrong)}); it must "
                 "be -inf"
             )
             break
     for e in samples:
-        sees_nothing = e.true_lse.isneginf()
-        if e.out is not None and bool((e.out != 0).any(-1)[sees_nothing].any()):
-            yield "a row that sees nothing has an output other than 0"
+        sees_no_key = e.true_lse.isneginf()
+        if e.out is not None and bool((e.out != 0).any(-1)[sees_no_key].any()):
+            yield "a row that sees no key has an output other than 0"
             break
     for e in samples:
         wrong = e.lse.isnan() & e.true_lse.isfinite()

@@ -19,7 +19,7 @@ TILE_SIZE = 256
 """Rows and columns of a tile."""
 
 MAX_CHECKED_STEPS = 4
-"""Number of steps in a block of rows up to which their masks are asked for empty tiles.
+"""The largest number of steps in a block of rows for which empty tiles are looked up in the masks.
 
 With more steps, as for decoded tokens, every tile is computed.
 """
@@ -84,8 +84,8 @@ def walk(
         ArgumentError: a size is less than 1, or there is no such row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> [(tile.rows, tile.columns.start) for tile in walk(found[0], 4)][:3]
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> [(tile.rows, tile.columns.start) for tile in walk(recording[0], 4)][:3]
     [(slice(0, 4, None), 0), (slice(4, 6, None), 0), (slice(4, 6, None), 4)]
     """
     tall, wide = size if isinstance(size, tuple) else (size, size)
@@ -135,7 +135,7 @@ class Pooled:
         shape: rows and columns of the pattern.
         mass: sum over the keys of a block, mean over its rows that see any key, `[..., R, C]`.
         max: largest weight of a block, `[..., R, C]`.
-        seeing: number of rows of a block that see any key, `[..., R]`.
+        seeing: number of rows of each block row that see any key, `[..., R]`.
         visible: number of query-key pairs of a block that the mask allows, `[..., R, C]`.
     """
 
@@ -184,8 +184,9 @@ class Pooled:
             ArgumentError: `times` is less than 1.
 
         >>> import regard
-        >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be").pooled(0, 0, 2)
-        >>> found.coarser(3).mass.sum(1).round(decimals=5).tolist()
+        >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+        >>> blocks = recording.pooled(0, 0, 2)
+        >>> blocks.coarser(3).mass.sum(1).round(decimals=5).tolist()
         [1.0]
         """
         down, across = times if isinstance(times, tuple) else (times, times)
@@ -225,8 +226,8 @@ def pooled(
         ArgumentError: a size is less than 1, or there is no such row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> pooled(found[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> pooled(recording[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
     [1.0]
     """
     tall, wide = size if isinstance(size, tuple) else (size, size)
@@ -234,7 +235,7 @@ def pooled(
         raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
     h = len(place.heads if heads == ALL else range(place.H)[heads])
     R, C = -(-place.T // tall), -(-place.N // wide)
-    mass, largest = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
+    mass, largest = (torch.zeros(h, R, C, dtype=torch.float64) for _ in range(2))
     visible = torch.zeros(h, R, C, dtype=torch.int64)
     sees_any_key = torch.zeros(h, place.T, dtype=torch.bool)
     step = tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)

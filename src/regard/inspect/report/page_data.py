@@ -35,7 +35,9 @@ from regard.positions import Rotary
 THUMBNAIL_SIDE = 64
 """The largest number of blocks along a side of a thumbnail."""
 OCTAVES = 24
-"""Range of a thumbnail's byte: 1 to 255 are 2^-24 to 1 in equal logarithmic steps; 0 is zero."""
+"""Number of powers of two that one byte of a thumbnail covers: bytes 1 to 255 stand for weights
+from 2^-24 to 1 in equal logarithmic steps, and byte 0 stands for weight 0.
+"""
 
 METRICS = {
     "entropy": "share",
@@ -64,26 +66,34 @@ EMBEDDING_ORDER = (
     "-sink",
     "-distance",
 )
-"""Metrics whose leading heads are embedded first, in turns; a minus means the heads with the
-least.
+"""Metrics that determine which heads are embedded first: one leading head of each metric in turn.
+
+A minus sign means that the heads with the smallest values lead.
 """
 
 
 PAGE_OVERHEAD = 450_000
 """Approximate bytes of the page without its arrays."""
 ENCODED_RATIO = 1.25
-"""Bytes of the page per byte of an array that hardly compresses, after gzip and base64."""
+"""Estimated bytes of the page per byte of a float array: gzip saves little, and base64 adds a
+third.
+"""
 AUDITED_SCORES = 1 << 15
-"""Scores of each place that the page's audit checks; rows are sampled, and the page says how
-many.
+"""Number of scores of each place that the page's audit checks. Rows are sampled to this number, and
+the page states how many were checked.
 """
 PAGE_BUDGET = 8_000_000
-"""Bytes of the page; heads are embedded exactly until it is nearly full."""
+"""Default limit of the size of the page in bytes; heads are embedded exactly until it is nearly
+reached.
+"""
 
 
 class PlaceOverview(NamedTuple):
-    """All recorded heads of a place: thumbnails, and the metrics of each head (None: not
-    finite).
+    """Thumbnails and metrics of all recorded heads of a place.
+
+    Args:
+        blocks: the pooled patterns from which the thumbnails are made.
+        metrics: metric to one number per head; None where it is not finite.
     """
 
     blocks: Pooled
@@ -99,8 +109,8 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
         row: row of the batch.
 
     >>> import regard
-    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> place_overview(found[0]).metrics["future"][:2]
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> place_overview(recording[0]).metrics["future"][:2]
     [0.0, 0.0]
     """
     size = tuple(max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
@@ -126,7 +136,9 @@ def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
 
 
 def source_facts(recording: Recording) -> dict[str, Any]:
-    """What a run was, in words: what its recorder said of it, then its kernels, places and
+    """Return the facts about a run that the page lists at its top: title, model and metadata.
+
+    The metadata of the recording come first, then its kernels, dtype, and numbers of places and
     tokens.
     """
     places = list(recording.places.values())
@@ -139,7 +151,7 @@ def source_facts(recording: Recording) -> dict[str, Any]:
 
 
 def label(name: str) -> str:
-    """What a place is called where there is little room.
+    """Return a short name of a place: the number of its layer, if that is all its name contains.
 
     >>> label("layers.3"), label("decoder.layers.0.cross"), label("")
     ('3', 'decoder.layers.0.cross', 'attend')
@@ -149,12 +161,15 @@ def label(name: str) -> str:
 
 
 def cost_facts(place: Place, pairs: int) -> dict[str, Any]:
-    """FLOPs and bytes of one batch row of a place by the formulas of `regard.cost`, and what caches
-    keep of its keys.
+    """Count the FLOPs and bytes of one batch row of a place, and the bytes of its keys and values
+    in a cache.
+
+    The formulas are those of `regard.cost`. The sizes of caches are given for one key/value head
+    per query head (MHA), for the model's own number of them (GQA), and for a single one (MQA).
 
     Args:
-        place: of a recording.
-        pairs: query-key pairs that are visible, of all recorded heads.
+        place: a place of a recording.
+        pairs: number of visible query-key pairs, summed over the recorded heads.
     """
     pool = place.pools[0]
     D, size = pool.k.shape[3], pool.k.element_size()
@@ -174,11 +189,12 @@ def cost_facts(place: Place, pairs: int) -> dict[str, Any]:
 
 
 def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
-    """What turns a place's queries and keys last, if that is one rotary step whose frequencies stay
-    the same; else None.
+    """Return the layout, frequencies and factor of the rotary embedding of a place, or None.
 
-    Only then are the first dims of the recorded q and k pairs that can be turned back. MLA's are
-    not: its rotary dims are the last ones, and its keys one for all heads.
+    With these facts the page can undo the rotation of the recorded q and k. That is possible only
+    if the last step of the projection is a rotary embedding with fixed frequencies, which acts on
+    the first dims of a head; otherwise the result is None. MLA is such a case: it rotates the last
+    dims, and all heads share one rotary key.
     """
     modules = dict(model.decoder.named_modules()) if hasattr(model, "decoder") else {}
     layer = modules.get(place)
@@ -218,12 +234,14 @@ def compressed_size(x: NDArray[Any]) -> float:
 
 
 class PageData:
-    """Collects the data of the page."""
+    """Collects the data of the page: `add` recordings, `embed` heads, then read `meta` and
+    `arrays`.
+    """
 
     def __init__(self, row: int) -> None:
         self.row, self.arrays = row, Arrays()
         self.places: list[Place] = []
-        self.glances: list[PlaceOverview] = []
+        self.overviews: list[PlaceOverview] = []
         self.plain: list[dict[str, Any]] = []
         self.rules: list[PageRules] = []
         self.texts: list[list[str]] = []
@@ -239,10 +257,8 @@ class PageData:
             if changed := sorted({x for step in whole.steps for x in step.edited}):
                 raise ArgumentError(
                     f"{' and '.join(changed)} of {name} were edited while it was recorded: a page "
-                    "computes its cells from q "
-                    "and k, and would show unedited ones; record without that edit, leave "
-                    f"{name} out "
-                    "(places=...), or read "
+                    "computes its cells from q and k, and would show the values before the edit; "
+                    f"record without that edit, leave {name} out (places=...), or read "
                     "recording.weights"
                 )
             sums = row_sums(whole, cells=AUDITED_SCORES)
@@ -268,12 +284,12 @@ class PageData:
         )
         self.places.append(place)
         self.rules.append(rules)
-        self.glances.append(overview)
+        self.overviews.append(overview)
         self.arrays[f"p{number}.mass"] = as_bytes(overview.blocks.mass)
         self.arrays[f"p{number}.max"] = as_bytes(overview.blocks.max)
         self._positions(number, place)
         if len(rules.groups) > 1:
-            self.arrays[f"p{number}.rule"] = rules.of
+            self.arrays[f"p{number}.rule"] = rules.rule_of_row
         pool = place.pools[0]
         self.plain.append(
             {
@@ -357,16 +373,18 @@ class PageData:
 
     def _leaders(self, name: str, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the heads in the order of a metric; heads without it are left out."""
-        least, metric = name.startswith("-"), name.removeprefix("-")
+        smallest_first, metric = name.startswith("-"), name.removeprefix("-")
         known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
         return sorted(
             known,
-            key=lambda place_and_head: known[place_and_head] if least else -known[place_and_head],
+            key=lambda place_and_head: (
+                known[place_and_head] if smallest_first else -known[place_and_head]
+            ),
         )
 
     def embed(self, place: int, head: int, budget: int) -> None:
         """Embed the exact tensors of heads while the budget allows; the first head always."""
-        room = (budget - PAGE_OVERHEAD) / ENCODED_RATIO - sum(
+        bytes_left = (budget - PAGE_OVERHEAD) / ENCODED_RATIO - sum(
             compressed_size(x) for x in self.arrays.values()
         )
         order = [(place, head)]
@@ -385,16 +403,18 @@ class PageData:
         for p, h in dict.fromkeys((*order, *self._ranked())):
             new_arrays = {k: x for k, x in self._exact(p, h).items() if k not in self.arrays}
             size = sum(x.nbytes for x in new_arrays.values())
-            if size > room and (p, h) not in order:
+            if size > bytes_left and (p, h) not in order:
                 continue
-            room -= size
+            bytes_left -= size
             self.arrays.update(new_arrays)
             heads.setdefault(p, []).append(h)
         for p, rules in enumerate(self.rules):
             self.plain[p]["rules"] = rules.plain(heads.get(p, []))
 
     def _exact(self, p: int, h: int) -> Arrays:
-        """Return all tensors from which the pattern and the output of one head follow."""
+        """Return the tensors q, k, v, lse and out of one head, from which the page computes its
+        pattern.
+        """
         place, row = self.places[p], self.row
         g, head_index, pool = h // (place.H // place.G), place.head_index(h), place.pools[0]
         group_index = pool.group_index(h, place.H)
@@ -410,15 +430,15 @@ class PageData:
             parts[f"out{h}"] = torch.cat([out[row, head_index] for out in outs if out is not None])
         return {f"p{p}.{name}": to_lossless_array(x) for name, x in parts.items()}
 
-    def _of(self, name: str, p: int) -> list[float | None]:
-        """Return a metric of every head of a place; None where a head has none."""
-        return self.glances[p].metrics.get(name, [None] * len(self.places[p].heads))
+    def _head_values(self, name: str, p: int) -> list[float | None]:
+        """Return a metric of every recorded head of a place; None where a head does not have it."""
+        return self.overviews[p].metrics.get(name, [None] * len(self.places[p].heads))
 
     def _metric(self, name: str, p: int, h: int) -> float | None:
-        return self._of(name, p)[self.places[p].head_index(h)]
+        return self._head_values(name, p)[self.places[p].head_index(h)]
 
     def meta(self, title: str | None) -> dict[str, Any]:
-        """Return everything except the arrays."""
+        """Return the data of the page that are not arrays, for JSON."""
         return {
             "title": title
             or " | ".join(filter(None, (x["title"] for x in self.sources)))
@@ -428,9 +448,12 @@ class PageData:
             "places": self.plain,
             "thumbs": {"octaves": OCTAVES},
             "metrics": {
-                name: {"unit": unit, "of": [self._of(name, p) for p in range(len(self.places))]}
+                name: {
+                    "unit": unit,
+                    "of": [self._head_values(name, p) for p in range(len(self.places))],
+                }
                 for name, unit in METRICS.items()
-                if any(x for p in range(len(self.places)) for x in self._of(name, p))
+                if any(x for p in range(len(self.places)) for x in self._head_values(name, p))
                 or unit == "error"
             },
         }

@@ -57,15 +57,16 @@ def row_and_column_positions(step: RecordedStep, row: int) -> tuple[Tensor, Tens
 
 
 class PageRules:
-    """The rules of a place as page data.
+    """The masks, biases and scales of a place as page data.
 
-    Equal arrays are stored once, under a name made from their content.
+    A rule is the combination of mask, bias, scale, softcap and sink that some rows of a place
+    share. Equal arrays are stored once, under a name made from their content.
     """
 
     def __init__(self, place: Place, row: int, arrays: Arrays) -> None:
         self.place, self.row, self.arrays = place, row, arrays
         self.groups: list[RuleGroup] = []
-        self.of = np.zeros(place.T, np.int32)
+        self.rule_of_row = np.zeros(place.T, np.int32)
         first = 0
         for step in place.steps:
             number = next((n for n, x in enumerate(self.groups) if _same_rule(x.step, step)), None)
@@ -73,11 +74,15 @@ class PageRules:
                 number = len(self.groups)
                 self.groups.append(RuleGroup(step))
             self.groups[number].steps.append((step, first))
-            self.of[first : first + step.T] = number
+            self.rule_of_row[first : first + step.T] = number
             first += step.T
 
     def plain(self, heads: list[int]) -> list[dict[str, Any]]:
-        """Return each rule: its numbers, its mask as a tree, and its bias for some heads."""
+        """Return each rule as page data: scale, softcap, kernel, sink, mask (a tree) and bias.
+
+        Args:
+            heads: the heads for which a bias that is no function of q - k is stored.
+        """
         return [
             {
                 "scale": float(rows.step.scale),
@@ -101,8 +106,8 @@ class PageRules:
         return [known.get(h) for h in range(self.place.H)]
 
     def keys_present(self) -> str | None:
-        """Return the bits of the keys that each row's step had, or None where every step had all
-        keys.
+        """Store, as bits `[T, N]`, which keys existed in the call of each row, and return the name
+        of the array; None if every call had all keys.
         """
         present = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
         for rows in self.groups:
@@ -117,7 +122,10 @@ class PageRules:
         )
 
     def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, Any]:
-        """Return a tree over the masks of several steps, which all have the same structure."""
+        """Return the masks of several steps as one tree; all masks must have the same structure.
+
+        Inner nodes are {"all": [...]} or {"any": [...]}; a leaf names the array of its bits.
+        """
         members = list(zip(*(mask.operands() for mask in each), strict=True))
         if members:
             return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
@@ -174,10 +182,10 @@ class PageRules:
 
 
 def split_by_pool(place: Place) -> list[Place]:
-    """Split a place into several, each with one key per column.
+    """Split a place into several, each with exactly one key per column.
 
-    More than one results where prompt and decoding read different keys, or where a step has its
-    own.
+    The result has several places if calls read different keys for the same token. For example, MLA
+    may read the keys of all heads for a prompt, and latents for a decoded token.
 
     >>> import torch, regard
     >>> with regard.inspect.Recorder() as recorder:
@@ -209,8 +217,8 @@ def split_by_pool(place: Place) -> list[Place]:
 
 
 def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
-    """Return whether two steps follow one rule; masks that depend on slots need the same
-    structure only.
+    """Return whether two steps have the same scale, softcap, kernel, sink and bias, and masks of
+    the same structure.
     """
     sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)

@@ -46,7 +46,7 @@ SCRIPTS = (
 """The parts of the page's script, in order."""
 STYLES = ("report.css", "panels.css")
 TYPES = {"float32": "f32", "float64": "f64", "uint8": "u8", "int32": "i32", "uint16": "bf16"}
-"""numpy's dtype names, to those of the page; 16-bit values are the upper half of a float32."""
+"""numpy dtype to its name on the page. A uint16 holds a bfloat16: the upper half of a float32."""
 
 
 def page(data: Mapping[str, Any], lang: str = "en") -> str:
@@ -58,7 +58,7 @@ def page(data: Mapping[str, Any], lang: str = "en") -> str:
 
     Args:
         data: {"meta": plain data, "arrays": {name: numpy array}}.
-        lang: language in which the page opens; it contains all languages.
+        lang: language in which the page opens; the reader can switch to the others.
 
     Returns:
         The page as HTML.
@@ -116,7 +116,7 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> PackedArrays:
     for name, x in arrays.items():
         if x.dtype.name not in TYPES:
             raise ArgumentTypeError(
-                f"the array {name} is {x.dtype.name}; a page carries {', '.join(TYPES)}"
+                f"the array {name} is {x.dtype.name}; a page can contain {', '.join(TYPES)}"
             )
         block = np.ascontiguousarray(x, x.dtype.newbyteorder("<")).tobytes()
         block += bytes(-len(block) % 8)

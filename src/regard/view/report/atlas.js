@@ -1,11 +1,11 @@
 // The atlas: a thumbnail of every head of every layer, sorted and coloured by a metric; a click opens the map.
 {
   const { el, t } = R;
-  let grid, many, told, painted = "", shownTop = Infinity, dull = true, scatter;
+  let grid, topSlider, topLabel, paintedKey = "", shownTop = Infinity, showAllLayers = true, scatter;
   const buttons = new Map();
   const key = (p, h) => `${p} ${h}`;
   const order = name => R.heads().sort(([p, h], [a, b]) => (R.metric(name, a, b) ?? -Infinity) - (R.metric(name, p, h) ?? -Infinity));
-  const reach = name => {
+  const metricRange = name => {
     const all = R.heads().map(([p, h]) => R.metric(name, p, h)).filter(v => v !== null);
     return [Math.min(...all), Math.max(...all)];
   };
@@ -19,11 +19,11 @@
     canvas.getContext("2d").drawImage(picture, 0, 0);
   };
   const button = (p, h) => {
-    const name = R.headName(p, h), said = () => `${name}\n${Object.keys(R.meta.metrics).map(m => `${R.word(`metric.${m}`, m)} ${R.num(R.metric(m, p, h))}`).join("\n")}\n${t(R.math.has(p, h) ? "atlas.exact" : "atlas.thumb_only")}`;
+    const name = R.headName(p, h), tooltip = () => `${name}\n${Object.keys(R.meta.metrics).map(m => `${R.word(`metric.${m}`, m)} ${R.num(R.metric(m, p, h))}`).join("\n")}\n${t(R.math.has(p, h) ? "atlas.exact" : "atlas.thumb_only")}`;
     const node = el("button", { type: "button", class: "thumb", tabIndex: -1, "data-head": key(p, h), ariaLabel: name, onclick: () => { R.set({ place: p, head: h, view: "map" }); } },
       el("canvas", { class: "hatched" }), el("span", { class: "meter" }, el("span", {})), el("span", { class: "num value" }));
     buttons.set(key(p, h), node);
-    return R.tipped(node, said);
+    return R.tipped(node, tooltip);
   };
   const arrange = () => {
     const { sort, metric } = R.state, ranked = order(metric), top = new Set(ranked.slice(0, shownTop).map(([p, h]) => key(p, h)));
@@ -38,14 +38,14 @@
       let hidden = 0;
       R.meta.places.forEach((place, p) => {
         const heads = place.heads.map(h => [p, h]);
-        if (!dull && !heads.some(([, h]) => top.has(key(p, h)))) { hidden++; return; }
+        if (!showAllLayers && !heads.some(([, h]) => top.has(key(p, h)))) { hidden++; return; }
         const label = `${R.meta.sources.length > 1 ? `${"①②"[place.source]} · ` : ""}${/^\d+$/.test(place.label) ? t("atlas.layer", { layer: place.label }) : place.label}`;
         nodes.push(el("div", { class: "layer" }, el("span", { class: "soft label", title: place.name }, label), el("div", { class: "thumbs" }, ...heads.map(([, h]) => buttons.get(key(p, h))))));
       });
       if (hidden) nodes.push(el("p", { class: "soft" }, t("atlas.hidden_layers", { n: hidden })));
     }
     grid.replaceChildren(...nodes);
-    const [low, high] = reach(metric), everyExact = R.exactHeads().length === R.heads().length;
+    const [low, high] = metricRange(metric), everyExact = R.exactHeads().length === R.heads().length;
     for (const [p, h] of R.heads()) {
       const node = buttons.get(key(p, h)), v = R.metric(metric, p, h), share = v === null || high === low ? 0 : (v - low) / (high - low);
       node.querySelector(".meter span").style.width = `${100 * share}%`;
@@ -54,8 +54,8 @@
       node.classList.toggle("pinned", !everyExact && R.math.has(p, h));
     }
     const all = R.heads().length;
-    many.value = Math.min(shownTop, all);
-    told.textContent = t("atlas.top", { n: Math.min(shownTop, all), all });
+    topSlider.value = Math.min(shownTop, all);
+    topLabel.textContent = t("atlas.top", { n: Math.min(shownTop, all), all });
   };
   const focused = () => {
     const { place, head } = R.state;
@@ -87,12 +87,12 @@
     name: "atlas", title: "atlas.title",
     mount(node) {
       buttons.clear();
-      painted = "";
+      paintedKey = "";
       const all = R.heads(), names = Object.keys(R.meta.metrics);
       const select = (name, options, label) => el("label", {}, t(label), " ", el("select", { id: `atlas-${name}`, onchange: e => R.set({ [name]: e.target.value }) },
         ...options.map(([value, text]) => el("option", { value, selected: R.state[name] === value }, text))));
-      many = el("input", { type: "range", id: "atlas-top", min: 1, max: all.length, value: all.length, ariaLabel: t("atlas.top_label"), oninput: e => { shownTop = Number(e.target.value); arrange(); } });
-      told = el("span", { class: "num" });
+      topSlider = el("input", { type: "range", id: "atlas-top", min: 1, max: all.length, value: all.length, ariaLabel: t("atlas.top_label"), oninput: e => { shownTop = Number(e.target.value); arrange(); } });
+      topLabel = el("span", { class: "num" });
       grid = el("div", { class: "grid", onkeydown: walk });
       const legend = el("div", { class: "legendbox" });
       all.forEach(([p, h]) => button(p, h));
@@ -104,8 +104,8 @@
           select("sort", [["layers", t("atlas.by_layers")], ["metric", t("atlas.by_metric")]], "atlas.sort"),
           select("stat", [["mass", t("stat.mass")], ["max", t("stat.max")]], "map.stat"),
           select("scale", ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)]), "map.scale"),
-          el("label", {}, t("atlas.show"), " ", many, told),
-          el("label", {}, el("input", { type: "checkbox", id: "atlas-dull", checked: dull, onchange: e => { dull = e.target.checked; arrange(); } }), t("atlas.dull"))),
+          el("label", {}, t("atlas.show"), " ", topSlider, topLabel),
+          el("label", {}, el("input", { type: "checkbox", id: "atlas-dull", checked: showAllLayers, onchange: e => { showAllLayers = e.target.checked; arrange(); } }), t("atlas.dull"))),
         el("p", { class: "soft", id: "atlas-means" }), legend, grid, scatter.node);
       node.legend = legend;
     },
@@ -113,8 +113,8 @@
       const { stat, scale, metric } = R.state, node = document.getElementById("view-atlas"), now = `${stat} ${scale} ${R.theme()}`;
       for (const name of ["metric", "sort", "stat", "scale"]) document.getElementById(`atlas-${name}`).value = R.state[name];
       document.getElementById("atlas-means").textContent = R.word(`metric.${metric}.means`, "");
-      if (now !== painted) {
-        painted = now;
+      if (now !== paintedKey) {
+        paintedKey = now;
         for (const [p, h] of R.heads()) paint(buttons.get(key(p, h)).querySelector("canvas"), p, h);
         node.legend.replaceChildren(R.legend(scale, t("atlas.legend", { side: 64 })));
       }

@@ -3,16 +3,16 @@
 {
   const { el, t, num, exact } = R, { soft, mono, card, cards, strip, bars, line, others, table, tr } = R.ui;
   const STEPS = 10;
-  let bar = null, body = null, steps = null, shown = 0, before = false, block = 4; // shown: 0 means all steps
+  let bar = null, body = null, steps = null, shown = 0, beforeRotation = false, block = 4; // shown: the step that is shown, 0 for all; beforeRotation: whether q and k are shown as they were before the rotation
 
   const here = () => ({ p: R.state.place, h: R.state.head, i: R.state.i, j: R.state.j, place: R.place() });
   const formula = (text, lit) => el("p", { class: "formula num" }, ...text.split(/(\S+)/).map(part => part === lit ? el("b", { class: "s" }, part) : part));
   const eq = text => el("span", { class: "equation" }, text);
   const fact = (name, value) => el("li", {}, el("span", { class: "soft" }, `${t(name)} `), el("b", { class: "token" }, String(value)));
-  const whyNot = cell => cell.visible ? "" : R.why(cell.why);
+  const maskReason = cell => cell.visible ? "" : R.why(cell.why);
 
   const makers = [
-    // 1 where
+    // 1 location of the cell
     ({ p, h, i, j, place }, cell) => {
       const rule = R.math.rule(p, i), G = place.G;
       return [el("p", {}, t("cell.where", { query: R.rowName(p, i), key: R.keyName(p, j) })),
@@ -21,21 +21,21 @@
           fact("cell.k_position", R.math.kPosition(p, j)), fact("cell.kernel", rule.kernel ?? place.kernel), fact("cell.dtype", place.dtype), place.key_kind === "keys" ? null : fact("cell.keys_are", place.key_kind),
           fact("cell.mask", rule.mask.text ?? rule.text ?? "")),
         place.H > G ? soft(t("cell.shared", { group: R.math.group(p, h), heads: place.H / G })) : null,
-        cell.visible ? null : el("p", { class: "bad" }, t("cell.is_masked", { why: whyNot(cell) })), soft(t("cell.axes"))];
+        cell.visible ? null : el("p", { class: "bad" }, t("cell.is_masked", { why: maskReason(cell) })), soft(t("cell.axes"))];
     },
-    // 2 inputs
+    // 2 query, key and value
     ({ p, h, i, j, place }) => {
       const q = R.math.q(p, h, i), k = R.math.k(p, h, j), v = R.math.v(p, h, j), turn = place.rotary;
-      const [a, b] = [R.math.qPosition(p, i), R.math.kPosition(p, j)], old = before && turn;
-      const toggle = turn ? el("div", { class: "controls" }, el("button", { type: "button", id: "cell-rotary", ariaPressed: String(before), onclick: () => { before = !before; draw(); } }, t("cell.before_rotary")),
-        el("span", { class: "soft" }, t(before ? "cell.unrotated" : "cell.rotated"))) : soft(t(/latents/.test(place.key_kind) ? "cell.latents" : "cell.no_rotary"));
+      const [a, b] = [R.math.qPosition(p, i), R.math.kPosition(p, j)], old = beforeRotation && turn;
+      const toggle = turn ? el("div", { class: "controls" }, el("button", { type: "button", id: "cell-rotary", ariaPressed: String(beforeRotation), onclick: () => { beforeRotation = !beforeRotation; draw(); } }, t("cell.before_rotary")),
+        el("span", { class: "soft" }, t(beforeRotation ? "cell.unrotated" : "cell.rotated"))) : soft(t(/latents/.test(place.key_kind) ? "cell.latents" : "cell.no_rotary"));
       const table = turn ? el("details", {}, el("summary", {}, t("cell.angles", { n: turn.inv_freq.length, layout: t(`cell.layout_${turn.layout}`) })),
         el("pre", { class: "num", tabIndex: 0 }, panels.pairs(turn).map(([c, d, f], n) => t("cell.angle", { n, dims: `${c}, ${d}`, q: num(a * f), k: num(b * f), apart: num((a - b) * f) })).join("\n"))) : null;
       return [toggle, strip(t("cell.q_of", { token: R.rowName(p, i) }), "q", old ? panels.unrotated(q, a, turn) : q),
         strip(t("cell.k_of", { token: R.keyName(p, j) }), "k", old ? panels.unrotated(k, b, turn) : k),
-        v ? strip(t("cell.v_of", { token: R.keyName(p, j) }), "v", v) : soft(t("cell.no_v")), table, own(p, h, i)];
+        v ? strip(t("cell.v_of", { token: R.keyName(p, j) }), "v", v) : soft(t("cell.no_v")), table, howQWasComputed(p, h, i)];
     },
-    // 3 products
+    // 3 products q_m k_m, dim by dim
     ({ place }, cell) => {
       const sum = panels.running(cell.products), top = panels.largest(cell.products, 3), rest = cell.dot - top.reduce((a, d) => a + cell.products[d], 0);
       const said = top.map(d => t("cell.term", { v: num(cell.products[d]), d })).join(" + ");
@@ -55,7 +55,7 @@
           link("cell.dot", "q · k", cell.dot), link("cell.scaled", `× ${exact(cell.scale)}`, cell.scaled),
           cell.softcap === null ? tr([t("cell.softcap"), t("cell.none"), "="]) : link("cell.softcap", eq(`${exact(cell.softcap)} · tanh( s / ${exact(cell.softcap)} )`), cell.capped),
           rule.bias ? link("cell.bias", el("span", { class: "token" }, `+ ${exact(cell.bias)} · ${rule.bias.text}`), cell.unmasked) : tr([t("cell.bias"), t("cell.none"), "="]),
-          tr([el("b", {}, t("cell.masked")), cell.visible ? t("cell.sees") : el("b", { class: "bad" }, whyNot(cell)), mono(exact(cell.score), "s")])], t("cell.chain"))];
+          tr([el("b", {}, t("cell.masked")), cell.visible ? t("cell.sees") : el("b", { class: "bad" }, maskReason(cell)), mono(exact(cell.score), "s")])], t("cell.chain"))];
     },
     // 5 the softmax of the row, and the same block by block
     ({ p, h, i, j, place }, cell) => {
@@ -78,14 +78,14 @@
       const row = R.math.row(p, h, i);
       if (!R.math.v(p, h, 0)) return [el("p", {}, t("cell.no_v"))];
       const size = new Float64Array(place.N).map((_, n) => row.weights[n] ? row.weights[n] * panels.summary(R.math.v(p, h, n)).norm : 0);
-      const top = panels.topOf(place.N, n => size[n], 8), z = R.math.mixed(p, h, row.weights), out = R.math.out(p, h, i), given = R.math.v(p, h, j).map(x => x * row.weights[j]);
+      const top = panels.topOf(place.N, n => size[n], 8), z = R.math.mixed(p, h, row.weights), out = R.math.out(p, h, i), weightedValue = R.math.v(p, h, j).map(x => x * row.weights[j]);
       const rest = row.weights.reduce((a, w, n) => a + (w > 0 && !top.includes(n) ? w : 0), 0), n = row.weights.filter(w => w > 0).length - top.length;
       const sums = [], sum = new Float64Array(place.E);
       for (const key of top) sums.push(panels.summary(sum.map((x, d) => sum[d] = x + row.weights[key] * R.math.v(p, h, key)[d])).norm);
       return [formula("z = Σ_j p_j v_j", "v_j"), el("h3", {}, t("cell.by_size")),
         ...top.map((key, at) => line(R.keyName(p, key), num(size[key]), size[key] / size[top[0]], { kind: "v", here: key === j, pick: () => R.set({ j: key }),
           more: t("cell.so_far", { norm: num(sums[at]) }), tip: `${R.keyName(p, key)}\np ${exact(row.weights[key])}\n‖p v‖ ${exact(size[key])}` })),
-        n > 0 ? others(n, rest) : null, strip(t("cell.gives", { token: R.keyName(p, j) }), "v", given), strip(t("cell.z"), "z", z),
+        n > 0 ? others(n, rest) : null, strip(t("cell.gives", { token: R.keyName(p, j) }), "v", weightedValue), strip(t("cell.z"), "z", z),
         out ? el("p", {}, t("cell.against_out"), " ", mono(num(panels.furthest(z, out)))) : soft(t("cell.no_out"))];
     },
     // 7 output projection and residual stream
@@ -97,7 +97,7 @@
   ];
 
   // how the model computed this q, step by step, if the page contains its explanation
-  const own = (p, h, i) => {
+  const howQWasComputed = (p, h, i) => {
     const x = R.ui.explained(p, i);
     return x && x.head === h && x.q?.length > 1 ? el("details", {}, el("summary", {}, t("cell.made_by", { n: x.q.length })),
       ...x.q.map(step => el("div", {}, formula(step.equation), strip(t("cell.q_step", { step: R.word(`step.${step.name}`, step.name) }), "q", step.values)))) : null;

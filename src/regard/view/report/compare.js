@@ -17,7 +17,7 @@
   const plainScale = () => R.state.scale === "lift" ? "log" : R.state.scale;
   const thirdScale = () => how === "ratio" ? "ratio" : R.state.scale === "linear" ? "signed" : "signedlog";
   const third = () => fields.pair(fieldA(), fieldB(), how);
-  // A and B show the part that both have, at the same zoom
+  // A and B both show the rows and columns that both have, at the same zoom
   const cut = field => { const { T, N } = same(); return { ...field, T, N }; };
 
   const value = (p, h, s, i, j) => {

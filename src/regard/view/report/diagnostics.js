@@ -4,12 +4,12 @@
   const { el, t, num, exact } = R, { soft, card, cards, curve, bars, line, run, table, tr } = R.ui, MOST = 1024, OFFSETS = 64;
   let bar = null, audit = null, body = null, metrics = null, status = null, of = "";
 
-  const fresh = (p, h) => {
+  const emptyMeasures = (p, h) => {
     const { T, N } = R.meta.places[p], step = Math.max(1, Math.ceil(T / MOST)), rows = Array.from({ length: Math.ceil(T / step) }, (_, n) => n * step), n = rows.length;
     return { p, h, rows, T, residual: new Float64Array(n), out: new Float64Array(n).fill(NaN), entropy: new Float64Array(n), columns: new Float64Array(N),
       offsets: new Float64Array(Math.min(OFFSETS, N)), counts: new Float64Array(Math.min(OFFSETS, N)), empty: 0, broken: 0, above: 0, ahead: 0, nowhere: 0 };
   };
-  const take = (x, n) => {
+  const measureRow = (x, n) => {
     const { p, h } = x, i = x.rows[n], row = R.math.row(p, h, i), out = R.math.out(p, h, i), a = R.math.qPosition(p, i);
     if (!row.n) { x.empty++; return; }
     x.residual[n] = row.sum + row.sink - 1;
@@ -25,13 +25,13 @@
       if (d >= 0 && d < x.offsets.length && row.scores[j] !== -Infinity) { x.offsets[d] += w; x.counts[d]++; }
     });
   };
-  const worst = values => values.reduce((a, v) => Number.isNaN(v) ? a : Math.max(a, Math.abs(v)), 0);
-  const drawn = x => {
+  const largestError = values => values.reduce((a, v) => Number.isNaN(v) ? a : Math.max(a, Math.abs(v)), 0);
+  const charts = x => {
     const { p, rows, T } = x, n = rows.length, name = k => R.rowName(p, rows[k]), ends = { low: "0", high: String(T - 1) }, go = k => R.set({ i: rows[k], view: "row" });
     const profile = x.offsets.map((v, d) => x.counts[d] ? v / x.counts[d] : 0), known = x.out.some(v => !Number.isNaN(v)), heavy = panels.topOf(x.columns.length, j => x.columns[j], 5);
     const count = v => String(v), zero = (label, v, tip) => R.tipped(el("div", { class: "fact" }, el("span", { class: "soft" }, t(label)), el("b", { class: `num ${v === 0 ? "good" : "bad"}` }, v === 0 ? "0" : num(v))), () => t(tip));
     return [el("p", {}, el("b", { class: `badge ${n === T ? "exact" : "pooled"}` }, n === T ? t("diagnostics.all_rows", { n }) : t("diagnostics.sampled", { n, T }))),
-      cards(card(t("diagnostics.worst_row"), num(worst(x.residual)), t("row.residual_is")), card(t("diagnostics.worst_out"), known ? num(worst(x.out)) : "–", t("diagnostics.out_is")),
+      cards(card(t("diagnostics.worst_row"), num(largestError(x.residual)), t("row.residual_is")), card(t("diagnostics.worst_out"), known ? num(largestError(x.out)) : "–", t("diagnostics.out_is")),
         zero("diagnostics.broken", x.broken, "diagnostics.broken_is"), zero("diagnostics.above", x.above, "diagnostics.above_is"), zero("diagnostics.nowhere", x.nowhere, "diagnostics.nowhere_is"),
         card(t("diagnostics.empty"), count(x.empty), t("diagnostics.empty_is")), card(t("diagnostics.ahead"), R.percent(x.ahead / n), t("diagnostics.ahead_is"))),
       el("div", { class: "split" },
@@ -45,7 +45,7 @@
   };
 
   // ---- every metric: this head's value, and its rank among all heads
-  const standing = () => {
+  const metricsTable = () => {
     const { place: p, head: h } = R.state, rows = Object.entries(R.meta.metrics).flatMap(([name, { of, unit }]) => {
       const value = of[p]?.[h], all = of.flat().filter(v => Number.isFinite(v)).sort((a, b) => b - a);
       if (!Number.isFinite(value)) return [];
@@ -75,12 +75,12 @@
       if (key === of) return;
       of = key;
       audit.replaceChildren(R.ui.verdict(R.place().audit) ?? soft(t("cell.no_audit")));
-      metrics.replaceChildren(standing());
+      metrics.replaceChildren(metricsTable());
       if (!R.math.has(p, h)) { run("diagnostics", 0, () => {}, () => {}); status.textContent = ""; body.replaceChildren(R.notExact(p, h)); return; }
-      const x = fresh(p, h);
-      run("diagnostics", x.rows.length, n => take(x, n), (n, done) => {
+      const x = emptyMeasures(p, h);
+      run("diagnostics", x.rows.length, n => measureRow(x, n), (n, done) => {
         status.textContent = done ? "" : t("text.working", { n, of: x.rows.length });
-        if (done) body.replaceChildren(...drawn(x));
+        if (done) body.replaceChildren(...charts(x));
       });
     },
   });

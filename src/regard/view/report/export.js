@@ -1,8 +1,8 @@
 // Figures: the canvases of a view with a caption that describes them, saved as PNG or SVG.
 
 const figures = (() => {
-  // a full description of what was drawn and how it was reduced, so that it can be reproduced; extra(say) adds the facts of a view;
-  // say(key, values) is a sentence, in the page's language for the caption, in English for the JSON of an SVG
+  // returns a full description of what was drawn and how weights were pooled, so that it can be reproduced; extra(say) adds the facts of a view.
+  // say(key, values) returns a sentence: in the page's language for the caption, in English for the JSON inside an SVG
   const recipe = (extra, say = R.t) => {
     const s = R.state, place = R.place(), rule = R.math.rule(s.place, s.i);
     return { model: R.source(s.place).model, place: place.name, head: s.head, rows: place.T, columns: place.N, kernel: rule.kernel, dtype: place.dtype, mask: rule.text,
@@ -32,7 +32,7 @@ const figures = (() => {
   };
   const LINE = 16, LEGEND = 22, MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace';
   const legend = scale => `${R.SCALES[scale].low} … ${R.SCALES[scale].high}   ${R.t("map.masked")}: ╱╱`;
-  const png = canvases => { // side by side, the caption under them
+  const png = canvases => { // draws the heatmaps side by side, with the caption below them
     const dpr = devicePixelRatio || 1, all = canvases(), text = words(all.extra), gap = 16 * dpr;
     const width = all.reduce((sum, c) => sum + c.width + gap, 0) + gap, high = all.reduce((most, c) => Math.max(most, c.height), 0) + LEGEND * dpr;
     const lines = [R.meta.title, ...wrapped(text, width / dpr - 32)], sheet = document.createElement("canvas");
@@ -56,7 +56,7 @@ const figures = (() => {
     });
     return new Promise(done => { sheet.toBlob(done, "image/png"); });
   };
-  const svg = canvases => { // pictures as pixels, names and caption as text
+  const svg = canvases => { // embeds the heatmaps as images; legends and caption are text
     const NS = "http://www.w3.org/2000/svg", node = (tag, attributes, text) => {
       const x = document.createElementNS(NS, tag);
       for (const [name, value] of Object.entries(attributes)) x.setAttribute(name, value);
@@ -77,7 +77,7 @@ const figures = (() => {
     lines.forEach((line, n) => root.append(node("text", { x: 16, y: high + 24 + n * LINE, fill: R.css(n ? "--soft" : "--ink") }, line)));
     return Promise.resolve(new Blob([new XMLSerializer().serializeToString(root)], { type: "image/svg+xml" }));
   };
-  // two buttons; canvases() -> those of the view, with `extra`, as above, and the `scales` of each
+  // returns two buttons; canvases() -> the canvases of the view, as an array with the properties `extra` (see above) and `scales` (one per canvas)
   const buttons = (name, canvases) => {
     const { el, t } = R, make = { png, svg };
     return el("span", { class: "controls" }, ...["png", "svg"].map(kind => el("button", { type: "button", id: `save-${name}-${kind}`,

@@ -1,7 +1,11 @@
-// A heatmap on a canvas: rulers with tokens, marginals, zoom, pan, crosshair, keyboard. The map has one; compare has three that move together.
+// A heatmap on a canvas: rulers with tokens, marginals, zoom, pan, crosshair, keyboard. The map view has one heatmap; the compare view has three, which zoom and pan together.
 
-// options: field() -> a field; scale() -> a name of R.SCALES; view: {i0, i1, j0, j1}, shared by those that move together;
-// mark() -> {i, j}; pick(i, j); open(); label(i, j) -> text; alt() -> words; names: {row(i), col(j)}; side: the largest width; marginals; moved()
+// options:
+//   field() -> the field to draw (pixels.js); scale() -> a name of R.SCALES
+//   view: the visible rows and columns {i0, i1, j0, j1}; heatmaps that zoom and pan together share this object
+//   mark() -> {i, j}, the selected cell; pick(i, j) selects a cell; open() opens it
+//   label(i, j) -> text of the tooltip; alt() -> description for screen readers; names: {row(i), col(j)} -> text of a token
+//   side: largest width in pixels; marginals: whether to draw them; moved() is called after zooming and panning
 const heat = options => {
   const { el } = R, canvas = el("canvas", { tabIndex: 0, role: "application", class: "heat" }), pen = canvas.getContext("2d"), view = options.view;
   let shape = null, base = null, hover = null, turn = 0, progress = 1;
@@ -23,7 +27,7 @@ const heat = options => {
 
   // at most one block per pixel; block sizes are powers of two
   const blocking = (cells, pixels) => { let n = 1; while (cells / n > pixels) n *= 2; return n; };
-  const pooled = () => { // from the rows that are computed so far
+  const pooled = () => { // pools the rows that are computed so far
     const field = options.field(), { width, height, dpr } = shape;
     const a = blocking(view.i1 - view.i0, height * dpr), b = blocking(view.j1 - view.j0, width * dpr), found = field.blocks(view, a, b, fields.look());
     progress = field.sampled(view);

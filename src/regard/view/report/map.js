@@ -24,7 +24,7 @@
     const row = R.math.row(p, h, i);
     return [...lines, `${t("map.weight")} ${R.exact(row.weights[j])}`, `${t("map.score")} ${R.exact(row.scores[j])}`].join("\n");
   };
-  const stating = () => {
+  const showReadout = () => {
     const { place: p, head: h, i, j } = R.state, rows = [];
     const line = (name, value, kind = "") => rows.push(el("dt", { class: "soft" }, name), el("dd", { class: kind }, value));
     line(t("map.query"), R.rowName(p, i), "q token");
@@ -124,7 +124,7 @@
         view, side: 900, marginals: true, around: () => plot.canvas.closest(".mapsplit"), beside: 276, field: () => fields.get(R.state.place, R.state.head), scale: () => R.state.scale, mark: () => ({ i: R.state.i, j: R.state.j }),
         pick: (i, j) => R.set({ i, j }), open, label: words, drawn: found => R.badge(badge, found), names: { row: i => R.rowName(R.state.place, i), col: j => R.keyName(R.state.place, j) },
         alt: () => t("map.alt", { head: R.headName(R.state.place, R.state.head), rows: R.place().T, columns: R.place().N }),
-        moved: () => { views.set(R.state.place, { ...view }); plot.paint(); mini.draw(); said(); },
+        moved: () => { views.set(R.state.place, { ...view }); plot.paint(); mini.draw(); showCaption(); },
       });
       R.plots.map = plot;
       const press = (id, label, act) => el("button", { type: "button", id: `map-${id}`, ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act }, label);
@@ -149,9 +149,9 @@
       sinks.hidden = R.state.sinks;
       sinks.textContent = t(R.math.has(R.state.place, R.state.head) ? "map.sinks_hidden" : "map.sinks_kept", { n: fields.FIRST });
       mini.draw();
-      stating();
-      said();
+      showReadout();
+      showCaption();
     },
   });
-  const said = () => { caption.textContent = figures.words(recipe); };
+  const showCaption = () => { caption.textContent = figures.words(recipe); };
 }

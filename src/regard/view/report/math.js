@@ -1,9 +1,9 @@
 // Scores, weights and mask reasons of any embedded head, computed from the recording. It uses no DOM, so that node can run it.
 //
 // s_ij = softcap(scale q_i . k_j) + bias_ij where the mask allows i to attend to j, else -Infinity;   p_ij = exp(s_ij - L_i)
-// L_i is the kernel's own lse, with the sink's logit in it where there is one. Sums run in float64.
+// L_i is the kernel's lse; if there is a sink, L_i = ln(exp(lse_i) + exp(sink)). Sums are computed in float64.
 
-// the page's one block of bytes as named arrays; bf16 is the upper half of a float32
+// returns the arrays by name, as views of the page's block of bytes; bf16 values are the upper halves of float32 numbers
 const readArrays = (table, bytes) => {
   const TYPES = { f32: Float32Array, f64: Float64Array, u8: Uint8Array, i32: Int32Array }, found = {};
   for (const { name, type, offset, count } of table) {
@@ -15,7 +15,7 @@ const readArrays = (table, bytes) => {
 };
 
 const makeMath = (meta, arrays) => {
-  const places = meta.places, KEPT = 48e6; // bytes of the cached rows
+  const places = meta.places, CACHE_BYTES = 48e6; // bytes of the cached rows
   const array = (p, name) => arrays[`p${p}.${name}`];
   const group = (p, h) => Math.floor(h / (places[p].H / places[p].G));
   const has = (p, h) => array(p, `q${h}`) !== undefined;
@@ -49,7 +49,7 @@ const makeMath = (meta, arrays) => {
     return bit(tree.bits, tree.heads, p, h, i, j);
   };
   const visible = (p, h, i, j) => present(p, i, j) && allows(rule(p, i).mask, p, h, i, j);
-  // the same for a whole row: 1 where the query sees the key
+  // the same for a whole row: 1 where the query may attend to the key
   const bitRow = (name, planes, p, h, i) => {
     const x = arrays[name], { T, N } = places[p], found = new Uint8Array(N), first = ((planes > 1 ? h : 0) * T + i) * N;
     for (let j = 0, at = first; j < N; j++, at++) found[j] = x[Math.floor(at / 8)] >> (at % 8) & 1;
@@ -99,7 +99,7 @@ const makeMath = (meta, arrays) => {
     kept.set(key, row);
     bytes += row.weights.byteLength * 2;
     for (const [old, x] of kept) {
-      if (bytes <= KEPT || old === key) break;
+      if (bytes <= CACHE_BYTES || old === key) break;
       kept.delete(old);
       bytes -= x.weights.byteLength * 2;
     }

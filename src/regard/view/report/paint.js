@@ -41,7 +41,7 @@ R.SCALES = {
   signedlog: { ramp: "signed", low: "−1", high: "1", at: w => 0.5 + Math.sign(w) * Math.max(0, 1 + Math.log2(Math.abs(w)) / 16) / 2 || 0.5 },
   ratio: { ramp: "signed", low: "2⁻⁸", high: "2⁸", at: w => 0.5 + w / 16 },
 };
-R.ramp = scale => { // its colours from low to high, a pixel each
+R.ramp = scale => { // returns a canvas with the colours of a scale from low to high, one pixel each
   const canvas = R.el("canvas", { class: "ramp", width: 256, height: 1, role: "img", ariaLabel: `${R.SCALES[scale].low} … ${R.SCALES[scale].high}` });
   const pen = canvas.getContext("2d"), image = pen.createImageData(256, 1);
   new Uint32Array(image.data.buffer).set(R.lut(R.SCALES[scale].ramp));

@@ -12,7 +12,7 @@ const panels = (() => {
     }
     return found;
   };
-  // the products of a dot, summed by rotary pair: the contribution of each frequency
+  // the products of a dot product, summed by rotary pair: the contribution of each frequency
   const byFrequency = (products, rotary) => pairs(rotary).map(([a, b, f], n) => ({ pair: n, dims: [a, b], inv_freq: f, sum: products[a] + products[b] }));
 
   const running = values => {
@@ -20,7 +20,7 @@ const panels = (() => {
     return Float64Array.from(values, v => total += v);
   };
   const largest = (values, n, size = Math.abs) => topOf(values.length, d => size(values[d]), n);
-  // the n largest of count numbers, without sorting all: indices in falling order
+  // indices of the n largest of `count` numbers above 0, the largest first, without sorting them all
   const topOf = (count, value, n) => {
     const found = [];
     for (let j = 0; j < count; j++) {
@@ -37,7 +37,7 @@ const panels = (() => {
   const mean = x => x.reduce((a, b) => a + b, 0) / x.length;
   const summary = x => ({ min: x.reduce((a, b) => Math.min(a, b)), max: x.reduce((a, b) => Math.max(a, b)), norm: Math.sqrt(x.reduce((a, b) => a + b * b, 0)) });
 
-  // ---- softmax block by block, with a running maximum m, sum l and value o; the last values are those of the whole row
+  // ---- softmax block by block, with a running maximum m, sum l and output o; after the last block they are those of the whole row
   // values(j) -> v_j or null; sink: its logit or null, the last term
   const online = (scores, values, E, block, sink = null) => {
     const seen = [];
@@ -119,7 +119,7 @@ const panels = (() => {
     if (first < tokens.length) found.push([first, tokens.length]);
     return found;
   };
-  // tokens that a text or /pattern/flags matches; null: the pattern is not one
+  // indices of the tokens that match a text or /pattern/flags; null if the pattern is not a valid regular expression
   const search = (tokens, text) => {
     if (!text) return [];
     const asked = text.match(/^\/(.+)\/([iu]*)$/);

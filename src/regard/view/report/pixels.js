@@ -1,12 +1,14 @@
-// Fields: the weights of a head at any zoom. Exact fields are computed row by row,
-// a few milliseconds at a time; a head that is not embedded has only the blocks of its thumbnail.
-// A field's blocks(view, a, b, look) are numbers for blocks of a x b cells: MASKED where no query may attend to a key of the block.
+// A field holds the weights of one head, and pools them for any zoom. The rows of an embedded head are computed exactly, in slices of
+// a few milliseconds; a head that is not embedded has only the blocks of its thumbnail.
+// field.blocks(view, a, b, look) returns one number for each block of a x b cells: MASKED where no query of the block may attend to a key of it.
 
 const MASKED = -2, HIDDEN = -3, fields = (() => {
-  const WHOLE = 1 << 24, MOST_ROWS = 1024, FIRST = 4; // cells that are cached; rows that are sampled from a larger pattern; number of first positions that count as sinks
+  const WHOLE = 1 << 24; // number of cells up to which a whole pattern is cached
+  const MOST_ROWS = 1024; // number of rows that are sampled from a larger pattern
+  const FIRST = 4; // number of first positions that count as sinks
   const kept = new Map();
   const look = () => ({ stat: R.state.stat, scale: R.state.scale, sinks: R.state.sinks });
-  const sinks = new Map(); // place -> 1 where a column stands at one of the first positions
+  const sinks = new Map(); // place -> for each column, 1 if its position is one of the first ones
   const sinkColumns = p => {
     if (!sinks.has(p)) sinks.set(p, Uint8Array.from({ length: R.meta.places[p].N }, (_, j) => { const at = R.math.kPosition(p, j); return at >= 0 && at < FIRST ? 1 : 0; }));
     return sinks.get(p);
@@ -99,7 +101,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     return { p, h, T, N, exact: true, size: [1, 1], work, blocks, at, have, n, first, spread, sampled, spec: spec || null };
   };
 
-  // how many pairs of each block of the thumbnail the mask allows: Python counted them, for all heads or for each
+  // the number of pairs that the mask allows in each block of the thumbnail; Python counted them, once for all heads or for each head
   const open = (p, h, blocks) => {
     const all = R.arrays[R.meta.places[p].visible], at = all.length > blocks ? R.meta.places[p].heads.indexOf(h) * blocks : 0;
     return all.subarray(at, at + blocks);
@@ -162,7 +164,7 @@ const MASKED = -2, HIDDEN = -3, fields = (() => {
     return found;
   };
 
-  // numbers -> pixels: the ramp of a scale, masked cells are transparent, which shows the hatch, NaN in the colour of errors
+  // converts numbers to pixels in the colours of a scale; masked cells are transparent, so that the hatch shows; NaN has the colour of errors
   const image = ({ rows, cols, values }, scale) => {
     const canvas = document.createElement("canvas");
     canvas.width = Math.max(cols, 1);

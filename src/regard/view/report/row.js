@@ -6,7 +6,7 @@
   const SHARES = [0.5, 0.9, 0.99];
 
   const stats = (p, h, i, row) => {
-    const place = R.meta.places[p], n = row.n, sorted = panels.falling(row.weights), away = j => R.math.qPosition(p, i) - R.math.kPosition(p, j);
+    const place = R.meta.places[p], n = row.n, sorted = panels.falling(row.weights), distanceTo = j => R.math.qPosition(p, i) - R.math.kPosition(p, j);
     let first = 0, seen = 0; // weight of the first four visible keys
     for (let j = 0; j < place.N && seen < 4; j++) if (row.scores[j] !== -Infinity) { first += row.weights[j]; seen++; }
     return cards(
@@ -16,7 +16,7 @@
       card(t("row.effective"), num(Math.exp(row.entropy)), t("row.effective_is")),
       card(t("row.sink"), R.percent(first), t("row.sink_is")),
       R.math.sink(p, h, i) === null ? null : card(t("row.learned_sink"), R.percent(row.sink)),
-      card(t("row.max"), num(row.max)), card("lse", num(row.lse, 6)), card(t("row.distance"), num(panels.meanDistance(row.weights, away))),
+      card(t("row.max"), num(row.max)), card("lse", num(row.lse, 6)), card(t("row.distance"), num(panels.meanDistance(row.weights, distanceTo))),
       ...SHARES.map(share => card(t("row.keys_for", { share: R.percent(share) }), String(panels.keysFor(sorted, share)))),
       card(t("row.residual"), num(row.sum + row.sink - 1), t("row.residual_is")));
   };

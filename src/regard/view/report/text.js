@@ -2,8 +2,8 @@
 
 {
   const { el, t, num, exact } = R, { soft, line, run } = R.ui, HEIGHT = 30, LETTER = 8;
-  let bar = null, panes = [], status = null, list = null, overview = null, jump = true, found = null, legend = null, marked = [], hits = new Set(), hunted = "q", at = -1;
-  const now = { side: "q", from: 0, to: 0, relative: false, values: null, key: "" }; // side q: what the span attends to; k: what attends to it
+  let bar = null, panes = [], status = null, list = null, overview = null, jump = true, found = null, legend = null, marked = [], hits = new Set(), searchedSide = "q", at = -1;
+  const now = { side: "q", from: 0, to: 0, relative: false, values: null, key: "" }; // side q: the weights that the span gives to keys; k: the weights that queries give to the span
 
   const place = () => R.place();
   const one = () => place().q_text === place().k_text;
@@ -11,7 +11,7 @@
   const rowOf = token => token - place().q_first;
   const usable = (side, token) => side === "q" ? rowOf(token) >= 0 && rowOf(token) < place().T : token < place().N;
 
-  // ---- weights: of the span by key, or of each row on the span
+  // ---- weights: the mean weights of the selected queries on each key, or the weight of each query on the selected keys
   const compute = () => {
     const { place: p, head: h } = R.state, { T, N } = place(), key = [p, h, now.side, now.from, now.to].join();
     if (key === now.key) return;
@@ -75,7 +75,7 @@
       const mine = (one() || side === now.side) && token >= now.from && token <= now.to;
       word.style.backgroundColor = Number.isFinite(share) && share > 0 ? R.shade("weights", t01) : "";
       word.style.color = Number.isFinite(share) && t01 > 0.5 ? (dark ? "#14161b" : "#ffffff") : "";
-      word.className = `word token${mine ? ` chosen ${now.side}` : ""}${hits.has(token) && (one() || side === hunted) ? " found" : ""}${usable(side, token) || (one() && usable(now.side, token)) ? "" : " out"}`;
+      word.className = `word token${mine ? ` chosen ${now.side}` : ""}${hits.has(token) && (one() || side === searchedSide) ? " found" : ""}${usable(side, token) || (one() && usable(now.side, token)) ? "" : " out"}`;
       word.setAttribute("aria-selected", String(mine));
     };
     const tokenAt = e => { const word = document.elementFromPoint(e.clientX, e.clientY)?.closest?.("[data-token]"); return word && room.contains(word) ? Number(word.dataset.token) : null; };
@@ -143,15 +143,15 @@
       text: b => t("text.bin", { from: b * size, to: Math.min(n, (b + 1) * size) - 1, share: num(bins[b]) }) });
   };
   const refresh = () => { compute(); paint(); };
-  const lookFor = (text, step = 0) => {
-    const matches = panels.search(tokensOf(hunted = one() ? "q" : now.side), text.trim());
+  const searchFor = (text, step = 0) => {
+    const matches = panels.search(tokensOf(searchedSide = one() ? "q" : now.side), text.trim());
     marked = matches ?? [];
     hits = new Set(marked);
     at = marked.length ? step ? (at + step + marked.length) % marked.length : -1 : -1;
     found.textContent = matches === null ? t("text.bad_pattern") : text.trim() ? t("text.found", { n: marked.length, at: at < 0 ? "–" : at + 1 }) : "";
     if (at >= 0) {
       Object.assign(now, { from: marked[at], to: marked[at] });
-      panes[one() || hunted === "q" ? 0 : 1].show(marked[at]);
+      panes[one() || searchedSide === "q" ? 0 : 1].show(marked[at]);
     }
     refresh();
   };
@@ -162,8 +162,8 @@
       bar = R.ui.bar("text", false);
       const side = which => el("button", { type: "button", id: `text-side-${which}`, onclick: () => { now.side = which; refresh(); sides(); } }, t(which === "q" ? "text.where_it_looks" : "text.who_looks"));
       const buttons = ["q", "k"].map(side), sides = () => buttons.forEach((b, n) => b.setAttribute("aria-pressed", String(now.side === "qk"[n])));
-      const asked = el("input", { type: "search", id: "text-search", placeholder: t("text.search"), ariaLabel: t("text.search"), oninput: e => lookFor(e.target.value),
-        onkeydown: e => { if (e.key === "Enter") lookFor(e.target.value, e.shiftKey ? -1 : 1); } });
+      const searchField = el("input", { type: "search", id: "text-search", placeholder: t("text.search"), ariaLabel: t("text.search"), oninput: e => searchFor(e.target.value),
+        onkeydown: e => { if (e.key === "Enter") searchFor(e.target.value, e.shiftKey ? -1 : 1); } });
       const relative = el("input", { type: "checkbox", id: "text-relative", checked: now.relative, onchange: e => { now.relative = e.target.checked; paint(); } });
       found = el("span", { class: "soft", id: "text-found", role: "status" });
       status = el("p", { id: "text-says", role: "status", class: "says" });
@@ -174,7 +174,7 @@
       panes = (one() ? ["q"] : ["q", "k"]).map(pane);
       Object.assign(now, { side: "q", from: R.state.i + place().q_first, to: R.state.i + place().q_first, key: "" });
       sides();
-      node.replaceChildren(bar.node, el("div", { class: "controls" }, ...buttons, asked, found, el("label", {}, relative, t("text.relative"))), status,
+      node.replaceChildren(bar.node, el("div", { class: "controls" }, ...buttons, searchField, found, el("label", {}, relative, t("text.relative"))), status,
         ...panes.map(x => x.node), el("div", { class: "controls" }, legend), overview, soft(t("text.help")), list);
     },
     update: changed => {
