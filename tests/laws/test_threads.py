@@ -714,7 +714,10 @@ def test_a_recorder_is_asked_while_others_record() -> None:
     recorder = Recorder(places=[7, "new", "old"])
     recorder.missing = "ignore"
     record("old")
-    recorder._builders, recorder.seen_places = Grows(recorder._builders), Grows(recorder.seen_places)
+    recorder._builders, recorder.seen_places = (
+        Grows(recorder._builders),
+        Grows(recorder.seen_places),
+    )
     assert "old" in recorder.recording().places
     assert recorder.missing_selection().startswith("there were no calls at the places [7")
     for thread in started:

@@ -212,8 +212,8 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
         (
             "pytorch_model.bin",
             (
-                "it has 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not open; "
-                "convert it"
+                "it has 'pytorch_model.bin', PyTorch weights, a pickle, which regard does not "
+                "open; convert it"
             ),
         ),
         ("model.gguf", "it has 'model.gguf', a GGUF file of llama.cpp; get the safetensors"),

@@ -31,7 +31,8 @@ class Encoder(nn.Module):
 
     >>> import torch
     >>> from regard.nn.embedding import SinusoidalPositions
-    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4)), [], nn.Identity())
+    >>> embed = InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))
+    >>> encoder = Encoder(embed, [], nn.Identity())
     >>> encoder(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
@@ -86,7 +87,8 @@ class HeadedEncoder(nn.Module):
         ArgumentError: when called: the pooler or the head that is asked for is None.
 
     >>> from regard.nn.embedding import SinusoidalPositions
-    >>> encoder = Encoder(InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4)), [], nn.Identity())
+    >>> embed = InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))
+    >>> encoder = Encoder(embed, [], nn.Identity())
     >>> model = HeadedEncoder(encoder, head=nn.Linear(4, 7))
     >>> model.logits(model(torch.tensor([[1, 2]]))).shape
     torch.Size([1, 2, 7])

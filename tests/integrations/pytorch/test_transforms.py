@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from regard.process import is_compiling, is_exporting
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import regard
 from regard.masks import Causal, Window
 from regard.nn.variants import build
+from regard.process_state import is_compiling, is_exporting
 from tests.rules import assert_close_rule
 
 MASK = Causal() & Window(5)

@@ -256,7 +256,7 @@ def _run_transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, An
         )
     has_layer_index = any(getattr(m, "layer_idx", None) is not None for m in model.modules())
     if getattr(config, "is_encoder_decoder", False) or not has_layer_index:
-        from regard.integrations.transformers import name_places
+        from regard.integrations.transformers import name_taps
 
         name_taps(model)  # the layers have no index, or two layers have the same index
     arguments = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
