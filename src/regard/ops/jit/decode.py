@@ -117,7 +117,7 @@ class QuantizedSlots(Protocol):
 
     @property
     def groups(self) -> QuantizedCodes:
-        """The codes."""
+        """The groups of codes of the earlier slots."""
 
     @property
     def axis(self) -> str:
