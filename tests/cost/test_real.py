@@ -35,8 +35,8 @@ def read(
     context = DecodeSession(running(raw), room, rows)
     ids = torch.arange(tokens)[None].expand(rows, -1) % 97
     if tokens > 1:
-        context.read(ids[:, :-1])
-    context.read(ids[:, -1:])
+        context.append(ids[:, :-1])
+    context.append(ids[:, -1:])
     return context
 
 

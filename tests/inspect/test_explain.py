@@ -245,7 +245,7 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     number.
     """
     change, wrong = LIES[lie]
-    honest = SiteRecorder.saw
+    honest = SiteRecorder.on_attention_call
     monkeypatch.setattr(
         SiteRecorder,
         "saw",

@@ -198,7 +198,9 @@ def test_a_trained_task_is_explained_in_its_own_words(
         assert found.pieces[-1] == "<eos>"
         assert found.query_piece == "<bos>"
         said = explain(
-            read_text(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
+            read_text(
+                text, str(tmp_path), target=known.target_separator.join(known.vocabulary.words[-2:])
+            ),
             query=-1,
         )
         assert said.query_piece == known.vocabulary.words[-1]

@@ -66,7 +66,7 @@ def one_rank(rank: int) -> list[str]:
         {"shards": 4},
         {"shards": shards, "mask": regard.masks.Dense(torch.ones(4, 4, dtype=torch.bool))},
         {"shards": shards, "mask": torch.ones(4, 4, dtype=torch.bool)},
-        {"shards": shards, "bias": regard.biases.Dense(torch.zeros(4, 4)[None, None])},
+        {"shards": shards, "bias": regard.biases.DenseBias(torch.zeros(4, 4)[None, None])},
         {"shards": shards, "mask": Places()},
         {"shards": shards, "dropout": 0.5},
         {"shards": shards, "method": "ring"},

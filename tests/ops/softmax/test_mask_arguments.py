@@ -57,11 +57,11 @@ def test_queries_are_not_put_into_empty_slots_behind_the_keys() -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "tiled", "reference", "flex"])
-def test_autocast_changes_nothing(backend: str) -> None:
+def test_autocast_converts_the_inputs_and_nothing_else(backend: str) -> None:
     q, k, v = torch.randn(3, 1, 2, 32, 8).unbind(0)
     options = {"mask": regard.masks.Causal(), "backend": backend}
-    plain = regard.attend(q, k, v, **options)
-    weights = regard.attention_weights(q, k)
+    plain = regard.attend(*(x.bfloat16() for x in (q, k, v)), **options)
+    weights = regard.attention_weights(q.bfloat16(), k.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         assert (q @ k.mT).dtype == torch.bfloat16  # it is on
         assert torch.equal(regard.attend(q, k, v, **options), plain)

@@ -111,7 +111,7 @@ def assert_following(model: Any, folder: Path, change_at: int) -> Model:
         at += size
         want = exact(ids[:, :at])
         assert_near(prefix(ids[:, at - size : at]), want[:, -size:])
-        assert_near(context.read(ids[:, at - size : at]), want[:, -1])  # what generation does
+        assert_near(context.append(ids[:, at - size : at]), want[:, -1])  # what generation does
     assert prefix.reruns >= 1
     pad, length = 6, ids.shape[1]
     both = torch.cat([torch.cat([torch.full((1, pad), 2), ids[:1, :-pad]], 1), ids[1:]])

@@ -156,7 +156,7 @@ def test_what_is_not_stored_is_not_there(tmp_path: Path) -> None:
         pair.mine.network.pooled(states)
     (tmp_path / "b").mkdir()
     other = Pair(tmp_path / "b", "Model")
-    with pytest.raises(regard.ArgumentError, match="no head: none was stored"):
+    with pytest.raises(regard.ArgumentError, match="no head, because the checkpoint has none"):
         other.mine.network.logits(states)
 
 

@@ -139,7 +139,7 @@ REFUSED = {
     "text_config is None; it must be an object with the language model's keys": {
         "model_type": "gemma3"
     },
-    "num_hidden_layers is 1000000000, and the folder holds": {
+    "num_hidden_layers is 1000000000, and the folder has": {
         "model_type": "gemma3",
         "text_config": {"num_hidden_layers": 10**9, "sliding_window_pattern": 6},
     },

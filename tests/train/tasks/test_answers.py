@@ -222,7 +222,7 @@ def test_bahdanau_weights_by_hand() -> None:
     (o,) = answer_examples(model, COPY, EXAMPLES[:1])
     found = alignment(model, COPY, o)
     assert found is not None
-    encoded = model.encode(source)
+    encoded = model.run_encoder(source)
     attention = model.decoder.attention
     assert attention is not None
     maps = dict(attention.project.named_parameters())

@@ -65,7 +65,7 @@ def to_dense_rules(
     dense_bias = (
         None
         if bias is None
-        else biases.Dense(gather_slots(bias.block(*positions, dtype=torch.float64)))
+        else biases.DenseBias(gather_slots(bias.block(*positions, dtype=torch.float64)))
     )
     return masks.Dense(gather_slots(mask.block(*positions))), dense_bias
 

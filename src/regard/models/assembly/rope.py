@@ -36,7 +36,7 @@ def rotary_module(settings: RopeSettings) -> Rotary:
             list of a LongRoPE has not one number per pair.
 
     >>> rotary_module(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
-    Rotary(64, base=150000.0, scaling=Linear(factor=8.0), layout='half')
+    Rotary(64, base=150000.0, scaling=LinearScaling(factor=8.0), layout='half')
 
     Source: see `regard.positions` for each scaling.
     """

@@ -116,7 +116,7 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
 
     >>> import regard
     >>> ids, text = evaluation_windows(regard.load("tiny"), None, 64, 128)
-    >>> ids.shape, text.startswith("the pydoc_topics of pydoc")
+    >>> ids.shape, text.startswith("the topics of pydoc")
     (torch.Size([2, 64]), True)
     """
     for name, value in (("length", length), ("tokens", limit)):

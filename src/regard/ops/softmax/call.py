@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -466,18 +466,20 @@ CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that autocast converts; it leaves float64 as it is."""
 
 
-def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Convert q, k and v to the dtype of `torch.autocast` if it is enabled, as torch's own
-    attention does. Scores and softmax are computed in fp32 nevertheless.
+    attention does. Scores and softmax are computed in fp32 nevertheless. What is no tensor is
+    returned as it is; the checks that follow refuse it.
     """
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    kind = q.device.type if isinstance(q, Tensor) else "meta"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return tensors
+        return q, k, v
     wanted = torch.get_autocast_dtype(kind)
-    return tuple(
-        x.to(wanted) if isinstance(x, Tensor) and x.dtype in CASTABLE and x.dtype != wanted else x
-        for x in tensors
-    )
+
+    def cast(x: Any) -> Any:
+        return x.to(wanted) if isinstance(x, Tensor) and x.dtype in CASTABLE else x
+
+    return cast(q), cast(k), cast(v)
 
 
 def _positions_of(

@@ -178,7 +178,7 @@ class CpuKernel:
             )
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append("nothing to compute")
-        if not call.readable:
+        if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")

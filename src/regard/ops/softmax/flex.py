@@ -64,7 +64,7 @@ class FlexKernel:
             reasons.append("no dropout")
         if call.compiling:  # a question about sizes would specialise the graph
             return [*reasons, "not inside a compiled graph"]
-        if not call.readable:
+        if not call.readable and not call.q.is_meta:
             reasons.append("not inside a transform of torch.func, nor without values")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")

@@ -95,7 +95,7 @@ class GemmKernel:
             return [*reasons, UNREADABLE]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if not call.readable:
+        if not call.readable and not call.q.is_meta:
             reasons.append(UNREADABLE)
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")

@@ -128,7 +128,7 @@ def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | 
     if call.sees_everything:
         if call.compiling and call.S < MIN_KEYS:  # outside of a graph this call was refused
             return None
-        return [QueryBlock(ALL, [KeyRange(0, call.S)])]
+        return [QueryBlock(_all_queries(call), [KeyRange(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
         if call.compiling:
             return _lower_causal_in_graph(call, q, k)
@@ -139,8 +139,13 @@ def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | 
         if call.compiling and call.S < MIN_KEYS:
             return None
         mask = partial(_additive_mask_of_range, replace(call, mask=padding), 0, 1, 0, call.S)
-        return [QueryBlock(ALL, [KeyRange(0, call.S, True, mask)])]
+        return [QueryBlock(_all_queries(call), [KeyRange(0, call.S, True, mask)])]
     return None
+
+
+def _all_queries(call: Call) -> slice:
+    """Return the slice of all queries; in a graph without its length, which would specialise."""
+    return ALL if call.compiling else slice(0, call.T)
 
 
 def _padding_beside_causal(mask: Mask) -> Mask | None:
