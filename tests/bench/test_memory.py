@@ -60,9 +60,9 @@ def test_a_function_is_called_in_another_process() -> None:
     noisy = [sys.executable, "-c", "print('noise'); print(7)"]
     assert call_in_subprocess("any:thing", {}, command=noisy) == 7
     failing = [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"]
-    with pytest.raises(RegardError, match=r"ended with 3: no room; try less$"):
+    with pytest.raises(RegardError, match=r"ended with exit code 3: no room; try less$"):
         call_in_subprocess("any:thing", {}, advice="try less", command=failing)
-    with pytest.raises(RegardError, match=r"ended with 3: no room$"):
+    with pytest.raises(RegardError, match=r"ended with exit code 3: no room$"):
         call_in_subprocess("any:thing", {}, command=failing)
 
 

@@ -145,8 +145,11 @@ def test_what_llama_cpp_refuses() -> None:
     assert isinstance(sizes, ModelSizes)
     assert llama_cpp.why_not(sizes.problem(torch.float16, CPU)) is None
     bf16, batch = sizes.problem(torch.bfloat16, CPU), replace(sizes, B=2)
-    assert llama_cpp.why_not(bf16) == "this adapter writes fp32 and fp16"
-    assert llama_cpp.why_not(batch.problem(torch.float16, CPU)) == "this adapter decodes one row"
+    assert llama_cpp.why_not(bf16) == "this adapter supports only fp32 and fp16"
+    assert (
+        llama_cpp.why_not(batch.problem(torch.float16, CPU))
+        == "this adapter supports only a batch of one row"
+    )
 
 
 @pytest.mark.parametrize(

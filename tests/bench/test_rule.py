@@ -40,7 +40,10 @@ def test_what_is_missing_misshapen_or_no_number_is_wrong() -> None:
     nan = REFERENCE.clone()
     nan[0, 0] = float("nan")
     assert not check_outputs({"out": nan}, reference, {}).correct
-    assert check_outputs({"out": REFERENCE[:2]}, reference, {}).why == "out is (2, 5), not (3, 5)"
+    assert (
+        check_outputs({"out": REFERENCE[:2]}, reference, {}).why
+        == "out has shape (2, 5), not (3, 5)"
+    )
     assert check_outputs({"z": REFERENCE}, reference, {}).why == "returns none of out, dq"
 
 

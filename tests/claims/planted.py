@@ -311,8 +311,8 @@ def longer() -> Numbers:
 def values() -> Numbers:
     ways = (
         ("q, k", 2.2, 1e-14),
-        ("q, k, v turned back", 2.2, 1e-14),
-        ("q, k, v not turned back", 2.3, 0.5),
+        ("q, k, v rotated back", 2.2, 1e-14),
+        ("q, k, v not rotated back", 2.3, 0.5),
     )
     return {"by_way": [{"way": w, "losses": [x, x + 0.01, x], "moved": m} for w, x, m in ways]}
 

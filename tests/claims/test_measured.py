@@ -231,7 +231,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
     else:  # the cache forgets a token
         monkeypatch.setitem(
             decode_mask.STEPS,
-            "one token, all keys kept",
+            "one token, all keys cached",
             (decode_mask.Growing, (6, 1), decode_mask.WINDOW, False),
         )
     return measured(name, 0.1).verdict
@@ -275,7 +275,7 @@ def test_two_places_asks_for_the_difference() -> None:
 
 
 def test_a_window_does_not_reach_over_the_silence() -> None:
-    example = infini_attention._across(Random(0), 0)
+    example = infini_attention._draw_across_segments(Random(0), 0)
     told = dict(zip(example.source[0:6:2], example.source[1:6:2], strict=True))
     assert [t for t in example.target if t] == [told[k] for k in example.source if k in told][3:]
     asked = [i for i, word in enumerate(example.target) if word]

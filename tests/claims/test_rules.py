@@ -212,7 +212,7 @@ def test_what_is_told() -> None:
         == "3 claims: 1 hold, 0 hold with limits, 1 undecided, 1 do not hold"
     )
     lines = outcome_text(bad).splitlines()
-    assert lines[0] == "scale: does not hold (kept from an earlier run)"
+    assert lines[0] == "scale: does not hold (reused from an earlier run)"
     assert lines[3].split()[0] == "no"
     assert "at most 5" in lines[3]
     assert re.search(

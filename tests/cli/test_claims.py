@@ -49,7 +49,7 @@ def test_claims_are_run_told_and_written(
     assert {line["claim"] for line in lines} == {"minus-infinity", "decode-mask"}
     assert {line["answer"] for line in lines if line["role"] == "claim"} == {"yes"}
     again, _ = run(capsys, *QUICK, "--out", str(tmp_path / "kept"))
-    assert again.count("(kept from an earlier run)") == 2
+    assert again.count("(reused from an earlier run)") == 2
 
 
 def test_json_has_the_numbers_and_the_bounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_run_on_a_full_disk_does_not_begin_and_leaves_nothing(
     before = tree(text)
     assert run(["train", "--out", "a/b", *more] if more else TRAIN) == 1
     where = "a/b" if more else "out"
-    assert f"needs 1 MiB, 0 MiB free at {where}; free some space" in capsys.readouterr().err
+    assert f"needs 1 MiB, and 0 MiB are free in {where}; free some space" in capsys.readouterr().err
     assert tree(text) == before
 
 
@@ -189,7 +189,7 @@ def test_a_run_whose_first_checkpoint_would_not_fit_does_not_train(
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.EXTRA_BYTES)
     assert run(TRAIN) == 1
     said = capsys.readouterr().err
-    assert "needs 2 MiB, 1 MiB free at out/checkpoints" in said
+    assert "needs 2 MiB, and 1 MiB are free in out/checkpoints" in said
     assert "step" not in said
 
 

@@ -27,7 +27,7 @@ def test_an_experiment_asks_the_program() -> None:
     )
     assert memory.measure_peaks(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
     with pytest.raises(
-        RegardError, match="ended with 3: no room; --no-memory skips this measurement"
+        RegardError, match="ended with exit code 3: no room; --no-memory skips this measurement"
     ):
         memory.measure_peaks(
             settings,

@@ -261,7 +261,7 @@ def test_too_little_space_is_told_before_writing(
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: 2**19)
     monkeypatch.setattr(checkpoints, "_write", None)  # must not be reached
     with pytest.raises(
-        FileError, match=r"checkpoint needs 2 MiB, 0 MiB free at .*; free some space"
+        FileError, match=r"checkpoint needs 2 MiB, and 0 MiB are free in .*; free some space"
     ):
         checkpoints.save(tmp_path, make(2), keep=1)
     found = checkpoints.latest(tmp_path)
@@ -274,7 +274,7 @@ def test_a_run_without_space_does_not_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: 1000)
-    with pytest.raises(FileError, match=r"0 MiB free at .*checkpoints; free some space"):
+    with pytest.raises(FileError, match=r"0 MiB are free in .*checkpoints; free some space"):
         run(Small(), tmp_path)
 
 
@@ -313,11 +313,13 @@ def test_a_failing_disk_and_an_impossible_folder(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "_write", broken)
         with pytest.raises(
-            FileError, match=r"01: cannot write the checkpoint: .*; the ones before"
+            FileError, match=r"01: cannot write the checkpoint: .*; older checkpoints"
         ):
             checkpoints.save(tmp_path, make(1))
     monkeypatch.setattr(checkpoints, "find_damage", lambda _: "state.json is missing")
-    with pytest.raises(FileError, match=r"other content: state.json is missing; check the disk"):
+    with pytest.raises(
+        FileError, match=r"differs from what was written: state.json is missing; check the disk"
+    ):
         checkpoints.save(tmp_path, make(1))
 
 

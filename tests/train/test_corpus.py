@@ -41,7 +41,7 @@ def test_bad_bytes_are_told_with_path_and_offset(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("none", "none is missing; give a file, a folder or 'python"),
-        ("folder", "folder: this folder has no text file; its name must end in .txt .md"),
+        ("folder", "folder: this folder has no text file; names of text files end in .txt .md"),
         ("blank.txt", "blank.txt: it contains no text; give a UTF-8 file"),
     ],
 )

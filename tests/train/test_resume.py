@@ -147,8 +147,8 @@ def test_control_another_seed_gives_other_bits(text: Path, tmp_path: Path) -> No
     ("more", "message"),
     [
         (
-            ["--set", "most=2.0"],
-            "attention_options is {'most': 2.0}, and the model to resume has {}",
+            ["--set", "max_beta=2.0"],
+            "attention_options is {'max_beta': 2.0}, and the model to resume has {}",
         ),
         (["--position", "none"], "position is 'none', and the model to resume has 'learned'"),
         (["--clip", "0.9"], "clip is 0.9, and the run to resume has 0.7"),

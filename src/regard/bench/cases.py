@@ -21,7 +21,9 @@ from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ("small", "default", "paper")
-"""Sizes that take about a second; those of docs/benchmarks.md; the largest that papers report."""
+"""The names of the sizes: "small" takes about a second, "default" is measured in
+docs/benchmarks.md, and "paper" is the largest size that papers report.
+"""
 
 ATTENTION: tuple[Peer[Any], ...] = (
     regard_kernels.ATTENTION,

@@ -33,8 +33,8 @@ class Problem(ABC):
     """The inputs of a computation, and its right outputs.
 
     Attributes:
-        train: whether the gradients belong to the outputs.
-        dtype, device: of the inputs.
+        train: whether the outputs include the gradients.
+        dtype, device: the dtype and the device of the inputs.
     """
 
     train: bool = False
@@ -105,7 +105,7 @@ class ProblemSizes(ABC):
         """Create a problem of these sizes, with the same random inputs each time.
 
         Args:
-            dtype, device: of the inputs.
+            dtype, device: the dtype and the device of the inputs.
 
         Returns:
             The problem.
@@ -116,7 +116,7 @@ P = TypeVar("P", bound=Problem)
 
 
 class PreparedCall(NamedTuple):
-    """A problem that is prepared for a peer.
+    """The call with which a peer solves one problem, with inputs in the layout of the peer.
 
     Attributes:
         step: the function that is timed.
@@ -160,10 +160,11 @@ class Peer(Generic[P]):
     Args:
         name: the name in tables.
         description: one sentence.
-        prepare: returns the prepared call for a problem; converts the inputs to the peer's layout.
-        needs: the modules that it imports.
-        why_not: returns why it cannot solve a problem, or None.
-        bytes: returns the memory in bytes that it needs beyond the problem.
+        prepare: a function that converts a problem's inputs to the peer's layout and returns the
+            prepared call.
+        needs: the names of the modules that the peer imports.
+        why_not: a function that returns why the peer cannot solve a problem, or None if it can.
+        bytes: a function that returns how much memory the peer needs beyond the problem, in bytes.
 
     >>> prepare = lambda problem: PreparedCall(int, dict)
     >>> Peer("x", "Nothing.", prepare, needs=("no_such_module",)).missing()

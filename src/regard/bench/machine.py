@@ -136,9 +136,9 @@ class Ceilings:
         gemm: FLOPs per second of a matrix product, by dtype.
         probe: the fastest way to read memory; with None, shares are relative to `read`.
 
-    >>> top = Ceilings(4e10, {torch.float32: 2e11})
-    >>> top.of_read(2e10), top.of_gemm(1e11, torch.float32), top.of_gemm(1e11, torch.float16)
-    (0.5, 0.5, None)
+    >>> ceilings = Ceilings(4e10, {torch.float32: 2e11})
+    >>> ceilings.of_read(2e10), ceilings.of_gemm(1e11, torch.float32)
+    (0.5, 0.5)
     """
 
     read: float
@@ -172,8 +172,8 @@ class Ceilings:
             The rates.
 
         >>> small = {"rounds": 1, "read_bytes": 1 << 16, "side": 16}
-        >>> top = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
-        >>> top.read > 0 and top.gemm[torch.float32] > 0
+        >>> ceilings = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
+        >>> ceilings.read > 0 and ceilings.gemm[torch.float32] > 0
         True
         """
         x = to_huge_pages(torch.ones(read_bytes // 4, device=device))

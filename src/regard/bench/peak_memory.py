@@ -1,8 +1,8 @@
 """The peak memory of a function, measured in a process of its own.
 
-It is the peak resident memory of the process (VmHWM, reset before the function runs) minus the
-resident memory before. The function has run once before, so that kernels are compiled and libraries
-are loaded.
+The result is the peak resident memory of the process (VmHWM, reset before the function runs) minus
+its resident memory before the function runs. The function is called once before the measurement, so
+that kernels are compiled and libraries are loaded.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def call_in_subprocess(
     if process.returncode:
         last_line = (process.stderr.strip() or "no output").splitlines()[-1]
         raise RegardError(
-            f"the process that measures memory ended with {process.returncode}: {last_line}"
+            f"the process that measures memory ended with exit code {process.returncode}: "
+            f"{last_line}"
             f"{advice and '; '}{advice}"
         )
     return json.loads(process.stdout.splitlines()[-1])

@@ -106,7 +106,7 @@ class StartSizes(ProgramSizes):
 def _start(arguments: tuple[str, ...], _: ProgramProblem) -> PreparedCall:
     """Return the call that runs Python with arguments."""
     step = partial(_run, [sys.executable, *arguments])
-    return PreparedCall(step, lambda ended: _done_output(ended.returncode == 0))
+    return PreparedCall(step, lambda process: _done_output(process.returncode == 0))
 
 
 def _start_peer(name: str, *arguments: str) -> Peer[ProgramProblem]:
@@ -196,9 +196,10 @@ class CheckpointProblem(ProgramProblem):
         super().__init__(dtype, device)
         self.sizes = sizes
         self.folder = _temporary_folder(self)
-        make = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         tensors = {
-            name: torch.randn(shape, generator=make).to(dtype) for name, shape in sizes.shapes()
+            name: torch.randn(shape, generator=generator).to(dtype)
+            for name, shape in sizes.shapes()
         }
         save_file(tensors, self.file)
         self._answer = {name: tensors[name].clone() for name in self.compared(tensors)}
@@ -223,7 +224,7 @@ class CheckpointProblem(ProgramProblem):
         return self._answer
 
 
-def _read_store(problem: CheckpointProblem) -> PreparedCall:
+def _read_with_regard(problem: CheckpointProblem) -> PreparedCall:
     """Return the call that reads the file with regard."""
     from regard.models.checkpoint.tensors import CheckpointTensors
 
@@ -242,7 +243,9 @@ def _read_and_copy(problem: CheckpointProblem) -> PreparedCall:
 
 
 def _read_bytes(problem: CheckpointProblem) -> PreparedCall:
-    """Return the call that reads the bytes of the file into memory, a bound for copying readers."""
+    """Return the call that reads the bytes of the file into memory: a lower bound for the time of
+    every reader that copies the tensors.
+    """
 
     def step() -> Tensor:
         content = torch.empty(problem.file.stat().st_size, dtype=torch.uint8)
@@ -277,7 +280,7 @@ READ_CHECKPOINT = Case(
     },
     (torch.float16,),
     (
-        Peer("regard", "Store.read, which regard.load uses.", _read_store),
+        Peer("regard", "CheckpointTensors.read, which regard.load uses.", _read_with_regard),
         Peer("safetensors", "load_file, which maps the file, and a copy.", _read_and_copy),
         Peer("bytes in one piece", "One read of the file's bytes.", _read_bytes),
     ),
@@ -348,11 +351,11 @@ def _page(sizes: PageSizes) -> str:
     from regard.tracing import named_scope
     from regard.view.report import page
 
-    make = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(), Recorder() as recorder:
         for layer in range(sizes.layers):
             shape = (1, sizes.heads, sizes.tokens, 64)
-            q, k, v = (torch.randn(shape, generator=make) for _ in range(3))
+            q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
             with named_scope("layers"), named_scope(str(layer)):
                 attend(q, k, v, mask=Causal())
     return page(report(recorder.recording(pieces=tuple(f"t{i}" for i in range(sizes.tokens)))))
@@ -369,21 +372,23 @@ def _no_browser(_: PageProblem) -> str | None:
 
 
 def _open(name: str, mark: bytes, problem: PageProblem) -> PreparedCall:
-    """Return the call that opens a page; it succeeded if the final document has a mark."""
+    """Return the call that opens a page in a browser; it succeeds if the final document contains
+    `mark`.
+    """
     program = find_browser()
     assert program is not None, "`_no_browser` refuses the problem without a browser"
     profile = f"--user-data-dir={problem.folder / 'profile'}"
     address = (problem.folder / name).as_uri()
     return PreparedCall(
         partial(_run, [program, *BROWSER_FLAGS, profile, address]),
-        lambda end: _done_output(mark in end.stdout),
+        lambda process: _done_output(mark in process.stdout),
     )
 
 
 def _page_peer(
-    name: str, about: str, prepare: Callable[[PageProblem], PreparedCall]
+    name: str, description: str, prepare: Callable[[PageProblem], PreparedCall]
 ) -> Peer[PageProblem]:
-    return Peer(name, about, prepare, why_not=_no_browser)
+    return Peer(name, description, prepare, why_not=_no_browser)
 
 
 DRAW_PAGE = Case(

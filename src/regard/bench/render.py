@@ -10,7 +10,7 @@ from regard.bench.interfaces import Case, Peer
 from regard.bench.machine import Ceilings
 from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
-from regard.text_table import format_table as table_of
+from regard.text_table import format_table
 from regard.view.charts import RatioBar, RatioBars
 
 COLUMNS = (
@@ -67,11 +67,11 @@ def case_table(result: CaseResult) -> str:
         return "\n".join([*lines, f"  refused: {result.refused}"])
     timed_rows = [_cells(row) for row in result.rows if row.seconds is not None]
     if timed_rows:
-        lines.append(table_of([COLUMNS, *timed_rows], left=(0, len(COLUMNS) - 1), indent="  "))
+        lines.append(format_table([COLUMNS, *timed_rows], left=(0, len(COLUMNS) - 1), indent="  "))
     other_rows = [
         (row.peer, f"{row.status}: {row.why}") for row in result.rows if row.seconds is None
     ]
-    lines += [table_of(other_rows, left=(0, 1), indent="  ")] if other_rows else []
+    lines += [format_table(other_rows, left=(0, 1), indent="  ")] if other_rows else []
     return "\n".join(
         [*lines, *(["  interrupted: not all rounds were run"] if result.interrupted else [])]
     )
@@ -143,7 +143,7 @@ def list_cases(cases: Iterable[Case]) -> str:
         missing = peer.missing()
         state = "installed" if missing is None else f"missing: {missing}"
         rows.append([peer.name, state, f"{peer.description} {', '.join(names)}"])
-    return "\n".join([*lines, "peers", table_of(rows, left=(0, 1, 2), indent="  ")])
+    return "\n".join([*lines, "peers", format_table(rows, left=(0, 1, 2), indent="  ")])
 
 
 def cases_of_peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:

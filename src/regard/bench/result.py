@@ -23,14 +23,14 @@ TOLERANCE_RULE = (
     f"half types: <= {ERROR_FACTOR:g} max|plain - ref| "
     f"({GRADIENT_ERROR_FACTOR:g} for gradients) + two roundings"
 )
-"""The rule in words: `x` is the output, `ref` the reference in a wider dtype, and `plain` a
-straightforward computation in the same dtype.
+"""The largest allowed error, as text: `x` is the output, `ref` the reference in a wider dtype, and
+`plain` a straightforward computation in the same dtype.
 """
 
 
 class OutputCheck(NamedTuple):
-    """The comparison of outputs with the reference: the output with the largest error for its
-    bound.
+    """The comparison of a peer's outputs with the reference, for the output with the largest error
+    relative to its bound.
 
     Attributes:
         correct: whether every output is within its bound.
@@ -62,7 +62,7 @@ def check_outputs(outputs: Outputs, reference: Outputs, plain: Outputs) -> Outpu
     >>> one = {"out": torch.ones(2)}
     >>> wrong = {"out": torch.ones(3)}
     >>> check_outputs(one, one, one).correct, check_outputs(wrong, one, one).why
-    (True, 'out is (3,), not (2,)')
+    (True, 'out has shape (3,), not (2,)')
     """
     names = [name for name in outputs if name in reference]
     if not names:
@@ -76,7 +76,7 @@ def check_outputs(outputs: Outputs, reference: Outputs, plain: Outputs) -> Outpu
 def _check_output(name: str, x: Tensor, reference: Tensor, plain: Tensor | None) -> OutputCheck:
     """Compare one output with its reference."""
     if x.shape != reference.shape:
-        why = f"{name} is {tuple(x.shape)}, not {tuple(reference.shape)}"
+        why = f"{name} has shape {tuple(x.shape)}, not {tuple(reference.shape)}"
         return OutputCheck(False, float("nan"), 0.0, why)
     allowed = _allowed_error(name, x.dtype, reference, plain)
     error = float((x.to(reference) - reference).abs().max()) if x.numel() else 0.0
@@ -154,7 +154,7 @@ class CaseResult:
     Attributes:
         case, description: the name and the description of the case.
         sizes: the sizes as text.
-        dtype, device: of the problem.
+        dtype, device: the dtype and the device of the problem.
         work: the minimum work; None if the case was not run.
         refused: why the case was not run, or "".
         rows: one result per peer.
@@ -252,18 +252,17 @@ def timed_result(
     return PeerResult(
         name,
         "timed",
-        "",
-        kernel,
-        seconds,
-        quartiles(times.own),
-        len(times.own),
-        times.ratio_to(times.ours),
-        bytes_rate,
-        flops_rate,
-        of_read,
-        None if flops_rate is None else ceilings.of_gemm(flops_rate, case.dtype),
-        verdict.error,
-        verdict.allowed,
+        kernel=kernel,
+        seconds=seconds,
+        quartiles=quartiles(times.own),
+        rounds=len(times.own),
+        ratio=times.ratio_to(times.ours),
+        bytes_per_second=bytes_rate,
+        flops_per_second=flops_rate,
+        of_read=of_read,
+        of_gemm=None if flops_rate is None else ceilings.of_gemm(flops_rate, case.dtype),
+        error=verdict.error,
+        allowed=verdict.allowed,
     )
 
 

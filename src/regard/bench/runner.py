@@ -71,7 +71,7 @@ def measure(
 
     Args:
         case: the case.
-        sizes, dtype, device: of the problem.
+        sizes, dtype, device: the sizes, the dtype and the device of the problem.
         budget: how long to measure.
         ceilings: the largest rates of the machine.
         say: called with a line of text before each part of the work.

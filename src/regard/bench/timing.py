@@ -28,7 +28,7 @@ def interleaved(
         rounds: how many rounds; at least one.
         sample: seconds that one timing takes; short calls are repeated until it does.
         limit: no new round begins after this many seconds; None is no limit.
-        into: a dict to fill, which has the complete rounds after an interrupt.
+        into: a dict that receives the times; after an interrupt it has those of complete rounds.
         synchronise: called before the clock is read, for devices that work asynchronously.
         clock: returns seconds. None is the wall clock; `time.process_time` counts the processor
             time and excludes waiting.
@@ -61,8 +61,10 @@ def interleaved(
 
 
 def rotated_order(names: Sequence[str], by: int) -> list[str]:
-    """Return the order of the names in a round: it starts at name `by`, in turns forwards and
-    backwards.
+    """Return the order of the names in round `by`.
+
+    Each round starts at the next name. After every name has been first once, the direction is
+    reversed.
 
     >>> [rotated_order("abc", i) for i in range(4)]
     [['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'], ['a', 'c', 'b']]

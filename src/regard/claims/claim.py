@@ -1,4 +1,4 @@
-"""What a claim is: one statement about attention, its measurement, and the bounds that decide."""
+"""The class of claims: a statement about attention, its measurement, and the bounds that decide."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Criterion:
 
         Returns:
             The attributes and the answer. A value or a bound that is not finite is None. "says" is
-            the former name of "quantity" and goes with the next release.
+            the former name of "quantity", and will be removed in the next release.
         """
         finite = {
             name: value if math.isfinite(value) else None
@@ -279,7 +279,7 @@ class Outcome:
         Returns:
             The texts of the claim, the verdict, the criteria, the numbers, the table and the plot.
             "says", "predicts", "scale" and "lesson" are the former names of "statement",
-            "prediction", "scope" and "takeaway", and go with the next release.
+            "prediction", "scope" and "takeaway", and will be removed in the next release.
         """
         claim = self.claim
         texts = {
@@ -305,7 +305,7 @@ class Outcome:
 
 
 def num_seeds(budget: float, count: int) -> int:
-    """Return how many seeds are trained: `count` for a budget of at least 1, fewer below, min. 1.
+    """Return how many seeds are trained: `count * budget`, at least 1 and at most `count`.
 
     >>> num_seeds(4.0, 3), num_seeds(1.0, 3), num_seeds(0.01, 3)
     (3, 3, 1)

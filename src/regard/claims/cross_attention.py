@@ -260,7 +260,7 @@ def _measure_image(_budget: float, seed: int) -> Numbers:
 
 
 def _checks_image(numbers: Numbers) -> list[Criterion]:
-    rows = numbers["rows"]["text"]  # as the note has it: the text gives the queries
+    rows = numbers["rows"]["text"]  # the statement of the note: the text gives the queries
     return [
         Criterion(
             "captioning: output rows / tokens of the generated text",

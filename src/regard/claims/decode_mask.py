@@ -1,7 +1,7 @@
 """Claims about whether a model needs a mask when it decodes, and when it trains.
 
-A step without a mask is right exactly if its queries may see every key that they are given: one
-query, and no more keys than the mask would let it see.
+A step without a mask gives the right output if and only if the mask allows every pair of a query
+and a key of that step. This is so for a single query and a cache without masked keys.
 """
 
 from __future__ import annotations
@@ -24,22 +24,28 @@ from regard.view.charts import Line, Picture
 
 WINDOW = Causal() & Window(4)
 STEPS: dict[str, tuple[Callable[[], Cache], tuple[int, ...], Mask, bool]] = {
-    "one token, all keys kept": (Growing, (6, 1), Causal(), False),
+    "one token, all keys cached": (Growing, (6, 1), Causal(), False),
     "one token, a ring of the window": (lambda: Ring(4), (9, 1), WINDOW, False),
     "three tokens at once": (Growing, (6, 3), Causal(), True),
     "a prompt in chunks": (Growing, (4, 4, 4), Causal(), True),
-    "one token under a window, all keys kept": (Growing, (9, 1), WINDOW, True),
+    "one token under a window, all keys cached": (Growing, (9, 1), WINDOW, True),
     "one token, a buffer with empty slots": (lambda: Fixed(16), (6, 1), Causal(), True),
 }
 """The kinds of step: the cache, the tokens of each call, the right mask, and whether the last call
 needs the mask.
 """
-MOST = 24
+NUM_TOKENS = 24
 
 
 def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots: bool) -> float:
-    """Return the error of the last call without a mask, where every stored key counts as
-    visible.
+    """Return the error of the last call if it uses no mask, so that every stored key is visible.
+
+    Args:
+        cache: an empty cache.
+        parts: the number of tokens of each call.
+        mask: the mask of the right result.
+        x: the tokens, `[1, N, 8]`.
+        slots: whether a buffer of 16 slots is passed to attention, with zeros in the empty slots.
     """
     module = mha(8, 2).double()
     start = 0
@@ -52,7 +58,7 @@ def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots:
         module.project.recall(memory, memory_positions),
     )
     expected = attend(q, k, v, mask=mask, q_positions=positions, k_positions=memory_positions)
-    if slots:  # the whole buffer, as with fixed shapes: zeros in the slots that are empty
+    if slots:
         k, v = _buffer(k), _buffer(v)
     else:
         is_empty = (as_tensor(memory_positions, q.device) < 0)[:, None, :, None]
@@ -68,8 +74,8 @@ def _buffer(x: Tensor) -> Tensor:
 
 
 def _without_cache(layers: int, x: Tensor) -> float:
-    """Return the error of the last row without a mask, when all tokens are computed again for each
-    new one.
+    """Return the error of the last row if no layer has a mask and there is no cache, so that all
+    rows are computed again for each new token.
     """
     stack = [mha(8, 2, is_causal=True).double() for _ in range(layers)]
 
@@ -97,7 +103,7 @@ def _padded(x: Tensor) -> tuple[float, float]:
 @torch.no_grad()
 def _measure(_budget: float, seed: int) -> Numbers:
     generator = torch.Generator().manual_seed(seed)
-    x = 2 * torch.randn(1, MOST, 8, generator=generator, dtype=torch.float64)
+    x = 2 * torch.randn(1, NUM_TOKENS, 8, generator=generator, dtype=torch.float64)
     rows = [
         {
             "step": name,

@@ -1,7 +1,8 @@
-"""The claim that each dim of an embedding stands for a feature: one dim against a direction.
+"""The claim that each dim of an embedding stands for a feature, tested against directions.
 
 A direction is the difference of means w = mean(E[with the feature]) - mean(E[without it]) over one
-half of the tokens; it is tested on the other half. The embedding is that of the model "tiny".
+half of the tokens, the training half. The best single dim is chosen on the same half. Both are
+tested on the other half. The embedding is that of the model "tiny".
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ FEATURES: dict[str, Callable[[str], bool]] = {
 """Features of the text of a token."""
 
 
-def _balanced_accuracy(score: Tensor, has: Tensor, known: Tensor) -> float:
-    """Return the balanced accuracy on the unknown half.
+def _balanced_accuracy(score: Tensor, has: Tensor, train: Tensor) -> float:
+    """Return the balanced accuracy with which a score predicts a feature on the test half.
 
-    The threshold is halfway between the two means of the known half.
+    The threshold is halfway between the mean scores of tokens with and without the feature in the
+    training half.
+
+    Args:
+        score: a number per token, `[V]`.
+        has: whether a token has the feature, `[V]`.
+        train: whether a token is in the training half, `[V]`.
     """
-    threshold = (score[known & has].mean() + score[known & ~has].mean()) / 2
-    sign = score[known & has].mean() > score[known & ~has].mean()
+    threshold = (score[train & has].mean() + score[train & ~has].mean()) / 2
+    sign = score[train & has].mean() > score[train & ~has].mean()
     predicted = (score > threshold) == sign
-    unknown = ~known
+    test = ~train
     return float(
-        (predicted[unknown & has].double().mean() + (~predicted[unknown & ~has]).double().mean())
-        / 2
+        (predicted[test & has].double().mean() + (~predicted[test & ~has]).double().mean()) / 2
     )
 
 
@@ -46,18 +52,18 @@ def _direction(x: Tensor, has: Tensor) -> Tensor:
     return x[has].mean(0) - x[~has].mean(0)
 
 
-def _accuracies(table: Tensor, shuffled: Tensor, has: Tensor, known: Tensor) -> dict[str, float]:
-    """Return the accuracies on the unknown half: of a direction, of a direction in shuffled rows,
-    and of the best single dim.
+def _accuracies(table: Tensor, shuffled: Tensor, has: Tensor, train: Tensor) -> dict[str, float]:
+    """Return the accuracies on the test half: of a direction, of a direction in an embedding with
+    shuffled rows, and of the best single dim.
     """
     accuracies = {
-        name: _balanced_accuracy(vectors @ _direction(vectors[known], has[known]), has, known)
+        name: _balanced_accuracy(vectors @ _direction(vectors[train], has[train]), has, train)
         for name, vectors in (("direction", table), ("shuffled", shuffled))
     }
-    separation = _direction(table[known], has[known]).abs() / table[known].std(0)
+    separation = _direction(table[train], has[train]).abs() / table[train].std(0)
     return {
         **accuracies,
-        "best_dim": _balanced_accuracy(table[:, int(separation.argmax())], has, known),
+        "best_dim": _balanced_accuracy(table[:, int(separation.argmax())], has, train),
     }
 
 
@@ -72,9 +78,9 @@ def _measure(_budget: float, seed: int) -> Numbers:
     splits = [torch.rand(len(table), generator=generator) < 0.5 for _ in range(SPLITS)]
     shuffled = table[torch.randperm(len(table), generator=generator)]
     rows = []
-    for name, rule in FEATURES.items():
-        has = torch.tensor([rule(text) for text in texts])
-        accuracies = [_accuracies(table, shuffled, has, known) for known in splits]
+    for name, has_feature in FEATURES.items():
+        has = torch.tensor([has_feature(text) for text in texts])
+        accuracies = [_accuracies(table, shuffled, has, train) for train in splits]
         means = {
             key: sum(split_accuracies[key] for split_accuracies in accuracies) / SPLITS
             for key in accuracies[0]

@@ -3,9 +3,9 @@ ALiBi.
 
 Perplexity is measured on text with the model "tiny", and retrieval with two small models, rotary
 and ALiBi, that are trained to find a passkey. The rotary base of the small model is b = (T / 2
-pi)^(d / d_extra) with d_extra / d = 92 / 128: within the trained length T as many dims rotate by a
-full turn as in Llama 2. With b = 10000 hardly any dim of a model this small would rotate, which
-would confound every effect of an extension.
+pi)^(d / d_extra) with d_extra / d = 92 / 128: the share of dims that rotate by a full turn within
+the trained length T is that of Llama 2. With b = 10000 hardly any dim of so small a model would
+rotate by a full turn, and an extension would have little to extend.
 """
 
 from __future__ import annotations
@@ -37,18 +37,22 @@ from regard.train.tasks.task import Example, PaddedBatch, Task, pad
 from regard.view.charts import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)
+"""The trained length of the small models, and the multiples of it that are measured."""
 DIM, HEADS, LAYERS, BATCH = 64, 4, 2, 24
-STEPS, TUNED = 420, 40
+STEPS, TUNING_STEPS = 420, 40
 BASE = (T / math.tau) ** (128 / 92)
 TASK = replace(TASKS["passkey"], lengths=(27, T, max(TIMES) * T))
 CLOSE = 0.3
-"""The largest loss in nats per token that counts as no loss: a perplexity of at most 1.35 times."""
+"""The largest increase of the loss, in nats per token, with which a model still counts as working:
+it multiplies the perplexity by 1.35.
+"""
 METHODS: tuple[Extension, ...] = tuple(get_args(Extension))
 
 
 class TextAndAnswerLoss:
-    """The loss of every next token plus the loss of the answers, so that the few answers count as
-    much.
+    """The mean loss of all next tokens plus the mean loss of the answers.
+
+    The answers are few; as a separate mean they have the same weight as all tokens together.
     """
 
     def __call__(self, model: nn.Module, rows: PaddedBatch) -> torch.Tensor:
@@ -102,9 +106,9 @@ def _trained(seed: int, count: int) -> tuple[llama.Config, Decoder, Decoder]:
     return config, rope, alibi
 
 
-def _read(model: nn.Module, length: int, examples: int) -> dict[str, float]:
-    """Return the loss of the text in nats per token, and the accuracy of the key's digits, at a
-    length.
+def _loss_and_accuracy(model: nn.Module, length: int, examples: int) -> dict[str, float]:
+    """Return the loss of all tokens in nats per token, and the accuracy of the passkey's digits, in
+    examples of a length.
     """
     task, split = passkey_of_length(length), "longer" if length > T else "validation"
     rows = pad(task, task.examples(split, examples, "read"))
@@ -112,9 +116,9 @@ def _read(model: nn.Module, length: int, examples: int) -> dict[str, float]:
     loss_function = TextAndAnswerLoss()
     with torch.no_grad():
         total_loss = evaluate(model, rows, loss=loss_function)
-        answers = evaluate(model, rows, loss=AnswerLoss())
+        answer_loss = evaluate(model, rows, loss=AnswerLoss())
     return {
-        "nats": total_loss - answers,
+        "nats": total_loss - answer_loss,
         "passkey": answer_accuracy(model, task, split, examples, "read"),
     }
 
@@ -125,17 +129,17 @@ def _measure(budget: float, seed: int) -> Numbers:
     by_method: dict[str, Numbers] = {"unscaled": {}, "alibi": {}, **{m: {} for m in METHODS}}
     for times in TIMES:
         length = times * T
-        by_method["unscaled"][str(times)] = _read(rope, length, examples)
-        by_method["alibi"][str(times)] = _read(alibi, length, examples)
+        by_method["unscaled"][str(times)] = _loss_and_accuracy(rope, length, examples)
+        by_method["alibi"][str(times)] = _loss_and_accuracy(alibi, length, examples)
         for method in METHODS if times > 1 else ():
             checkpoint = Checkpoint(rope, config)
-            by_method[method][str(times)] = _read(
+            by_method[method][str(times)] = _loss_and_accuracy(
                 extend_context(checkpoint, length, method)[0].network, length, examples
             )
     on_text = _on_text(num_steps(budget, 8), METHODS)
     for method in ("linear", "yarn"):
         by_method[f"{method}, tuned"] = {
-            "2": _tuned(rope, config, method, num_steps(budget, TUNED), examples, seed)
+            "2": _tuned(rope, config, method, num_steps(budget, TUNING_STEPS), examples, seed)
         }
     return {
         "trained": T,
@@ -178,10 +182,10 @@ def _tuned(
     model = extend_context(checkpoint, 2 * T, method)[0].network.requires_grad_(True)
     longer = replace(TASK, lengths=(T, 2 * T, 2 * T + 1))
     train_on_task(model, longer, count, lr=1e-3, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
-    return _read(model, 2 * T, examples)
+    return _loss_and_accuracy(model, 2 * T, examples)
 
 
-def _checks_bare(numbers: Numbers) -> list[Criterion]:
+def _checks_unscaled(numbers: Numbers) -> list[Criterion]:
     within, beyond = numbers["tiny"]["nats"]["unscaled"]
     return [
         Criterion(
@@ -198,6 +202,8 @@ def _checks_bare(numbers: Numbers) -> list[Criterion]:
 
 
 def _checks_of(method: str) -> Callable[[Numbers], list[Criterion]]:
+    """Return the function that returns the criteria of one extension."""
+
     def checks(numbers: Numbers) -> list[Criterion]:
         text, small_model = numbers["tiny"]["nats"], numbers["by_method"]
         return [
@@ -300,12 +306,12 @@ _SMALL_MODELS = (
 def _claim(
     id_: str,
     sources: tuple[NoteSection, ...],
-    says: str,
+    statement: str,
     checks: Callable[[Numbers], list[Criterion]],
     takeaway: str,
-    predicts: str = "",
+    prediction: str = "",
 ) -> Claim:
-    """Return a claim about the one experiment of this file."""
+    """Return a claim that is tested by the one experiment of this file."""
     default_prediction = (
         f"At four times the trained length the loss is at most {CLOSE:g} nats per token higher "
         "than within it."
@@ -313,8 +319,8 @@ def _claim(
     return Claim(
         id=id_,
         sources=sources,
-        statement=says,
-        prediction=predicts or default_prediction,
+        statement=statement,
+        prediction=prediction or default_prediction,
         scope=_SMALL_MODELS,
         measure=_measure,
         checks=checks,
@@ -366,7 +372,7 @@ CLAIMS = (
         "longer",
         (NoteSection(OUTLINE, "long contexts"),),
         "A model with rotary positions works beyond its trained length without any change.",
-        _checks_bare,
+        _checks_unscaled,
         "It fails, because it meets angles that never occurred in training; the extensions avoid "
         "them.",
     ),

@@ -35,7 +35,7 @@ from regard.view.charts import Line, Picture
 
 DIM, HEADS, SEEDS, CONTEXT = 64, 4, 2, 96
 TOKENS, LENGTHS = 64, (64, 256, 1024)
-STEPS, RECALL = 400, 300
+TEXT_STEPS, RECALL_STEPS = 400, 300
 KINDS: dict[str, tuple[str, dict[str, int]]] = {
     "mha": ("gqa", {"groups": HEADS}),
     "gqa": ("gqa", {"groups": 2}),
@@ -80,10 +80,10 @@ def _measure(budget: float, seed: int) -> Numbers:
         row: Numbers = {"name": name, "text": [], "recall": []}
         for trial in range(seed, seed + num_seeds(budget, SEEDS)):
             _, model = _decoder(name, BYTES, trial)
-            train_on_bytes(model, num_steps(budget, STEPS), context=CONTEXT, seed=trial)
+            train_on_bytes(model, num_steps(budget, TEXT_STEPS), context=CONTEXT, seed=trial)
             row["text"].append(byte_loss(model, CONTEXT, rows=32))
         _, recall_model = _decoder(name, len(TASK.vocabulary), seed)
-        train_on_task(recall_model, TASK, num_steps(budget, RECALL), seed=seed)
+        train_on_task(recall_model, TASK, num_steps(budget, RECALL_STEPS), seed=seed)
         row["recall"].append(answer_accuracy(recall_model, TASK, "validation", 96))
         rows.append(row)
     return {
@@ -91,7 +91,7 @@ def _measure(budget: float, seed: int) -> Numbers:
         "heads": HEADS,
         "layers": 2,
         "seeds": num_seeds(budget, SEEDS),
-        "steps": num_steps(budget, STEPS),
+        "steps": num_steps(budget, TEXT_STEPS),
         "by_name": rows,
     }
 

@@ -1,7 +1,8 @@
 """Claims about Infini-attention: recall across segments, against a window and against all keys.
 
-Each example has key-value pairs, then silence that is longer than the windows of all layers reach
-together, then the keys again. A model with a window alone cannot know the values.
+Each example consists of key-value pairs, then filler tokens (the silence), then the same pairs
+again, whose values are the answers. The silence is as long as the windows of all layers together,
+so that a model with windows alone cannot retrieve the values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from regard.view.charts import Line, Picture
 KINDS, PAIRS, SEGMENT, LAYERS = 8, 3, 8, 2
 SILENCE = LAYERS * SEGMENT
 KEYS, VALUES = (tuple(f"{letter}{i}" for i in range(KINDS)) for letter in "kv")
-KINDS_OF: dict[str, tuple[str, dict[str, int]]] = {
+MECHANISMS: dict[str, tuple[str, dict[str, int]]] = {
     "window": ("sliding_window", {"groups": 4, "window": SEGMENT}),
     "infini": ("infini", {"segment": SEGMENT}),
     "all keys": ("gqa", {"groups": 4}),
@@ -31,7 +32,7 @@ RATES = {"window": (3e-3,), "infini": (1e-3, 3e-3, 1e-2), "all keys": (3e-3,)}
 STEPS = 400
 
 
-def _across(random: Random, _: int) -> Example:
+def _draw_across_segments(random: Random, _: int) -> Example:
     """Return keys with their values, silence, and the keys with their values again in another
     order.
     """
@@ -51,7 +52,7 @@ TASK = Task(
     reference="after Arora et al. 2023 (arXiv 2312.04927), with a silence added",
     kind="causal",
     vocabulary=Vocabulary((*KEYS, *VALUES, GAP)),
-    draw=_across,
+    draw=_draw_across_segments,
     lengths=(LENGTH, LENGTH, LENGTH + 1),
 )
 """The task. Two layers with a window of one segment do not reach across the silence."""
@@ -64,7 +65,7 @@ def _gates(model: Decoder) -> list[float]:
 
 def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
     """Return a decoder that was trained on the task."""
-    attention, options = KINDS_OF[name]
+    attention, options = MECHANISMS[name]
     torch.manual_seed(seed)
     _, model = small_decoder(
         len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed
@@ -78,7 +79,7 @@ def _added_to(model: Decoder, seed: int) -> Decoder:
 
     Every weight that both have is copied; the gate is not trained.
     """
-    attention, options = KINDS_OF["infini"]
+    attention, options = MECHANISMS["infini"]
     _, new_model = small_decoder(
         len(TASK.vocabulary),
         layers=len(model.layers),
@@ -94,7 +95,7 @@ def _added_to(model: Decoder, seed: int) -> Decoder:
 
 def _measure(budget: float, seed: int) -> Numbers:
     count, rows = num_steps(budget, STEPS), []
-    for name in KINDS_OF:
+    for name in MECHANISMS:
         runs = []
         for rate in RATES[name]:
             model = _trained(name, count, rate, seed)

@@ -289,7 +289,7 @@ ORDER_INFORMATION = Claim(
 )
 
 
-WAYS = ("q, k", "q, k, v turned back", "q, k, v not turned back")
+WAYS = ("q, k", "q, k, v rotated back", "q, k, v not rotated back")
 """The names of the three models: rotated queries and keys, and rotated values with and without an
 inverse rotation of the output.
 """
@@ -300,16 +300,16 @@ VALUES_STEPS, VALUES_CONTEXT = 200, 96
 class RotatedValues(SeparateQKV):
     """A projection that rotates its values in addition to its queries and keys.
 
-    Attention asks for the queries of a call first, so the projection stores their positions to
-    rotate the output back.
+    `Attention` calls `query` before `postprocess`, so the projection stores the positions of the
+    queries, by which `postprocess` rotates the output back.
 
     Args:
-        before: a projection with rotary queries and keys, whose heads are used.
+        before: a projection with rotary queries and keys, whose `q`, `k` and `v` are used.
         back: whether the output of attention is rotated back.
 
     >>> _, model = small_decoder(BYTES, dim=16, heads=2)
-    >>> turned = RotatedValues(model.layers[0].attention.project, back=True)
-    >>> turned.remember(torch.zeros(1, 3, 16), Span(0, 3))[1].shape
+    >>> project = RotatedValues(model.layers[0].attention.project, back=True)
+    >>> project.remember(torch.zeros(1, 3, 16), Span(0, 3))[1].shape
     torch.Size([1, 2, 3, 8])
     """
 
@@ -320,7 +320,7 @@ class RotatedValues(SeparateQKV):
         self._query_positions: Positions = Span(0, 0)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the rotated queries, and keep their positions."""
+        """Return the rotated queries, and store their positions for `postprocess`."""
         assert positions is not None
         self._query_positions = positions
         return super().query(x, positions)

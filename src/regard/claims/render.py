@@ -33,7 +33,7 @@ def outcome_text(outcome: Outcome) -> str:
     'minus-infinity: holds with limits'
     """
     claim = outcome.claim
-    reused = " (kept from an earlier run)" if outcome.reused else ""
+    reused = " (reused from an earlier run)" if outcome.reused else ""
     lines = [
         f"{claim.id}: {outcome.verdict}{reused}",
         f"  statement   {claim.statement}",

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.bench.runner import torch_threads
-from regard.compare.mechanisms import build_decoder as fresh
+from regard.compare.mechanisms import build_decoder
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.train.batches import Batches, BatchSource
@@ -67,7 +67,7 @@ def small_decoder(
         position=position,
         window=window,
     )
-    return config, fresh(config, seed)
+    return config, build_decoder(config, seed)
 
 
 def train_on_task(
@@ -111,8 +111,8 @@ def train_on_bytes(
 def gradient_norms(
     model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
 ) -> list[float]:
-    """Train on the bytes at a constant rate without clipping; return the gradient norm of each
-    step.
+    """Train on the bytes at a constant learning rate without clipping, and return the gradient norm
+    of each step.
 
     >>> _, model = small_decoder(BYTES, dim=16, heads=2)
     >>> [norm > 0 for norm in gradient_norms(model, 2, context=16, batch=2)]

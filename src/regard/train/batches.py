@@ -17,14 +17,14 @@ from regard.train.corpus import TextDocument
 from regard.units import plural
 
 MIN_PERIOD = 8
-"""The shortest period of a row that repeats itself."""
+"""The shortest period, in tokens, of a row that repeats itself."""
 
 MIN_DISTINCT_TOKENS = 16
 """The smallest number of distinct tokens in a row of random tokens."""
 
 WARMUP_DISTINCT_TOKENS, WARMUP_PERIODS = 64, (4, 24)
-"""The rows of the first `repeat_first` batches: the number of distinct tokens, and the shortest and
-the longest period.
+"""The easy rows of the first `repeat_first` batches have at most this many distinct tokens, and a
+period between these two numbers.
 """
 
 
@@ -34,11 +34,12 @@ class Batches:
 
     A share `repeat` of the rows repeat themselves, so that the model learns induction heads: such a
     row is a segment of the stream tiled to the row's length, `row[i] == row[i - period]`. The
-    period is drawn from [8, length/2], so that no fixed distance solves the task. In a share
-    `repeat_random` of them the segment consists of random tokens among the K most frequent ones,
-    with K log-uniform from 16 to all: rows of few distinct tokens are easy to learn from, rows of
-    many make the head general. To predict a random row the model must find the last occurrence of
-    the current token and copy the token after it (Olsson et al. 2022, arXiv:2209.11895).
+    period is drawn uniformly from [8, length/2], so that no fixed distance solves the task. In a
+    share `repeat_random` of these rows the segment consists of random tokens among the K most
+    frequent ones, where K is log-uniform from 16 to the number of distinct tokens: rows of few
+    distinct tokens are easy to learn from, rows of many make the head general. To predict a random
+    row the model must find the last occurrence of the current token and copy the token after it
+    (Olsson et al. 2022, arXiv:2209.11895).
 
     The first `repeat_first` batches are easier: every row repeats random tokens among the 64 most
     frequent ones with a period of 4 to 24, short periods more often. An induction head forms
@@ -109,24 +110,26 @@ class Batches:
         if self._drawn <= self.repeat_first:
             return self._warmup_rows()
         length = self.context + 1
-        starts = self._integers(0, len(self.tokens) - length + 1)
+        starts = self._integers(0, len(self.tokens) - length + 1)  # [batch]
         if not self.repeat:
             return self.tokens[starts[:, None] + self._offsets]
         longest = max(1, length // 2)
         period = self._integers(min(MIN_PERIOD, longest), longest + 1)
         chance = torch.rand(2, self.batch, generator=self._generator)
         repeats, random_tokens = chance[0] < self.repeat, chance[1] < self.repeat_random
-        offsets = self._offsets % torch.where(repeats, period, length)[:, None]
+        # the offsets of a row that repeats itself start again at 0 after each period
+        offsets = self._offsets % torch.where(repeats, period, length)[:, None]  # [batch, length]
         rows = self.tokens[starts[:, None] + offsets]
+        # each row draws how many distinct tokens it has, log-uniformly, and then its tokens
         log_fewest, log_all = (
             math.log(min(MIN_DISTINCT_TOKENS, len(self._frequent_tokens))),
             math.log(len(self._frequent_tokens)),
         )
-        position = torch.rand(self.batch, 1, generator=self._generator)
-        distinct = (log_fewest + (log_all - log_fewest) * position).exp()  # [batch, 1]
-        draw = torch.rand(rows.shape, generator=self._generator) * distinct
+        fraction = torch.rand(self.batch, 1, generator=self._generator)
+        distinct = (log_fewest + (log_all - log_fewest) * fraction).exp()  # [batch, 1]
+        ranks = torch.rand(rows.shape, generator=self._generator) * distinct
         random_rows = self._frequent_tokens[
-            draw.long().clamp_(max=len(self._frequent_tokens) - 1)
+            ranks.long().clamp_(max=len(self._frequent_tokens) - 1)
         ].gather(1, offsets)
         return torch.where((repeats & random_tokens)[:, None], random_rows, rows)
 
@@ -136,8 +139,8 @@ class Batches:
         """
         tokens = self._frequent_tokens[:WARMUP_DISTINCT_TOKENS]
         low, high = (math.log(p) for p in (WARMUP_PERIODS[0], WARMUP_PERIODS[1] + 1))
-        position = torch.rand(self.batch, 1, generator=self._generator)
-        period = (low + (high - low) * position).exp().long()
+        fraction = torch.rand(self.batch, 1, generator=self._generator)
+        period = (low + (high - low) * fraction).exp().long()  # [batch, 1]
         shape = (self.batch, WARMUP_PERIODS[1])
         segment = tokens[torch.randint(0, len(tokens), shape, generator=self._generator)]
         return segment.gather(1, self._offsets % period)
@@ -229,7 +232,9 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
 
 
 class ExampleBatch(Protocol):
-    """Some examples: a tensor `[N, row]`, or another type with a length, `to` and `split`."""
+    """The examples of a validation set: a tensor `[N, row]`, or a type with the same `to`, `split`
+    and length, such as `PaddedBatch`.
+    """
 
     def __len__(self) -> int: ...
 

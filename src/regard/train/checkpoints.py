@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
-from regard.files.folder_lock import WRITING_PREFIX
-from regard.files.folder_lock import delete_abandoned as sweep_unlocked
+from regard.files.folder_lock import WRITING_PREFIX, delete_abandoned
 from regard.files.regular_files import checked_path, open_regular
-from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.safetensors_reader import load_tensors
 from regard.files.strict_json import read_json
 from regard.nn.renamed_weights import current_weight_name
 from regard.train.batches import BatchSource
@@ -34,9 +33,7 @@ from regard.untrusted_text import short_repr
 
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64 << 20
-"""The largest manifest and the largest state in bytes; a state has the random state and the order
-of the data.
-"""
+"""The size limit in bytes of manifest.json, and of state.json with its random generators."""
 _FOLDER_NAME = re.compile(r"step-(\d{8,})")
 EXTRA_BYTES = 1 << 20
 """Bytes that a run needs in addition to its tensors: other files and file system metadata."""
@@ -65,13 +62,13 @@ class TrainingCheckpoint:
 def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -> Path:
     """Write a checkpoint to `folder/step-XXXXXXXX`, verify it, and delete older ones.
 
-    The checkpoint is written under a temporary name and renamed, so that no partial one is ever
-    seen.
+    The checkpoint is written under a temporary name and then renamed, so that a folder with the
+    final name is always complete.
 
     Args:
         folder: the folder of all checkpoints of a run.
         checkpoint: the content.
-        keep: how many of the newest checkpoints stay.
+        keep: how many of the newest checkpoints are not deleted.
 
     Returns:
         The folder of the checkpoint.
@@ -94,13 +91,14 @@ def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -
         if isinstance(error, FileError):
             raise
         raise FileError(
-            f"{target}: cannot write the checkpoint: {error}; the ones before it are intact"
+            f"{target}: cannot write the checkpoint: {error}; older checkpoints are intact: free "
+            "some space or choose another folder"
         ) from error
     problem = find_damage(target)
     if problem:
         raise FileError(
-            f"{target}: the checkpoint was written and reads back with other content: {problem}; "
-            "check the disk"
+            f"{target}: the checkpoint on disk differs from what was written: {problem}; check the "
+            "disk"
         )
     checkpoints = [path for path in _checkpoint_folders(parent) if path.name <= target.name]
     for old in checkpoints[keep:]:
@@ -127,10 +125,11 @@ def check_free_space(folder: str | Path, needed: int) -> None:
         while not existing.exists():
             existing = existing.parent
         free = free_bytes(existing)
-        if needed > free:  # round one up and the other down, so that they never look equal
+        if needed > free:  # rounded up and down, so that the message never has two equal numbers
             raise FileError(
-                f"the checkpoint needs {-(-needed // 2**20)} MiB, {free // 2**20} MiB free at "
-                f"{folder}; free some space or choose another folder (older checkpoints are intact)"
+                f"the checkpoint needs {-(-needed // 2**20)} MiB, and {free // 2**20} MiB are free "
+                f"in {folder}; free some space or choose another folder (older checkpoints are "
+                "intact)"
             )
         Path(folder).mkdir(parents=True, exist_ok=True)
     except FileError:
@@ -162,22 +161,22 @@ def load(path: str | Path) -> TrainingCheckpoint:
 
 
 def _read(path: Path) -> TrainingCheckpoint:
-    """Return the content of a folder whose checksums are right.
+    """Return the checkpoint in a folder whose checksums were verified.
 
     Raises:
-        FileError: the files do not make a checkpoint, even though their checksums are right.
+        FileError: state.json has no valid step or state, or names a tensor that no file has.
     """
     state = read_json(checked_path(path, "state.json"), limit=MAX_JSON_BYTES)
     tensors = {
-        file.stem: dict(read_tensors(checked_path(path, file.name))[0])
+        file.stem: dict(load_tensors(checked_path(path, file.name))[0])
         for file in sorted(path.glob("*.safetensors"))
     }
     duplicates, step, run_state = state.get("same"), state.get("step"), state.get("state")
     if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(run_state, dict):
         raise FileError(
             f"{path}: state.json has the step {short_repr(step)} and the state "
-            f"{short_repr(run_state)}; "
-            "use an older checkpoint"
+            f"{short_repr(run_state)}; the step must be an integer from 0, and the state an "
+            "object: use an older checkpoint"
         )
     try:
         for name, stored_key in duplicates.items():
@@ -186,8 +185,7 @@ def _read(path: Path) -> TrainingCheckpoint:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise FileError(
             f"{path}: state.json has {short_repr(duplicates)} as the names of shared tensors; "
-            "use an "
-            "older checkpoint"
+            "use an older checkpoint"
         ) from None
     return TrainingCheckpoint(step, tensors, run_state)
 
@@ -220,7 +218,7 @@ def remove_leftovers(folder: str | Path) -> int:
     >>> remove_leftovers("no/such/folder")
     0
     """
-    return sweep_unlocked(Path(folder))
+    return delete_abandoned(Path(folder))
 
 
 def free_bytes(folder: Path) -> int:
@@ -261,8 +259,9 @@ def _write(folder: Path, checkpoint: TrainingCheckpoint) -> None:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    """Rename a folder that was written to its final name, in place of an older folder."""
-    if target.exists():  # a damaged one, or one of a run that was resumed from an earlier step
+    """Rename the complete folder `temporary` to `target`, and delete an older `target`."""
+    # an older target is damaged, or belongs to a run that was resumed from an earlier step
+    if target.exists():
         aside = target.with_name(f"{WRITING_PREFIX}old-{target.name}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
@@ -290,14 +289,14 @@ def _deduplicate(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
             first_names[key] = name
             copy = tensor.detach().cpu().contiguous()
             memory = copy.untyped_storage().data_ptr()
-            # the format requires a copy of a view whose memory is stored already
+            # safetensors does not store two tensors that share memory, such as views of one buffer
             stored[name] = copy.clone() if memory and memory in storages else copy
             storages.add(memory)
     return stored, duplicates
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the folders of checkpoints by name, the newest first."""
+    """Return the folders with the names of checkpoints, the newest first."""
     numbered = [
         (int(m[1]), p) for p in folder.glob("step-*") if (m := _FOLDER_NAME.fullmatch(p.name))
     ]
@@ -305,7 +304,7 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
 
 
 _CHANGEABLE_SETTINGS = ("save_every",)
-"""Settings that may differ in a resumed run, since they change no number."""
+"""Settings that may differ when a run resumes, because they do not affect the weights."""
 
 
 def pack(
@@ -381,7 +380,8 @@ def unpack(
 def check_metadata(checkpoint: TrainingCheckpoint, metadata: Mapping[str, Any] | None) -> None:
     """Check that the metadata of a model equals the metadata in a checkpoint.
 
-    A checkpoint without metadata passes. The former key for them in a checkpoint is "about".
+    A checkpoint without metadata passes. Checkpoints of earlier versions store the metadata under
+    the key "about".
 
     Args:
         checkpoint: the checkpoint to resume from.
@@ -410,8 +410,7 @@ def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
         if model_shapes.get(name) != saved_shape:
             raise ArgumentError(
                 f"weight {short_repr(name)} is {model_shapes.get(name)} in the model and "
-                f"{saved_shape} "
-                "in the checkpoint; resume with the model of the first run"
+                f"{saved_shape} in the checkpoint; resume with the model of the first run"
             )
 
 
@@ -481,7 +480,7 @@ def _file_damage(folder: Path, name: str, expected: Any) -> str:
     if Path(name).name != name:
         return f"{MANIFEST} names {short_repr(name)}, which is outside the folder"
     if not isinstance(expected, dict):
-        return f"{MANIFEST} says {short_repr(expected)} of {short_repr(name)}; it must be an object"
+        return f"{MANIFEST} has {short_repr(expected)} for {short_repr(name)}; it must be an object"
     path = checked_path(folder, name)
     size = path.stat().st_size
     if size != expected.get("bytes"):
@@ -497,7 +496,7 @@ def _changed_tensors(path: Path, expected: Mapping[str, Any]) -> str:
     if not isinstance(checksums, dict):
         return ""
     try:
-        named, _ = read_tensors(path)
+        named, _ = load_tensors(path)
     except FileError:
         return " (its header)"
     changed = [

@@ -88,7 +88,7 @@ def load_documents(source: str | Path = DEFAULT_SOURCE) -> list[TextDocument]:
         if not files:
             suffixes = " ".join(SUFFIXES)
             raise FileError(
-                f"{path}: this folder has no text file; its name must end in {suffixes}"
+                f"{path}: this folder has no text file; names of text files end in {suffixes}"
             )
         documents = [TextDocument(f.relative_to(path).as_posix(), _read_utf8(f)) for f in files]
     else:

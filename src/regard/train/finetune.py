@@ -1,4 +1,6 @@
-"""A few training steps on a converted model: of all its weights, or of the converted ones only."""
+"""Fine-tuning of a converted model: a few training steps of every parameter that requires a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,15 @@ def finetune(
 
     >>> import torch
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-    >>> done = finetune(model, torch.arange(180).view(20, 9) % 9, steps=20, lr=0.1)
-    >>> done.held_tokens, done.held_after < done.held_before
+    >>> result = finetune(model, torch.arange(180).view(20, 9) % 9, steps=20, lr=0.1)
+    >>> result.held_tokens, result.held_after < result.held_before
     (16, True)
     """
-    narrow = {str(p.dtype) for p in network.parameters() if p.dtype.itemsize < 4}
-    if narrow:
+    half_dtypes = {str(p.dtype) for p in network.parameters() if p.dtype.itemsize < 4}
+    if half_dtypes:
         raise ArgumentError(
-            f"the weights are {', '.join(sorted(narrow))}, which rounds small steps away; train in "
+            f"the weights are {', '.join(sorted(half_dtypes))}, which rounds small steps away; "
+            "train in "
             "float32 (--dtype float32) and convert the dtype afterwards"
         )
     holdout = len(ids) // HOLDOUT
@@ -72,17 +75,17 @@ def finetune(
     fit(network, batches, settings, progress=progress)
     after = _mean_losses(network, train_rows, holdout_rows)
     return FinetuneResult(
-        steps,
-        lr,
-        batch,
-        ids.shape[1] - 1,
-        seed,
-        train_rows.numel(),
-        before[0],
-        after[0],
-        len(holdout_rows) * (ids.shape[1] - 1),
-        before[1],
-        after[1],
+        steps=steps,
+        lr=lr,
+        batch=batch,
+        length=ids.shape[1] - 1,
+        seed=seed,
+        tokens=train_rows.numel(),
+        loss_before=before[0],
+        loss_after=after[0],
+        held_tokens=len(holdout_rows) * (ids.shape[1] - 1),
+        held_before=before[1],
+        held_after=after[1],
     )
 
 

@@ -68,7 +68,7 @@ class NonFiniteLoss(RegardError, FloatingPointError):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a training run.
+    """The result of a training run.
 
     Args:
         step: the last step.
@@ -102,20 +102,20 @@ def fit(
 ) -> TrainResult:
     """Train a model in place, from the newest valid checkpoint in `folder` if there is one.
 
-    On a CPU, a run that was stopped and resumed gives the same bits as one that was not: weights,
-    optimizer, torch's random state, data order and log. After Ctrl-C or SIGTERM the current step is
-    finished and saved, and the function returns; a second signal exits at once.
+    On a CPU, a run that was stopped and resumed is bitwise identical to an uninterrupted one:
+    weights, optimizer, torch's random state, data order and log. After Ctrl-C or SIGTERM the
+    current step is finished and saved, and the function returns; a second signal exits at once.
 
     Args:
         model: the model to train; its loss is `loss(model, rows)`.
         batches: the training data.
         settings: the settings of the run.
         validation: examples on which the loss is measured every `settings.validate_every` steps.
-        loss: the mean loss of one batch.
+        loss: a function that returns the mean loss of one batch.
         folder: the folder for checkpoints; None saves none.
         log: the CSV file of the log; None writes none.
         progress: a display of the progress.
-        keep: how many checkpoints stay in the folder.
+        keep: how many of the newest checkpoints are kept in the folder.
         metadata: plain values that describe the model. A checkpoint with other metadata is refused.
 
     Returns:
@@ -123,7 +123,7 @@ def fit(
 
     Raises:
         NonFiniteLoss: the loss or its gradient is not finite. It is raised before the optimizer's
-            step; the last checkpoint stays and the log shows the step.
+            step. The last checkpoint is not changed, and the log has a row for the step.
         ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights,
             data or metadata.
         FileError: a checkpoint or the log cannot be written, another run writes in `folder`, or its
@@ -150,7 +150,16 @@ def fit(
 
 
 class _TrainingLoop:
-    """The state of one run: the values that a checkpoint stores, and the clock."""
+    """One run: its state, of which a checkpoint stores `_SAVED_ATTRIBUTES`, and its clock.
+
+    Attributes:
+        step: the last completed step.
+        saved_step: the step of the last checkpoint; -1 before the first one.
+        pending: the losses of the steps since the last row of the log.
+        last, norm: the loss and the gradient norm of the last step.
+        validation: the last validation loss, or None.
+        clock, clock_step: the time and the step of the last row of the log, for the speed.
+    """
 
     def __init__(
         self,
@@ -167,8 +176,8 @@ class _TrainingLoop:
         self.optimizer = make_optimizer(model, settings)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
-        self.step, self.saved = 0, -1
-        self.pending: list[float] = []  # losses since the last row of the log
+        self.step, self.saved_step = 0, -1
+        self.pending: list[float] = []
         self.last, self.norm = math.nan, math.nan
         self.validation: float | None = None
         self.clock, self.clock_step = time.perf_counter(), 0
@@ -201,12 +210,12 @@ class _TrainingLoop:
                 self.report(log, progress, self.validation if measured else None)
             if self.is_due(settings.save_every):
                 self.save()
-        if caught and self.saved != self.step:
+        if caught and self.saved_step != self.step:
             self.save()
         return TrainResult(self.step, self.last, self.validation, caught[0] if caught else None)
 
     def is_due(self, every: int) -> bool:
-        """Return whether something that is done every so many steps is due now."""
+        """Return whether the current step is a multiple of `every`, or the last step."""
         return self.step % every == 0 or self.step == self.settings.steps
 
     def run_step(self) -> None:
@@ -234,8 +243,8 @@ class _TrainingLoop:
             return
         self.step, self.last = step, loss  # for the last row of the log; nothing is saved after it
         checkpoint = (
-            f"the checkpoint of step {self.saved} is kept"
-            if self.saved >= 0
+            f"the checkpoint of step {self.saved_step} is kept"
+            if self.saved_step >= 0
             else "no checkpoint was saved yet"
         )
         raise NonFiniteLoss(
@@ -259,7 +268,7 @@ class _TrainingLoop:
     def report(
         self, log: CsvLog | None, progress: Progress | None, validation: float | None
     ) -> None:
-        """Write a row of the log, and start to average the loss anew."""
+        """Write a row of the log with the mean loss since the last row, and start a new mean."""
         row = self.row(math.fsum(self.pending) / len(self.pending), validation)
         if log:
             log.write(row)
@@ -292,14 +301,14 @@ class _TrainingLoop:
             packed = checkpoints.pack(self.model, self.optimizer, self.batches, self.settings, run)
             packed.state["metadata"] = self.metadata
             checkpoints.save(self.folder, packed, keep=self.keep)
-        self.saved = self.step
+        self.saved_step = self.step
 
     def restore(self) -> None:
         """Restore the state of the newest valid checkpoint, if there is one."""
         if self.folder is None:
             return
-        # weights and two moments of each, twice: the old checkpoint stays until the new one is
-        # verified
+        # AdamW has two moments per weight. The old checkpoint is deleted only after the new one is
+        # verified, so that there must be space for two.
         size = checkpoints.EXTRA_BYTES + 2 * 3 * sum(p.nbytes for p in self.parameters)
         checkpoints.check_free_space(self.folder, size)
         checkpoints.remove_leftovers(self.folder)
@@ -323,7 +332,7 @@ class _TrainingLoop:
                 f"{self.folder}: the checkpoint of step {checkpoint.step} has content that no run "
                 f"saves: {error_text(repr(error))}; remove its folder to resume from an older one"
             ) from error
-        self.saved = self.step
+        self.saved_step = self.step
 
 
 _SAVED_ATTRIBUTES = ("step", "pending", "last", "norm", "validation")

@@ -106,7 +106,7 @@ def smoothed_cross_entropy(
     """
     _check_smoothing(smoothing)
     counted = labels != ignored
-    # selected, not multiplied by 0: a position that does not count may have NaN
+    # ignored positions are removed, not multiplied by 0, since their logits may be NaN
     counted_logits = logits[counted]
     log_p = (
         counted_logits if counted_logits.dtype == torch.float64 else counted_logits.float()
@@ -143,8 +143,8 @@ class Seq2SeqLoss:
     def __call__(self, model: nn.Module, rows: PaddedBatch) -> Float[Tensor, ""]:
         """Return the mean loss over the tokens of the target."""
         inputs, labels = rows.target[:, :-1], rows.target[:, 1:]
-        # the target is padded after its last token, and a token attends to earlier ones only:
-        # the target needs no positions
+        # the target needs no positions: its padding is at the end, where causal attention of the
+        # tokens does not reach
         logits = model(rows.source, inputs, padded_positions(rows.source))
         eps = self.smoothing if model.training else 0.0
         return smoothed_cross_entropy(logits, labels, eps, ignored=PAD)

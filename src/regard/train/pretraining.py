@@ -37,7 +37,8 @@ from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 KV_HEADS = 2
 """The default number of key/value heads."""
-_ATTENTION_ONLY = {"position": "--position", "window": "--window", "set": "--set"}
+_FLAGS_WITH_ATTENTION = {"position": "--position", "window": "--window", "set": "--set"}
+"""The options that are allowed only together with `--attention`."""
 
 
 def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
@@ -73,7 +74,7 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
         "tie_word_embeddings": options["tie"],
     }
     if options.get("attention") is None:
-        for name, flag in _ATTENTION_ONLY.items():
+        for name, flag in _FLAGS_WITH_ATTENTION.items():
             if options.get(name):
                 raise ArgumentError(
                     f"{flag} needs a mechanism of the catalogue; give one, such as --attention gqa"
@@ -108,10 +109,18 @@ def make_model(config: Any, seed: int) -> nn.Module:
 
 
 def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]:
-    """Return the names of the parameters that the next-token loss has no gradient for.
+    """Return the names of the parameters for which the next-token loss has no gradient.
 
-    Such parameters keep their initial values. They select keys, such as the indexer of "dsa", which
-    its paper trains by another loss.
+    Such parameters keep their initial values. An example is the indexer of "dsa": it selects keys,
+    which has no gradient, and its paper trains it with a separate loss.
+
+    Args:
+        model: a language model; its gradients are removed afterwards.
+        vocab_size: the number of tokens of its vocabulary.
+        length: how many tokens are passed through the model.
+
+    Returns:
+        The names of the parameters.
 
     >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
     >>> config = make_config(sizes, 257)
@@ -279,12 +288,13 @@ class PretrainingRun:
         except (OSError, SafetensorError) as error:
             raise FileError(
                 f"{self.out}: cannot write the weights: {error_text(error)}; the checkpoints "
-                "are intact: "
-                "free some space and continue with --resume"
+                "are intact: free some space and continue with --resume"
             ) from error
 
     def write_command(self) -> None:
-        """Write command.txt: the command with every option, and the versions of Python, torch."""
+        """Write the command with every option, and the versions of Python and torch, to
+        command.txt.
+        """
         parts = ["regard", "train", self.options["source"]]
         for name, value in self.options.items():
             flag = "--" + name.replace("_", "-")

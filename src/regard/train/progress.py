@@ -50,11 +50,10 @@ COLUMNS = [f.name for f in fields(LogRow)]
 
 
 class CsvLog:
-    """The log train.csv, opened at a step. Rows after that step, from a run that was killed, are
-    removed.
+    """The log train.csv of a run.
 
-    The columns are the attributes of `LogRow`; a run in several parts has every row once.
-    TensorBoard event files are not written.
+    When a run resumes, the rows after the step of its checkpoint are removed, so that a run in
+    several parts has every row once. The columns are the attributes of `LogRow`.
 
     Args:
         path: the file; its folder is created.

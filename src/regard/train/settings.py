@@ -19,7 +19,7 @@ class Settings:
         steps: optimizer steps.
         lr: the peak learning rate.
         warmup: steps of linear warm-up to the peak.
-        weight_decay: AdamW's decay of matrices; norms, gains and biases have none.
+        weight_decay: AdamW's weight decay of matrices; norms and biases are not decayed.
         clip: the largest 2-norm of the gradient.
         accumulate: batches per step.
         bf16: whether the forward pass runs under bf16 autocast.
@@ -77,7 +77,7 @@ class Settings:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """Return an AdamW optimizer that decays matrices, but no norms, gains and biases.
+    """Return an AdamW optimizer that applies weight decay to matrices, not to norms and biases.
 
     Args:
         model: its parameters that require a gradient are trained.

@@ -62,7 +62,7 @@ def _mask(problem: AttentionProblem, name: str) -> Tensor | None:
     if plain and (s.queries == 1 or (name == "sdpa" and s.queries == s.S)):
         return None
     visible = problem.visible()
-    # transformers lets a padded query see every key, so that no row is NaN
+    # as in transformers, every key is visible to a padded query, so that no row is NaN
     visible = visible | ~visible.any(dim=-1, keepdim=True)
     if name == "sdpa" and not s.alibi:
         return visible
@@ -71,8 +71,8 @@ def _mask(problem: AttentionProblem, name: str) -> Tensor | None:
 
 
 def scores_bytes(problem: AttentionProblem) -> int:
-    """Return the memory in bytes of the scores, of their copies with the mask, of the softmax in
-    fp32 and the weights, and of the repeated keys and values.
+    """Return the memory in bytes of the scores, of their masked copies, of the softmax in fp32, of
+    the weights, and of keys and values repeated for every query head.
     """
     s = problem.sizes
     scores = s.B * s.H * s.queries * s.S
@@ -117,7 +117,7 @@ def no_expansion(_: LatentProblem) -> str | None:
 
     if hasattr(DeepseekV3Attention, "expand_kv"):
         return None
-    return "this version of transformers caches no latents"
+    return "this version of transformers has no cache of latents"
 
 
 def expanded_bytes(problem: LatentProblem) -> int:

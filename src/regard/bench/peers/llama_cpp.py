@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python: the same weights in a GGUF file, with an fp16 or fp32 cache.
 
-Flash attention is used for fp16 only: it rounds to fp16 whatever the cache's dtype is. With it,
-fp32 logits had an error of 1e-3; without it, 1e-6.
+Flash attention is used for fp16 only, because llama.cpp's kernel rounds to fp16 whatever the dtype
+of the cache is: fp32 logits had an error of 1e-3 with flash attention, and of 1e-6 without it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ LAYER_NAMES = {
 
 
 def model(problem: ModelProblem) -> PreparedCall:
-    """Prepare a decoding step after S tokens that llama.cpp has processed itself.
+    """Prepare a decoding step after S random tokens.
 
-    The numbers of its cache cannot be set, so only the logits of the prompt are compared.
+    The keys and values of llama.cpp's cache cannot be set to those of the problem, so only the
+    logits of the short prompt are compared with the reference.
     """
     library = importlib.import_module("llama_cpp")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(problem, path)
-        short = problem.dtype == torch.float16
-        kind = library.GGML_TYPE_F16 if short else library.GGML_TYPE_F32
+        is_fp16 = problem.dtype == torch.float16
+        cache_type = library.GGML_TYPE_F16 if is_fp16 else library.GGML_TYPE_F32
         threads = torch.get_num_threads()
         network = library.Llama(
             str(path),
@@ -59,9 +60,9 @@ def model(problem: ModelProblem) -> PreparedCall:
             n_batch=BATCH,
             n_threads=threads,
             n_threads_batch=threads,
-            flash_attn=short,
-            type_k=kind,
-            type_v=kind,
+            flash_attn=is_fp16,
+            type_k=cache_type,
+            type_v=cache_type,
             use_mmap=False,
             verbose=False,
         )
@@ -83,11 +84,11 @@ def model(problem: ModelProblem) -> PreparedCall:
 def why_not(problem: ModelProblem) -> str | None:
     """Return why this adapter does not support the problem, or None."""
     if problem.device.type != "cpu":
-        return "this adapter runs on a CPU"
+        return "this adapter supports only a CPU"
     if problem.sizes.B != 1:
-        return "this adapter decodes one row"
+        return "this adapter supports only a batch of one row"
     if problem.dtype not in (torch.float32, torch.float16):
-        return "this adapter writes fp32 and fp16"
+        return "this adapter supports only fp32 and fp16"
     return None
 
 
@@ -143,7 +144,7 @@ def _logits(library: Any, network: Any, problem: ModelProblem) -> Tensor:
 
 
 def file_bytes(problem: ModelProblem) -> int:
-    """Return the memory in bytes of its own weights and of a cache."""
+    """Return the memory in bytes of llama.cpp's copy of the weights, and of two caches."""
     return (problem.sizes.weights + 2 * problem.sizes.cached) * problem.dtype.itemsize
 
 

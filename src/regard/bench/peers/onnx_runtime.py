@@ -60,7 +60,7 @@ def why_not(problem: AttentionProblem) -> str | None:
     """Return why the operator or its CPU provider does not support the problem, or None."""
     s = problem.sizes
     for refused, reason in (
-        (problem.device.type != "cpu", "this adapter runs its CPU provider"),
+        (problem.device.type != "cpu", "this adapter supports only a CPU"),
         (problem.train, "has no gradient"),
         (
             problem.dtype not in _NUMPY,
@@ -75,7 +75,7 @@ def why_not(problem: AttentionProblem) -> str | None:
 
 
 def _graph(problem: AttentionProblem) -> bytes:
-    """Return a serialised ONNX model with the one node."""
+    """Return a serialised ONNX model whose only node is GroupQueryAttention."""
     onnx = importlib.import_module("onnx")
     helper, s = onnx.helper, problem.sizes
     names = (
@@ -128,7 +128,7 @@ def _array(x: Tensor) -> Any:
 
 
 def copied_bytes(problem: AttentionProblem) -> int:
-    """Return the memory in bytes of its own buffers."""
+    """Return the memory in bytes of ONNX Runtime's own buffers for keys and values."""
     return 3 * (problem.k.numel() + problem.v.numel()) * problem.dtype.itemsize
 
 

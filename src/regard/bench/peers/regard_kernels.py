@@ -137,4 +137,4 @@ QUANTIZED = Peer(
     why_not=not_quantized,
 )
 LATENT = Peer("regard", "regard.attend over the latents, absorbed.", latent)
-MODEL = Peer("regard", "A model of regard's with a Fixed cache.", model)
+MODEL = Peer("regard", "A model of regard with a Fixed cache.", model)

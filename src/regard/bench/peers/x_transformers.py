@@ -13,10 +13,10 @@ from regard.bench.problems import AttentionProblem, prepared_call
 
 
 def attention(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `Attend` with the heads in its order.
+    """Prepare `Attend`, with the query heads in the order that it expects.
 
-    Its query head h reads key/value head h % G, where regard's reads h // (H/G); the query heads
-    are reordered in advance.
+    In x-transformers query head h attends to key/value head h % G, in regard to h // (H / G). So
+    the query heads are reordered in advance.
     """
     s = problem.sizes
     module = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)

@@ -116,13 +116,13 @@ class AttentionSizes(ProblemSizes):
 
     Args:
         B, H, G, D: batch rows, query heads, key/value heads, and the dim of a head.
-        S, T: keys and queries; T None is as many queries as keys.
-        window: how many keys a query sees, its own included; None is all.
+        S, T: the numbers of keys and of queries; with T=None they are equal.
+        window: how many keys a query sees, its own included; None for all earlier keys.
         alibi: whether ALiBi's bias is added to the scores.
         padded: whether row b has b S / (2 B) padding tokens on the left.
         train: whether the gradient is computed.
-        bits: keys and values come from a quantised cache with this many bits; None is random
-            numbers.
+        bits: the bits of the quantised cache from which keys and values are read; None for keys and
+            values that are not quantised.
 
     >>> print(AttentionSizes(B=1, H=32, G=8, D=128, S=32768, T=1))
     B1 H32 G8 D128 S32768 T1
@@ -177,7 +177,7 @@ class AttentionProblem(Problem):
 
     Args:
         sizes: the sizes.
-        dtype, device: of the inputs.
+        dtype, device: the dtype and the device of the inputs.
 
     Attributes:
         quantized: keys and values as the cache stores them, if it is quantised.
@@ -295,7 +295,7 @@ class AttentionProblem(Problem):
 
     @cached_property
     def groups(self) -> list[int]:
-        """The key/value heads that are checked: all, or the first and others at equal distances."""
+        """The key/value heads that are checked: all of them, or some that are evenly spaced."""
         n = max(1, min(self.sizes.G, self.checked_pairs * self.sizes.G // max(1, self.pairs)))
         return sorted({math.floor(i * self.sizes.G / n) for i in range(n)})
 
@@ -304,8 +304,8 @@ class AttentionProblem(Problem):
         return self.checked_rows(plain_attention(self, torch.float64, self.groups))
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; nothing if the rule does not need
-        them.
+        """Return the outputs, computed in the problem's dtype; {} in fp32 and fp64, where the
+        allowed error does not depend on them.
         """
         if self.dtype in (torch.float32, torch.float64):
             return {}

@@ -73,7 +73,7 @@ class LatentProblem(Problem):
 
     Args:
         sizes: the sizes.
-        dtype, device: of the inputs.
+        dtype, device: the dtype and the device of the inputs.
 
     >>> sizes = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -102,8 +102,8 @@ class LatentProblem(Problem):
 
     @property
     def work(self) -> MinimumWork:
-        """The FLOPs of the absorbed form; latents and weights are read once, the heads read and
-        written.
+        """The FLOPs of the absorbed form, and the bytes of the latents, the weights, the queries
+        and the outputs, each read or written once.
         """
         s = self.sizes
         flops = s.B * absorb_flops(1, s.S, s.H, s.rank, s.nope, s.rope, s.value)
@@ -116,8 +116,8 @@ class LatentProblem(Problem):
         return self._expand(torch.float64)
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; nothing if the rule does not need
-        them.
+        """Return the outputs, computed in the problem's dtype; {} in fp32 and fp64, where the
+        allowed error does not depend on them.
         """
         if self.dtype in (torch.float32, torch.float64):
             return {}

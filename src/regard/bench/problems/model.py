@@ -116,7 +116,8 @@ def _rotate(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
 
 
 PROMPT_TOKENS = 4
-"""The length of a prompt on which a peer is checked whose cache cannot be filled."""
+"""The length of the prompt on which peers are compared whose caches cannot be set to given values.
+"""
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class ModelProblem(Problem):
 
     Args:
         sizes: the sizes.
-        dtype, device: of the parameters.
+        dtype, device: the dtype and the device of the parameters.
 
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -272,8 +273,8 @@ class ModelProblem(Problem):
         return self._answer(torch.float64 if self.dtype == torch.float32 else torch.float32)
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; nothing if the rule does not need
-        them.
+        """Return the outputs, computed in the problem's dtype; {} in fp32, where the allowed error
+        does not depend on them.
         """
         return {} if self.dtype == torch.float32 else self._answer(self.dtype)
 

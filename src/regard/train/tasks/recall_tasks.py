@@ -11,6 +11,7 @@ SYMBOLS = tuple(f"s{i}" for i in range(64))
 KEYS = tuple(f"k{i}" for i in range(64))
 VALUES = tuple(f"v{i}" for i in range(64))
 GAP = "."
+"""A token without information, which fills the space between others."""
 
 FILLER = (
     "the grass is green .",
@@ -48,9 +49,10 @@ def causal_example(tokens: list[str], asked: set[int]) -> Example:
 
 
 def _draw_induction(random: Random, length: int) -> Example:
-    """Return n different symbols followed by a part of them again, whose tokens are the answers.
+    """Return n different symbols, followed by a segment of them again.
 
-    Every token of the repetition after its first one follows from the first occurrence.
+    The answers are the tokens of the repeated segment except for its first one: each can be copied
+    from the first occurrence of the segment.
     """
     n = random.randint(length // 2 + 1, length - 1)
     n = min(max(n, 2), len(SYMBOLS))

@@ -35,9 +35,11 @@ from regard.view.task_page import (
 
 COLUMNS = ("split", "shortest", "longest", "examples", "right", "share", "low", "high")
 MAX_MISTAKES = 12
+"""The largest number of wrong answers in report.html."""
 MAX_BYTES = 1 << 20
 """The largest accuracy.csv in bytes."""
 NUM_ALIGNMENTS = 3
+"""The largest number of alignments in report.html."""
 ALIGNMENT_LENGTHS = (8, 18)
 """The shortest and the longest source whose alignment is shown, in tokens."""
 
@@ -115,7 +117,7 @@ def write_report(
     Args:
         report: the report.
         folder: an existing folder.
-        facts: lines that are shown beside the title of the page.
+        facts: texts by label, which are shown under the title of the page.
         beside: the accuracy of other models, which is drawn in the same chart.
 
     Raises:
@@ -172,8 +174,7 @@ def read_accuracy(folder: Path, name: str | None = None) -> charts.Accuracy:
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise FileError(
             f"{path}: not a table with columns {', '.join(COLUMNS)}: {error_text(error)}; write "
-            "it again "
-            "with `regard train --task`"
+            "it again with `regard train --task`"
         ) from error
     return charts.Accuracy(name or escape_controls(folder.name), tuple(points))
 

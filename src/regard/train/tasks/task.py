@@ -1,6 +1,4 @@
-"""What a task is: its vocabulary, its examples, and batches of them in an order that can be
-resumed.
-"""
+"""The class of tasks, with vocabulary and examples, and batches in an order that can be resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
 PAD, BOS, EOS = 0, 1, 2
-"""Token ids: an empty slot; the beginning of a target; the end of a source or of a target."""
+"""The token ids of padding, of the beginning of a target, and of the end of any sequence."""
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
@@ -49,7 +47,9 @@ class Vocabulary:
         ids = {word: i for i, word in enumerate((*SPECIAL, *self.words))}
         if len(ids) != len(self):
             repeated = sorted({w for w in self.words if self.words.count(w) > 1 or w in SPECIAL})
-            raise ArgumentError(f"the vocabulary has words twice: {', '.join(repeated)}")
+            raise ArgumentError(
+                f"words occur twice in the vocabulary or are special tokens: {', '.join(repeated)}"
+            )
         if "" in ids:
             raise ArgumentError("the vocabulary has the empty string as a word; leave it out")
         object.__setattr__(self, "_ids", ids)
@@ -108,8 +108,8 @@ class Vocabulary:
 
 
 SPLITS = ("train", "validation", "longer")
-"""Examples for training; held-out examples of the same lengths; held-out examples that are longer
-than any in training.
+"""The splits: "train" for training, "validation" with held-out examples of the same lengths, and
+"longer" with held-out examples that are longer than any in training.
 """
 
 KINDS = ("seq2seq", "causal")
@@ -150,7 +150,7 @@ class Task:
     """A problem to learn, with its vocabulary and a generator of examples of any length.
 
     The sha256 of a source decides whether it belongs to training or to validation; a source with
-    more tokens than any in training belongs to "longer". So the splits share no source, whatever
+    more tokens than any in training belongs to "longer". Thus no source is in two splits, whatever
     the seed.
 
     Args:
@@ -240,7 +240,7 @@ class Task:
             raise ArgumentError(f"split is {split!r}; it must be one of {', '.join(SPLITS)}")
         shortest, trained, longest = self.lengths
         low, high = (trained + 1, longest) if split == "longer" else (shortest, trained)
-        random = Random(f"{self.name} {split} {seed}")  # noqa: S311 (examples are no secrets)
+        random = Random(f"{self.name} {split} {seed}")  # noqa: S311 (not for cryptography)
         while True:
             example = self.draw(random, random.randint(low, high))
             if self.split_of(example.source) == split:
@@ -433,7 +433,7 @@ class TaskBatches:
     def _pool(self, index: int) -> list[list[Example]]:
         """Return the batches of pool `index`, in their shuffled order."""
         name, count = f"{self.seed} {index}", POOL_BATCHES * self.batch
-        random = Random(name)  # noqa: S311 (an order is no secret)
+        random = Random(name)  # noqa: S311 (not for cryptography)
         if self.examples is None:
             drawn = list(islice(self.task.stream("train", name), count))
         else:

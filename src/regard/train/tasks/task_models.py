@@ -38,9 +38,9 @@ class Recipe:
     """The sizes of a model, and how it is trained.
 
     Attributes:
-        dim: the embedding dim; of a Transformer also the model dim.
-        hidden: the state of a recurrent network, or the inner dim of feed-forward layers.
-        layers, heads, dropout: of the network.
+        dim: the dim of the embedding; in a Transformer also the model dim.
+        hidden: the dim of a recurrent network's state, or the inner dim of feed-forward layers.
+        layers, heads, dropout: the numbers of layers and of heads, and the dropout rate.
         steps, batch, lr, warmup: the training settings, see `regard.train.Settings`.
         smoothing: eps of the label smoothing.
         attention, kv_heads, position, window, set: options of model "decoder", see `regard train
@@ -114,7 +114,18 @@ def check_model(task: Task, name: str) -> None:
 
 
 def recipe(task: Task, name: str) -> Recipe:
-    """Return sizes and steps with which a model learns a task in minutes on two cores."""
+    """Return sizes and steps with which a model learns a task in minutes on two cores.
+
+    Args:
+        task: the task.
+        name: the name of a model, see `models_for`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ArgumentError: the model cannot learn the task, or does not exist.
+    """
     check_model(task, name)
     if name == "transformer":
         return Recipe(hidden=256, lr=1.5e-3, warmup=200, steps=2000)

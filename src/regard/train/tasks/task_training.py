@@ -1,4 +1,4 @@
-"""What `regard train --task` does: train a model on a task, evaluate it, and write a folder."""
+"""`regard train --task`: train a model on a task, evaluate it, and write a folder of results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_user_file
 from regard.files.folder_lock import folder_locked
 from regard.files.regular_files import checked_path
-from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.safetensors_reader import load_tensors
 from regard.files.strict_json import read_json
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit
@@ -44,11 +44,12 @@ from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls, short_repr
 from regard.view.charts import Accuracy
 
-VALIDATION = 128
-"""How many examples the validation loss is measured on during training."""
+VALIDATION_EXAMPLES = 128
+"""The number of examples on which the validation loss is measured during training."""
 
-RECIPE = "task.json"
-WEIGHTS = "model.safetensors"
+RECIPE_FILE = "task.json"
+"""The file with the task, the model and its recipe."""
+WEIGHTS_FILE = "model.safetensors"
 
 
 class TaskTrainingRun:
@@ -119,7 +120,9 @@ class TaskTrainingRun:
             model,
             batches,
             settings,
-            validation=pad(self.task, self.task.examples("validation", VALIDATION, "loss")),
+            validation=pad(
+                self.task, self.task.examples("validation", VALIDATION_EXAMPLES, "loss")
+            ),
             loss=loss,
             folder=self.out / "checkpoints",
             log=self.out / "train.csv",
@@ -127,11 +130,11 @@ class TaskTrainingRun:
         )
         if result.stopped_by is None:
             try:
-                with write_user_file(self.out / WEIGHTS) as path:
+                with write_user_file(self.out / WEIGHTS_FILE) as path:
                     save_model(model.cpu(), str(path))
             except SafetensorError as error:
                 raise FileError(
-                    f"{self.out / WEIGHTS} cannot be written: {error_text(error)}"
+                    f"{self.out / WEIGHTS_FILE} cannot be written: {error_text(error)}"
                 ) from error
             self.report = evaluate_task(
                 model, self.task, self.name, examples=options["examples"], beams=options["beams"]
@@ -153,7 +156,7 @@ class TaskTrainingRun:
 
     def model(self) -> nn.Module:
         """Return a model with random weights."""
-        torch.manual_seed(self.options["seed"])  # the command has the process for itself
+        torch.manual_seed(self.options["seed"])  # a command may change the global random state
         return build(self.task, self.name, self.recipe).to(self.options["device"])
 
     def start(self, stack: ExitStack) -> None:
@@ -165,7 +168,7 @@ class TaskTrainingRun:
         """
         sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
         content = {"task": self.task.name, "model": self.name, "sizes": sizes}
-        file = self.out / RECIPE
+        file = self.out / RECIPE_FILE
         checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)
         try:
             stack.enter_context(folder_locked(self.out))
@@ -176,7 +179,9 @@ class TaskTrainingRun:
                     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             saved = read_json(file)
         except OSError as error:
-            raise FileError(f"{self.out}: cannot start a run there: {error_text(error)}") from error
+            raise FileError(
+                f"{self.out}: cannot write to this folder: {error_text(error)}; choose another"
+            ) from error
         if saved != content:
             different = [name for name in content if saved.get(name) != content[name]]
             raise ArgumentError(
@@ -200,7 +205,7 @@ class TaskTrainingRun:
         )
 
     def facts(self, result: TrainResult, parameters: int) -> dict[str, str]:
-        """Return the lines that are shown beside the title of the page."""
+        """Return the texts that are shown under the title of the page, by label."""
         return {
             "model": self.name,
             "parameters": f"{parameters:,}",
@@ -258,9 +263,9 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
     """
     path = Path(folder)
     try:
-        saved = read_json(checked_path(path, RECIPE))
+        saved = read_json(checked_path(path, RECIPE_FILE))
         task = find_task(saved["task"])
-        weights, _ = read_tensors(checked_path(path, WEIGHTS))
+        weights, _ = load_tensors(checked_path(path, WEIGHTS_FILE))
         with torch.device("meta"):  # compare the sizes with the weights before allocating memory
             _check_shapes(build(task, saved["model"], _recipe(saved["sizes"])), weights)
         model = build(task, saved["model"], _recipe(saved["sizes"]))
@@ -278,8 +283,7 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
     ) as error:
         raise FileError(
             f"{path}: cannot load a trained task: {error_text(error)}; give a folder that "
-            "`regard train "
-            "--task` wrote"
+            "`regard train --task` wrote"
         ) from error
     return model.eval(), task
 

@@ -136,7 +136,9 @@ def _check(number: int) -> None:
 
 COMMA = ","
 MOST_DIGITS = 12
+"""The largest number of digits of a number; `NUMBER_LIMIT` has one digit more."""
 SPARSE_SHARE = 0.3
+"""The share of numbers in which about half of the digits are replaced by zeros."""
 
 NumberWriter = Callable[[int], list[str]]
 """A function that returns the words of a number in one language."""
@@ -164,13 +166,15 @@ def random_numbers(random: Random, length: int, write: NumberWriter) -> list[int
             number = _number(random, digits)
         numbers.append(number)
         remaining -= len(write(number)) + 1
-    random.shuffle(numbers)  # the number that was drawn last is small; put it anywhere
+    random.shuffle(numbers)  # the number that was drawn last fills the rest and is often small
     return numbers
 
 
 def _number(random: Random, digits: int) -> int:
-    """Return a random number below 10^digits. In a share of them half of the digits are zeros,
-    since zeros have grammar rules of their own.
+    """Return a random number below 10^digits.
+
+    In a share `SPARSE_SHARE` of the numbers each digit is replaced by 0 with probability 1/2,
+    because zeros have grammar rules of their own in Chinese.
     """
     number = random.randrange(10**digits)
     if random.random() < SPARSE_SHARE:
