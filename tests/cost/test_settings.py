@@ -354,7 +354,7 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
         ),
         (
             {**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25},
-            "hidden_size 25 is not divisible by 6 heads, and head_dim is not given",
+            "hidden_size 25 is not divisible by num_attention_heads 6, and head_dim is not given",
         ),
         (
             {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]},

@@ -248,7 +248,7 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
     honest = SiteRecorder.on_attention_call
     monkeypatch.setattr(
         SiteRecorder,
-        "saw",
+        "on_attention_call",
         lambda self, call, result, name: honest(self, *change(call, result), name),
     )
     found = explain(model(), TEXT, layer=1, head=2, query=5)

@@ -636,9 +636,7 @@ def test_a_compilation_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPa
             regard.attend(q, k, v)
         # the broken form: in this thread it is as if it compiled
         monkeypatch.setattr(process_state, "_this_thread_compiles", lambda: True)
-        with pytest.raises(
-            regard.KernelRefusal, match="needs memory addresses, which compiled graphs"
-        ):
+        with pytest.raises(regard.KernelRefusal, match="needs memory addresses"):
             work()
 
 

@@ -143,7 +143,7 @@ REFUSED = {
         "model_type": "gemma3",
         "text_config": {"num_hidden_layers": 10**9, "sliding_window_pattern": 6},
     },
-    "rope_parameters.sliding_attention is scaled": {
+    "rope_parameters.sliding_attention has the scaling": {
         "rope_parameters": dict.fromkeys(ROPE, ROPE["full_attention"]),
     },
     "use_bidirectional_attention is True; only None or False": {

@@ -22,7 +22,7 @@ def initialize_weights(decoder: Decoder) -> Decoder:
     later layers can match and copy them. The head has standard deviation 0.02, and so has an
     embedding that is tied to it; an untied embedding has 0.5. Biases are 0.
 
-    >>> from regard.nn import Embed
+    >>> from regard.nn import InputEmbedding
     >>> embed, head = InputEmbedding(nn.Embedding(7, 4)), nn.Linear(4, 7)
     >>> decoder = initialize_weights(Decoder(embed, [], nn.Identity(), head))
     >>> float(decoder.head.bias.detach().abs().sum())
