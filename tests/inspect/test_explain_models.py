@@ -187,7 +187,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
     held = {"task": task, "model": name, "sizes": vars(sizes) | {"set": []}}
     (tmp_path / "task.json").write_text(json.dumps(held))
     example = known.examples("validation", 1)[0].source
-    text = known.reads.join(example) if text is None else text
+    text = known.source_separator.join(example) if text is None else text
     found = explain(read_text(text, str(tmp_path)), query=0)
     assert found.place == place
     assert found.model == tmp_path.name

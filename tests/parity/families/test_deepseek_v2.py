@@ -304,7 +304,7 @@ def test_published_names() -> None:
             {"head_dim": 128},
             r"head_dim is 128, and the two parts of a query head, 128 \+ 64, make it 64",
         ),
-        ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65, and n_routed_experts 64"),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65, and n_routed_experts is 64"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "which follows the length"),
         ({"auto_map": {"AutoModel": "mine.Other"}}, "auto_map names 'mine.Other'"),
         ({"qk_rope_head_dim": 63}, "63"),

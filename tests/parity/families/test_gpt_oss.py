@@ -282,7 +282,7 @@ def test_what_a_file_leaves_out() -> None:
     "change, message",
     [
         ({"experts_per_token": 2}, "experts_per_token is 2 and num_experts_per_tok is 4"),
-        ({"num_local_experts": 3}, "num_experts_per_tok is 4, and num_local_experts 3"),
+        ({"num_local_experts": 3}, "num_experts_per_tok is 4, and num_local_experts is 3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entry"),
         ({"num_key_value_heads": 5}, "not divisible by 5"),
