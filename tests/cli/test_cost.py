@@ -65,7 +65,7 @@ def test_gpt3_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "57,982,058,496, 33.2% of all" in out
     )
     assert "57,982,058,496: a third of 175 billion" in out
-    assert "5.95 billion of 17.5 billion call one layer's 96 heads the whole model" in out
+    assert "5.95 billion of 17.5 billion take the 96 heads of one layer for the whole model" in out
 
 
 def test_gemma_keeps_139_mib(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,7 @@ def test_weights_that_are_not_finite(folder: Path, capsys: pytest.CaptureFixture
     change(folder, model__norm__weight=torch.full((24,), float("inf")))
     code, _, err = command(capsys, *generate(folder, "--finite"))
     assert code == 1
-    assert "'model.norm.weight' holds 0 NaN and 24 infinite values" in err
+    assert "'model.norm.weight' has values that are not finite: 0 of 24 NaN, 24 infinite" in err
 
 
 def test_the_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         (["--attention", "luong"], "luong attends to a second sequence"),
         (
             ["--attention", "moba", "--set", "topk=1", "--position", "none"],
-            "moba does not take position 'none'",
+            "moba does not support position 'none'",
         ),
         (
             ["--attention", "gqa", "--set", "bass=3"],

@@ -141,7 +141,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         ArgumentError, match=r"^bahdanau attends to a second sequence; .* delta_net, "
     ):
         find_decoder_variant("bahdanau")
-    with pytest.raises(ArgumentError, match=r"^prefix_lm sees later tokens; "):
+    with pytest.raises(ArgumentError, match=r"^prefix_lm attends to later tokens; "):
         config("prefix_lm")
     with pytest.raises(ArgumentError, match="no mechanism is named 'gqua'; did you mean 'gqa'"):
         Config(V, 32, 48, 2, 4, "gqua")
@@ -241,7 +241,7 @@ def test_which_positions_a_mechanism_takes(name: str) -> None:
         elif position not in allowed:
             with pytest.raises(
                 ArgumentError,
-                match=f"^{name} does not take position '{position}': .*; it takes catalogue",
+                match=f"^{name} does not support position '{position}': .*; it supports catalogue",
             ):
                 config(name, position=position)
 
@@ -306,12 +306,14 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
 def test_windows_that_are_refused() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"^retention does not take window 4: Recurrent does not support an additional "
+        match=r"^retention does not support window 4: Recurrent does not support an additional "
         r"window; its options "
         "are groups, head_dim, value_dim, base, decay",
     ):
         config("retention", window=4)
-    with pytest.raises(ArgumentError, match=r"streaming does not take window 4: .* are sinks, rec"):
+    with pytest.raises(
+        ArgumentError, match=r"streaming does not support window 4: .* are sinks, rec"
+    ):
         config("streaming", window=4)
     with pytest.raises(ArgumentError, match=r"^NSA does not support an additional window"):
         with_window(build_mixer("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)

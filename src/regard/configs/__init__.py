@@ -1,7 +1,7 @@
-"""Reading config.json, without torch: one config class for each family of models.
+"""Config classes that read config.json, one for each family of models; none imports torch.
 
-`regard.load` and `regard cost` read a config.json through the same classes. Loading checks every
-key (`reader.parse`); counting checks those that change sizes (`reader.read_sizes`).
+`regard.load` and `regard cost` use the same classes. `regard.load` checks every key of config.json
+(`reader.parse`); `regard cost` checks only the keys that change sizes (`reader.read_sizes`).
 """
 
 from __future__ import annotations

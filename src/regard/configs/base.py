@@ -38,9 +38,8 @@ class UnknownKey(ArgumentError):
         self.path = path
         name = short_repr(self.key)
         super().__init__(
-            f"{reason}{'' if reason.endswith('?') else '.'} If it does not change the "
-            "computation, ignore it: "
-            f"regard.load(folder, ignore=({name},)), or --ignore {name}"
+            f"{reason}{'' if reason.endswith('?') else '.'} If it does not change the computation, "
+            f"ignore it: regard.load(folder, ignore=({name},)), or --ignore {name}"
         )
 
     @property
@@ -54,8 +53,8 @@ class ModelConfig(ABC):
     """The config of one family: its fields are the keys of config.json that change the network.
 
     The names are those of Hugging Face. A field without a default is required. `__post_init__`
-    raises for sizes that contradict each other. What only the parts of the network can check, such
-    as the numbers of a rotary scaling, raises when the network is built, and in
+    raises for sizes that contradict each other. Values that only the parts of the network can
+    check, such as the numbers of a rotary scaling, are checked when the network is built, and by
     `regard.models.checkpoint.family.Family.check` when a folder is read.
 
     Attributes:
@@ -114,10 +113,10 @@ def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         raw: the parsed config.json; it is not changed.
-        names: other name -> the family's own.
+        names: other name of a key -> the family's own name.
 
     Raises:
-        ArgumentError: both are given, and differ.
+        ArgumentError: a key and its other name are both given, with different values.
 
     >>> rename_keys({"n_embed": 64, "n_layer": 2}, {"n_embed": "hidden_size"})
     {'n_layer': 2, 'hidden_size': 64}

@@ -16,11 +16,13 @@ from regard.cost.spec import HeadShape, ParameterCounts
 
 @dataclass(frozen=True)
 class BertConfig(ModelConfig):
-    """The keys of a BERT config.json that change the network, and two facts that only tensors show.
+    """The keys of a BERT config.json that change the network, and two flags that only the stored
+    tensors determine: `pooler` and `masked_words`.
 
     Attributes:
         pooler: whether there is a pooler.
-        masked_words: whether there is a head for masked words, whose matrix is the embedding.
+        masked_words: whether there is a head for masked language modelling; its matrix is the
+            embedding.
 
     Raises:
         ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or
@@ -64,7 +66,7 @@ class BertConfig(ModelConfig):
         """Return the sizes of the encoder with its tables of positions and segments, and its
         pooler.
 
-        A head for masked words is not counted.
+        A head for masked language modelling is not counted.
         """
         M, H = self.hidden_size, self.num_attention_heads
         D, norm = resolve_head_dim(M, H, None), ParameterCounts(norms=2 * M)

@@ -1,5 +1,5 @@
-"""The configs of DeepSeek-V2 and V3: multi-head latent attention, and dense layers below mixtures
-of experts.
+"""The configs of DeepSeek-V2 and V3: multi-head latent attention; the first layers are dense, and
+the others are mixtures of experts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class DeepseekConfig(ModelConfig, ABC):
-    """The keys that both have.
+    """The keys that DeepSeek-V2 and DeepSeek-V3 have in common.
 
     Raises:
-        ArgumentError: a size is out of range, rope_scaling is not understood or follows the length,
-            heads share keys, or a token uses more experts than there are.
+        ArgumentError: a size is out of range, rope_scaling is not supported or depends on the
+            length of the text, num_key_value_heads differs from num_attention_heads, or a token
+            uses more experts than there are.
     """
 
     vocab_size: int
@@ -61,20 +62,22 @@ class DeepseekConfig(ModelConfig, ABC):
         if self.num_key_value_heads != self.num_attention_heads:
             raise ArgumentError(
                 f"num_key_value_heads is {self.num_key_value_heads}, and num_attention_heads "
-                f"{self.num_attention_heads}; heads share one latent, and each has its own keys: "
+                f"{self.num_attention_heads}; in latent attention every head has its own keys: "
                 "make them equal"
             )
-        if self.rope.follows:
+        if self.rope.is_length_dependent:
             raise ArgumentError(
-                f"rope_scaling is {dict(self.rope_scaling or {})}, which follows the length; what "
-                "a latent cache keeps is "
-                "rotated already: supported are yarn, linear and none"
+                f"rope_scaling is {dict(self.rope_scaling or {})}, whose frequencies depend on the "
+                "length of the text, but a latent cache stores rotated keys: supported are yarn, "
+                "linear and none"
             )
         check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Return the keys with num_key_value_heads; two sums that newer files repeat are checked.
+        """Return the keys with num_key_value_heads, and without head_dim and qk_head_dim.
+
+        Newer files contain these two, which follow from the dims of the two parts of a head.
 
         Raises:
             ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and
@@ -83,14 +86,14 @@ class DeepseekConfig(ModelConfig, ABC):
         keys = normalize_rope(raw)
         if keys.get("num_key_value_heads") is None:
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
-        nope, turned = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
-        if isinstance(nope, int) and isinstance(turned, int):
-            for key, allowed in (("head_dim", turned), ("qk_head_dim", nope + turned)):
+        nope_dim, rope_dim = keys.get("qk_nope_head_dim"), keys.get("qk_rope_head_dim")
+        if isinstance(nope_dim, int) and isinstance(rope_dim, int):
+            for key, allowed in (("head_dim", rope_dim), ("qk_head_dim", nope_dim + rope_dim)):
                 value = keys.pop(key, None)
                 if value not in (None, allowed):
                     raise ArgumentError(
-                        f"{key} is {value}, and the two parts of a query head, {nope} + {turned}, "
-                        f"make it {allowed}"
+                        f"{key} is {value}, but qk_nope_head_dim is {nope_dim} and "
+                        f"qk_rope_head_dim is {rope_dim}: it must be {allowed}"
                     )
         return keys
 
@@ -188,7 +191,7 @@ class DeepseekV3Config(DeepseekConfig):
 
     @property
     def rope(self) -> RopeSettings:
-        """The settings of the rotary positions; neighbours make a pair, unless rope_interleave is
-        false.
+        """The settings of the rotary positions; adjacent dims form a pair, unless rope_interleave
+        is false.
         """
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")

@@ -1,7 +1,7 @@
 """The configs of Gemma, Gemma 2 and Gemma 3 (text).
 
-Of a config.json of the Gemma 3 that also reads images (`model_type` "gemma3"), only `text_config`
-is used.
+From the config.json of a Gemma 3 with image input (`model_type` "gemma3"), only `text_config` is
+used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class GemmaConfig(GroupedQueryConfig):
-    """The keys of Gemma, which the later versions have, too.
+    """The keys of Gemma; the configs of later versions derive from it.
 
     Raises:
         ArgumentError: rms_norm_eps is not above 0; or as in `GroupedQueryConfig`.
@@ -32,8 +32,8 @@ class GemmaConfig(GroupedQueryConfig):
     tie_word_embeddings: bool = True
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
-    # two keys name the activation, and both kinds of files exist: "gelu" in `hidden_act` of the
-    # first files means the tanh approximation, as their authors computed it
+    # some files name the activation in `hidden_act`, others in `hidden_activation`; "gelu" in
+    # `hidden_act` of the first files means the tanh approximation, which the authors' code uses
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
@@ -53,14 +53,14 @@ class GemmaConfig(GroupedQueryConfig):
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output has."""
+        """Whether queries, keys and values have biases, and whether the output map has one."""
         return self.attention_bias, self.attention_bias
 
 
 @dataclass(frozen=True)
 class WindowedGemmaConfig(GemmaConfig):
-    """The keys that Gemma 2 introduced: a scale, a cap on logits, norms before and after each
-    sublayer, and windows in some layers.
+    """The keys that Gemma 2 introduced: a scale for scores, a soft cap on logits, norms before
+    and after each sublayer, and windows in some layers.
 
     Raises:
         ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as in `GemmaConfig`.
@@ -85,7 +85,9 @@ class WindowedGemmaConfig(GemmaConfig):
             check_number(key, getattr(self, key), 0, float("inf"), "above 0")
 
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of `layer_types`, or a window except in every `window_pattern`-th layer."""
+        """Return the windows of `layer_types`; without that key, every `window_pattern`-th layer
+        has full attention and the others have the window.
+        """
         return layer_types.windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
@@ -96,7 +98,7 @@ class WindowedGemmaConfig(GemmaConfig):
 
 @dataclass(frozen=True)
 class Gemma2Config(WindowedGemmaConfig):
-    """The keys of Gemma 2, which also caps scores, and has a window in layers 0, 2, 4, ...
+    """The keys of Gemma 2, which also has a soft cap on scores, and a window in layers 0, 2, 4, ...
 
     Raises:
         ArgumentError: attn_logit_softcapping is not above 0; or as in `WindowedGemmaConfig`.
@@ -132,8 +134,8 @@ PICTURES = {
 
 @dataclass(frozen=True)
 class Gemma3Config(WindowedGemmaConfig):
-    """The keys of Gemma 3: a norm on each head instead of the cap on scores, a window in five of
-    six layers, and another rotary base in the layers with a window.
+    """The keys of Gemma 3: a norm on each head instead of the soft cap on scores, a window in five
+    of six layers, and another rotary base in the layers with a window.
 
     Raises:
         ArgumentError: rope_local_base_freq is not above 1; or as in `WindowedGemmaConfig`.
@@ -159,7 +161,9 @@ class Gemma3Config(WindowedGemmaConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Return the keys with one form for both rotary bases, and for the kind of each layer."""
+        """Return the keys with both rotary bases at the top level, and with `layer_types` in place
+        of sliding_window_pattern.
+        """
         if raw.get("model_type") == "gemma3":
             raw = _text(raw)
         keys = normalize_rope({"head_dim": 256, **raw}, layered=True)
@@ -198,7 +202,7 @@ class Gemma3Config(WindowedGemmaConfig):
 
     @property
     def head_norms(self) -> int:
-        """One norm on each head of queries, and one on each head of keys."""
+        """The number of parameters of the norms: query heads share one, and key heads share one."""
         return 2 * self.head_dim
 
 

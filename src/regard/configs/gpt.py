@@ -34,8 +34,9 @@ def _check_eps(key: str, value: float) -> None:
 def _layer(
     dim: int, heads: int, hidden: int, *, bias: bool = True, attention_bias: bool = True
 ) -> LayerSpec:
-    """A block of multi-head attention, a feed-forward layer and two LayerNorms; without `bias`
-    neither the feed-forward layer nor the norms have one.
+    """Return the sizes of a block: multi-head attention, a feed-forward layer and two LayerNorms.
+
+    Without `bias`, neither the feed-forward layer nor the norms have biases.
     """
     D, norm = resolve_head_dim(dim, heads, None), _norm(dim, bias=bias)
     shape = HeadShape(heads, heads, D, D)
@@ -81,7 +82,7 @@ class GPT2Config(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Return the keys with GPT-2's spelling of sizes; the general one is accepted, too."""
+        """Return the keys under GPT-2's names; the general names of sizes are accepted, too."""
         names = {
             "hidden_size": "n_embd",
             "max_position_embeddings": "n_positions",
@@ -92,7 +93,7 @@ class GPT2Config(ModelConfig):
 
     @property
     def hidden(self) -> int:
-        """The hidden size of the feed-forward layers: 4 M, if the file does not say."""
+        """The hidden size of the feed-forward layers: 4 M if n_inner is not given."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def sizes(self, name: str) -> ModelSpec:
@@ -112,7 +113,7 @@ class GPT2Config(ModelConfig):
 
 
 NEOX_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
-"""GPT-NeoX's spelling of two keys -> the general one."""
+"""GPT-NeoX's name of a key -> the general name."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class GPTNeoXConfig(ModelConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Return the keys with GPT-NeoX's spelling of the rotary base and part, nested or not."""
+        """Return the keys under GPT-NeoX's names; rotary settings may be in rope_parameters."""
         keys = normalize_rope(rename_keys(raw, NEOX_NAMES))
         return rename_keys(keys, {general: own for own, general in NEOX_NAMES.items()})
 
@@ -234,7 +235,7 @@ class BloomConfig(ModelConfig):
         return rename_keys(raw, names)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, with the norm behind its embedding."""
+        """Return the sizes of the decoder, with the norm after its embedding."""
         M = self.hidden_size
         return ModelSpec(
             name,

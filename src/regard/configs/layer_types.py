@@ -25,17 +25,17 @@ def windows(
 ) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, or None for full attention.
 
-    A window counts the query's own position. The first rule that is given decides whether layer i
-    has
-    a window: layer_types[i] == "sliding_attention";  (i + 1) % sliding_window_pattern != 0;
-    i >= max_window_layers;  always
+    A window counts the query's own position. The first of these keys that is given decides whether
+    layer i has a window: `layer_types` (layer_types[i] == "sliding_attention"),
+    `sliding_window_pattern` ((i + 1) % sliding_window_pattern != 0), `max_window_layers` (i >=
+    max_window_layers). Without them every layer has the window.
 
     Args:
         num_hidden_layers: the number of layers.
         sliding_window: the window W of the sliding layers; None is no window in any layer.
         layer_types: a name for each layer, "full_attention" or "sliding_attention".
-        sliding_window_pattern: one layer in so many is full, as in Gemma 3.
-        max_window_layers: so many first layers are full, as in Qwen 2.
+        sliding_window_pattern: n; every n-th layer has full attention, as in Gemma 3.
+        max_window_layers: the number of first layers with full attention, as in Qwen 2.
         use_sliding_window: False disables the window (Qwen 2); None for a family without this key.
 
     Returns:
@@ -71,9 +71,9 @@ def windows(
         patterned = [(i + 1) % sliding_window_pattern != 0 for i in range(num_hidden_layers)]
         slides = patterned
     if layer_types is not None:
-        source, slides = "layer_types", _named(layer_types, num_hidden_layers)
+        source, slides = "layer_types", _slides_of_names(layer_types, num_hidden_layers)
         if sliding_window_pattern is not None:
-            _agree(slides, patterned, sliding_window_pattern)
+            _check_agreement(slides, patterned, sliding_window_pattern)
     if source and any(slides) and width is None:
         why = "sliding_window is null" if sliding_window is None else "use_sliding_window is false"
         raise ArgumentError(
@@ -83,15 +83,14 @@ def windows(
     return tuple(width if slide else None for slide in slides)
 
 
-def _named(layer_types: Sequence[str], layers: int) -> list[bool]:
-    """Return for each layer whether its name says that it slides."""
+def _slides_of_names(layer_types: Sequence[str], layers: int) -> list[bool]:
+    """Return for each layer whether its type is "sliding_attention"."""
     if isinstance(layer_types, str) or not isinstance(layer_types, Sequence):
         raise ArgumentError(f"layer_types is {layer_types!r}; it must be a list of names")
     if len(layer_types) != layers:
         raise ArgumentError(
             f"layer_types has {plural(len(layer_types), 'entry')} and num_hidden_layers is "
-            f"{layers}; give "
-            "one per layer"
+            f"{layers}; give one per layer"
         )
     for i, name in enumerate(layer_types):
         if name not in (FULL, SLIDING):
@@ -102,14 +101,13 @@ def _named(layer_types: Sequence[str], layers: int) -> list[bool]:
     return [name == SLIDING for name in layer_types]
 
 
-def _agree(named: list[bool], patterned: list[bool], pattern: int) -> None:
-    for i, (name, pattern_says) in enumerate(zip(named, patterned, strict=True)):
-        if name != pattern_says:
-            kinds = [SLIDING if slides else FULL for slides in (name, pattern_says)]
+def _check_agreement(named: list[bool], patterned: list[bool], pattern: int) -> None:
+    for i, (name, by_pattern) in enumerate(zip(named, patterned, strict=True)):
+        if name != by_pattern:
+            kinds = [SLIDING if slides else FULL for slides in (name, by_pattern)]
             raise ArgumentError(
                 f"layer_types[{i}] is {kinds[0]!r}, and sliding_window_pattern {pattern} makes it "
-                f"{kinds[1]!r}; "
-                "remove one of the two keys"
+                f"{kinds[1]!r}; remove one of the two keys"
             )
 
 

@@ -74,8 +74,7 @@ class GroupedQueryConfig(ModelConfig):
                 if size % heads:
                     raise ArgumentError(
                         f"hidden_size {size} is not divisible by num_attention_heads {heads}, and "
-                        "head_dim is "
-                        "not given"
+                        "head_dim is not given"
                     )
                 keys["head_dim"] = size // heads
         return keys
@@ -88,7 +87,7 @@ class GroupedQueryConfig(ModelConfig):
         )
 
     def windows(self) -> tuple[int | None, ...]:
-        """The number of keys that a query of each layer sees; None is all keys before it."""
+        """Return, for each layer, how many keys a query attends to; None means no limit."""
         return (None,) * self.num_hidden_layers
 
     def sizes(self, name: str) -> ModelSpec:
@@ -126,7 +125,7 @@ class GroupedQueryConfig(ModelConfig):
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output has."""
+        """Whether queries, keys and values have biases, and whether the output map has one."""
         return False, False
 
     @property
@@ -155,7 +154,7 @@ class LlamaConfig(GroupedQueryConfig):
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output has."""
+        """Whether queries, keys and values have biases, and whether the output map has one."""
         return self.attention_bias, self.attention_bias
 
 
@@ -212,8 +211,8 @@ class Qwen2Config(GroupedQueryConfig):
     }
 
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of `layer_types`, or a window from layer `max_window_layers` on, if windows
-        are used.
+        """Return the windows of `layer_types`, or a window from layer `max_window_layers` on; None
+        for all layers if use_sliding_window is false.
         """
         return layer_types.windows(
             self.num_hidden_layers,
@@ -225,7 +224,7 @@ class Qwen2Config(GroupedQueryConfig):
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Queries, keys and values have biases, and the output has none."""
+        """Always (True, False): queries, keys and values have biases, and the output has none."""
         return True, False
 
 
@@ -242,17 +241,19 @@ class Qwen3Config(Qwen2Config):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Return the keys as for Llama; without head_dim it is 128, for every size of the model."""
+        """Return the keys as for Llama; head_dim is 128 if it is not given, for every
+        hidden_size.
+        """
         return super().normalize_keys({"head_dim": 128, **raw})
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output has."""
+        """Whether queries, keys and values have biases, and whether the output map has one."""
         return self.attention_bias, self.attention_bias
 
     @property
     def head_norms(self) -> int:
-        """One norm on each head of queries, and one on each head of keys."""
+        """The number of parameters of the norms: query heads share one, and key heads share one."""
         return 2 * self.head_dim
 
 
@@ -292,12 +293,14 @@ class Olmo2Config(GroupedQueryConfig):
 
     @property
     def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output has."""
+        """Whether queries, keys and values have biases, and whether the output map has one."""
         return self.attention_bias, self.attention_bias
 
     @property
     def head_norms(self) -> int:
-        """One norm over all heads of queries, and one over all heads of keys."""
+        """The number of parameters of the norms: one over all query heads, one over all key
+        heads.
+        """
         return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
 
 
@@ -306,8 +309,8 @@ class Phi3Config(GroupedQueryConfig):
     """The keys of Phi 3, 3.5 and 4-mini.
 
     Raises:
-        ArgumentError: as in `GroupedQueryConfig`; or rope_scaling is of a type that Phi 3 does not
-            have.
+        ArgumentError: as in `GroupedQueryConfig`; or the type of rope_scaling is not one that Phi 3
+            uses.
     """
 
     rms_norm_eps: float = 1e-5
@@ -332,13 +335,14 @@ class Phi3Config(GroupedQueryConfig):
         kind = "default" if self.rope_scaling is None else self.rope_scaling.get("rope_type")
         if kind not in ("default", "longrope"):
             raise ArgumentError(
-                f"rope_scaling.rope_type is {kind!r}; phi3 has longrope (once called su) or none"
+                f"rope_scaling.rope_type is {kind!r}; phi3 supports longrope (formerly su) or no "
+                "scaling"
             )
 
     @property
     def rope(self) -> RopeSettings:
-        """Part of each head turns; with LongRoPE by one list up to the trained length, by another
-        beyond it.
+        """The rotary settings: only a part of each head may be rotated, and LongRoPE uses
+        `short_factor` up to the trained length and `long_factor` beyond it.
         """
         return super().rope._replace(
             partial=self.partial_rotary_factor, original=self.original_max_position_embeddings
@@ -357,7 +361,7 @@ YARN = {
     "original_max_position_embeddings": 4096,
     "truncate": False,
 }
-"""The scaling of a gpt-oss file that names none."""
+"""The rotary scaling of gpt-oss if config.json has none."""
 
 
 @dataclass(frozen=True)
@@ -365,8 +369,8 @@ class GptOssConfig(GroupedQueryConfig):
     """The keys of gpt-oss.
 
     Raises:
-        ArgumentError: as in `GroupedQueryConfig`; a token uses more experts than there are; or a
-            number of the experts is not above 0.
+        ArgumentError: as in `GroupedQueryConfig`; a token uses more experts than there are; or
+            swiglu_limit or swiglu_alpha is not above 0.
     """
 
     head_dim: int = 64
@@ -393,7 +397,7 @@ class GptOssConfig(GroupedQueryConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
-        """Return the keys with the usual rotary scaling if the file has none, as in transformers.
+        """Return the keys with the default rotary scaling if the file has none, as in transformers.
 
         experts_per_token is an older spelling of num_experts_per_tok.
         """
@@ -405,13 +409,14 @@ class GptOssConfig(GroupedQueryConfig):
         if old_value is not None and new_value not in (None, old_value):
             raise ArgumentError(
                 f"experts_per_token is {old_value} and num_experts_per_tok is {new_value}; they "
-                "mean the "
-                "same: keep one"
+                "mean the same: keep one"
             )
         return keys if old_value is None else keys | {"num_experts_per_tok": old_value}
 
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of `layer_types`; without them, layers 0, 2, 4, ... are local."""
+        """Return the windows of `layer_types`; without that key, layers 0, 2, 4, ... have a
+        window.
+        """
         pattern = None if self.layer_types is not None or self.sliding_window is None else 2
         return layer_types.windows(
             self.num_hidden_layers,
@@ -448,7 +453,7 @@ def check_experts(key: str, experts: int, per_token: int) -> None:
         per_token: the number of experts that a token uses.
 
     Raises:
-        ArgumentError: it uses more.
+        ArgumentError: per_token is larger than experts.
 
     >>> check_experts("num_experts", 8, 2)
     """

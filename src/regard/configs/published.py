@@ -18,11 +18,11 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A published model.
+    """The sizes of a published model, and their source.
 
     Attributes:
         config: the keys of its config.json that define sizes.
-        source: the paper or file that has them.
+        source: the paper or the file that states them.
         note: a remark for readers, or "".
     """
 
@@ -54,9 +54,10 @@ BANDED = (
 )
 SHARE = (
     "attention is 4 x 12,288 x 128 = 6,291,456 per head, x 96 heads = 603,979,776 in one layer, "
-    "x 96 layers = 57,982,058,496: a third of 175 billion. Notes that have 5.95 billion of 17.5 "
-    "billion call one layer's 96 heads the whole model, and slip by ten in both numbers (0.604 "
-    "billion is one layer, 57.98 of 175 billion are all), so that the ratio comes out all the same"
+    "x 96 layers = 57,982,058,496: a third of 175 billion. Sources that state 5.95 billion of "
+    "17.5 billion take the 96 heads of one layer for the whole model and lose a factor of ten in "
+    "both numbers (0.604 billion is one layer, 57.98 of 175 billion are all), so that the ratio "
+    "is right and the mistake is hidden"
 )
 
 
@@ -361,7 +362,6 @@ def model_of(source: str) -> ModelSpec:
         return read_sizes_file(path)
     hint = suggest(name, PUBLISHED_MODELS, most=4, cutoff=0.4, otherwise=".")
     raise ArgumentError(
-        f"{source!r} is neither a known model nor a path{hint} "
-        "regard cost --list names all; for others give a config.json, org/name on the hub, or "
-        "sizes as flags"
+        f"{source!r} is neither a known model nor a path{hint} regard cost --list prints the known "
+        "models; for another one give a config.json, org/name on the hub, or the sizes as flags"
     )

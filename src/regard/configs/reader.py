@@ -1,9 +1,9 @@
-"""Reading a config.json: every key is supported, or the error names it.
+"""Functions that read a config.json; a key that is not supported raises an error that names it.
 
 `parse` returns the config of a family from a parsed file and checks every key; `regard.load` uses
 it. `read_sizes` returns the sizes of the model from the same config; `regard cost` uses it.
-Counting needs less: it ignores keys that are unknown or that change no size, and the settings of
-rotary positions, so that it also counts models whose other keys are not supported.
+`read_sizes` ignores keys that are unknown or that change no size, and the settings of rotary
+positions. So it also counts models that `regard.load` does not support.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from regard.untrusted_text import error_text, escape_controls, short_repr
 
 MAX_UNKNOWN_KEYS = 64
 """The largest number of unknown keys that are ignored; each needs another pass over the config."""
-_SIZES = (
-    # the first word that occurs in a key's name decides
+_LARGEST_VALUES = (
+    # the first entry whose text occurs in the name of the key applies; "" occurs in every name
     ("window_layers", 1 << 31),
     ("layer", 1 << 9),
     ("expert", 1 << 14),
@@ -192,7 +192,9 @@ TOOL_KEYS = (
     "use_flash_attention",
     "use_flash_attention_2",
 )
-"""Patterns of keys that other tools write into any folder: their kernel, and their own names."""
+"""Patterns of keys that other tools add to a config.json: their choice of kernel, and their
+names.
+"""
 
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -262,8 +264,8 @@ Config = TypeVar("Config", bound=ModelConfig)
 def parse(kind: type[Config], raw: Raw) -> Config:
     """Return the config of a family; every key is checked.
 
-    A key changes the network, is known to change nothing, or has a supported value; otherwise it
-    raises.
+    Three kinds of keys are accepted: fields of the config class, keys that are known to change
+    nothing, and keys with a supported value. Any other key raises.
 
     Args:
         kind: the config class of the family.
@@ -274,10 +276,10 @@ def parse(kind: type[Config], raw: Raw) -> Config:
             out of range.
     """
     check_code(kind, raw)
-    return _parsed(kind, raw, sizes_only=False)
+    return _parse(kind, raw, sizes_only=False)
 
 
-def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
+def _parse(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     """Return the config; `sizes_only` checks only the keys that change sizes."""
     known = {f.name: f for f in fields(kind)}
     keys = kind.normalize_keys(raw)
@@ -296,7 +298,9 @@ def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     hints = typing.get_type_hints(kind)
     if sizes_only:  # a null counts as absent, unless it has a meaning for this key
         keys = {
-            k: v for k, v in keys.items() if v is not None or type(None) in _kinds(hints.get(k))
+            k: v
+            for k, v in keys.items()
+            if v is not None or type(None) in _union_members(hints.get(k))
         }
     required = [
         n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING
@@ -312,7 +316,7 @@ def parse_ignoring(
     kind: type[Config],
     raw: Raw,
     ignores: Callable[[str], bool],
-    reading: Callable[[type[Config], Raw], Config] = parse,
+    parse_config: Callable[[type[Config], Raw], Config] = parse,
 ) -> tuple[Config, tuple[str, ...]]:
     """Return the config of a family, and the unknown keys that were ignored.
 
@@ -320,7 +324,7 @@ def parse_ignoring(
         kind, raw: as in `parse`.
         ignores: whether to ignore an unknown key; a key of an inner object has the outer key's name
             and a dot in front.
-        reading: the function that reads a file without unknown keys.
+        parse_config: the function that reads a file without unknown keys.
 
     Raises:
         ArgumentError: as in `parse`; or there are more than `MAX_UNKNOWN_KEYS` such keys.
@@ -328,7 +332,7 @@ def parse_ignoring(
     ignored_keys: list[str] = []
     for _ in range(MAX_UNKNOWN_KEYS):
         try:
-            return reading(kind, raw), tuple(ignored_keys)
+            return parse_config(kind, raw), tuple(ignored_keys)
         except UnknownKey as unknown:
             rest = _without(raw, unknown.path)
             if rest is None or not ignores(unknown.key):
@@ -360,13 +364,12 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
         raise ArgumentError(
-            f"{where}: model_type {short_repr(model_type)} is not known"
-            f"{suggest(model_type, CONFIGS, otherwise='.')} Known are "
-            f"{', '.join(CONFIGS)}; "
+            f"{where}: model_type {short_repr(model_type)} is not "
+            f"known{suggest(model_type, CONFIGS, otherwise='.')} Known are {', '.join(CONFIGS)}; "
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )
     try:
-        config, _ = parse_ignoring(kind, _without_rope(raw), lambda _: True, _parsed_sizes)
+        config, _ = parse_ignoring(kind, _without_rope(raw), lambda _: True, _parse_sizes)
         model = config.sizes(name)
     except ArgumentError as error:
         raise ArgumentError(
@@ -378,8 +381,8 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
 
 
-def _parsed_sizes(kind: type[Config], raw: Raw) -> Config:
-    return _parsed(kind, raw, sizes_only=True)
+def _parse_sizes(kind: type[Config], raw: Raw) -> Config:
+    return _parse(kind, raw, sizes_only=True)
 
 
 def _without_rope(raw: Raw) -> dict[str, Any]:
@@ -426,7 +429,7 @@ def _check_sizes(name: str, value: object) -> None:
     """Check that whole numbers of a key, of a list or of an object are not implausibly large.
 
     Raises:
-        ArgumentError: one is; it would only cost time and memory.
+        ArgumentError: a number is too large for any real model.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -436,9 +439,9 @@ def _check_sizes(name: str, value: object) -> None:
             _check_sizes(f"{name}[{i}]", inner)
     elif type(value) is int:
         last = name.rpartition(".")[2].lower()
-        most = next(limit for word, limit in _SIZES if word in last)
-        if abs(value) > most:
-            raise ArgumentError(f"{name} is {value}; the largest accepted value is {most}")
+        largest = next(limit for word, limit in _LARGEST_VALUES if word in last)
+        if abs(value) > largest:
+            raise ArgumentError(f"{name} is {value}; the largest accepted value is {largest}")
 
 
 def check_dtypes(raw: Raw) -> None:
@@ -452,7 +455,7 @@ def check_dtypes(raw: Raw) -> None:
 
 def _typed(name: str, value: Any, wanted: Any) -> Any:
     """Return a JSON value as the type of its field; lists become tuples."""
-    for kind in _kinds(wanted):
+    for kind in _union_members(wanted):
         origin = typing.get_origin(kind) or kind
         if origin is tuple and isinstance(value, list):
             inner = typing.get_args(kind)[0]
@@ -461,16 +464,16 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
             return value
         if type(value) is origin or (origin is float and type(value) is int):
             return value
-    allowed = " or ".join(_shown(kind) for kind in _kinds(wanted))
+    allowed = " or ".join(_type_name(kind) for kind in _union_members(wanted))
     raise ArgumentError(f"{name} is {value!r}; it must be {allowed}")
 
 
-def _kinds(wanted: Any) -> tuple[Any, ...]:
+def _union_members(wanted: Any) -> tuple[Any, ...]:
     union = typing.get_origin(wanted) in (typing.Union, types.UnionType)
     return typing.get_args(wanted) if union else (wanted,)
 
 
-def _shown(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     if kind is type(None):
         return "null"
     if typing.get_origin(kind) is tuple:
@@ -523,6 +526,6 @@ def check_code(kind: type[ModelConfig], raw: Raw) -> None:
             raise UnknownKey(
                 ("auto_map",),
                 f"auto_map names {short_repr(str(name))}, which is not the published code of "
-                f"{raw.get('model_type')} and is never "
-                "run; use a checkpoint of the family's own code",
+                f"{raw.get('model_type')} and is never run; use a checkpoint of the family's own "
+                "code",
             )

@@ -1,7 +1,7 @@
-"""The rotary settings of a config.json, checked and in one form.
+"""The rotary settings of a config.json: checks, and conversion to one form.
 
-Files have the base, the rotated part of each head and the scaling at the top level, in
-`rope_scaling`, or in `rope_parameters`. `normalize_rope` brings them into one form;
+The base, the rotated fraction of each head and the scaling can be at the top level of a file, in
+`rope_scaling`, or in `rope_parameters`. `normalize_rope` converts all of these to one form;
 `regard.models.assembly.rope` builds the rotary modules.
 """
 
@@ -72,7 +72,7 @@ class RopeSettings(NamedTuple):
         theta: rope_theta, the base.
         scaling: rope_scaling, as `normalize_rope` or a file has it; None is no scaling.
         max_positions: max_position_embeddings.
-        partial: partial_rotary_factor, the rotated part of each head.
+        partial: partial_rotary_factor, the fraction of each head that is rotated.
         layout: which dims form a pair.
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
     """
@@ -86,18 +86,19 @@ class RopeSettings(NamedTuple):
     original: int | None = None
 
     @property
-    def follows(self) -> bool:
+    def is_length_dependent(self) -> bool:
         """Whether the frequencies depend on the length of the text."""
         return check_rope(self)["rope_type"] in LENGTH_DEPENDENT_TYPES
 
 
 def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
-    """Check the keys of rotary settings, and that numbers are numbers.
+    """Check the keys of rotary settings and the types of their values.
 
     The ranges of the scaling's numbers are checked when the rotary module is built.
 
     Returns:
-        The rope_scaling in its one form, `{"rope_type": "default"}` without scaling.
+        The rope_scaling as `normalize_scaling` returns it; `{"rope_type": "default"}` without
+        scaling.
 
     Raises:
         ArgumentError: a value is not a number, partial_rotary_factor is not above 0 and at most 1,
@@ -125,13 +126,14 @@ def normalize_scaling(scaling: Mapping[str, Any], where: str) -> dict[str, Any] 
         where: its name there, for messages.
 
     Raises:
-        ArgumentError: the type is unknown, missing beside other keys, or scaling twice and
-            differently; a key of the type is missing, unknown, or has a value of another type.
+        ArgumentError: the type is unknown, is missing although other keys are given, or is given
+            twice with different values; a key of the type is missing, unknown, or has a value of
+            another type.
 
     >>> normalize_scaling({"type": "linear", "factor": 4.0}, "rope_scaling")
     {'rope_type': 'linear', 'factor': 4.0}
     """
-    kind = _kind(scaling, where)
+    kind = _rope_type(scaling, where)
     required, known = (
         ROPE_TYPES[kind].required,
         (*ROPE_TYPES[kind].required, *ROPE_TYPES[kind].optional),
@@ -148,28 +150,28 @@ def normalize_scaling(scaling: Mapping[str, Any], where: str) -> dict[str, Any] 
                 f"Its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
-            normalized[key] = _checked(f"{where}.{key}", key, value)
+            normalized[key] = _check_value(f"{where}.{key}", key, value)
     if lacking := [key for key in required if key not in normalized]:
         raise ArgumentError(f"{where} of rope_type {kind!r} lacks {', '.join(lacking)}")
     return None if kind == "default" else normalized
 
 
-def _kind(scaling: Mapping[str, Any], where: str) -> str:
-    """Return the present name of the rope type."""
+def _rope_type(scaling: Mapping[str, Any], where: str) -> str:
+    """Return the rope type of a scaling; an old name is replaced by its present one."""
     types = {name: scaling[name] for name in ("rope_type", "type") if scaling.get(name) is not None}
     if not types:
         if rest := [key for key in scaling if key not in ("rope_type", "type")]:
             raise ArgumentError(
-                f"{where} has {', '.join(map(repr, rest))} and no rope_type; say which of "
-                f"{', '.join(ROPE_TYPES)} it is"
+                f"{where} has {', '.join(map(repr, rest))} and no rope_type; add one "
+                f"of {', '.join(ROPE_TYPES)}"
             )
         return "default"
     for name, kind in types.items():
         if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in ROPE_TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {shorten(kind)}"
-                f"{suggest(kind, (*ROPE_TYPES, *OLD_NAMES), otherwise='.')} Supported: "
-                f"{', '.join(ROPE_TYPES)}"
+                f"{where}.{name} is "
+                f"{shorten(kind)}{suggest(kind, (*ROPE_TYPES, *OLD_NAMES), otherwise='.')} "
+                f"Supported: {', '.join(ROPE_TYPES)}"
             )
     kinds = [OLD_NAMES.get(kind, kind) for kind in types.values()]
     if kinds[0] != kinds[-1]:
@@ -189,7 +191,7 @@ def check_finite(where: str, value: object) -> float:
     return value
 
 
-def _checked(where: str, key: str, value: Any) -> Any:
+def _check_value(where: str, key: str, value: Any) -> Any:
     """Return the value if it has the type that its key needs."""
     if key in ("truncate", "finetuned"):
         if not isinstance(value, bool):
@@ -222,16 +224,16 @@ TOP_LEVEL_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
-    """Return the keys of a config.json with its rotary settings in one form.
+    """Return the keys of a config.json with its rotary settings converted to one form.
 
     rope_theta and partial_rotary_factor are at the top level if they are given; rope_scaling is
     None, or a mapping with `rope_type` and the keys of the type; rope_parameters is removed.
 
     Args:
         raw: the parsed config.json; it is not changed.
-        layered: for families whose layer types have their own frequencies (Gemma 3): the keys are
-            then in `rope_parameters`, a mapping for "full_attention" and one for
-            "sliding_attention". In a file of the hub the sliding layers have the base
+        layered: whether each layer type has its own settings (Gemma 3). They are then returned in
+            `rope_parameters`, with one mapping for "full_attention" and one for
+            "sliding_attention". In the published files, sliding layers have the base
             `rope_local_base_freq` and no scaling.
 
     Raises:
@@ -246,10 +248,10 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
     >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
     {'rope_theta': 10000.0, 'rope_scaling': None}
     """
-    ours = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
+    rope_keys = {*TOP_LEVEL_KEYS, "rope_scaling", "rope_parameters"}
     if layered:
-        ours.add("rope_local_base_freq")
-    rest = {key: value for key, value in raw.items() if key not in ours}
+        rope_keys.add("rope_local_base_freq")
+    rest = {key: value for key, value in raw.items() if key not in rope_keys}
     top = {key: raw[key] for key in (*TOP_LEVEL_KEYS, "rope_scaling") if raw.get(key) is not None}
     nested = raw.get("rope_parameters")
     types = _layer_types(nested)
@@ -259,17 +261,16 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
                 f"rope_parameters are given per layer type ({', '.join(types)}); this family has "
                 "one for all layers"
             )
-        return rest | _one(top, nested, "rope_parameters")
+        return rest | _merge_settings(top, nested, "rope_parameters")
     if nested and not types:
         raise ArgumentError(
             f"rope_parameters has {', '.join(nested)} for all layers; this family has them per "
-            "layer type, "
-            f"{FULL} and {SLIDING}"
+            f"layer type, {FULL} and {SLIDING}"
         )
     local = {k: raw[k] for k in ("rope_local_base_freq", "partial_rotary_factor") if k in raw}
     return rest | {
         "rope_parameters": {
-            kind: _one(keys, (nested or {}).get(kind), f"rope_parameters.{kind}", base)
+            kind: _merge_settings(keys, (nested or {}).get(kind), f"rope_parameters.{kind}", base)
             for kind, keys, base in (
                 (FULL, top, "rope_theta"),
                 (SLIDING, local, "rope_local_base_freq"),
@@ -300,21 +301,23 @@ def _layer_types(nested: object) -> tuple[str, ...]:
     return tuple(nested)
 
 
-def _one(
+def _merge_settings(
     top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str, base: str = "rope_theta"
 ) -> dict[str, Any]:
-    """Combine rope_theta, partial_rotary_factor and rope_scaling from all places, which must
-    agree.
+    """Return rope_theta, partial_rotary_factor and rope_scaling from all places.
+
+    Raises:
+        ArgumentError: two places have different values.
     """
-    inner = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
-    if not isinstance(inner["rope_scaling"], Mapping):
+    nested_at = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
+    if not isinstance(nested_at["rope_scaling"], Mapping):
         raise ArgumentError(
-            f"rope_scaling is {shorten(inner['rope_scaling'])}; it must be an object"
+            f"rope_scaling is {shorten(nested_at['rope_scaling'])}; it must be an object"
         )
     settings: dict[str, Any] = {}
     for key, at_top in (("rope_theta", base), ("partial_rotary_factor", "partial_rotary_factor")):
         values_at = {at_top: top.get(at_top)} | {
-            f"{place}.{key}": keys.get(key) for place, keys in inner.items()
+            f"{place}.{key}": keys.get(key) for place, keys in nested_at.items()
         }
         values = {place: check_finite(place, x) for place, x in values_at.items() if x is not None}
         if len({*values.values()}) > 1:
@@ -324,13 +327,12 @@ def _one(
             settings[key] = next(iter(values.values()))
     rests = {
         place: {k: keys[k] for k in keys if k not in TOP_LEVEL_KEYS}
-        for place, keys in inner.items()
+        for place, keys in nested_at.items()
     }
     scalings = [normalize_scaling(keys, place) for place, keys in rests.items() if keys]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ArgumentError(
-            f"rope_scaling is {shorten(scalings[0])} and {where} says {shorten(scalings[1])}; "
-            "remove "
+            f"rope_scaling is {shorten(scalings[0])} and {where} is {shorten(scalings[1])}; remove "
             "the wrong one"
         )
     return settings | {"rope_scaling": scalings[0] if scalings else None}

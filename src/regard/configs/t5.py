@@ -51,15 +51,15 @@ class T5Config(ModelConfig):
     def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
         """Return the keys without the newer ones that repeat feed_forward_proj, which are checked.
 
-        In older files tie_word_embeddings says whether the output is scaled.
+        Where scale_decoder_outputs is missing, tie_word_embeddings decides it.
         """
         keys = dict(raw)
         proj = str(keys.get("feed_forward_proj", "relu"))
         for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(proj), strict=True):
             if keys.pop(key, value) != value:
                 raise ArgumentError(
-                    f"{key} is {raw[key]!r}, and feed_forward_proj {proj!r} says {value!r}; keep "
-                    "one"
+                    f"{key} is {raw[key]!r}, and feed_forward_proj {proj!r} means {value!r}; "
+                    "keep one"
                 )
         keys.setdefault("scale_decoder_outputs", keys.get("tie_word_embeddings") is not False)
         return keys

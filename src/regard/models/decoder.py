@@ -104,9 +104,8 @@ class Decoder(nn.Module):
         if self.head is None:
             raise ArgumentError(
                 "this model has no head: a base model was saved alone, and config.json ties no "
-                "head to its embedding; "
-                "hidden(ids) gives its states; for logits and text load the checkpoint of the "
-                "language model"
+                "head to its embedding; hidden(ids) gives its states; for logits and text load the "
+                "checkpoint of the language model"
             )
         return self.head
 
@@ -121,15 +120,16 @@ class Decoder(nn.Module):
     ) -> Tensor:
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
-                f"{plural(len(caches), 'cache')} for {plural(len(self.layers), 'layer')}; give "
-                "one per "
-                "layer"
+                f"{plural(len(caches), 'cache')} for {plural(len(self.layers), 'layer')}; give one "
+                "per layer"
             )
         if positions is None:
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or is_compiling():
             return self._forward(ids, positions, caches, backend, last, head)
-        with rollback_on_error(*caches, layers=True):  # the last layer may be the one that refuses
+        with rollback_on_error(
+            *caches, layers=True
+        ):  # if a later layer raises, earlier caches are restored
             return self._forward(ids, positions, caches, backend, last, head)
 
     def _forward(

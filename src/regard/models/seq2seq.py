@@ -1,4 +1,4 @@
-"""An encoder-decoder with its tokenizer: texts in, texts out."""
+"""`Seq2Seq`: an encoder-decoder with its tokenizer and its config."""
 
 from __future__ import annotations
 

@@ -117,15 +117,11 @@ def read_pooling(folder: Path) -> Pooling | None:
 
     The file is read as data; no code that it names is imported.
 
+    Raises:
+        FileError: the pooling is not a `PoolingMode`, or there are other modules.
+
     >>> read_pooling(Path("no/such/folder")) is None
     True
-
-    Raises:
-        FileError: it asks for something else than the mean, the maximum, or the first token,
-            normalised or not.
-
-    Raises:
-        FileError: it asks for another pooling than a `PoolingMode`, or has other modules.
     """
     modules = _modules(folder)
     if modules is None:
@@ -207,7 +203,8 @@ class TextEncoder(TextModel):
         network: the encoder: ids -> hidden states.
         tokenizer: converts texts to ids; with None, `encode` and `embed` raise.
         config: the frozen config of its family, with vocab_size.
-        pooling: how `embed` makes one vector of a text; None is the normalised mean over tokens.
+        pooling: how `embed` computes one vector for a text; None is the normalised mean over
+            tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
         ignored: parts of the checkpoint that were not used.

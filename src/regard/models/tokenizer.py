@@ -113,7 +113,8 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # for other tokenizers: the ids returned last, and those that are not a complete text yet
+        # only for tokenizers that are not byte-level: the ids whose text was returned last,
+        # followed by the ids whose text is not complete yet
         self._ids: list[int] = []
         self._emitted, self._shown = 0, ""
 
@@ -134,8 +135,10 @@ class StreamDecoder:
         return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
 
     def _emit(self, text: str) -> str:
-        """Return the new part of the text of the ids; a token's text depends only on the one before
-        it.
+        """Return the new part of the text of the ids.
+
+        The ids returned last are decoded again, because the text of a token depends on the token
+        before it.
         """
         new = text[len(self._shown) :]
         self._ids = self._ids[self._emitted :]
@@ -144,7 +147,7 @@ class StreamDecoder:
 
 
 MAX_FILE_BYTES = 128 << 20
-"""The largest size of a tokenizer.json; one with 250,000 tokens has about 35 MB."""
+"""The largest size of a tokenizer.json in bytes; a file with 250,000 tokens has about 35 MB."""
 MAX_TOKEN_ID = 1 << 22
 """Token ids must be smaller; the largest vocabulary in use has a million."""
 END_OF_TEXT = "<|endoftext|>"
@@ -380,8 +383,7 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
     except _BackendError as error:
         raise FileError(
             f"{file}: the tokenizers package {tokenizers.__version__} cannot read it "
-            f"({error_text(error, 300)}); "
-            "damaged, or written by a newer version?"
+            f"({error_text(error, 300)}); damaged, or written by a newer version?"
         ) from error
 
 
@@ -414,6 +416,5 @@ def _check_ids(content: dict[str, Any], file: Path) -> None:
     if wrong is not None:
         raise FileError(
             f"{file}: a token has the id {short_repr(wrong)}; ids are from 0 to "
-            f"{MAX_TOKEN_ID - 1}, "
-            "without large gaps"
+            f"{MAX_TOKEN_ID - 1}, without large gaps"
         )

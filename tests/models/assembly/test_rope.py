@@ -443,7 +443,7 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
             "wrong one"
         ),
     ),
-    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has 'factor' and no rope_type; say which of"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has 'factor' and no rope_type; add one of"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of rope_type 'linear' lacks factor"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of rope_type 'yarn' lacks factor"),
     (
@@ -540,13 +540,13 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": YARN, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
         (
-            "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0} and rope_parameters says "
+            "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0} and rope_parameters is "
             "{'rope_type': 'yarn', 'factor': 2.0}; remove the wrong one"
         ),
     ),
     (
         {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
-        "and rope_parameters says None; remove the wrong one",
+        "and rope_parameters is None; remove the wrong one",
     ),
     (
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},

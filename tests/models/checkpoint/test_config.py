@@ -48,7 +48,7 @@ def test_older_and_newer_configs(folder: Path) -> None:
     assert regard.load(folder).config.head_dim == 10
     change_config(folder, head_dim=None, num_key_value_heads=None)
     with pytest.raises(
-        FileError, match=r"k_proj\.weight is \(20, 24\); the config says \(24, 24\)"
+        FileError, match=r"k_proj\.weight is \(20, 24\); the config requires \(24, 24\)"
     ):
         regard.load(folder)
 
@@ -137,7 +137,10 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
         (
             {"num_hidden_layers": 10**9},
-            "num_hidden_layers is 1000000000, and the folder has 21 tensors",
+            (
+                "num_hidden_layers is 1000000000, and the folder has 21 tensors, too few for that; "
+                "is a shard missing, or is config.json that of another model?"
+            ),
         ),
         ({"head_dim": 10**9}, "head_dim is 1000000000; the largest accepted value is 1048576"),
         (
@@ -159,7 +162,13 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
             {"num_attention_heads": 10**6},
             "num_attention_heads is 1000000; the largest accepted value is 65536",
         ),
-        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder has 21 tensors"),
+        (
+            {"num_hidden_layers": 300},
+            (
+                "num_hidden_layers is 300, and the folder has 21 tensors, too few for that; is a "
+                "shard missing, or is config.json that of another model?"
+            ),
+        ),
         ({"hidden_act": "\x1b[2J"}, "hidden_act is '\\x1b[2J'; only 'silu' is supported for llama"),
         ({"rope_scaling": [2]}, "rope_scaling is [2]; it must be an object"),
         (

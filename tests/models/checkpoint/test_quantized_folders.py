@@ -127,7 +127,11 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
             r"config.json: quantization_config has the quant_method 'gptq'; supported",
         ),
         ({}, ["mxfp4"], "the quant_method None"),
-        ({"w_scales": None}, MXFP4, "'w_blocks' is packed, and its scales 'w_scales' are missing"),
+        (
+            {"w_scales": None},
+            MXFP4,
+            "'w_blocks' is quantized, and its scales 'w_scales' are missing",
+        ),
         (
             {"w_scales": bytes_(2, 6, 2)},
             MXFP4,
@@ -136,7 +140,7 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
         ({"w_scales": torch.ones(2, 6, 3)}, MXFP4, "'w_scales' is torch.float32"),
         ({"w_blocks": bytes_(2, 6, 3, 8)}, MXFP4, r"'w_blocks' is torch.uint8 \(2, 6, 3, 8\)"),
         ({"w_blocks": bytes_(3, 16), "w_scales": bytes_(3)}, MXFP4, r"\(3, 16\)"),
-        ({"w": torch.ones(2)}, MXFP4, "'w' is stored both plain and packed"),
+        ({"w": torch.ones(2)}, MXFP4, "'w' is stored both quantized and not quantized"),
         (eighths(), FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; supported is 'e4m3'"),
         (
             eighths(),

@@ -613,13 +613,12 @@ def test_finite(dtype: torch.dtype) -> None:
         with pytest.raises(FileError) as error:
             check_finite("a", bad)
         assert str(error.value).startswith(
-            f"'a' holds 1 NaN and 0 infinite values of 150, the first at {list(at)}; it is damaged"
+            f"'a' has values that are not finite: 1 of 150 NaN, 0 infinite, the first at "
+            f"{list(at)}; the file is damaged"
         )
     infinite = torch.tensor([float("inf"), -float("inf")]).to(dtype)
     if bool(infinite.to(torch.complex64).isinf().all()):  # some of 8 bits have no infinity
-        with pytest.raises(
-            FileError, match=r"0 NaN and 2 infinite values of 2, the first at \[0\]"
-        ):
+        with pytest.raises(FileError, match=r"0 of 2 NaN, 2 infinite, the first at \[0\]"):
             check_finite("a", infinite)
 
 
@@ -630,13 +629,14 @@ def test_finite_counts_over_all_pieces() -> None:
     x[2, 0, 0] = float("nan")
     with pytest.raises(
         FileError,
-        match=r"^'x\\n' holds 2 NaN and 1 infinite values of 3145728, the first at \[1, 5, 1\]",
+        match=r"^'x\\n' has values that are not finite: 2 of 3145728 NaN, 1 infinite, "
+        r"the first at \[1, 5, 1\]",
     ):
         check_finite("x\n", x)
     check_finite("a", torch.ones(3, dtype=torch.int64))
     check_finite("a", torch.ones(3, dtype=torch.bool))
     check_finite("a", torch.tensor(1.0))
-    with pytest.raises(FileError, match=r"1 NaN and 0 infinite values of 1, the first at \[\]"):
+    with pytest.raises(FileError, match=r"1 of 1 NaN, 0 infinite, the first at \[\]"):
         check_finite("a", torch.tensor(float("nan")))
     check_finite("a", torch.ones(4, 6).T)
 

@@ -130,7 +130,7 @@ def test_shapes_and_types(folder: Path) -> None:
 
     change_weights(folder, cut)
     assert refusal(folder) == (
-        "{}/model.safetensors: model.layers.1.mlp.up_proj.weight is (39, 24); the config says "
+        "{}/model.safetensors: model.layers.1.mlp.up_proj.weight is (39, 24); the config requires "
         "(40, 24)"
     )
     change_weights(folder, lambda t: t.update({name: torch.zeros(40, 24, dtype=torch.int8)}))
@@ -144,8 +144,8 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
     change_weights(folder, lambda t: t["model.norm.weight"][3].fill_(float("nan")))
     assert regard.load(folder).decoder.norm.weight.isnan().sum() == 1, "nobody looked"
     assert (
-        "'model.norm.weight' holds 1 NaN and 0 infinite values of 24, the first at [3]"
-        in refusal(folder, finite=True)
+        "'model.norm.weight' has values that are not finite: 1 of 24 NaN, 0 infinite, "
+        "the first at [3]" in refusal(folder, finite=True)
     )
 
 

@@ -78,7 +78,7 @@ def test_latents_have_a_context_too() -> None:
     latent, _ = to_latent(some.llama(max_position_embeddings=TRAINED), 12)
     after, _ = extend_context(latent, LONG, "yarn")
     assert after.config.rope_scaling == KEYS["yarn"]["rope_scaling"]
-    with pytest.raises(ArgumentError, match="which follows the length"):
+    with pytest.raises(ArgumentError, match="whose frequencies depend on the length"):
         extend_context(latent, LONG, "dynamic")
 
 

@@ -19,7 +19,7 @@ from regard.models.assembly import rope
 from regard.models.convert import Checkpoint, to_dtype, to_groups, to_latent
 from regard.models.convert import latent_attention as subject
 from regard.models.convert.attention_maps import AttentionMaps
-from regard.models.convert.latent_attention import mean_turn
+from regard.models.convert.latent_attention import mean_rotation
 from regard.models.model import Model
 from regard.models.save import save
 from tests.models.convert import oracle, some
@@ -159,7 +159,7 @@ def test_a_layer_at_a_rank_is_what_the_definition_says() -> None:
     assert np.abs(found - oracle.attention(x, **m, freq=np.zeros(0))).max() > FAR
 
 
-def test_what_turns_is_lost_as_its_mean_turn_says() -> None:
+def test_what_turns_is_lost_as_its_mean_rotation_says() -> None:
     """At full rank, with rotary: keys differ by rows of which 1 - |mean turn|^2 is lost; pair by
     pair, in numpy.
     """
@@ -181,12 +181,12 @@ def test_what_turns_is_lost_as_its_mean_turn_says() -> None:
         assert errors.values < 1e-12
 
 
-def test_the_mean_turn_is_the_best_constant() -> None:
+def test_the_mean_rotation_is_the_best_constant() -> None:
     """Against a direct search around it: no other constant is nearer to the turns, with the weights
     1 / (d + 1).
     """
     freq = torch.tensor([1.0, 0.1, 1e-3, 0.0], dtype=torch.float64)
-    for theta, turn in zip(freq.tolist(), mean_turn(freq, 300).tolist(), strict=True):
+    for theta, turn in zip(freq.tolist(), mean_rotation(freq, 300).tolist(), strict=True):
         d = np.arange(300)
         turns, weights = np.exp(-1j * theta * d), 1 / (d + 1)
         at = [
@@ -194,8 +194,8 @@ def test_the_mean_turn_is_the_best_constant() -> None:
             for step in (0, 1e-3, -1e-3, 1e-3j, -1e-3j)
         ]
         assert at[0] == min(at)
-    assert mean_turn(freq, 1).tolist() == [1, 1, 1, 1]
-    long = mean_turn(freq, (1 << 16) + 5)  # in two pieces
+    assert mean_rotation(freq, 1).tolist() == [1, 1, 1, 1]
+    long = mean_rotation(freq, (1 << 16) + 5)  # in two pieces
     d = torch.arange((1 << 16) + 5, dtype=torch.float64)
     direct = torch.polar(torch.ones(()).double(), -0.1 * d)
     assert complex(long[1]) == pytest.approx(

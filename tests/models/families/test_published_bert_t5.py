@@ -311,11 +311,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (T5_SMALL | {"feed_forward_proj": 3}, "feed_forward_proj is 3; it must be str"),
     (
         T5_SMALL | {"dense_act_fn": "gelu_new"},
-        "dense_act_fn is 'gelu_new', and feed_forward_proj 'relu' says 'relu'; keep one",
+        "dense_act_fn is 'gelu_new', and feed_forward_proj 'relu' means 'relu'; keep one",
     ),
     (
         FLAN_SMALL | {"is_gated_act": False},
-        "is_gated_act is False, and feed_forward_proj 'gated-gelu' says True; keep one",
+        "is_gated_act is False, and feed_forward_proj 'gated-gelu' means True; keep one",
     ),
     (
         T5_SMALL | {"relative_attention_num_buckets": 31},

@@ -302,10 +302,10 @@ def test_published_names() -> None:
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4, and num_attention_heads 16"),
         (
             {"head_dim": 128},
-            r"head_dim is 128, and the two parts of a query head, 128 \+ 64, make it 64",
+            "head_dim is 128, but qk_nope_head_dim is 128 and qk_rope_head_dim is 64",
         ),
         ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65, and n_routed_experts is 64"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "which follows the length"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "whose frequencies depend on"),
         ({"auto_map": {"AutoModel": "mine.Other"}}, "auto_map names 'mine.Other'"),
         ({"qk_rope_head_dim": 63}, "63"),
     ],

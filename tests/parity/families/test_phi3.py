@@ -224,7 +224,7 @@ def test_published_names() -> None:
 FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling.rope_type is 'linear'; phi3 has longrope (once called su) or none",
+        "rope_scaling.rope_type is 'linear'; phi3 supports longrope (formerly su) or no scaling",
     ),
     (
         {"rope_scaling": {"type": "su", "long_factor": [1.0] * 47, "short_factor": [1.0] * 48}},

@@ -17,10 +17,10 @@ def initialize_weights(decoder: Decoder) -> Decoder:
     """Give a decoder initial weights for training, in place.
 
     Norms are 1. Matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start
-    with a spread of about 1 and heads distinguish keys from the first step. Matrices that write to
-    the residual stream are 0, so that the output of untrained layers does not drown the tokens, and
-    later layers can match and copy them. The head has standard deviation 0.02, and so has an
-    embedding that is tied to it; an untied embedding has 0.5. Biases are 0.
+    with a standard deviation of about 1 and heads distinguish keys from the first step. Matrices
+    that write to the residual stream are 0, so that untrained layers do not add noise to the token
+    vectors, and later layers can match and copy them. The head has standard deviation 0.02, and so
+    has an embedding that is tied to it; an untied embedding has 0.5. Biases are 0.
 
     >>> from regard.nn import InputEmbedding
     >>> embed, head = InputEmbedding(nn.Embedding(7, 4)), nn.Linear(4, 7)
@@ -47,8 +47,8 @@ def initialize_weights(decoder: Decoder) -> Decoder:
 
 
 def _writers(block: Block) -> list[nn.Module]:
-    """Return the matrices that write to the residual stream, for each expert if there are
-    several.
+    """Return the linear maps that write to the residual stream: the output map of the attention,
+    and the down projection of the feed-forward layer or of each expert.
     """
     attributes = [
         (block.attention, "output"),

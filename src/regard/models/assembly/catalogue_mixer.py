@@ -22,14 +22,13 @@ from regard.nn.variants.registry import check_options, find_variant, option_name
 from regard.positions import Rotary
 
 PositionScheme: TypeAlias = Literal["rope", "alibi", "none"]
-"""How the scores of a mechanism depend on positions: rotated queries and keys, a penalty on the
-distance, or not at all.
+"""How scores depend on positions: "rope" rotates queries and keys, "alibi" subtracts a penalty that
+grows with the distance, and "none" uses no positions.
 """
 
 
 def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.0) -> Mixer:
-    """Return a mechanism with other positions: its rotary and ALiBi are replaced by those of the
-    scheme.
+    """Return a mechanism with another position scheme instead of its rotary positions or ALiBi.
 
     "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
     j); "none": neither
@@ -55,22 +54,22 @@ def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.
         raise ArgumentError(
             f"scheme is {scheme!r}; it is one of {', '.join(get_args(PositionScheme))}"
         )
-    if reason := _fixed(mixer, scheme):
-        raise ArgumentError(f"{reason}; leave its positions as the catalogue has them")
-    heads = _heads(mixer)
+    if reason := _scheme_refusal(mixer, scheme):
+        raise ArgumentError(f"{reason}; leave its positions unchanged")
+    heads = _plain_projections(mixer)
     if heads is None:
         return mixer
     assert isinstance(mixer, Attention)
     H, _, D, _, _ = mixer.project.shape
-    turned = [step for part in heads for step in part.steps if isinstance(step, Rotary)]
-    if scheme == "rope" and not turned:
+    rotary_steps = [step for part in heads for step in part.steps if isinstance(step, Rotary)]
+    if scheme == "rope" and not rotary_steps:
         rotary = Rotary(D, base)
         for part in heads:
             part.steps.append(rotary)
     elif scheme != "rope":
         for part in heads:
             part.steps = nn.ModuleList(step for step in part.steps if not isinstance(step, Rotary))
-    return _remade(mixer, mixer.mask, ALiBi(H) if scheme == "alibi" else None)
+    return _with_mask_and_bias(mixer, mixer.mask, ALiBi(H) if scheme == "alibi" else None)
 
 
 def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
@@ -82,7 +81,9 @@ def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
     >>> supported_schemes(moba(32, 4, groups=2))
     ()
     """
-    return tuple(scheme for scheme in get_args(PositionScheme) if _fixed(mixer, scheme) is None)
+    return tuple(
+        scheme for scheme in get_args(PositionScheme) if _scheme_refusal(mixer, scheme) is None
+    )
 
 
 def with_window(mixer: Mixer, size: int) -> Mixer:
@@ -90,7 +91,7 @@ def with_window(mixer: Mixer, size: int) -> Mixer:
 
     Args:
         mixer: softmax attention with a mask; its parts are reused in the result.
-        size: W, the query's own key included.
+        size: W, counting the key at the query's own position.
 
     Raises:
         ArgumentError: the mechanism is not softmax attention with a mask, or size is less than 1.
@@ -102,15 +103,17 @@ def with_window(mixer: Mixer, size: int) -> Mixer:
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
     window = Window(size)
-    if type(mixer) is not Attention:  # other mechanisms have a rule of their own
+    if type(mixer) is not Attention:  # subclasses define their own rule
         raise ArgumentError(f"{type(mixer).__name__} does not support an additional window")
-    return _remade(mixer, window if mixer.mask is None else mixer.mask & window, mixer.bias)
+    return _with_mask_and_bias(
+        mixer, window if mixer.mask is None else mixer.mask & window, mixer.bias
+    )
 
 
-def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
+def _scheme_refusal(mixer: Mixer, scheme: PositionScheme) -> str | None:
     """Return the reason why a mechanism cannot have these positions, or None."""
     name = type(mixer).__name__
-    if _heads(mixer) is None:
+    if _plain_projections(mixer) is None:
         if any(isinstance(module, Rotary) for module in mixer.modules()):
             return f"rotary positions are part of this {name}"
         return None if scheme == "none" else f"queries and keys of this {name} are not plain heads"
@@ -124,7 +127,7 @@ def _fixed(mixer: Mixer, scheme: PositionScheme) -> str | None:
     return None
 
 
-def _heads(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
+def _plain_projections(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
     """Return the projections of queries and keys; None if they are not plain softmax heads."""
     if type(mixer) is not Attention:
         return None
@@ -134,7 +137,7 @@ def _heads(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
     return (project,) if isinstance(project, FusedQKV) else None
 
 
-def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:
+def _with_mask_and_bias(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:
     """Return attention with the same parts and another mask and bias."""
     return Attention(
         attention.project,
@@ -149,8 +152,9 @@ def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Atten
 
 
 Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoidal", "none"]
-"""How positions enter: as the mechanism defines, in the heads, the scores, the embedding, or
-not.
+"""The source of positions in a decoder: "catalogue" leaves the mechanism as it is; "rope" rotates
+queries and keys, "alibi" adds a bias to the scores, "learned" and "sinusoidal" add vectors to the
+embedding, and "none" uses no positions.
 """
 
 EMBEDDING_POSITIONS = ("learned", "sinusoidal")
@@ -167,7 +171,9 @@ def decoder_variants() -> tuple[str, ...]:
     >>> [name in decoder_variants() for name in ("retention", "bahdanau", "prefix_lm")]
     [True, False, False]
     """
-    return tuple(sorted(name for name, entry in VARIANTS.items() if _unfit(entry) is None))
+    return tuple(
+        sorted(name for name, entry in VARIANTS.items() if _decoder_refusal(entry) is None)
+    )
 
 
 def find_decoder_variant(name: str) -> Variant:
@@ -180,7 +186,7 @@ def find_decoder_variant(name: str) -> Variant:
     'softmax'
     """
     entry = find_variant(name)
-    if reason := _unfit(entry):
+    if reason := _decoder_refusal(entry):
         raise ArgumentError(
             f"{name} {reason}; a decoder's layers can be {', '.join(decoder_variants())}"
         )
@@ -222,8 +228,8 @@ def build_mixer(
         layer: the index of the layer from 0, for mechanisms that differ from layer to layer.
         position: the source of positions; "learned" and "sinusoidal" are added by the embedding and
             count as "none" here.
-        window: None, or W: a query sees at most the last W keys, for mechanisms without their own
-            window.
+        window: None, or W: a query sees at most the last W keys, for mechanisms without a window of
+            their own.
 
     Raises:
         ArgumentError: the mechanism cannot be the layer of a decoder, an option does not match its
@@ -234,28 +240,27 @@ def build_mixer(
     """
     entry = find_decoder_variant(name)
     check_position(position)
-    own = option_names(entry)
-    ours = {**CAUSAL_OPTIONS, **dict.fromkeys(LAYER_INDEX_OPTIONS, layer)}
-    decoder_options = {key: value for key, value in ours.items() if key in own}
+    names = option_names(entry)
+    decoder_values = {**CAUSAL_OPTIONS, **dict.fromkeys(LAYER_INDEX_OPTIONS, layer)}
+    decoder_options = {key: value for key, value in decoder_values.items() if key in names}
     for key, value in decoder_options.items():
         if options.get(key, value) != value:
             raise ArgumentError(
                 f"{key} of {name} is {options[key]!r}; the decoder sets it for each layer: leave "
-                "it "
-                "out"
+                "it out"
             )
     mixer = entry.build(dim, heads, **check_options(entry, {**options, **decoder_options}))
     assert isinstance(mixer, Mixer)
     _check_width(mixer, name, dim)
     if window is not None:
-        mixer = _windowed(mixer, entry, window)
-    return _positioned(mixer, name, position)
+        mixer = _with_window_or_advice(mixer, entry, window)
+    return _with_position(mixer, name, position)
 
 
-def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
-    """Add a window to the mechanism; the error for one that cannot have it lists its options."""
-    own = option_names(entry)
-    if "window" in own:
+def _with_window_or_advice(mixer: Mixer, entry: Variant, window: int) -> Mixer:
+    """Return the mechanism with a window; an error lists the options that the mechanism has."""
+    names = option_names(entry)
+    if "window" in names:
         raise ArgumentError(
             f"{entry.name} has a window of its own: give it the option window={window}"
         )
@@ -263,13 +268,13 @@ def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
         return with_window(mixer, window)
     except ArgumentError as error:
         raise ArgumentError(
-            f"{entry.name} does not take window {window}: {error}; its options are "
-            f"{', '.join(own) or 'none'}"
+            f"{entry.name} does not support window {window}: {error}; its options are "
+            f"{', '.join(names) or 'none'}"
         ) from error
 
 
-def _positioned(mixer: Mixer, name: str, position: str) -> Mixer:
-    """Give the mechanism other positions; the error for one that cannot have them lists its own."""
+def _with_position(mixer: Mixer, name: str, position: str) -> Mixer:
+    """Return the mechanism with other positions; an error lists the positions that it supports."""
     if position == "catalogue":
         return mixer
     scheme: PositionScheme = (
@@ -279,21 +284,21 @@ def _positioned(mixer: Mixer, name: str, position: str) -> Mixer:
     try:
         return with_positions(mixer, scheme)
     except ArgumentError as error:
-        takes = [
+        supported = [
             p for p in get_args(Position) if ("none" if p in EMBEDDING_POSITIONS else p) in possible
         ]
         raise ArgumentError(
-            f"{name} does not take position {position!r}: {str(error).partition(';')[0]}; it takes "
-            f"{', '.join(['catalogue', *takes])}"
+            f"{name} does not support position {position!r}: {str(error).partition(';')[0]}; it "
+            f"supports {', '.join(['catalogue', *supported])}"
         ) from error
 
 
-def _unfit(entry: Variant) -> str | None:
+def _decoder_refusal(entry: Variant) -> str | None:
     """Return the reason why a mechanism cannot be the layer of a decoder, or None."""
     if entry.family in ("cross", "additive"):
         return "attends to a second sequence"
     if not entry.causal and not CAUSAL_OPTIONS.keys() & set(option_names(entry)):
-        return "sees later tokens"
+        return "attends to later tokens"
     return None
 
 

@@ -16,42 +16,48 @@ from regard.configs.deepseek import DeepseekConfig
 from regard.errors import ArgumentError
 from regard.models.assembly import llama_like, rope
 from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
 from regard.nn.feed_forward import ExpertGroups, MoE, Router
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
-OURS, THEIRS = llama_like.MODEL_LAYER, llama_like.STORED_LAYER
-PROJECT = OURS + "attention.project."
+PROJECT = MODEL_LAYER + "attention.project."
 NAMES = (
     llama_like.EMBEDDING_AND_HEAD
     | llama_like.PRE_NORMS
     | llama_like.FEED_FORWARD
     | {
-        THEIRS + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
-        THEIRS + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
-        THEIRS + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
-        THEIRS + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
-        THEIRS + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
-        THEIRS + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
-        THEIRS + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
-        THEIRS + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
-        THEIRS + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
-        THEIRS + "self_attn.o_proj.weight": OURS + "attention.output.weight",
-        THEIRS + "self_attn.o_proj.bias": OURS + "attention.output.bias",
-        THEIRS + "mlp.gate.weight": OURS + "feed_forward.router.linear.weight",
-        THEIRS + "mlp.gate.e_score_correction_bias": OURS + "feed_forward.router.correction",
+        STORED_LAYER + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
+        STORED_LAYER + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
+        STORED_LAYER + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
+        STORED_LAYER + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
+        STORED_LAYER + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
+        STORED_LAYER + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
+        STORED_LAYER + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
+        STORED_LAYER + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
+        STORED_LAYER + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
+        STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
+        STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
+        STORED_LAYER + "mlp.gate.weight": MODEL_LAYER + "feed_forward.router.linear.weight",
+        STORED_LAYER + "mlp.gate.e_score_correction_bias": MODEL_LAYER
+        + "feed_forward.router.correction",
     }
     | {
-        THEIRS + f"mlp.{where}.{part}_proj.weight": OURS + f"feed_forward.{ours}.{part}.weight"
-        for where, ours in (("experts.{}", "experts.{}"), ("shared_experts", "shared"))
+        STORED_LAYER + f"mlp.{stored}.{part}_proj.weight": MODEL_LAYER
+        + f"feed_forward.{parameter}.{part}.weight"
+        for stored, parameter in (("experts.{}", "experts.{}"), ("shared_experts", "shared"))
         for part in ("gate", "up", "down")
     }
 )
-"""Stored name -> parameter name; {} is the layer, and the expert."""
+"""Stored name -> parameter name; the first {} is the number of the layer, a second one that of the
+expert.
+"""
 BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
-"""Other tensors in files: V3 has a 62nd layer that predicts a second token and is not loaded."""
+"""Patterns of stored tensors that are not loaded. Layer 61 of V3 predicts a second token
+(multi-token prediction).
+"""
 
 
 def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
@@ -69,7 +75,7 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGrou
 
 
 def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
-    """Check the numbers of the rotary scaling, and the selection of experts.
+    """Check the numbers of the rotary scaling, and the sizes of the router.
 
     Raises:
         ArgumentError: a number is out of range, or experts cannot be selected as the keys say.

@@ -40,14 +40,19 @@ NAMES = (
     | SANDWICH
     | HEAD_NORMS
 )
-"""Stored name of Gemma 2 or 3 -> parameter name; {} is the layer. Absent parts are left out."""
+"""Stored name of Gemma 2 or 3 -> parameter name; {} is the layer. Entries of parts that a model
+lacks are ignored.
+"""
 
 
 def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = None) -> Decoder:
     """Build a decoder with initial weights: the embedding times sqrt(M), the layers, a norm and a
     head.
 
-    With `cap`, the head caps its logits.
+    Args:
+        config: the config.
+        layers: the blocks.
+        cap: the soft cap on the logits; None is no cap.
     """
     M, V = config.hidden_size, config.vocab_size
     embedding = nn.Embedding(V, M)
@@ -92,8 +97,8 @@ def feed_forward(config: GemmaConfig) -> GatedFeedForward:
 
 def sandwich(config: GemmaConfig, mixer: Attention) -> Block:
     """Build a block with a norm before and after the attention and the feed-forward layer."""
-    paths = [SandwichNorm(norm(config), norm(config)) for _ in range(2)]
-    return Block(mixer, feed_forward(config), *paths)
+    residuals = [SandwichNorm(norm(config), norm(config)) for _ in range(2)]
+    return Block(mixer, feed_forward(config), *residuals)
 
 
 def norm(config: GemmaConfig, dim: int | None = None) -> OffsetRMSNorm:

@@ -47,12 +47,14 @@ PRE_NORMS = {
     + "feed_forward_residual.norm.weight",
 }
 NAMES = EMBEDDING_AND_HEAD | ATTENTION | FEED_FORWARD | PRE_NORMS
-"""Stored name -> parameter name; {} is the layer. Absent parts are left out."""
+"""Stored name -> parameter name; {} is the layer. Entries of parts that a model lacks are
+ignored.
+"""
 
 PREFIXES, HEAD = ("model.",), "lm_head.weight"
-"""The name prefix, and the head, that a base model saved alone lacks."""
+"""The prefix of names, and the stored name of the head; a base model saved alone lacks both."""
 BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-"""Tensors that older versions stored; they follow from the config."""
+"""Patterns of tensors that older versions stored, and that are computed from the config."""
 
 
 def check(config: GroupedQueryConfig) -> None:
@@ -65,7 +67,12 @@ def check(config: GroupedQueryConfig) -> None:
 
 
 def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
-    """Build a decoder with initial weights; `block` builds a block from rotary and window."""
+    """Build a decoder with initial weights.
+
+    Args:
+        config: the config.
+        block: a function (rotary module, window or None) -> the block of one layer.
+    """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:

@@ -23,10 +23,10 @@ def rotary_module(settings: RopeSettings) -> Rotary:
     text, so that a cache of rotated keys needs `rotary_heads`.
 
     "dynamic" counts from max_positions; "longrope" and "yarn" from the length before the extension
-    (max_positions if it is not given). The factor of LongRoPE, if absent, is max_positions over
-    that length. `mscale` and `mscale_all_dim` are read as in DeepSeek's code, 1 and 0 when absent,
-    whereas transformers ignores one without the other. The effect of `mscale_all_dim` on the
-    softmax is in `Rotary.softmax_factor`, for families that apply it.
+    (max_positions if it is not given). The factor of LongRoPE, if it is absent, is max_positions
+    divided by that length. `mscale` and `mscale_all_dim` are read as in DeepSeek's code, 1 and 0
+    when absent, whereas transformers ignores one without the other. The effect of `mscale_all_dim`
+    on the softmax is in `Rotary.softmax_factor`, for families that apply it.
 
     Args:
         settings: the `rope` of a config.
@@ -42,13 +42,13 @@ def rotary_module(settings: RopeSettings) -> Rotary:
     """
     checked, D, partial = check_rope(settings), settings.head_dim, settings.partial
     proportional = checked["rope_type"] == "proportional"
-    turning = 2 * int(partial * D // 2) if proportional else int(D * partial)
-    scaling = rope_scaling(checked, turning // 2, settings.max_positions, settings.original)
+    rotated = 2 * int(partial * D // 2) if proportional else int(D * partial)
+    scaling = rope_scaling(checked, rotated // 2, settings.max_positions, settings.original)
     return Rotary(
         D,
         settings.theta,
         scaling=scaling,
-        rotary_dim=turning,
+        rotary_dim=rotated,
         proportional=proportional,
         layout=settings.layout,
         length="current" if scaling is not None and scaling.needs_length else None,
@@ -68,18 +68,19 @@ def rotary_heads(
     k_flat: nn.Module | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build the projection of queries, keys and values with rotary as the last step of the first
-    two.
+    """Build the projection of queries, keys and values with rotary positions on queries and
+    keys.
 
     Where the frequencies depend on the length, cached keys that were rotated with other frequencies
-    raise when they are read, and the prefix has to be computed again (`regard.nn.Prefix`); so
-    decoding with a cache equals one pass. Parameters have the same names in both cases.
+    raise when they are read, and the prefix has to be computed again
+    (`regard.nn.PrefixRecomputer`). So decoding with a cache equals one pass. Parameters have the
+    same names in both cases.
 
     Args:
         dim, H, G, head_dim: the model dim, query heads, key/value heads, and D.
         rotary: from `rotary_module`.
         q_steps, k_steps: steps on heads before the rotation, such as a norm per head.
-        q_flat, k_flat: a norm over all heads at once (OLMo 2).
+        q_flat, k_flat: a norm over all heads together (OLMo 2); None is no norm.
         bias: whether the three linear maps have a bias.
 
     Raises:
@@ -120,7 +121,7 @@ def rope_scaling(
 
     Raises:
         ArgumentError: a number is out of range, the trained length is missing (llama3) or given
-            twice and differently, or a list of factors has another length.
+            twice with different values, or a list of factors has another length.
 
     >>> rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
     DynamicNTK(factor=2.0, original_length=4096)
@@ -133,7 +134,7 @@ def rope_scaling(
         return LinearScaling(**rest) if rest else None
     if kind == "dynamic":
         return DynamicNTK(original_length=max_positions, **rest)
-    length = _trained(settings, kind, max_positions, original)
+    length = _original_length(settings, kind, max_positions, original)
     if kind == "llama3":
         return Llama3(original_length=length, **rest)
     if rest.get("factor") is None:
@@ -149,7 +150,7 @@ def rope_scaling(
     return LongRoPE(original_length=length, **rest)
 
 
-def _trained(
+def _original_length(
     settings: Mapping[str, Any], kind: str, max_positions: int, original: int | None
 ) -> int:
     """Return the length with which the frequencies were trained."""

@@ -20,7 +20,7 @@ from regard.models.tokenizer import Tokenizer
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
-_PER_TENSOR = 64  # the largest number of experts in one tensor
+_EXPERTS_PER_TENSOR = 64  # some files store all experts of a layer in one tensor
 
 
 def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[Family, Raw]:
@@ -55,8 +55,8 @@ def read_config(
     """Return the config of a family from the content of config.json, and the keys that were
     ignored.
 
-    Ignored are keys that other tools write into any folder (`reader.TOOL_KEYS`), and unknown keys
-    that match `ignore`.
+    Two kinds of keys are ignored: those that other tools write into any folder
+    (`reader.TOOL_KEYS`), and unknown keys that match `ignore`.
 
     Args:
         folder: the folder, for messages.
@@ -96,10 +96,13 @@ def _check_counts(raw: Raw, tensors: int) -> None:
             _check_counts(value, tensors)
         if type(value) is not int:
             continue
-        most = tensors if "layer" in name and "window" not in name else _PER_TENSOR * tensors
+        most = (
+            tensors if "layer" in name and "window" not in name else _EXPERTS_PER_TENSOR * tensors
+        )
         if ("layer" in name or "expert" in name) and value > max(most, 64):
             raise ArgumentError(
-                f"{name} is {value}, and the folder has {plural(tensors, 'tensor')}"
+                f"{name} is {value}, and the folder has {plural(tensors, 'tensor')}, too few for "
+                "that; is a shard missing, or is config.json that of another model?"
             )
 
 
@@ -133,8 +136,7 @@ def read_eos_ids(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozens
     if not all(type(i) is int and i >= 0 for i in ids):
         raise FileError(
             f"{folder}: eos_token_id is {short_repr(value)}; it must be a token id or a list of "
-            "token "
-            "ids"
+            "token ids"
         )
     if not ids and tokenizer is not None and tokenizer.end_of_text is not None:
         ids = [tokenizer.end_of_text]

@@ -36,8 +36,8 @@ class Family:
         names: the name table: stored name -> parameter name or `TensorRule`; {} is a layer number.
         complete_config: (config, raw config.json, stored names of the table) -> config with what
             only the stored tensors show, such as a tied head.
-        prefixes: prefixes of the names of a model with a head that a base model saved alone lacks,
-            such as "transformer.".
+        prefixes: prefixes of stored names, such as "transformer.", that are missing where a base
+            model was saved without its head.
         head: the stored name of the head's matrix, which a base model may lack; None if it may not.
         buffers: patterns (`re.fullmatch`) of stored tensors that are not weights.
         rename_stored: an older spelling of a stored name -> the spelling of the table.
@@ -45,7 +45,7 @@ class Family:
             float32 or better.
         check: raises for a config that only the parts of the network can refuse, such as numbers of
             a rotary scaling; it is called before weights are read or downloaded.
-        text: the kind of network: "decoder", "encoder" or "encoder-decoder".
+        architecture: the kind of network: "decoder", "encoder" or "encoder-decoder".
     """
 
     config: type[ModelConfig]
@@ -58,13 +58,13 @@ class Family:
     rename_stored: Callable[[str], str] = str
     keep_float32: tuple[str, ...] = ()
     check: Callable[[Any], object] = _accept
-    text: str = "decoder"
+    architecture: str = "decoder"
 
     def build_empty(self, config: ModelConfig) -> nn.Module:
         """Build the network of a config on the device "meta": parameters have sizes and no values.
 
-        Initial values are not drawn, which would take most of the time: for 24 layers 0.2 of 0.25
-        s.
+        Initial values are not drawn, because that would take most of the time: 0.2 of 0.25 seconds
+        for 24 layers.
 
         >>> from regard.models.families import llama
         >>> network = llama.FAMILY.build_empty(llama.Config(9, 8, 8, 1, 2, 1, 4))
@@ -74,9 +74,9 @@ class Family:
         with torch.device("meta"), _NoInitialValues():
             return self.build(config)
 
-    def dtype_of(self, ours: str, dtype: torch.dtype) -> torch.dtype:
+    def dtype_of(self, parameter_name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of one parameter in a network of this dtype."""
-        keeps = any(fnmatchcase(ours, pattern) for pattern in self.keep_float32)
+        keeps = any(fnmatchcase(parameter_name, pattern) for pattern in self.keep_float32)
         return torch.promote_types(dtype, torch.float32) if keeps else dtype
 
 

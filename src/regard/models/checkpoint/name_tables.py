@@ -21,8 +21,8 @@ class TensorRule:
         unpack: (stored tensor, sizes of the parameters) -> the parameters, which may be views.
         pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
             shape that a file must have.
-        requires: a parameter without which the tensor does not exist: a part may have another name
-            where it has a certain neighbour.
+        requires: a parameter that must exist for this entry to apply; None is no condition. The
+            same part may be stored under another name in models without that parameter.
     """
 
     parameters: tuple[str, ...]
@@ -34,24 +34,26 @@ class TensorRule:
 NameTable: TypeAlias = Mapping[str, str | TensorRule]
 """Stored name -> name of the parameter, or a rule."""
 SAME_NAMES: NameTable = {}
-"""The table of a family whose parameters are stored under the names that they have here."""
+"""The table of a family whose parameters are stored under their names in the network."""
 
 
-def as_stored(ours: str, *, requires: str | None = None) -> TensorRule:
-    """Return the rule of one parameter that is stored as it is."""
-    return TensorRule((ours,), lambda stored, _: (stored,), lambda parts: parts[0], requires)
+def as_stored(parameter_name: str, *, requires: str | None = None) -> TensorRule:
+    """Return the rule of one parameter that is stored unchanged."""
+    return TensorRule(
+        (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires
+    )
 
 
-def transposed(ours: str) -> TensorRule:
+def transposed(parameter_name: str) -> TensorRule:
     """Return the rule of a matrix that is stored as [in, out].
 
     >>> transposed("w").unpack(torch.zeros(2, 3), [torch.Size([3, 2])])[0].shape
     torch.Size([3, 2])
     """
-    return TensorRule((ours,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
+    return TensorRule((parameter_name,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
 
 
-def stacked_rows(*ours: str) -> TensorRule:
+def stacked_rows(*parameter_names: str) -> TensorRule:
     """Return the rule of parameters that are stored as rows of one matrix, in this order.
 
     >>> sizes = [torch.Size([1]), torch.Size([2])]
@@ -59,19 +61,19 @@ def stacked_rows(*ours: str) -> TensorRule:
     [[0], [1, 2]]
     """
     return TensorRule(
-        ours,
+        parameter_names,
         lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
         lambda parts: torch.cat(list(parts)),
     )
 
 
-def weight_and_bias(theirs: str, ours: str) -> dict[str, str]:
+def weight_and_bias(stored_name: str, parameter_name: str) -> dict[str, str]:
     """Return the table entries for the weight and the bias of a module.
 
     >>> weight_and_bias("ln_f", "norm")
     {'ln_f.weight': 'norm.weight', 'ln_f.bias': 'norm.bias'}
     """
-    return {f"{theirs}.{end}": f"{ours}.{end}" for end in ("weight", "bias")}
+    return {f"{stored_name}.{end}": f"{parameter_name}.{end}" for end in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class TensorBinding:
 
 
 def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
-    """Return stored name -> parameters, for the layers of a network; absent parts are left out.
+    """Return stored name -> parameters, for the layers of a network; entries of parts
+    that the network lacks are left out.
 
     >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> table = {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}
@@ -104,12 +107,14 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
         by_pattern.setdefault(name_pattern(name), []).append(numbers)
     bindings: dict[str, TensorBinding] = {}
     bound: set[str] = set()
-    for theirs, entry in names.items():
+    for stored_name, entry in names.items():
         rule = as_stored(entry) if isinstance(entry, str) else entry
         for numbers in _layers(rule.requires or rule.parameters[0], by_pattern):
-            ours = tuple(n for name in rule.parameters for n in _expand(name, numbers, by_pattern))
-            bindings[theirs.format(*numbers)] = TensorBinding(rule, ours)
-            bound.update(ours)
+            parameters = tuple(
+                n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
+            )
+            bindings[stored_name.format(*numbers)] = TensorBinding(rule, parameters)
+            bound.update(parameters)
     unnamed = set(every) - bound
     assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
     return bindings
@@ -129,28 +134,30 @@ def name_pattern(name: str) -> str:
 
 
 def _fitting(
-    ours: str, known: Mapping[str, list[tuple[str, ...]]]
+    parameter_name: str, known: Mapping[str, list[tuple[str, ...]]]
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Yield all numbers of each parameter that matches a name, and the numbers at its {} places."""
-    marks = _MARK.findall(ours)
-    for numbers in known.get(name_pattern(ours), []):
+    marks = _MARK.findall(parameter_name)
+    for numbers in known.get(name_pattern(parameter_name), []):
         pairs = list(zip(marks, numbers, strict=True))
         if all(mark in ("{}", "*", number) for mark, number in pairs):
             yield numbers, tuple(number for mark, number in pairs if mark == "{}")
 
 
-def _layers(ours: str, known: Mapping[str, list[tuple[str, ...]]]) -> list[tuple[str, ...]]:
+def _layers(
+    parameter_name: str, known: Mapping[str, list[tuple[str, ...]]]
+) -> list[tuple[str, ...]]:
     """Return the numbers that fit the {} places of a name, each once."""
-    return list(dict.fromkeys(filled for _, filled in _fitting(ours, known)))
+    return list(dict.fromkeys(filled for _, filled in _fitting(parameter_name, known)))
 
 
 def _expand(
-    ours: str, numbers: tuple[str, ...], known: Mapping[str, list[tuple[str, ...]]]
+    parameter_name: str, numbers: tuple[str, ...], known: Mapping[str, list[tuple[str, ...]]]
 ) -> Iterator[str]:
     """Yield a name with its numbers filled in; with *, all names that exist."""
-    if "*" not in ours:
-        yield ours.format(*numbers)
+    if "*" not in parameter_name:
+        yield parameter_name.format(*numbers)
         return
-    for all_numbers, filled in _fitting(ours, known):
+    for all_numbers, filled in _fitting(parameter_name, known):
         if filled == numbers:
-            yield name_pattern(ours).format(*all_numbers)
+            yield name_pattern(parameter_name).format(*all_numbers)

@@ -140,8 +140,7 @@ def unpack_fp8(
     if tuple(scale_inv.shape) != wanted:
         raise ArgumentError(
             f"scale_inv is {tuple(scale_inv.shape)}; a weight of {tuple(weight.shape)} in blocks "
-            "of "
-            f"{block} x {block} has {wanted}"
+            f"of {block} x {block} has {wanted}"
         )
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for i, row in enumerate(scale_inv):
@@ -178,7 +177,7 @@ class DequantizedTensors(CheckpointTensors):
     Scales are read first: they are at most a sixteenth of the size of their values.
 
     Attributes:
-        packed: the tensors in the files.
+        packed: the tensors as they are stored in the files.
         pairs: name of the dequantized matrix -> its pair.
     """
 
@@ -213,7 +212,8 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
 
     Args:
         store: the tensors of the folder.
-        quantization_config: the value of that key in config.json; None is a plain checkpoint.
+        quantization_config: the value of that key in config.json; None is a checkpoint that is not
+            quantized.
 
     Returns:
         The same tensors, dequantized when they are read.
@@ -228,7 +228,8 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     >>> dequantized(store, {"quant_method": "gptq"})
     Traceback (most recent call last):
     regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'gptq';
-    supported are 'mxfp4' and 'fp8': take a plain checkpoint
+    supported are 'mxfp4' and 'fp8': use a checkpoint that is not
+    quantized
     """
     if quantization_config is None:
         return store
@@ -242,19 +243,18 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     elif method == "fp8":
         pairs = _fp8(store, _block(store.folder, quantization_config))
     else:
-        raise _config(
+        raise _config_error(
             store.folder,
-            f"the quant_method {short_repr(method)}; supported are 'mxfp4' and 'fp8': take a plain "
-            "checkpoint",
+            f"the quant_method {short_repr(method)}; supported are 'mxfp4' and 'fp8': use a "
+            "checkpoint that is not quantized",
         )
     hidden = {name for pair in pairs for name in (pair.values, pair.scales)}
     entries = {name: x for name, x in store.tensors.items() if name not in hidden}
     for pair in pairs:
         if pair.plain.name in entries:
             raise FileError(
-                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored both plain and "
-                "packed; "
-                "keep one"
+                f"{pair.plain.file}: {short_repr(pair.plain.name)} is stored both "
+                "quantized and not quantized; keep one"
             )
         entries[pair.plain.name] = pair.plain
     total = sum(x.bytes for x in entries.values())
@@ -273,10 +273,12 @@ def _mxfp4(store: CheckpointTensors) -> list[QuantizedMatrix]:
         scales = _scales(store, x, plain + "_scales")
         fits = len(x.shape) > 2 and x.shape[-1] == 16 and scales.shape == x.shape[:-1]
         if not fits or {x.dtype, scales.dtype} != {torch.uint8}:
-            raise _misfit(x, scales, "uint8 [..., G, 16] and uint8 [..., G]")
+            raise _mismatch_error(x, scales, "uint8 [..., G, 16] and uint8 [..., G]")
         shape = (*x.shape[:-3], 32 * x.shape[-2], x.shape[-3])
         pairs.append(
-            QuantizedMatrix(name, scales.name, _plain(x, plain, shape, torch.bfloat16), _transposed)
+            QuantizedMatrix(
+                name, scales.name, _dequantized_entry(x, plain, shape, torch.bfloat16), _transposed
+            )
         )
     return pairs
 
@@ -294,8 +296,8 @@ def _fp8(store: CheckpointTensors, block: int) -> list[QuantizedMatrix]:
         scales = _scales(store, x, name + "_scale_inv")
         wanted = tuple(-(-size // block) for size in x.shape)
         if len(x.shape) != 2 or scales.shape != wanted or scales.dtype != torch.float32:
-            raise _misfit(x, scales, f"a matrix and float32 {wanted}")
-        plain = _plain(x, name, x.shape, torch.float32)
+            raise _mismatch_error(x, scales, f"a matrix and float32 {wanted}")
+        plain = _dequantized_entry(x, name, x.shape, torch.float32)
         pairs.append(QuantizedMatrix(name, scales.name, plain, partial(unpack_fp8, block=block)))
     return pairs
 
@@ -305,10 +307,10 @@ def _block(folder: Path, quantization_config: Mapping[str, Any]) -> int:
     fmt = quantization_config.get("fmt", "e4m3")
     sides = quantization_config.get("weight_block_size")
     if fmt != "e4m3":
-        raise _config(folder, f"the fmt {short_repr(fmt)}; supported is 'e4m3'")
+        raise _config_error(folder, f"the fmt {short_repr(fmt)}; supported is 'e4m3'")
     side = sides[0] if isinstance(sides, list) and len(sides) == 2 else None
     if type(side) is not int or not 1 <= side <= _LARGEST_BLOCK or sides != [side, side]:
-        raise _config(
+        raise _config_error(
             folder, f"the weight_block_size {short_repr(sides)}; supported are square blocks"
         )
     return side
@@ -317,15 +319,13 @@ def _block(folder: Path, quantization_config: Mapping[str, Any]) -> int:
 def _scales(store: CheckpointTensors, values: StoredTensor, name: str) -> StoredTensor:
     if name not in store.tensors:
         raise FileError(
-            f"{values.file}: {short_repr(values.name)} is packed, and its scales "
-            f"{short_repr(name)} are "
-            "missing; "
-            "is a shard missing?"
+            f"{values.file}: {short_repr(values.name)} is quantized, and its scales "
+            f"{short_repr(name)} are missing; is a shard missing?"
         )
     return store.tensors[name]
 
 
-def _plain(
+def _dequantized_entry(
     values: StoredTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> StoredTensor:
     return replace(
@@ -333,10 +333,10 @@ def _plain(
     )
 
 
-def _misfit(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:
+def _mismatch_error(values: StoredTensor, scales: StoredTensor, wanted: str) -> FileError:
     pair = [f"{short_repr(x.name)} is {x.dtype} {x.shape}" for x in (values, scales)]
     return FileError(f"{values.file}: {' and '.join(pair)}; they must be {wanted}")
 
 
-def _config(folder: Path, problem: str) -> FileError:
+def _config_error(folder: Path, problem: str) -> FileError:
     return FileError(f"{folder / 'config.json'}: quantization_config has {problem}")

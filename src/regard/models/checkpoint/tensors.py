@@ -47,7 +47,7 @@ class CheckpointTensors:
         folder: the model's folder.
         tensors: name -> header entry, in the order of the files and of their data.
         bytes: the size of all tensors; no more is ever allocated.
-        marks: the state of each file when its header was checked.
+        marks: the state of each file when its header was checked, to detect later changes.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.ones(2, 3), "b": torch.zeros(1)}, "model.safetensors")
@@ -107,7 +107,7 @@ class CheckpointTensors:
             Pairs of name and tensor.
 
         Raises:
-            ArgumentError: a name is not that of a tensor.
+            ArgumentError: a name is unknown.
             FileError: a file changed after its header was checked, or cannot be read; or a boolean
                 is neither 0 nor 1.
 
@@ -138,15 +138,16 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
     >>> check_finite("a", torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]]))
     Traceback (most recent call last):
-    regard.errors.FileError: 'a' holds 1 NaN and 1 infinite values of 4, the first at [1, 0];
-    it is damaged, or its training diverged: take another checkpoint
+    regard.errors.FileError: 'a' has values that are not finite: 1 of 4 NaN, 1
+    infinite, the first at [1, 0]; the file is damaged, or the training diverged: use another
+    checkpoint
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
     nans = infinities = 0
     first: int | None = None
     for chunk_number, values in enumerate(torch.split(tensor.detach().reshape(-1), _CHUNK)):
-        if _all_finite(chunk := _plain(values)):
+        if _all_finite(chunk := _checkable(values)):
             continue
         nans += int(chunk.isnan().sum())
         infinities += int(chunk.isinf().sum())
@@ -155,13 +156,13 @@ def check_finite(name: str, tensor: Tensor) -> None:
     if first is not None:
         index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
         raise FileError(
-            f"{short_repr(name)} holds {nans} NaN and {infinities} infinite values of "
-            f"{tensor.numel()}, the first at {index}; "
-            "it is damaged, or its training diverged: take another checkpoint"
+            f"{short_repr(name)} has values that are not finite: {nans} of {tensor.numel()} NaN, "
+            f"{infinities} infinite, the first at {index}; "
+            "the file is damaged, or the training diverged: use another checkpoint"
         )
 
 
-def _plain(values: Tensor) -> Tensor:
+def _checkable(values: Tensor) -> Tensor:
     """Convert 8-bit floats to float32: torch cannot check them, or (float8_e8m0fnu) calls NaN
     finite.
     """
@@ -233,9 +234,8 @@ def read_index(folder: Path) -> Mapping[str, str]:
     wrong = next((name for name, file in places.items() if not isinstance(file, str)), None)
     if wrong is not None:
         raise FileError(
-            f"{path}: weight_map gives {short_repr(wrong)} {short_repr(places[wrong])}; it must "
-            "be a file "
-            "name"
+            f"{path}: weight_map gives {short_repr(wrong)} {short_repr(places[wrong])}; it must be "
+            "a file name"
         )
     return places
 

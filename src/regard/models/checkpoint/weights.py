@@ -24,7 +24,8 @@ from regard.models.checkpoint.name_tables import TensorBinding, bind_names, name
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
-_MAX_PREFIX_PARTS = 8  # of wrappers around a model; each costs a pass over all names
+# the largest number of wrapper prefixes, such as "module."; each needs a pass over all names
+_MAX_PREFIX_PARTS = 8
 
 
 class FillResult(NamedTuple):
@@ -97,8 +98,8 @@ def fill_parameters(
         values = _parameter_values(
             tensor, bindings[name_of[stored_name]], parameters, family, dtype
         )
-        for ours, value in values.items():
-            key = id(parameters[ours])
+        for parameter_name, value in values.items():
+            key = id(parameters[parameter_name])
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
             else:
@@ -107,16 +108,18 @@ def fill_parameters(
     if allowed:
         assert initialize is not None
         initial = dict(initialize().named_parameters(remove_duplicate=False))
-        for ours in (o for name in allowed for o in bindings[name].parameters):
-            value = initial[ours].detach().to(family.dtype_of(ours, dtype))
-            _assign(owners[id(parameters[ours])], value)
+        for parameter_name in (o for name in allowed for o in bindings[name].parameters):
+            value = initial[parameter_name].detach().to(family.dtype_of(parameter_name, dtype))
+            _assign(owners[id(parameters[parameter_name])], value)
     return FillResult(allowed, ignored)
 
 
 def _first_names(
     bindings: Mapping[str, TensorBinding], parameters: Mapping[str, Tensor]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the names that must be stored, and those whose parameter another name fills."""
+    """Return the names that must be stored, and a map from each name of a tied parameter to the
+    name that fills it.
+    """
     by_parameter: dict[int, str] = {}
     wanted: list[str] = []
     twins: dict[str, str] = {}
@@ -124,7 +127,9 @@ def _first_names(
         other = by_parameter.get(id(parameters[binding.parameters[0]]))
         if other is None:
             wanted.append(name)
-            by_parameter.update({id(parameters[ours]): name for ours in binding.parameters})
+            by_parameter.update(
+                {id(parameters[parameter_name]): name for parameter_name in binding.parameters}
+            )
         else:
             twins[name] = other
     return wanted, twins
@@ -138,18 +143,19 @@ def _check_shapes(
 ) -> None:
     for stored_name, name in name_of.items():
         binding, entry = bindings[name], store.tensors[stored_name]
-        meta = [parameters[ours].detach().to("meta") for ours in binding.parameters]
+        meta = [
+            parameters[parameter_name].detach().to("meta") for parameter_name in binding.parameters
+        ]
         wanted = tuple(binding.rule.pack(meta).shape)
         if entry.shape != wanted:
             raise FileError(
                 f"{entry.file}: {escape_controls(stored_name)} is {entry.shape}; the "
-                f"config says {wanted}"
+                f"config requires {wanted}"
             )
         if not entry.dtype.is_floating_point:
             raise FileError(
-                f"{entry.file}: {escape_controls(stored_name)} is {entry.dtype}; a "
-                "weight must be a "
-                "floating-point number"
+                f"{entry.file}: {escape_controls(stored_name)} is {entry.dtype}; a weight must be "
+                "a floating-point number"
             )
 
 
@@ -161,12 +167,16 @@ def _parameter_values(
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Return the parameters that a stored tensor holds; views are copied to free the tensor."""
-    values = binding.rule.unpack(tensor, [parameters[ours].shape for ours in binding.parameters])
+    values = binding.rule.unpack(
+        tensor, [parameters[parameter_name].shape for parameter_name in binding.parameters]
+    )
     whole = len(values) == 1 and values[0].is_contiguous()
     by_name = {}
-    for ours, value in zip(binding.parameters, values, strict=True):
-        wanted = family.dtype_of(ours, dtype)
-        by_name[ours] = value.to(wanted) if whole else value.to(wanted, copy=True).contiguous()
+    for parameter_name, value in zip(binding.parameters, values, strict=True):
+        wanted = family.dtype_of(parameter_name, dtype)
+        by_name[parameter_name] = (
+            value.to(wanted) if whole else value.to(wanted, copy=True).contiguous()
+        )
     return by_name
 
 
@@ -203,9 +213,8 @@ def _check_same(
     if assigned is None or not torch.equal(assigned, value):
         raise FileError(
             f"{store.tensors[names[1]].file}: {escape_controls(names[0])} and "
-            f"{escape_controls(names[1])} are tied by "
-            "the config, and their values differ; "
-            "set tie_word_embeddings to false if that is meant"
+            f"{escape_controls(names[1])} are tied by the config, and their values differ; set "
+            "tie_word_embeddings to false if that is meant"
         )
 
 
@@ -229,9 +238,8 @@ def _mismatch_message(
         name = short_repr(unexpected[0])
         parts.append(
             "; the model has no place for them. If they change nothing that is computed here, as "
-            "a head of another task does "
-            f"not, pass them over: regard.load(folder, ignore=({name},)), or --ignore {name}; * "
-            "stands for any letters"
+            f"a head of another task does not, ignore them: regard.load(folder, ignore=({name},)), "
+            f"or --ignore {name}; * stands for any letters"
         )
     return "".join(parts)
 
@@ -259,8 +267,8 @@ def map_names(
 
     It tries the names as they are, and without each prefix that all of them share, such as
     "module." of training on several devices; and both with the family's own prefix in front, which
-    a base model that was saved alone lacks. A file in which only some names have that prefix cannot
-    be mapped: it was assembled from two models.
+    a base model that was saved alone lacks. A file in which only some of those
+    names have the prefix cannot be mapped, because it was assembled from two models.
 
     Args:
         folder: the folder, for messages.
@@ -295,11 +303,10 @@ def map_names(
         name = next(name for name in stored if other.names.get(name) != fitting[0].names.get(name))
         raise FileError(
             f"{folder}: the stored names can be read in two ways: {short_repr(name)} is "
-            f"{fitting[0].names.get(name)} or "
-            f"{other.names.get(name)}; rename the tensors as the family's published checkpoints "
-            "have them"
+            f"{fitting[0].names.get(name)} or {other.names.get(name)}; rename the tensors as the "
+            "family's published checkpoints have them"
         )
-    # of equally good ways the first, which takes the names as they are
+    # `ways` begins with the unchanged names, which are preferred among equally good ways
     return fitting[0] if fitting else max(ways, key=lambda way: len(way.names))
 
 
@@ -352,9 +359,8 @@ def _mapping(
             if removed or added:
                 return None
             raise FileError(
-                f"{folder}: {short_repr(name)} and {short_repr(taken[mapped])} are two "
-                f"names of {mapped}; "
-                "keep one"
+                f"{folder}: {short_repr(name)} and {short_repr(taken[mapped])} are two names of "
+                f"{mapped}; keep one"
             )
         names[name], taken[mapped] = mapped, name
         is_base_model = is_base_model or mapped != plain

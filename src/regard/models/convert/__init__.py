@@ -1,5 +1,5 @@
-"""Conversion of checkpoints: other key/value heads, latent attention, another rotary layout, a
-longer context, another dtype.
+"""Conversion of checkpoints: another number of key/value heads, latent attention, another rotary
+layout, a longer context, another dtype.
 """
 
 from regard.deprecation import renamed

@@ -1,5 +1,5 @@
-"""The linear maps of attention layers by head, in fp64, and checkpoints that a conversion takes and
-returns.
+"""The linear maps of each attention head in fp64, and `Checkpoint`, the input and output of a
+conversion.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class LayerErrors(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """The linear maps of one attention layer by head, in fp64.
+    """The linear maps of each head of one attention layer, in fp64.
 
-    A bias is the last column of a map, which is multiplied by 1.
+    The last column of a map is its bias, or zeros; the input of a map is [x; 1], with M + 1
+    numbers.
 
     Attributes:
         q: query maps [H, D, M+1].
@@ -103,29 +104,30 @@ class AttentionMaps:
         return torch.cat((parts.flatten(1, 2), rest), 1)
 
     def pair_weights(self) -> Float[Tensor, "G p"]:
-        """Return the weight of each rotary pair of a key head: the norm of the queries that read
-        it.
+        """Return the weight of each rotary pair of a key head: the norm of the queries that attend
+        to it.
         """
         z, _ = self.split(self.q * self.gain)
         norms: Tensor = z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
         return norms
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
-        """Return the Gram matrix [G, r, r] of the queries that read a key head, in the unrotated
-        dims.
+        """Return the Gram matrix [G, r, r] of the queries that attend to a key head, in the
+        unrotated dims.
         """
         _, rest = self.split(self.q * self.gain)
         gram: Tensor = (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
         return gram
 
     def value_gram(self) -> Float[Tensor, "G E E"]:
-        """Return the Gram matrix [G, E, E] of the output maps that read a value head."""
+        """Return the Gram matrix [G, E, E] of the output maps that are applied to a value head."""
         gram: Tensor = (self.o.mT @ self.o).unflatten(0, (-1, self.share)).sum(1)
         return gram
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
-        """Return the Frobenius norm of the score forms of keys x, as root mean square over all
-        rotations.
+        """Return the Frobenius norm of the bilinear forms q^T R x that give scores, for keys x.
+
+        It is the root mean square over all rotations R.
         """
         z, rest = self.split(x * self.gain)
         turned = (self.pair_weights()[..., None] * z.abs()).square().sum()
@@ -141,7 +143,9 @@ class AttentionMaps:
         return float((self.value_gram() * (x @ x.mT)).sum().clamp(min=0).sqrt())
 
     def errors(self, k: Float[Tensor, "G d m"], v: Float[Tensor, "G e m"]) -> LayerErrors:
-        """Return the relative errors that residuals of keys and of values make."""
+        """Return the relative errors of scores and outputs for these residuals of keys and
+        values.
+        """
         totals = self.key_norm(self.k), self.value_norm(self.v)
         return LayerErrors(
             self.key_norm(k) / (totals[0] or 1), self.value_norm(v) / (totals[1] or 1)
@@ -161,9 +165,8 @@ def separate_attention(block: nn.Module) -> Any:
         name = type(attention if project is None else project).__name__
         raise ArgumentError(
             f"the attention of this model uses {name}, not separate maps of queries, keys and "
-            "values; "
-            "conversions of heads are for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, "
-            "gpt_oss and regard's gqa"
+            "values; conversions of heads are for llama, mistral, qwen2, qwen3, olmo2, phi3, "
+            "gemma, gpt_oss and regard's gqa"
         )
     return attention
 
@@ -187,11 +190,11 @@ def _by_head(heads: HeadProjection) -> Tensor:
 
 def _gain(block: nn.Module, M: int) -> Tensor:
     """Return the factors [M] of the norm before the attention, and 1 for the bias."""
-    around = block.attention_residual
+    residual = block.attention_residual
     gain = torch.ones(M + 1, dtype=torch.float64)
-    if isinstance(around, PreNorm) and isinstance(around.norm, RMSNorm):
-        offset = 1.0 if isinstance(around.norm, OffsetRMSNorm) else 0.0
-        gain[:-1] = around.norm.weight.detach().double() + offset
+    if isinstance(residual, PreNorm) and isinstance(residual.norm, RMSNorm):
+        offset = 1.0 if isinstance(residual.norm, OffsetRMSNorm) else 0.0
+        gain[:-1] = residual.norm.weight.detach().double() + offset
     return gain
 
 
@@ -235,7 +238,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """The result of one conversion.
+    """A description of one conversion, with its errors.
 
     Args:
         what: a description.
@@ -251,7 +254,8 @@ class ConversionStep:
 
 
 def rebuild(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
-    """Build the network of a config with the given weights, without allocating any others.
+    """Build the network of a config with the given weights; no other memory is allocated for
+    weights.
 
     Args:
         config: the config of a family.
@@ -284,7 +288,7 @@ def matrix_sqrt(
 ) -> tuple[Float[Tensor, "*b d d"], Float[Tensor, "*b d d"]]:
     """Return the symmetric square root S of a Gram matrix, S^2 = gram, and its pseudo-inverse.
 
-    Eigenvalues that are 0 up to rounding count as 0.
+    Eigenvalues of the size of the rounding error are treated as 0.
 
     >>> root, inverse = matrix_sqrt(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
     >>> root.tolist(), inverse.tolist()

@@ -10,7 +10,7 @@ from regard.models.convert.attention_maps import Checkpoint, ConversionStep, reb
 from regard.positions import NTK, Rotary
 
 Extension: TypeAlias = Literal["linear", "ntk", "dynamic", "yarn", "llama3"]
-"""The scalings that need only the two lengths, and no search."""
+"""The rotary scalings that follow from the old and the new length alone, without a search."""
 
 
 def extend_context(
@@ -18,11 +18,12 @@ def extend_context(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Set the context to `length` tokens by a rotary scaling, with s = length / the trained length.
 
-    linear: every angle / s (position interpolation). ntk: the base becomes b s^(d/(d-2)), and only
-        that is written, since transformers has no type of that name. dynamic: the same, but it
-        depends on the length that is read; max_position_embeddings stays the trained one, as
-        transformers expects. yarn: fast pairs are unchanged, slow ones / s, and scores are
-        sharpened. llama3: as yarn, interpolated by wavelength, with unchanged scores.
+    linear: every angle / s (position interpolation). ntk: the base b becomes b s^(d/(d-2)); only
+        rope_theta is changed, since transformers has no rope_type of that name. dynamic: the same,
+        but s depends on the length of the text; max_position_embeddings stays the trained one, as
+        transformers expects. yarn: the angles of fast pairs are unchanged, those of slow pairs
+        are divided by s, and scores are multiplied by a factor. llama3: as yarn, but interpolated
+        by wavelength and without a factor on scores.
 
     No weight is trained. The result is better than before beyond the trained length, and usually a
     little worse within it.
@@ -36,8 +37,8 @@ def extend_context(
         The converted checkpoint, and a description.
 
     Raises:
-        ArgumentError: length is not longer, the model is scaled already or has no such positions,
-            or its family refuses the scaling.
+        ArgumentError: length is not more than the trained one, the model is scaled already or has
+            no such positions, or its family refuses the scaling.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -57,8 +58,7 @@ def extend_context(
     if rotary is None or not hasattr(config, "rope_theta") or not hasattr(config, "rope_scaling"):
         raise ArgumentError(
             f"the context of a {checkpoint.model_type} cannot be extended: its config has no "
-            "rope_theta "
-            "and rope_scaling for all layers"
+            "rope_theta and rope_scaling for all layers"
         )
     if config.rope_scaling is not None:
         raise ArgumentError(
@@ -71,7 +71,7 @@ def extend_context(
             f"the context is {length}, and max_position_embeddings is {trained} already; give "
             "more than that"
         )
-    change = _keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
+    change = _changed_keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
     after = rebuild(replace(config, **change), checkpoint.weights())
     changes = ", ".join(f"{key} {value}" for key, value in change.items())
     return after, ConversionStep(
@@ -80,8 +80,10 @@ def extend_context(
     )
 
 
-def _keys(extension: Extension, length: int, trained: int, config: Any, dim: int) -> dict[str, Any]:
-    """Return the keys that change in the config."""
+def _changed_keys(
+    extension: Extension, length: int, trained: int, config: Any, dim: int
+) -> dict[str, Any]:
+    """Return the keys of the config that change, with their new values."""
     factor = length / trained
     scaling: dict[str, Any] = {"rope_type": extension, "factor": factor}
     if extension == "ntk":

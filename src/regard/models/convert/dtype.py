@@ -56,8 +56,7 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
         if not bool(x.isfinite().all()) and bool(before[name].isfinite().all()):
             raise ArgumentError(
                 f"{name} has the value {float(before[name].abs().max()):.3g}, which is too large "
-                "for "
-                f"{dtype}; use bfloat16"
+                f"for {dtype}; use bfloat16"
             )
     after = rebuild(checkpoint.config, weights)
     return after, ConversionStep(f"weights to {dtype}", tuple(_errors(checkpoint, after)))

@@ -207,12 +207,12 @@ def convert(
     """Convert a checkpoint folder, measure the effect, and write another folder.
 
     The result is written next to `out` under another name, loaded again, measured as loaded, and
-    then renamed, so that `out` is complete or not there. The order is: layout of the stored
-    weights, heads or latents, context, layout, dtype.
+    then renamed, so that `out` is complete or not there. The order of
+    conversions is: layout of the stored weights, heads or latents, context, rotary layout, dtype.
 
     Args:
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
-        out: a folder that does not exist, or is empty; never the source.
+        out: a folder that does not exist, or is empty; never the source folder.
         wanted: what to change.
         text: the text for the measurement; None is a built-in one, the topics of `pydoc`.
         tokens: the largest number of its tokens to use.
@@ -399,7 +399,7 @@ def check_out(source: Path, out: Path) -> None:
 def staging_folder(source: Path, out: Path) -> Iterator[Path]:
     """Create a folder next to `out` that is to become it, and that no other process uses.
 
-    After an error nothing remains, and remains of a killed conversion are removed.
+    After an error the folder is deleted. Folders that a killed conversion left are deleted, too.
 
     Raises:
         ArgumentError, FileError: as in `check_out`; another process is writing `out`; or the disk

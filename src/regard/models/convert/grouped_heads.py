@@ -1,7 +1,7 @@
 """Conversion to another number of key/value heads: fewer by pooling neighbours, more by repeating.
 
-Key/value head g serves the query heads g H/G to (g+1) H/G - 1, so that a new head replaces
-neighbours: h // (H/G), never h % G.
+Query head h uses key/value head h // (H/G): query heads g H/G to (g+1) H/G - 1 share key/value head
+g. So a new head replaces neighbouring heads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def to_groups(
 
     More heads: each is repeated, k_h = k_{h // (G'/G)}, which is exact. Fewer, "mean": the maps of
     neighbours are averaged, for keys and for values (Ainslie et al.). Fewer, "svd": k_j ~ C_j k
-    with the factor moved into the queries, and v_j ~ C_j v with the factor moved into the outputs.
-    This choice minimises sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
+    where C_j is moved into the query maps, and v_j ~ C_j v, where C_j is moved into the output
+    maps. This choice minimises sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h'
     W_v'|^2. A map of keys must commute with the rotation, so C_j is one complex number for each
     rotary pair, and any matrix where dims are not rotated.
 
@@ -83,7 +83,9 @@ def to_groups(
         else:
             _check_plain(project.q, project.k)
             after, errors = pool_by_svd(layer, groups)
-        weights |= _changed(prefix, block, after) | _flat(prefix, project.k, groups)
+        weights |= _attention_parameters(prefix, block, after) | _pooled_norm(
+            prefix, project.k, groups
+        )
         layer_errors.append(errors)
     how = "repeated" if groups > before.G else f"pooled by {pooling}"
     return rebuild(config, weights), ConversionStep(
@@ -109,7 +111,10 @@ def pool_by_mean(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, Laye
 
 
 def pool_by_svd(layer: AttentionMaps, groups: int) -> tuple[AttentionMaps, LayerErrors]:
-    """Replace neighbouring key/value heads by their best common map; outer maps absorb the rest."""
+    """Replace neighbouring key/value heads by their best common map.
+
+    The factors of the heads are moved into the query maps and the output maps.
+    """
     q, rest_q = layer.split(layer.q)
     k, rest_k = layer.split(layer.k)
     z, c = common_pairs(k, layer.pair_weights(), layer.gain, groups)
@@ -138,8 +143,8 @@ def common_pairs(
     """Compute one complex row for each pair of each group, and a factor per head: k_j ~ c_j k.
 
     They minimise sum_j |w_j (k_j - c_j k)|^2. The best row is the first singular vector of the
-    stacked rows of the heads. Its scale is free: the factors have mean square 1, so that equal
-    heads have factor 1.
+    stacked rows of the heads. Its scale is free; it is chosen so that the factors have mean
+    square 1, and equal heads have factor 1.
     """
     heads = torch.unflatten(weight[..., None] * k, 0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
@@ -167,7 +172,7 @@ def common_rows(
     heads = torch.unflatten(root @ x, 0, (groups, times)).flatten(1, 2)  # [g, n d, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., :d]
     rows = u.mT @ heads
-    lacking = d - rows.shape[1]  # with fewer columns than rows, the other rows are 0
+    lacking = d - rows.shape[1]  # with fewer columns than d, the other rows are 0
     rows = nn.functional.pad(rows, (0, 0, 0, lacking))
     u = nn.functional.pad(u, (0, lacking))
     return rows, inverse @ torch.unflatten(u, 1, (times, d)).flatten(0, 1)
@@ -177,9 +182,8 @@ def _check(H: int, before: int, after: int) -> None:
     allowed = [g for g in range(1, H + 1) if H % g == 0 and (before % g == 0 or g % before == 0)]
     if after == before:
         raise ArgumentError(
-            f"the model has {before} key/value heads for {H} query heads already; "
-            "possible numbers are"
-            f" {', '.join(str(g) for g in allowed if g != before)}"
+            f"the model has {before} key/value heads for {H} query heads already; possible numbers "
+            f"are {', '.join(str(g) for g in allowed if g != before)}"
         )
     if after not in allowed:
         raise ArgumentError(
@@ -207,15 +211,13 @@ def _regrouped(config: Any, groups: int) -> Any:
         options = {**config.attention_options, "groups": groups}
         return replace(config, attention="gqa", attention_options=options)
     raise ArgumentError(
-        f"the config {model_type_of(config)} has no number of key/value "
-        "heads; "
-        "heads can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, "
-        "and "
-        "regard's gqa and mqa"
+        f"the config {model_type_of(config)} has no number of key/value heads; heads can be "
+        "converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and regard's "
+        "gqa and mqa"
     )
 
 
-def _changed(prefix: str, block: nn.Module, after: AttentionMaps) -> dict[str, Tensor]:
+def _attention_parameters(prefix: str, block: nn.Module, after: AttentionMaps) -> dict[str, Tensor]:
     """Return the parameters of a block's attention, with new maps."""
     attention = separate_attention(block)
     project = attention.project
@@ -226,7 +228,7 @@ def _changed(prefix: str, block: nn.Module, after: AttentionMaps) -> dict[str, T
     return parameters
 
 
-def _flat(prefix: str, heads: HeadProjection, groups: int) -> dict[str, Tensor]:
+def _pooled_norm(prefix: str, heads: HeadProjection, groups: int) -> dict[str, Tensor]:
     """Return the weight of a norm over all key heads at once (OLMo 2), pooled like the heads."""
     if isinstance(heads.flat, nn.Identity):
         return {}

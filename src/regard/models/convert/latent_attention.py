@@ -37,26 +37,27 @@ class RotarySplit:
     """Keys and values of a layer, with the rotary part separated.
 
     Attributes:
-        turned: the common rotary key [p, M+1], complex.
-        factor: its factor for each head [G, p], complex.
-        k, v: keys without position [G, D, M+1], and values [G, E, M+1].
-        lost: the relative error of the score forms so far.
+        rotary_key: the map of the rotary key that all heads share [p, M+1], complex.
+        factor: the factor of that key for each head [G, p], complex.
+        k, v: the maps of keys without position [G, D, M+1], and of values [G, E, M+1].
+        key_error: the relative error of the scores that the split makes.
     """
 
-    turned: Tensor
+    rotary_key: Tensor
     factor: Tensor
     k: Tensor
     v: Tensor
-    lost: float
+    key_error: float
 
 
 @dataclass(frozen=True)
 class TruncatedMaps:
-    """Keys without position and values, truncated to a rank.
+    """The maps of keys without position and of values, truncated to rank n.
 
     Attributes:
-        down: [n, M+1], of spectral norm 1 with the layer's gain: |down x|^2 is at most M + 1.
-        up_k, up_v: [G, D, n] and [G, E, n].
+        down: the down projection [n, M+1]; times the layer's gain it has spectral norm 1, so that
+            |down x|^2 is at most M + 1.
+        up_k, up_v: the up projections [G, D, n] and [G, E, n].
         errors: the errors of the layer, with those of the rotary split.
         spectrum: all singular values; score forms and value forms are each scaled to norm 1.
     """
@@ -68,13 +69,13 @@ class TruncatedMaps:
     spectrum: Tensor
 
 
-def mean_turn(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p"]:
+def mean_rotation(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p"]:
     """Return the mean of exp(-i theta d) over distances 0 <= d < length, weighted by 1 / (d + 1).
 
     sum_d exp(-i theta d) / (d + 1) / sum_d 1 / (d + 1)
 
-    >>> turn = mean_turn(torch.tensor([1.0, 0.0], dtype=torch.float64), 256).abs()
-    >>> [round(x, 3) for x in turn.tolist()]
+    >>> rotation = mean_rotation(torch.tensor([1.0, 0.0], dtype=torch.float64), 256).abs()
+    >>> [round(x, 3) for x in rotation.tolist()]
     [0.175, 1.0]
     """
     total = torch.zeros(len(inv_freq), dtype=torch.complex128)
@@ -86,24 +87,27 @@ def mean_turn(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p
     return total / (1 / weights).sum()
 
 
-def split_rotary(layer: AttentionMaps, turn: Complex[Tensor, " p"]) -> RotarySplit:
-    """Compute the best common rotary key, and the rest of each key at its mean rotation.
+def split_rotary(layer: AttentionMaps, rotation: Complex[Tensor, " p"]) -> RotarySplit:
+    """Compute the best common rotary key, and what remains of each key at the mean rotation.
 
-    k_j = c_j k + r_j for each rotary pair;  r_j becomes turn * r_j, without position
+    k_j = c_j k + r_j for each rotary pair
 
-    The error of the score forms is sum_j |w_j r_j|^2 (1 - |turn|^2), the mean over distances.
+    k is cached with rotation. r_j is replaced by rotation * r_j, which does not depend on
+    positions.
+
+    The error of the score forms is sum_j |w_j r_j|^2 (1 - |rotation|^2), the mean over distances.
     """
     k, rest = layer.split(layer.k)
     common, factor = common_pairs(k, layer.pair_weights(), layer.gain, 1)
     residual = k - factor[..., None] * common
-    missed = (1 - turn.abs().square()).clamp(min=0).sqrt()
-    lost = layer.key_norm(layer.join(missed[:, None] * residual, torch.zeros_like(rest)))
-    keys = layer.join(turn[:, None] * residual, rest)
-    return RotarySplit(common[0], factor, keys, layer.v, lost / (layer.key_norm(layer.k) or 1))
+    lost_share = (1 - rotation.abs().square()).clamp(min=0).sqrt()
+    key_error = layer.key_norm(layer.join(lost_share[:, None] * residual, torch.zeros_like(rest)))
+    keys = layer.join(rotation[:, None] * residual, rest)
+    return RotarySplit(common[0], factor, keys, layer.v, key_error / (layer.key_norm(layer.k) or 1))
 
 
 def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> TruncatedMaps:
-    """Compute the n rows from which keys without position and values follow with the least error.
+    """Compute the rank-n factors of keys without position and values with the least error.
 
     [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices
     of the queries and of the output maps. By Eckart and Young the squared error is the sum of the
@@ -118,7 +122,7 @@ def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> Truncated
     u, spectrum, _ = torch.linalg.svd(stacked * layer.gain, full_matrices=False)
     u = nn.functional.pad(u[:, :n], (0, max(0, n - u.shape[1])))
     down = u.mT @ stacked
-    # the output of a norm, M numbers with mean square 1, becomes numbers with mean square at most 1
+    # divided by `bound`, `down` has spectral norm 1: the latent is not larger than its input
     bound = float(torch.linalg.matrix_norm(down * layer.gain, 2)) or 1.0
     up_k = square_roots[0][1] @ torch.unflatten(u[: G * D], 0, (G, D)) * (sizes[0] * bound)
     up_v = (
@@ -130,26 +134,27 @@ def truncated_svd(layer: AttentionMaps, split: RotarySplit, n: int) -> Truncated
     scores = _form_norm(gram, (split.k - up_k @ down) * layer.gain) / sizes[0]
     values = layer.value_norm(split.v - up_v @ down) / sizes[1]
     return TruncatedMaps(
-        down, up_k, up_v, LayerErrors((scores**2 + split.lost**2) ** 0.5, values), spectrum
+        down, up_k, up_v, LayerErrors((scores**2 + split.key_error**2) ** 0.5, values), spectrum
     )
 
 
 def query_gram(layer: AttentionMaps) -> Float[Tensor, "G D D"]:
-    """Return the Gram matrix [G, D, D] of the queries that read a key head, in all dims.
+    """Return the Gram matrix [G, D, D] of the queries that attend to a key head, in all
+    dims.
 
-    Keys without position are multiplied by unrotated queries.
+    The queries are not rotated, because keys without position are multiplied by unrotated queries.
     """
     q = layer.q * layer.gain
     gram: Tensor = (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
     return gram
 
 
-def error_by_rank(cuts: list[TruncatedMaps], full: int) -> dict[int, float]:
+def error_by_rank(truncated_layers: list[TruncatedMaps], full: int) -> dict[int, float]:
     """Return rank -> relative error, as root mean square over layers, for sixteen ranks up to
     `full`.
     """
     ranks = sorted({max(1, round(full * step / 16)) for step in range(1, 17)})
-    squares = [cut.spectrum.square() for cut in cuts]
+    squares = [truncated.spectrum.square() for truncated in truncated_layers]
     left = [[x[rank:].sum() / x.sum().clamp(min=1e-300) for rank in ranks] for x in squares]
     means = torch.tensor(left, dtype=torch.float64).mean(0).sqrt().tolist()
     return dict(zip(ranks, means, strict=True))
@@ -160,7 +165,7 @@ def _form_norm(gram: Tensor, x: Tensor) -> float:
 
 
 MAX_CONSTANT = 2.0**15
-"""The largest value of the constant; the range of float16 ends at 65504."""
+"""The largest value of the constant in the latent; the largest float16 number is 65504."""
 
 
 def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, ConversionStep]:
@@ -168,11 +173,14 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
 
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
 
+    DeepSeek's layer applies an RMS norm to c. One number of c is a constant that is much larger
+    than the others, so that the norm divides every token by nearly the same number.
+
     Args:
         checkpoint: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama,
             mistral without a window, regard's gqa.
         rank: kv_lora_rank, at least 2, since one of its numbers is a constant; None is the full
-            rank, which truncates nothing.
+            rank, at which nothing is truncated.
 
     Returns:
         The converted checkpoint, and its errors.
@@ -202,33 +210,39 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
         )
     config = _config(checkpoint, first, rank)
     # all layers of these families have the same rotary frequencies
-    turn = _turn(checkpoint.network.layers[0], checkpoint.config.max_position_embeddings)
-    weights, cuts = checkpoint.weights(), []
+    rotation = _mean_rotations(
+        checkpoint.network.layers[0], checkpoint.config.max_position_embeddings
+    )
+    weights, truncated_layers = checkpoint.weights(), []
     for prefix, block in layers_of(checkpoint.network):
         layer = AttentionMaps.of(block)
-        split = split_rotary(layer, turn)
-        cut = truncated_svd(layer, split, rank - 1)
-        cuts.append(cut)
+        split = split_rotary(layer, rotation)
+        truncated = truncated_svd(layer, split, rank - 1)
+        truncated_layers.append(truncated)
         for name in [n for n in weights if n.startswith(prefix + "attention.")]:
             del weights[name]
-        weights |= _stored(prefix, block, layer, split, cut)
+        weights |= _latent_parameters(prefix, block, layer, split, truncated)
     return rebuild(config, weights), ConversionStep(
         f"{plural(G, 'key/value head')} of {D} + {first.v.shape[1]} to a latent of {rank} and a "
         f"rotary key of {config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} values cached "
         f"per token and layer instead of {G * (D + first.v.shape[1])}",
-        tuple(cut.errors for cut in cuts),
-        {n + 1: error for n, error in error_by_rank(cuts, full - 1).items()},
+        tuple(truncated.errors for truncated in truncated_layers),
+        {n + 1: error for n, error in error_by_rank(truncated_layers, full - 1).items()},
     )
 
 
-def _turn(block: nn.Module, length: int) -> Tensor:
+def _mean_rotations(block: nn.Module, length: int) -> Tensor:
     """Return the mean rotation of each rotary pair over the distances up to the trained length."""
     rotary = next((m for m in block.modules() if isinstance(m, Rotary)), None)
-    return mean_turn(torch.zeros(0) if rotary is None else rotary.inv_freq, length)
+    return mean_rotation(torch.zeros(0) if rotary is None else rotary.inv_freq, length)
 
 
-def _stored(
-    prefix: str, block: nn.Module, layer: AttentionMaps, split: RotarySplit, cut: TruncatedMaps
+def _latent_parameters(
+    prefix: str,
+    block: nn.Module,
+    layer: AttentionMaps,
+    split: RotarySplit,
+    truncated: TruncatedMaps,
 ) -> dict[str, Tensor]:
     """Return the parameters of a latent projection and of the output map after it."""
     attention = separate_attention(block)
@@ -238,19 +252,23 @@ def _stored(
     turned_q = split.factor.repeat_interleave(layer.share, 0).conj()[..., None] * q
     H, D, columns = layer.q.shape
     nothing = layer.q.new_zeros(1, 0, columns)
-    rotary_k = own.join(split.turned[None], nothing)[0]
+    rotary_k = own.join(split.rotary_key[None], nothing)[0]
     rotary_q = own.join(turned_q, nothing.expand(H, 0, columns))
     if not layer.pairs:  # without rotary positions, the rotary key is 0
         rotary_k, rotary_q = rotary_k.new_zeros(2, columns), rotary_q.new_zeros(H, 2, columns)
     factor = _score_factor(attention, D, rotary_k.shape[0])
-    rank = len(cut.down) + 1
+    rank = len(truncated.down) + 1
     constant, weight = _constant(rank)
-    gap = cut.down.new_zeros(1, columns)
-    gap[0, -1] = constant
-    down = torch.cat((cut.down, gap, rotary_k))
-    norm = cut.down.new_full((rank,), weight)
+    constant_row = truncated.down.new_zeros(1, columns)
+    constant_row[0, -1] = constant
+    down = torch.cat((truncated.down, constant_row, rotary_k))
+    norm = truncated.down.new_full((rank,), weight)
     norm[-1] = 0
-    up = torch.cat((cut.up_k, cut.up_v), 1).repeat_interleave(layer.share, 0).flatten(0, 1)
+    up = (
+        torch.cat((truncated.up_k, truncated.up_v), 1)
+        .repeat_interleave(layer.share, 0)
+        .flatten(0, 1)
+    )
     up = up * (constant / rank**0.5 / weight)
     queries = torch.cat((layer.q * factor[0], rotary_q * factor[1]), 1).flatten(0, 1)
     name = prefix + PROJECT
@@ -268,18 +286,21 @@ def _stored(
     return {key: value.to(dtype) for key, value in parameters.items()}
 
 
-def _score_factor(attention: Attention, D: int, turned: int) -> tuple[float, float]:
+def _score_factor(attention: Attention, D: int, rotary_dim: int) -> tuple[float, float]:
     """Return the factors of queries, without and with position, that keep the scale of scores."""
     rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
     scale = D**-0.5 if attention.scale is None else attention.scale
-    theirs = (D + turned) ** -0.5 * (1.0 if rotary is None else rotary.softmax_factor)
+    latent_scale = (D + rotary_dim) ** -0.5 * (1.0 if rotary is None else rotary.softmax_factor)
     # the factor on cos and sin of queries and keys belongs to the rotation
     square = 1.0 if rotary is None else rotary.rotary_factor**2
-    return scale / theirs * square, scale / theirs
+    return scale / latent_scale * square, scale / latent_scale
 
 
 def _constant(rank: int) -> tuple[float, float]:
-    """Return C, and a weight near C / sqrt(rank) that bfloat16 and float16 represent exactly."""
+    """Return the constant C of the latent, and the weight of its norm.
+
+    The weight is near C / sqrt(rank), and bfloat16 and float16 represent it exactly.
+    """
     constants = (MAX_CONSTANT * torch.linspace(0.5, 1, 129)).double()
     wanted = constants / rank**0.5
     weights = wanted.bfloat16().double()

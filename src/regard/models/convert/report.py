@@ -18,12 +18,12 @@ from regard.models.model import Model
 from regard.units import plural
 
 MIN_TOKENS = 2
-"""The smallest number of tokens of a window: one is predicted."""
+"""The smallest number of tokens of a window, of which the last one is predicted."""
 
 
 MIN_STABLE_TOKENS = 2000
-"""With fewer predicted tokens figures are unstable: on 891 characters an increase of the loss by
-0.6 nats looked like one of 0.02.
+"""With fewer predicted tokens, the figures are unstable: measured on 891 characters, an increase of
+the loss by 0.6 nats appeared as 0.02.
 """
 
 
@@ -45,8 +45,8 @@ class ModelComparison:
 
     Each window is read separately, and the standard error of a mean over n windows is s / sqrt(n),
     with s their standard deviation (with n - 1); it is NaN for one window. The standard error of a
-    difference is computed from the differences per window, so that what makes a window difficult
-    for both models cancels.
+    difference is computed from the differences per window, so that a window that is
+    difficult for both models does not increase it.
 
     Args:
         tokens: the number of predicted tokens.
@@ -57,8 +57,8 @@ class ModelComparison:
         loss_before, loss_after: the mean loss in nats per token; NaN without a text.
         loss_change, loss_change_error: after - before.
         largest: the largest absolute difference of a logit.
-        relative: the norm of the differences over that of the logits, both without the mean of each
-            row, which softmax ignores.
+        relative: the norm of the differences of the logits, divided by the norm of the logits; the
+            mean over the vocabulary, which softmax ignores, is subtracted first.
         text: a description of the text; empty if the ids are random.
     """
 
@@ -182,14 +182,14 @@ def compare_models(
     (63, 0.0, 1.0, 0.0)
     """
     means: list[Tensor] = []  # of each window: KL, agreement, loss before, loss after
-    moved, whole, largest = 0.0, 0.0, 0.0
+    squared_change, squared_logits, largest = 0.0, 0.0, 0.0
     for row in ids:
         old, new = (model(row[None])[0, :-1].double() for model in (before, after))
         largest = max(largest, float((new - old).abs().max()))
         old, new = (x.log_softmax(-1) for x in (old, new))
         centred = [x - x.mean(-1, keepdim=True) for x in (old, new)]
-        moved += float((centred[1] - centred[0]).square().sum())
-        whole += float(centred[0].square().sum())
+        squared_change += float((centred[1] - centred[0]).square().sum())
+        squared_logits += float(centred[0].square().sum())
         means.append(
             torch.stack(
                 [
@@ -220,7 +220,7 @@ def compare_models(
         change.mean().item(),
         _errors(change)[0],
         largest,
-        (moved / whole) ** 0.5 if whole else 0.0,
+        (squared_change / squared_logits) ** 0.5 if squared_logits else 0.0,
         text,
     )
 

@@ -25,7 +25,7 @@ from regard.models.convert.attention_maps import (
     separate_attention,
 )
 from regard.models.families import deepseek_v3, llama, mistral, model_type_of
-from regard.models.families import regard as own
+from regard.models.families import regard as regard_family
 from regard.nn import HeadProjection, LatentProjection
 from regard.nn.latent_projection import LowRankProjection
 from regard.positions import Rotary
@@ -37,18 +37,19 @@ def to_layout(
 ) -> tuple[Checkpoint, ConversionStep]:
     """Convert to the other rotary layout; the network computes the same function.
 
-    A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama`
-    with the layout "half", and would silently compute something else. It is written as `model_type:
-    "regard"`, which only this package supports, and converted back it is a `llama` again.
-    DeepSeek-V3 has a key for the layout.
+    A Llama with interleaved pairs cannot be described by a Llama config.json: transformers reads
+    every `llama` with the layout "half", and would silently compute something else. It is therefore
+    written as
+    `model_type: "regard"`, which only this package supports; converted back, it is a `llama`
+    again. DeepSeek-V3 has a key for the layout.
 
     Args:
         checkpoint: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary;
             with `stored`, any family of separate queries and keys.
         layout: the new layout.
         stored: the true layout of the weights, where config.json cannot express it:
-            `layout="half", stored="interleaved"` makes an ordinary folder of Meta's weights under
-            Hugging Face's names.
+            `layout="half", stored="interleaved"` converts Meta's weights, stored under Hugging
+            Face's names, to an ordinary Llama folder.
 
     Returns:
         The converted checkpoint, and a description.
@@ -64,7 +65,7 @@ def to_layout(
     >>> after.model_type, back.model_type, back.config == tiny.config
     ('regard', 'llama', True)
 
-    Source: Su et al. 2021 (arXiv 2104.09864), equation 34; in halves: GPT-NeoX.
+    Source: Su et al. 2021 (arXiv 2104.09864), equation 34; the layout "half": GPT-NeoX.
     """
     for word in (layout, stored):
         if word is not None and word not in get_args(Layout):
@@ -76,24 +77,22 @@ def to_layout(
             "if the weights are stored in another layout than config.json says"
         )
     if stored is None:
-        config = _renamed(checkpoint.config, layout)
+        config = _config_for_layout(checkpoint.config, layout)
     elif layout == config_layout:
         config = checkpoint.config
     else:
         raise ArgumentError(
             f"weights stored as {stored} cannot become {layout} where the config has "
-            f"{config_layout}; "
-            f"convert them to {config_layout}"
+            f"{config_layout}; convert them to {config_layout}"
         )
     weights = checkpoint.weights()
     for prefix, block in layers_of(checkpoint.network):
-        weights |= _permuted(prefix, block, layout)
+        weights |= _permuted_parameters(prefix, block, layout)
     errors = (LayerErrors(0.0, 0.0),) * len(checkpoint.network.layers)
     stored_note = "" if stored is None else ", as the weights were stored,"
     return rebuild(config, weights), ConversionStep(
         f"rotary pairs from {stored or config_layout}{stored_note} to {layout}: rows of queries "
-        "and keys in "
-        "another order",
+        "and keys in another order",
         errors,
     )
 
@@ -118,11 +117,11 @@ def _layout(checkpoint: Checkpoint) -> Layout:
     return rotary.layout
 
 
-def _renamed(config: Any, layout: Layout) -> Any:
+def _config_for_layout(config: Any, layout: Layout) -> Any:
     """Return the config of a family that can express this layout."""
     if isinstance(config, deepseek_v3.Config):
         return replace(config, rope_interleave=layout == "interleaved")
-    if isinstance(config, own.Config):
+    if isinstance(config, regard_family.Config):
         return _as_llama(config)
     plain = isinstance(config, (llama.Config, mistral.Config))
     reasons = {
@@ -134,11 +133,10 @@ def _renamed(config: Any, layout: Layout) -> Any:
     if problems := [name for name, present in reasons.items() if present]:
         raise ArgumentError(
             f"the model has {' and '.join(problems)}, and no family here can express that with "
-            "rotary "
-            f"pairs that are {layout}; "
-            "possible are llama and mistral without scaling, bias and window, and deepseek_v3"
+            f"rotary pairs that are {layout}; possible are llama and mistral without scaling, bias "
+            "and window, and deepseek_v3"
         )
-    return own.Config(
+    return regard_family.Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -157,14 +155,13 @@ def _renamed(config: Any, layout: Layout) -> Any:
     )
 
 
-def _as_llama(config: own.Config) -> Any:
-    """Return the Llama config that equals regard's grouped queries in the layout "half"."""
+def _as_llama(config: regard_family.Config) -> Any:
+    """Return the Llama config of the same network as regard's gqa with the layout "half"."""
     options = config.attention_options
     if config.attention != "gqa" or config.position not in ("catalogue", "rope") or config.window:
         raise ArgumentError(
-            f"the model is regard's {config.attention} with position {config.position!r}; only "
-            "its gqa with rotary and without "
-            "a window can have another layout"
+            f"the model is regard's {config.attention} with position {config.position!r}; only its "
+            "gqa with rotary and without a window can have another layout"
         )
     H = config.num_attention_heads
     return llama.Config(
@@ -182,7 +179,7 @@ def _as_llama(config: own.Config) -> Any:
     )
 
 
-def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor]:
+def _permuted_parameters(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """Return all parameters of a block whose rows are dims of queries or keys, in the new order."""
     project = getattr(getattr(block, "attention", None), "project", None)
     name = prefix + PROJECT
@@ -192,29 +189,32 @@ def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor
         path = "q.up." if isinstance(project.q, LowRankProjection) else "q."
         down = dict(project.kv_down.named_parameters())
         parameters = {
-            f"{name}kv_down.{n}": _turned(p, 1, project.kv_rank, rows) for n, p in down.items()
+            f"{name}kv_down.{n}": _permute_rows(p, 1, project.kv_rank, rows)
+            for n, p in down.items()
         }
-        return parameters | _heads(f"{name}{path}", up, project.nope_dim, rows)
+        return parameters | _permute_heads(f"{name}{path}", up, project.nope_dim, rows)
     project = separate_attention(block).project
     rotary = next(m for m in block.modules() if isinstance(m, Rotary))
     rows = row_order(len(rotary.inv_freq), layout)
-    return _heads(name + "q.", project.q, 0, rows) | _heads(name + "k.", project.k, 0, rows)
+    return _permute_heads(name + "q.", project.q, 0, rows) | _permute_heads(
+        name + "k.", project.k, 0, rows
+    )
 
 
-def _heads(path: str, heads: HeadProjection, start: int, rows: Tensor) -> dict[str, Tensor]:
-    """Permute the map of heads, and the norms after it: over all of them at once, or over each."""
+def _permute_heads(path: str, heads: HeadProjection, start: int, rows: Tensor) -> dict[str, Tensor]:
+    """Return the parameters of the map of heads, and of norms after it, with permuted rows."""
     parameters = {
-        f"{path}{n}": _turned(p, heads.heads, start, rows)
+        f"{path}{n}": _permute_rows(p, heads.heads, start, rows)
         for n, p in heads.named_parameters()
         if not n.startswith("steps.")
     }
     for n, p in heads.steps.named_parameters():
-        parameters[f"{path}steps.{n}"] = _turned(p, 1, start, rows)
+        parameters[f"{path}steps.{n}"] = _permute_rows(p, 1, start, rows)
     return parameters
 
 
-def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
-    """Permute the rows start to start + len(rows) of each head."""
+def _permute_rows(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
+    """Return x with the rows start to start + len(rows) of each head in the order `rows`."""
     each = torch.unflatten(x.detach(), 0, (heads, -1)).clone()
     each[:, start : start + len(rows)] = each[:, start + rows]
     stored: Tensor = each.flatten(0, 1)

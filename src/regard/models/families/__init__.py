@@ -1,7 +1,7 @@
 """One file per model family, named like `model_type` in config.json: a builder and a name table.
 
-The config of a family, which needs no torch, is in `regard.configs`. Families never import one
-another; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
+The config of a family, which needs no torch, is in `regard.configs`. Families never import each
+other; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAMILIES = LOADABLE
 def family(model_type: str) -> Family | None:
     """Return the family of a `model_type`, or None if it is not supported.
 
-    >>> family("llama").text
+    >>> family("llama").architecture
     'decoder'
     """
     kind = config_class(model_type)

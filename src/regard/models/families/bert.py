@@ -1,5 +1,5 @@
-"""BERT: an encoder of post-norm blocks with learned positions and segments; a pooler, and
-a head for masked words.
+"""BERT: an encoder of post-norm blocks with learned positions and segments, a pooler, and a head
+for masked language modelling.
 
 Source: Devlin et al. 2018 (arXiv 1810.04805); key names as in Hugging Face checkpoints.
 """
@@ -28,7 +28,7 @@ Config = BertConfig
 
 
 def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
-    """Set whether there are a pooler and a head for masked words, from the stored tensors."""
+    """Set `pooler` and `masked_words` by whether their tensors are stored."""
     return replace(
         config,
         pooler="bert.pooler.dense.weight" in stored,
@@ -132,5 +132,5 @@ FAMILY = Family(
     rename_stored=rename_stored,
     prefixes=("bert.",),
     buffers=(r"(bert\.)?embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
-    text="encoder",
+    architecture="encoder",
 )

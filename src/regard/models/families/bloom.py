@@ -1,5 +1,5 @@
-"""BLOOM: ALiBi, a norm behind the embedding, queries, keys and values of each head side by side in
-one matrix.
+"""BLOOM: a decoder with ALiBi, a norm after the embedding, and one fused matrix in which the rows
+of queries, keys and values are grouped by head.
 
 Source: Le Scao et al. 2022 (arXiv 2211.05100); key names as in Hugging Face checkpoints.
 """
@@ -42,8 +42,8 @@ def _block(config: Config) -> Block:
     project = FusedQKV(M, H, H, resolve_head_dim(M, H, None), order="heads")
     attention = Attention(project, Linear(M, M), mask=masks.Causal(), bias=ALiBi(H))
     feed_forward = FeedForward(M, 4 * M, nn.GELU("tanh"))
-    path = NormedResidual if config.apply_residual_connection_post_layernorm else PreNorm
-    return Block(attention, feed_forward, path(_norm(config)), path(_norm(config)))
+    residual = NormedResidual if config.apply_residual_connection_post_layernorm else PreNorm
+    return Block(attention, feed_forward, residual(_norm(config)), residual(_norm(config)))
 
 
 STORED_LAYER, MODEL_LAYER = "transformer.h.{}.", "layers.{}."

@@ -1,5 +1,5 @@
-"""DeepSeek-V2: latent attention; experts by softmax, chosen from all or from the best groups of
-them.
+"""DeepSeek-V2: multi-head latent attention, and mixtures of experts with softmax scores, selected
+from all experts or from the best groups.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); key names as in Hugging Face checkpoints.
 """

@@ -1,5 +1,5 @@
-"""DeepSeek-V3, and R1: latent attention; experts by sigmoid, with a correction that balances their
-use.
+"""DeepSeek-V3 and R1: multi-head latent attention, and mixtures of experts with sigmoid scores and
+a bias that balances their load.
 
 Source: DeepSeek-AI 2024 (arXiv 2412.19437); key names as in Hugging Face checkpoints.
 """
@@ -46,6 +46,6 @@ FAMILY = Family(
     prefixes=llama_like.PREFIXES,
     head=llama_like.HEAD,
     buffers=deepseek.BUFFERS,
-    # rounding a correction changes who is chosen
+    # rounding this bias would change which experts are selected
     keep_float32=("*.router.correction",),
 )

@@ -1,5 +1,5 @@
-"""Gemma: Llama with norms of weight 1 + w, an embedding times sqrt(M), GeGLU, and heads of 256
-whatever the model's size.
+"""Gemma: Llama with norms of weight 1 + w, an embedding times sqrt(M), GeGLU, and heads of dim
+256 in every size.
 
 Source: Gemma Team 2024 (arXiv 2403.08295); key names as in Hugging Face checkpoints.
 """
@@ -20,8 +20,8 @@ def build(config: Config) -> Decoder:
     rotary = rope.rotary_module(config.rope)
 
     def block() -> Block:
-        paths = [PreNorm(gemma.norm(config)) for _ in range(2)]
-        return Block(gemma.attention(config, rotary), gemma.feed_forward(config), *paths)
+        residuals = [PreNorm(gemma.norm(config)) for _ in range(2)]
+        return Block(gemma.attention(config, rotary), gemma.feed_forward(config), *residuals)
 
     return gemma.decoder(config, [block() for _ in range(config.num_hidden_layers)])
 

@@ -1,5 +1,5 @@
-"""Gemma 2: Gemma with caps on scores and logits, norms on either side, and a window in every other
-layer, the first included.
+"""Gemma 2: Gemma with soft caps on scores and logits, norms before and after each sublayer, and a
+sliding window in layers 0, 2, 4, ...
 
 Source: Gemma Team 2024 (arXiv 2408.00118); key names as in Hugging Face checkpoints.
 """

@@ -1,8 +1,8 @@
-"""Gemma 3, its text: a norm on each head in place of the cap, windows in five layers of six, and
-two rotary bases.
+"""The language model of Gemma 3: a norm on each head instead of a soft cap on scores, sliding
+windows in five of six layers, and two rotary bases.
 
-A folder of the model that also reads images (`model_type` "gemma3") is read, too: its
-`text_config`, and of its tensors those of the language model.
+From a folder with image input (`model_type` "gemma3"), only `text_config` and the tensors of the
+language model are read.
 
 Source: Gemma Team 2025 (arXiv 2503.19786); key names as in Hugging Face checkpoints.
 """
@@ -20,7 +20,7 @@ Config = Gemma3Config
 
 
 def rename_stored(name: str) -> str:
-    """Return the name of a language model's tensor in a model that also reads images.
+    """Return the name of a tensor without the prefix that models with image input add.
 
     >>> names = "language_model.model.norm.weight", "model.language_model.norm.weight"
     >>> tuple(rename_stored(name) for name in names)

@@ -1,5 +1,5 @@
-"""GPT-2: learned positions, LayerNorm in front, one fused matrix for queries, keys and values,
-GELU, a tied head.
+"""GPT-2: pre-norm blocks with LayerNorm and GELU, learned positions, one fused matrix for queries,
+keys and values, and a tied head.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; key names as in
 Hugging Face checkpoints.

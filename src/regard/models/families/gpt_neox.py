@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: rotary on a part of each head, attention and feed-forward side by side, a
-head of its own.
+"""GPT-NeoX and Pythia: rotary positions on a part of each head, attention and feed-forward in
+parallel, and an untied head.
 
 Source: Black et al. 2022 (arXiv 2204.06745); key names as in Hugging Face checkpoints.
 """
@@ -53,9 +53,9 @@ def _block(config: Config, rotary: Rotary) -> Block:
     project = FusedQKV(M, H, H, M // H, order="heads", steps=[rotary], bias=bias)
     attention = Attention(project, Linear(M, M, bias=bias), mask=masks.Causal())
     feed_forward = FeedForward(M, config.intermediate_size, activation(config.hidden_act))
-    paths = [PreNorm(_norm(config)) for _ in range(2)]
+    residuals = [PreNorm(_norm(config)) for _ in range(2)]
     kind = ParallelBlock if config.use_parallel_residual else Block
-    return kind(attention, feed_forward, *paths)
+    return kind(attention, feed_forward, *residuals)
 
 
 STORED_LAYER, MODEL_LAYER = "gpt_neox.layers.{}.", "layers.{}."
@@ -83,7 +83,7 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    # a head that is missing is missing: this family ties none unless config.json says so
+    # a missing head is not tied to the embedding, unless config.json ties it
     complete_config=lambda config, _raw, _stored: config,
     check=lambda config: rope.rotary_module(config.rope),
     prefixes=("gpt_neox.",),

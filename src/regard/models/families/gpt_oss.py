@@ -1,5 +1,5 @@
-"""gpt-oss: learned sinks, every second layer local, and clipped SwiGLU experts of which each token
-uses a few.
+"""gpt-oss: learned attention sinks, a sliding window in every second layer, and mixtures of experts
+with clipped SwiGLU.
 
 Source: OpenAI 2025 (arXiv 2508.10925), section 2.2; key names as in Hugging Face checkpoints.
 """
@@ -47,20 +47,22 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
     clip = {"limit": config.swiglu_limit, "alpha": config.swiglu_alpha}
     experts = [ClippedSwiGLU(M, config.intermediate_size, **clip) for _ in range(n)]
     router = SoftmaxRouter(M, n, config.num_experts_per_tok, normalise=True, bias=True)
-    paths = (PreNorm(llama_like.norm(config)) for _ in range(2))
-    return Block(attention, MoE(router, experts), *paths)
+    residuals = (PreNorm(llama_like.norm(config)) for _ in range(2))
+    return Block(attention, MoE(router, experts), *residuals)
 
 
 def _stacked(*parts: str) -> TensorRule:
-    """Return the rule for one part, or interleaved parts, of all experts in one tensor.
+    """Return the rule for a tensor that stores some parameters of all n experts.
 
-    Matrices are stored as [in, out]: [n, in, p * out] or [n, p * out] -> p times n of [out, in] or
-    [out].
+    With several `parts`, the stored columns alternate between them. A stored [n, in, parts * out]
+    gives n matrices [out, in] for each part; a stored [n, parts * out] gives n biases [out].
     """
 
     def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
-        turns = [stored[..., i :: len(parts)] for i in range(len(parts))]
-        return [expert.T if expert.ndim == 2 else expert for part in turns for expert in part]
+        parts_of_experts = [stored[..., i :: len(parts)] for i in range(len(parts))]
+        return [
+            expert.T if expert.ndim == 2 else expert for part in parts_of_experts for expert in part
+        ]
 
     def pack(parameters: Sequence[Tensor]) -> Tensor:
         turned = torch.stack([x.T if x.ndim == 2 else x for x in parameters])

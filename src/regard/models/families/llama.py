@@ -1,4 +1,4 @@
-"""Llama 1 to 3: RMS norm, rotary in halves, grouped queries, SwiGLU.
+"""Llama 1 to 3: RMS norm, rotary positions with the layout "half", grouped queries, SwiGLU.
 
 Source: Touvron et al. 2023 (arXiv 2307.09288); key names as in Hugging Face checkpoints.
 """

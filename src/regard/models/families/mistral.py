@@ -1,4 +1,4 @@
-"""Mistral: Llama whose every layer looks through a sliding window, in its first version.
+"""Mistral: Llama, in the first version with a sliding window in every layer.
 
 Source: Jiang et al. 2023 (arXiv 2310.06825); key names as in Hugging Face checkpoints.
 """

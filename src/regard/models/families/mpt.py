@@ -1,9 +1,10 @@
-"""MPT: ALiBi, LayerNorm without bias, no biases at all, one fused matrix for queries, keys and
-values.
+"""MPT: a decoder with ALiBi, no biases in linear maps and norms, and one fused matrix for queries,
+keys and values.
 
-Learned positions, biases, a prefix without causal mask, norms on heads, one key for all heads and a
-factor on logits, which the family's first code knew, are refused: transformers has none of them.
-`alibi_bias_max` is heeded, as in that code; transformers 5.23 takes 8 whatever it says.
+The first code of the family also had learned positions, biases, prefixes without causal mask, norms
+on heads, multi-query attention and a factor on logits. They raise here, as transformers does not
+support them. `alibi_bias_max` is used, as in the first code; transformers 5.23 ignores it and uses
+8.
 
 Source: MosaicML 2023, "Introducing MPT-7B"; key names as in Hugging Face checkpoints.
 """
@@ -45,7 +46,7 @@ def _block(config: Config) -> Block:
     project = FusedQKV(M, H, H, D, bias=False)
     if own["clip_qkv"] is not None:
         project = ClippedQKV(M, H, H, D, limit=own["clip_qkv"], bias=False)
-    # the slopes of ALiBi fall to 2^-8, and here to 2^-alibi_bias_max
+    # the smallest slope of ALiBi is 2^-8; MPT's is 2^-alibi_bias_max
     slopes = [slope ** (own["alibi_bias_max"] / 8) for slope in alibi_slopes(H)]
     attention = Attention(
         project,

@@ -1,5 +1,5 @@
-"""OLMo 2: norms behind attention and feed-forward, and one over all heads of queries and of keys
-before they are rotated.
+"""OLMo 2: norms after the attention and the feed-forward layer, one norm over all query heads, and
+one over all key heads, before the rotation.
 
 Source: OLMo 2, 2025 (arXiv 2501.00656); key names as in Hugging Face checkpoints.
 """
@@ -31,8 +31,8 @@ def build(config: Config) -> Decoder:
             output_bias=config.attention_bias,
         )
         feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
-        paths = (OutputNorm(llama_like.norm(config)) for _ in range(2))
-        return Block(mixer, feed_forward, *paths)
+        residuals = (OutputNorm(llama_like.norm(config)) for _ in range(2))
+        return Block(mixer, feed_forward, *residuals)
 
     return llama_like.decoder(config, block)
 

@@ -1,5 +1,5 @@
-"""Phi 3, 3.5 and 4-mini: Llama whose queries, keys and values, and whose gate and up, are stored
-below one another.
+"""Phi 3, 3.5 and 4-mini: Llama with fused stored matrices: queries, keys and values in one, gate
+and up projection in another.
 
 Source: Abdin et al. 2024 (arXiv 2404.14219); key names as in Hugging Face checkpoints.
 """

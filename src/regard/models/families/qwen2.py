@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5: Llama with a bias on queries, keys and values; the upper layers may look through
-a sliding window.
+"""Qwen 2 and 2.5: Llama with a bias on queries, keys and values; the upper layers may have a
+sliding window.
 
 Source: Yang et al. 2024 (arXiv 2407.10671); key names as in Hugging Face checkpoints.
 """

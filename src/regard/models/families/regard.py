@@ -1,11 +1,11 @@
-"""The family "regard": pre-norm blocks of any causal mechanism in `regard.nn.variants`, and SwiGLU.
+"""The family "regard": pre-norm blocks of SwiGLU and any causal mechanism in `regard.nn.variants`.
 
     x = E[id] + positions
     x = x + mechanism(norm(x))
     x = x + W_down (silu(W_gate norm(x)) * W_up norm(x))
     logits = W norm(x)
 
-Parameters are stored under the names that they have here. Other libraries do not support this
+Parameters are stored under their names in the network. Other libraries do not support this
 model_type.
 """
 
@@ -72,7 +72,7 @@ def _embed(config: Config, embedding: nn.Embedding) -> InputEmbedding:
     if config.position == "learned":
         return InputEmbedding(embedding, LearnedPositions(config.max_position_embeddings, M))
     if config.position == "sinusoidal":
-        # a tied embedding is small and would be lost beside sinusoids of size 1
+        # the vectors of a tied embedding are small compared with the sinusoids, so they are scaled
         return InputEmbedding(
             embedding, SinusoidalPositions(M), scale=M**0.5 if config.tie_word_embeddings else 1.0
         )
@@ -85,8 +85,8 @@ def _norm(config: Config) -> RMSNorm:
 
 def _block(config: Config, layer: int) -> Block:
     feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
-    paths = [PreNorm(_norm(config)) for _ in range(2)]
-    return Block(config.mixer(layer), feed_forward, *paths)
+    residuals = [PreNorm(_norm(config)) for _ in range(2)]
+    return Block(config.mixer(layer), feed_forward, *residuals)
 
 
 FAMILY = Family(
@@ -96,4 +96,4 @@ FAMILY = Family(
     complete_config=lambda config, raw, stored: config,
     rename_stored=current_weight_name,
 )
-"""The config alone decides what is built; parameter names of earlier releases still load."""
+"""The stored tensors do not change the config; parameter names of earlier releases still load."""

@@ -58,7 +58,7 @@ class T5AttentionSizes(NamedTuple):
 def stack_bias(
     sizes: T5AttentionSizes, buckets: int, max_distance: int, *, bidirectional: bool
 ) -> T5Relative:
-    """Build the position bias of a stack, whose table all its layers share.
+    """Build the position bias of the encoder or the decoder; all layers share its table.
 
     The table is normal with standard deviation M^-0.5.
 
@@ -115,7 +115,8 @@ def decoder_block(
 def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
     """Draw initial weights in place, as T5's released code does: normal with std 1/sqrt(fan-in).
 
-    Queries have 1/sqrt(fan-in D), which replaces a scale on the scores; embedding and head have 1.
+    The query maps have std 1/sqrt(fan-in * D), which replaces the scale of the scores; the
+    embedding and the head have std 1.
 
     >>> from regard.models.encoder_decoder import transformer
     >>> model = transformer(7, 64, 4, 1)
@@ -137,7 +138,7 @@ Config = T5Config
 def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
     """Untie the head if it is stored and not scaled, as in version 1.1.
 
-    transformers 5 writes for every model that its output is tied.
+    tie_word_embeddings does not decide it, since transformers 5 writes true for every T5.
     """
     own = "lm_head.weight" in stored and not config.scale_decoder_outputs
     return replace(config, tie_word_embeddings=False) if own else config
@@ -235,5 +236,5 @@ FAMILY = Family(
     complete_config=complete_config,
     check=check,
     buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    text="encoder-decoder",
+    architecture="encoder-decoder",
 )

@@ -1,4 +1,4 @@
-"""Text generation: sampling, stop strings, batches, beam search, prefix caching, kinds of cache."""
+"""Text generation: sampling, stop strings, batches, beam search, prefix caching, cache kinds."""
 
 from regard.deprecation import renamed
 from regard.models.generation.beam_search import (

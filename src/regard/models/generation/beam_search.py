@@ -46,7 +46,7 @@ def greedy(
     Raises:
         ArgumentError: limit is less than 1, or first is not one id per row.
 
-    >>> def count(ids):  # what follows n is n + 1
+    >>> def count(ids):  # the next token after n is n + 1
     ...     return torch.nn.functional.one_hot(ids + 1, 10).double()
     >>> greedy(count, torch.tensor([0, 2]), end=4, limit=9).tolist()
     [[1, 2, 3, 4], [3, 4, 4, 4]]
@@ -72,7 +72,7 @@ class Hypothesis(NamedTuple):
         ids: the ids of its tokens, without the one that ended it.
         score: the sum of log p over its tokens, with the one that ended it, divided by their number
             to the power of length_penalty.
-        ended: whether an end id ended it, and not the limit.
+        ended: True if an end id ended the text, False if the text reached the limit.
     """
 
     ids: tuple[int, ...]
@@ -120,7 +120,7 @@ def beam_search(
         ArgumentError: limit or beams is less than 1, first is not one id per row, or a logit is
             NaN.
 
-    >>> def count(ids):  # what follows n is n + 1, or 9
+    >>> def count(ids):  # the next token after n is n + 1, or 9
     ...     logits = torch.full((*ids.shape, 10), -torch.inf)
     ...     logits = logits.scatter(-1, (ids + 1).clamp(max=9)[..., None], 0.0)
     ...     return logits.index_fill(-1, torch.tensor(9), -1.0)
@@ -223,7 +223,7 @@ class _BeamSearch:
             del best_texts[self.beams :]
 
     def _close(self) -> None:
-        """Close the rows whose candidates cannot reach the score of their worst text."""
+        """Stop searching in rows whose candidates cannot reach the score of their worst text."""
         assert self.sums is not None
         # log p only decreases, so a text scores best at its largest length, or at its present one
         n = self.limit if self.length_penalty > 0 else self.tokens.shape[2]
@@ -247,7 +247,7 @@ class BeamCompletion(NamedTuple):
         text: the new text.
         ids: its ids, without the one that ended it.
         score: sum of log p / n^length_penalty, as in `beam_search`.
-        ended: whether an id of `eos_ids` ended it, and not max_tokens.
+        ended: True if an id of `eos_ids` ended the text, False if it reached max_tokens.
     """
 
     text: str
@@ -318,7 +318,7 @@ def beam_search_text(
         )
     cache_config, ids = (
         options.cache_config or CacheConfig(),
-        encode_prompt(model, prompt, begun=False),
+        encode_prompt(model, prompt, is_continuation=False),
     )
     cache_config = cache_config.with_capacity(len(ids), options.max_tokens)
     start = time.perf_counter()

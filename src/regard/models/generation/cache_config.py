@@ -1,4 +1,4 @@
-"""`CacheConfig`: the kind of key/value cache that generation uses, and the largest context."""
+"""`CacheConfig`: the kind of key/value cache in text generation, and its largest context."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class CacheConfig:
     Layers with a window or a recurrent state keep their own cache.
 
     ===========  =====================================================  =======================
-    cache        what it keeps                                          beyond max_context
+    cache        stored tokens                                          beyond max_context
     ===========  =====================================================  =======================
-    "growing"    every token, appended                                  raises before it starts
-    "fixed"      every token, allocated once                            raises before it starts
-    "paged"      every token, in pages that rows share                  raises before it starts
-    "quantised"  every token, 8 bits except the last 128: not exact     raises before it starts
+    "growing"    every token, appended                                  raises at the beginning
+    "fixed"      every token, allocated once                            raises at the beginning
+    "paged"      every token, in pages that rows can share              raises at the beginning
+    "quantised"  every token, 8 bits except the last 128: not exact     raises at the beginning
     "ring"       the last max_context tokens (a sliding window)         continues without limit
     "streaming"  the first 4 tokens and the last max_context - 4        continues without limit
     ===========  =====================================================  =======================
 
-    A cache class of your own is selected by its `kind`.
+    To use your own cache class, give its `kind`.
 
     "ring" and "streaming" change the result after max_context tokens, in the same way for every
     chunk size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
@@ -192,7 +192,7 @@ class CacheConfig:
             raise ArgumentError(
                 f"cache is {self.cache!r}, but this model's rotary frequencies depend on the "
                 "length, "
-                'and its prefix is computed again when they change; only cache="growing" supports '
+                'so that cached keys become invalid when it changes; only cache="growing" supports '
                 "that"
             )
         extra_mask = self.extra_mask
@@ -206,9 +206,8 @@ class CacheConfig:
             if not isinstance(layer.attention, Attention):
                 raise ArgumentError(
                     f"layer {i} is {type(layer.attention).__name__}, which keeps every token and "
-                    "has no mask to restrict; "
-                    f"cache={self.cache!r} cannot serve this model: choose one of "
-                    f"{', '.join(name for name, kind in CACHES if not kind.evicts)}"
+                    f"has no mask to restrict; cache={self.cache!r} cannot serve this model: "
+                    f"choose one of {', '.join(name for name, kind in CACHES if not kind.evicts)}"
                 )
             layer.attention = _with_mask(layer.attention, extra_mask)
         return restricted
@@ -222,8 +221,7 @@ class CacheConfig:
         if shape is None or len(shape.memory) > 2:
             raise ArgumentError(
                 f"{type(mixer).__name__} stores more than keys and values, which "
-                f"cache={self.cache!r} "
-                "does not support; choose another one"
+                f"cache={self.cache!r} does not support; choose another one"
             )
         widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
         return self.kind.for_layer(LayerSize(self.max_context, rows, tuple(widths)))

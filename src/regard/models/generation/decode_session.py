@@ -44,11 +44,11 @@ class LanguageModel(Protocol):
 
 
 class DecodeSession:
-    """A decoder with the caches of a batch; each token is read once.
+    """A decoder with the caches of a batch; each token is computed once.
 
-    A decoder whose rotary frequencies depend on the length runs through `regard.nn.Prefix`, which
-    computes the prefix again when the frequencies change, so that decoding with a cache equals one
-    pass. Such a prompt is read in one pass.
+    A decoder whose rotary frequencies depend on the length runs in a `regard.nn.PrefixRecomputer`.
+    It computes the prefix again when the frequencies change, so that decoding with a cache gives
+    the same result as one pass. Such a prompt is read in one pass.
 
     Args:
         decoder: the network.
@@ -245,7 +245,7 @@ class PrefixCache:
                 f"cache={self.cache_config.cache!r} needs max_context here: the number of tokens "
                 "of the prompt and a continuation together"
             )
-        new = encode_prompt(model, prompt, begun=prefix is not None)
+        new = encode_prompt(model, prompt, is_continuation=prefix is not None)
         self.ids: tuple[int, ...] = (*(prefix.ids if prefix is not None else ()), *new)
         self.cache_config.check(len(self.ids), 0)
         if not new:
@@ -296,18 +296,18 @@ def check_prefix(
         )
 
 
-def encode_prompt(model: LanguageModel, text: str, *, begun: bool) -> list[int]:
-    """Convert a prompt to ids; only at the beginning of a text are special tokens added.
+def encode_prompt(model: LanguageModel, text: str, *, is_continuation: bool) -> list[int]:
+    """Convert a prompt to ids, with special tokens unless it continues another text.
 
     Args:
         model: the model with its tokenizer.
         text: the prompt.
-        begun: whether the text continues one that was read before.
+        is_continuation: whether the text continues one that was read before.
 
     Raises:
         ArgumentError: the text has no tokens and does not continue another, or an id is outside the
             vocabulary.
     """
-    ids = model.tokenizer.encode(text) if begun else model.encode(text)[0].tolist()
+    ids = model.tokenizer.encode(text) if is_continuation else model.encode(text)[0].tolist()
     check_ids(pad_left([ids])[0], model.config.vocab_size)
     return ids

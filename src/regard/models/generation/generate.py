@@ -25,7 +25,7 @@ from regard.models.generation.sampling import Sampler, SamplingParams
 
 
 class StopStrings:
-    """Passes text on up to the first stop string.
+    """A filter that passes on streamed text up to the first stop string.
 
     Text that may be the beginning of a stop string is held back until that is decided. The stop
     string that is complete first ends the text; of several that are complete at the same character,
@@ -238,7 +238,7 @@ class _GenerationLoop:
             check_prefix(prefix, model, options.cache_config)
         self._prefix_ids = () if prefix is None else prefix.ids
         self._prompt_ids = [
-            encode_prompt(model, prompt, begun=prefix is not None) for prompt in prompts
+            encode_prompt(model, prompt, is_continuation=prefix is not None) for prompt in prompts
         ]
         self._options, self._prefix = options, prefix
         self._cache_config = self._checked_config()
@@ -309,10 +309,10 @@ class _GenerationLoop:
         active, is_decoding = list(range(len(self.rows))), False
         while True:
             tokens = self._sampler(logits)
-            taken = time.perf_counter() - start
-            self.seconds += taken
+            elapsed = time.perf_counter() - start
+            self.seconds += elapsed
             if is_decoding:
-                self.decode_seconds += taken
+                self.decode_seconds += elapsed
                 self._decoded_tokens += len(active)
             for i, token in zip(active, tokens, strict=True):
                 piece = self.rows[i].append(token)

@@ -1,4 +1,4 @@
-"""Sampling: from logits to a distribution, and from it to a token."""
+"""Sampling: conversion of logits to probabilities, and a random choice of a token."""
 
 from __future__ import annotations
 
