@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.audit import NEW_CACHE, AuditClaims, CallOutput
+from regard.audit.adapters.projections import read_projections, unused_parameters
 from regard.audit.adapters.resolve_target import construct_module, import_target
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import audit
@@ -435,3 +436,10 @@ def test_a_square_buffer_that_is_no_mask_may_be_saved() -> None:
     found = audit(Turned, **SIZES)
     assert found.clean
     assert "state dict" in held(found)
+
+
+def test_the_rows_of_a_fused_parameter_are_no_other_step() -> None:
+    module = nn.MultiheadAttention(8, 2)
+    module.gate = nn.Linear(8, 8)
+    read = read_projections(module, AuditClaims(heads=2), 8)
+    assert unused_parameters(module, read) == ["gate.weight", "gate.bias"]

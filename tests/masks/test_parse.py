@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,3 +165,21 @@ def test_any_text_is_a_mask_or_an_argument_error(text: str) -> None:
     except ArgumentError:  # and nothing else
         return
     assert parse(str(mask)) == mask
+
+
+def test_a_parser_that_another_thread_disturbed_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, failures = ast.parse, [SystemError("AST constructor recursion depth mismatch")] * 2
+
+    def disturbed(*args: object, **options: object) -> ast.AST:
+        if failures:
+            raise failures.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+    assert parse("causal & window(4)") == Causal() & Window(4)
+    assert not failures
+    failures += [SystemError("AST constructor recursion depth mismatch")] * 100
+    with pytest.raises(SystemError):
+        parse("causal")

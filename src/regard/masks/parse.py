@@ -37,6 +37,8 @@ MAX_MASKS = 1 << 9
 _CONTEXT_CHARACTERS = 80  # shown before and after an error
 MAX_DEPTH = 50
 """The deepest nesting of an expression, so that untrusted text cannot exhaust the stack."""
+MAX_PARSER_RETRIES = 8
+"""How often an expression is parsed again after CPython's parser failed by itself."""
 
 
 def parse(text: str) -> Mask:
@@ -71,13 +73,27 @@ def parse(text: str) -> Mask:
             None,
         )
     try:  # `global` is a Python keyword; `Global` has the same length
-        tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
+        tree = _syntax_tree(re.sub(r"\bglobal\b", "Global", text))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         reason = getattr(problem, "msg", None) or "the expression is nested too deep"
         raise _error(
             f"not a mask expression: {error_text(reason)}", text, _column(problem, text)
         ) from None
     return _ExpressionReader(text).mask(tree.body, 0)
+
+
+def _syntax_tree(text: str) -> ast.Expression:
+    """Parse an expression, again if another thread disturbed the parser.
+
+    CPython before 3.11.8 and 3.12.2 counts the depth of a tree in one place for all threads, and
+    raises SystemError if two threads parse at once (python/cpython, issue 106905).
+    """
+    for _ in range(MAX_PARSER_RETRIES):
+        try:
+            return ast.parse(text, mode="eval")
+        except SystemError:
+            continue
+    return ast.parse(text, mode="eval")
 
 
 class _ExpressionReader:

@@ -72,15 +72,29 @@ def unused_parameters(module: nn.Module, interpretations: Sequence[Projections])
     >>> module = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
     >>> unused_parameters(module, read_projections(module, AuditClaims(heads=2), 8))
     ['gate.weight']
+    >>> fused = nn.MultiheadAttention(8, 2, bias=False)
+    >>> unused_parameters(fused, read_projections(fused, AuditClaims(heads=2), 8))
+    []
     """
-    known: set[int] = set()
+    tensors: list[Tensor | None] = []
     for maps in interpretations:
-        tensors = [t for m in (maps.q, maps.k, maps.v, maps.o) if m is not None for t in m]
+        tensors += [t for m in (maps.q, maps.k, maps.v, maps.o) if m is not None for t in m]
         tensors += [maps.sinks, *(maps.norm[:2] if maps.norm else ())]
-        known |= {t.untyped_storage().data_ptr() for t in tensors if t is not None}
-    return [
-        name for name, p in module.named_parameters() if p.untyped_storage().data_ptr() not in known
-    ]
+    parts = [t for t in tensors if t is not None]
+    storages = {t.untyped_storage().data_ptr() for t in parts}
+    values = torch.cat([t.detach().flatten() for t in parts]).unique() if parts else torch.empty(0)
+
+    parameters = dict(module.named_parameters())
+
+    def is_used(name: str, p: Tensor) -> bool:
+        if p.untyped_storage().data_ptr() in storages:
+            return True
+        # the maps of a fused parameter, or of one with a head dimension, are copies of its rows;
+        # a bias, which may still be zero, belongs to its weight
+        weight = parameters.get(name.replace("bias", "weight"), p)
+        return bool(torch.isin(weight.detach(), values).all())
+
+    return [name for name, p in parameters.items() if not is_used(name, p)]
 
 
 def projection_role(name: str) -> str | None:
