@@ -59,6 +59,8 @@ class Attention(Mixer):
     2023 (arXiv 2305.13245).
     """
 
+    across_ranks = "attention"
+
     def __init__(
         self,
         project: Projection,

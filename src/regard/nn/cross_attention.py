@@ -19,6 +19,7 @@ from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive_attention import additive_attention
 from regard.process_state import is_compiling
+from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
 from regard.tracing import tap
 
@@ -46,6 +47,8 @@ class CrossAttention(Attention):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
     """
 
+    across_ranks = None
+
     def forward(
         self,
         x: Float[Tensor, "B T M"],
@@ -70,6 +73,9 @@ class CrossAttention(Attention):
         Returns:
             The output [B,T,M2].
         """
+        if (scope := current_scope()) is not None:
+            refused: Tensor = scope.run_mixer(self, x, positions, cache, backend)
+            return refused
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
             stored, k_positions = project_memory(self.project, memory, memory_positions, cache)

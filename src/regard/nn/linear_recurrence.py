@@ -97,6 +97,8 @@ class Recurrent(Mixer):
     2023 (arXiv 2307.08621), equation 8.
     """
 
+    across_ranks = "state"
+
     def __init__(
         self,
         project: Projection,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
 from regard.nn.explainable import Explainable
 from regard.process_state import is_compiling
+from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
 
 
@@ -25,7 +27,14 @@ class Mixer(Explainable, nn.Module):
 
     A subclass implements `mix`, `new_cache` and `spec`. It overrides `check_cache` if some caches
     do not suit it, and those methods of `Explainable` whose defaults do not fit.
+
+    Attributes:
+        across_ranks: how `regard.parallel.sequence` runs the mechanism. "attention": it computes
+            every value with `attend`, which runs over all ranks. "state": it passes the contents
+            of its cache, a `regard.caches.State`, from rank to rank. None: it is refused.
     """
+
+    across_ranks: ClassVar[Literal["attention", "state"] | None] = None
 
     def forward(
         self,
@@ -61,6 +70,9 @@ class Mixer(Explainable, nn.Module):
             )
         if cache is not None:
             self.check_cache(cache)
+        if (scope := current_scope()) is not None:
+            result: Tensor = scope.run_mixer(self, x, positions, cache, backend)
+            return result
         if positions is None:
             positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
         if cache is None or is_compiling():

@@ -59,6 +59,8 @@ class StreamingAttention(Attention):
     Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2.
     """
 
+    across_ranks = None
+
     def __init__(
         self,
         project: SeparateQKV,

@@ -3,16 +3,18 @@ many ranks.
 
 `shards.py` says which rank holds which positions, `plan.py` computes what a call sends and
 computes, `communication.py` sends messages and is the only module that calls torch.distributed,
-`attend.py` and `decode.py` have the two functions, and `spawn.py` starts processes on this machine.
+`attend.py` and `decode.py` have the two functions, `sequence.py` runs models through them, and
+`spawn.py` starts processes on this machine.
 """
 
 from regard.deprecation import renamed
 from regard.parallel.attend import attend
 from regard.parallel.decode import decode
 from regard.parallel.plan import ParallelPlan, plan
+from regard.parallel.sequence import sequence
 from regard.parallel.shards import Shards
 from regard.parallel.spawn import spawn
 
-__all__ = ["ParallelPlan", "Shards", "attend", "decode", "plan", "spawn"]
+__all__ = ["ParallelPlan", "Shards", "attend", "decode", "plan", "sequence", "spawn"]
 
 __getattr__ = renamed(__name__, {"Plan": "ParallelPlan"})

@@ -33,10 +33,12 @@ from regard.ops.softmax import attend as attend_here
 from regard.ops.softmax.merge import apply_sink
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.shards import Shards, needed_keys
+from regard.sequence_scope import use_scope
 from regard.span import Span
 from regard.units import plural
 
 Method = Literal["auto", "exchange", "gather", "heads", "both"]
+ParameterGradients = Literal["whole", "share"]
 METHODS: tuple[Method, ...] = ("exchange", "gather", "heads", "both")
 
 Block: TypeAlias = tuple[int, int, int]
@@ -75,6 +77,7 @@ class _RankedCall:
         mask: the mask.
         bias: the bias, or None.
         options: scale, softcap and backend, if they were given.
+        parameter_gradients: which gradients of sink and bias a rank gets, as in `attend`.
     """
 
     ranks: Any
@@ -83,6 +86,14 @@ class _RankedCall:
     mask: Mask
     bias: Bias | None
     options: dict[str, Any]
+    parameter_gradients: ParameterGradients = "whole"
+
+    def parameter(self, x: Tensor, ranks: RankGroup | None = None) -> Tensor:
+        """Return a tensor that is equal on all ranks, with the gradient that the caller wants."""
+        if self.parameter_gradients == "share":
+            return x
+        shared: Tensor = _SharedParameter.apply(x, ranks or self.ranks)  # type: ignore[no-untyped-call]
+        return shared
 
     @property
     def queries(self) -> tuple[Span, ...]:
@@ -99,6 +110,7 @@ def attend(
     q_shards: Shards | None = None,
     group: Group | Sequence[Group] | None = None,
     method: Method = "auto",
+    parameter_gradients: ParameterGradients = "whole",
     **options: Unpack[ParallelOptions],
 ) -> Float[Tensor, "B H T E"]:
     """Compute softmax attention of this rank's queries over the keys of all ranks, exactly.
@@ -106,8 +118,7 @@ def attend(
     out_i = sum_j softmax_j(scale q_i . k_j + bias_ij) v_j over the visible keys j of every rank
 
     Every rank of the group makes this call, with its own part of q, k and v. The result is
-    differentiable in q, k, v, sink and the tensors of the bias; the gradients of sink and bias are
-    those of the whole sequence, on every rank.
+    differentiable in q, k, v, sink and the tensors of the bias.
 
     Args:
         q: the queries that this rank holds, [B, H, T, D], in the order of `q_shards.spans(rank)`.
@@ -124,6 +135,9 @@ def attend(
             "both": "heads" inside a node, "exchange" between nodes. "auto": "both" with two
             groups; otherwise "heads" if there is no bias, the heads can be divided among the ranks
             and fewer bytes are sent; otherwise "exchange".
+        parameter_gradients: the gradients of sink and bias on each rank. "whole": those of the
+            whole sequence, equal on every rank. "share": a part on each rank, and the sum over the
+            ranks is the whole, as for the other parameters of a model.
         options: mask, bias, scale, softcap, sink and backend: see `ParallelOptions`.
 
     Returns:
@@ -152,18 +166,18 @@ def attend(
     """
     q_shards = shards if q_shards is None else q_shards
     if method == "both" or (isinstance(group, Sequence) and method == "auto"):
-        return _hybrid(q, k, v, (shards, q_shards), group, options)
+        return _hybrid(q, k, v, (shards, q_shards, parameter_gradients), group, options)
     if isinstance(group, Sequence):
         raise ArgumentError(
             f"two groups were given for the method {method!r}; only the method 'both' takes two"
         )
     ranks = RankGroup(group)
-    call = _check_call(q, k, v, _CallShards(ranks, q_shards, shards), options)
+    call = _check_call(q, k, v, _CallShards(ranks, q_shards, shards, parameter_gradients), options)
     ranks.agree("attend", _call_facts(q, k, v, call, method))
     chosen = _choose_method(q, k, v, call, method)
     sink = options.get("sink")
     if sink is not None:
-        sink = _SharedParameter.apply(sink, ranks)  # type: ignore[no-untyped-call]
+        sink = call.parameter(sink)
     if chosen == "heads":
         return _heads(q, k, v, call, sink)
     out, lse = (_exchange if chosen == "exchange" else _gather)(q, k, v, call)
@@ -180,11 +194,12 @@ class _RankNumber:
 
 @dataclass(frozen=True)
 class _CallShards:
-    """The ranks of a call, and the shards of its queries and keys."""
+    """The ranks of a call, the shards of its queries and keys, and the gradients that it wants."""
 
     ranks: RankGroup | _RankNumber
     q_shards: Shards
     shards: Shards
+    parameter_gradients: ParameterGradients
 
 
 def _check_call(
@@ -232,6 +247,7 @@ def _check_call(
         Full() if mask is None else mask,
         bias,
         {name: options[name] for name in names if name in options},  # type: ignore[literal-required]
+        call_shards.parameter_gradients,
     )
 
 
@@ -258,6 +274,7 @@ def _call_facts(
         "the bias": call.bias,
         "the options": sorted(call.options.items()),
         "the method": method,
+        "parameter_gradients": call.parameter_gradients,
         "which of q, k and v want a gradient": [
             torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)
         ],
@@ -457,8 +474,9 @@ class _ExchangeBlocks(torch.autograd.Function):
                     parts[: len(blocks_returned)],
                     parts[len(blocks_returned) :],
                 )
-        sums = [ranks.sum("parameters", x) for x in d_tensors]
-        gradients = zip((dq, dk, dv, *sums), (q, k, v, *tensors), strict=True)
+        if call.parameter_gradients == "whole":
+            d_tensors = [ranks.sum("parameters", x) for x in d_tensors]
+        gradients = zip((dq, dk, dv, *d_tensors), (q, k, v, *tensors), strict=True)
         return None, *(x.to(like.dtype) for x, like in gradients)
 
 
@@ -544,16 +562,17 @@ def _partial(
     bias: Bias | None,
 ) -> Partial:
     """Compute attention of one span of queries over one block of keys: (out, lse)."""
-    return attend_partial(
-        q,
-        k,
-        v,
-        mask=call.mask,
-        bias=bias,
-        q_positions=span,
-        k_positions=_span(block),
-        **call.options,
-    )
+    with use_scope(None):  # the block itself is computed on this rank
+        return attend_partial(
+            q,
+            k,
+            v,
+            mask=call.mask,
+            bias=bias,
+            q_positions=span,
+            k_positions=_span(block),
+            **call.options,
+        )
 
 
 def _partial_gradients(
@@ -619,7 +638,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, call: _RankedCall) -> tuple[Tensor,
     """Compute the method "gather": (out, lse) of this rank's queries over all keys at once."""
     keys, values = (_GatherTokens.apply(x, call.shards, call.ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     block = (0, call.shards.start, call.shards.stop)
-    bias = _shared_bias(call.bias, call.ranks)
+    bias = _shared_bias(call, call.ranks)
     parts = [
         _partial(call, q[:, :, rows], keys, values, span, block, bias)
         for rows, span in _query_rows(call.queries)
@@ -637,11 +656,13 @@ def _no_queries(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Ten
     return q.new_zeros(*q.shape[:3], v.shape[3]) + zero, q.new_zeros(q.shape[:3]) + zero
 
 
-def _shared_bias(bias: Bias | None, ranks: RankGroup) -> Bias | None:
-    """Return the bias with tensors whose gradients are summed over the ranks."""
-    if bias is None:
+def _shared_bias(call: _RankedCall, ranks: RankGroup) -> Bias | None:
+    """Return the bias with tensors whose gradients are summed over the ranks, if the caller wants
+    it.
+    """
+    if call.bias is None:
         return None
-    return bias.with_tensors([_SharedParameter.apply(x, ranks) for x in bias.tensors()])  # type: ignore[no-untyped-call]
+    return call.bias.with_tensors([call.parameter(x, ranks) for x in call.bias.tensors()])
 
 
 @dataclass(frozen=True)
@@ -733,18 +754,19 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, call: _RankedCall, sink: Tensor | No
     kh, vh = (_TokensToHeads.apply(_repeat_heads(x, ranks.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // ranks.world
     own_heads = slice(ranks.rank * n, (ranks.rank + 1) * n)
-    bias = _shared_bias(call.bias, ranks)
-    z = attend_here(
-        qh,
-        kh,
-        vh,
-        mask=call.mask.select_heads(own_heads),
-        bias=None if bias is None else bias.select_heads(own_heads),
-        sink=None if sink is None else sink[own_heads],
-        q_positions=Span(call.q_shards.start, qh.shape[2]),
-        k_positions=Span(call.shards.start, kh.shape[2]),
-        **call.options,
-    )
+    bias = _shared_bias(call, ranks)
+    with use_scope(None):  # this rank has all tokens of its heads
+        z = attend_here(
+            qh,
+            kh,
+            vh,
+            mask=call.mask.select_heads(own_heads),
+            bias=None if bias is None else bias.select_heads(own_heads),
+            sink=None if sink is None else sink[own_heads],
+            q_positions=Span(call.q_shards.start, qh.shape[2]),
+            k_positions=Span(call.shards.start, kh.shape[2]),
+            **call.options,
+        )
     result: Tensor = _HeadsToTokens.apply(z, queries)  # type: ignore[no-untyped-call]
     return result
 
@@ -759,13 +781,14 @@ def _hybrid(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    both_shards: tuple[Shards, Shards],
+    shards_and_gradients: tuple[Shards, Shards, ParameterGradients],
     group: Group | Sequence[Group] | None,
     options: ParallelOptions,
 ) -> Tensor:
     """Compute the method "both": exchange heads inside a node, and blocks between nodes.
 
-    `both_shards` are the shards of the keys and of the queries.
+    `shards_and_gradients` are the shards of the keys, those of the queries, and which gradients of
+    sink and bias a rank gets.
     """
     if not isinstance(group, Sequence) or len(group) != 2:
         raise ArgumentError(
@@ -773,10 +796,10 @@ def _hybrid(
             "the ranks that have the same number inside their nodes"
         )
     node, across = RankGroup(group[0]), RankGroup(group[1])
-    shards, q_shards = both_shards
+    shards, q_shards, parameter_gradients = shards_and_gradients
     world = node.world * across.world
     here = _RankNumber(across.rank * node.world + node.rank, world)
-    call = _check_call(q, k, v, _CallShards(here, q_shards, shards), options)
+    call = _check_call(q, k, v, _CallShards(here, q_shards, shards, parameter_gradients), options)
     for ranks in (node, across):
         ranks.agree("attend", _call_facts(q, k, v, call, "both"))
     if why := why_not_heads(q.shape[1], k.shape[1], node.world):
@@ -788,7 +811,7 @@ def _hybrid(
     kh, vh = (_TokensToHeads.apply(_repeat_heads(x, node.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // node.world
     own_heads = slice(node.rank * n, (node.rank + 1) * n)
-    bias = _shared_bias(call.bias, node)
+    bias = _shared_bias(call, node)
     inner = _RankedCall(
         across,
         _merge_ranks_of_nodes(q_shards, node.world),
@@ -796,11 +819,12 @@ def _hybrid(
         call.mask.select_heads(own_heads),
         None if bias is None else bias.select_heads(own_heads),
         call.options,
+        parameter_gradients,
     )
     out, lse = _exchange(qh, kh, vh, inner)
     sink = options.get("sink")
     if sink is not None:
-        shared = _SharedParameter.apply(_SharedParameter.apply(sink, node), across)  # type: ignore[no-untyped-call]
+        shared = call.parameter(call.parameter(sink, node), across)
         out = apply_sink(out, lse, shared[own_heads])
     result: Tensor = _HeadsToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
     return result

@@ -164,6 +164,24 @@ class RankGroup:
         parts = [x.reshape(-1).contiguous()] * self.world
         return self.all_to_all(call, parts, [x.new_empty(n) for n in sizes])
 
+    def send_object(self, call: str, value: object, to: int) -> None:
+        """Send a small picklable object, such as the shapes of the tensors that follow it."""
+        self._run(
+            call,
+            "header",
+            lambda: dist.send_object_list([value], group=self.group, group_dst=to),
+        )
+
+    def receive_object(self, call: str, source: int) -> object:
+        """Receive the object that a rank sends by `send_object`."""
+        values: list[object] = [None]
+        self._run(
+            call,
+            "header",
+            lambda: dist.recv_object_list(values, group=self.group, group_src=source),
+        )
+        return values[0]
+
     def _device(self) -> torch.device:
         """Return the device on which the group's backend can exchange tensors."""
         backend = dist.get_backend(self.group)

@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.ops.softmax import Partial, attend_partial, merge
 from regard.parallel.attend import ParallelOptions
 from regard.parallel.communication import Group, RankGroup
+from regard.sequence_scope import use_scope
 from regard.span import Positions
 
 
@@ -76,7 +77,8 @@ def decode(
         },
     )
     wide_dtype = torch.promote_types(q.dtype, torch.float32)
-    part = attend_partial(q, k, v, q_positions=q_positions, k_positions=k_positions, **options)
+    with use_scope(None):  # this rank's keys only
+        part = attend_partial(q, k, v, q_positions=q_positions, k_positions=k_positions, **options)
     flat = torch.cat([part.out.to(wide_dtype).reshape(-1), part.lse.to(wide_dtype).reshape(-1)])
     received = ranks.gather("partial results", flat, [flat.numel()] * ranks.world)
     size = part.out.numel()

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.errors import ArgumentTypeError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
 from regard.ops.softmax.definition import (
@@ -21,6 +21,7 @@ from regard.ops.softmax.definition import (
 )
 from regard.ops.softmax.dispatch import run_call, zero_empty_slots
 from regard.ops.softmax.reference import BLOCK_BYTES
+from regard.sequence_scope import current_scope
 from regard.span import Positions
 
 
@@ -224,6 +225,11 @@ def attention_weights(
     if options.get("dropout"):
         raise ArgumentTypeError(
             "attention_weights does not accept dropout: it returns the weights before dropout"
+        )
+    if current_scope() is not None:
+        raise ArgumentError(
+            "attention_weights sees the keys of this rank only, and regard.parallel.sequence is "
+            "open; call it outside, or use a model that does not ask for attention weights"
         )
     call = zero_empty_slots(make_call(q, k, k, **options))
     row_slice, column_slice = _as_slice("rows", rows, call.T), _as_slice("columns", columns, call.S)

@@ -1,0 +1,478 @@
+"""`regard.parallel.sequence`: run unchanged models on a sequence whose tokens lie on several ranks.
+
+Softmax attention runs over all ranks through `regard.parallel.attend`, and `decode` for tokens
+behind the sharded ones. A recurrence needs the state before its first token: the contents of its
+cache are passed from the rank that holds the tokens before, as a scan over the spans of all ranks.
+Every other part of a model (embeddings, norms, feed-forward layers) works on each token alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from regard import tracing
+from regard.caches import Cache, Parts, rollback_on_error
+from regard.caches.base import Contents
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.dynamic_rotary import PerRowRotary
+from regard.nn.mixer import Mixer
+from regard.ops.softmax import Call, KernelResult
+from regard.parallel.attend import Method, attend
+from regard.parallel.communication import Group, RankGroup
+from regard.parallel.decode import decode
+from regard.parallel.shards import Shards
+from regard.positions import Rotary
+from regard.sequence_scope import use_scope
+from regard.span import Positions, Span
+from regard.units import plural
+
+
+@contextmanager
+def sequence(
+    shards: Shards,
+    group: Group | Sequence[Group] | None = None,
+    *,
+    method: Method = "auto",
+) -> Iterator[None]:
+    """Run the models of this thread on a sequence whose tokens lie on several ranks.
+
+    Each rank gives the model its own tokens and their positions, and gets the results of these
+    tokens. They equal those of one process with the whole sequence, and so do the gradients, once
+    those of the parameters are summed over the ranks. The models need no change: their calls of
+    `regard.attend` run over all ranks, and recurrences receive their state from the rank before.
+
+    Each rank has caches of its own, which hold the tokens of its shard. Tokens at positions behind
+    the shards are decoded: every rank gives the model the same new tokens, one rank appends them to
+    its caches, in turns, and every rank gets their results.
+
+    Args:
+        shards: which rank holds which positions.
+        group: a process group, as in `regard.parallel.attend`; None means the default group.
+        method: how softmax attention exchanges tokens, as in `regard.parallel.attend`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the shards do not fit the group; or, for a call inside
+            the block, positions differ from those of the shard, or a mechanism or option cannot run
+            over ranks. The backward pass of layers that recompute activations
+            (`torch.utils.checkpoint`) must run inside the block as well.
+
+    Every rank runs this code; here there is one rank, and torchrun starts more.
+
+    >>> import torch, regard
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model, ids = regard.load("tiny"), torch.arange(12)[None]
+    >>> shards = regard.parallel.Shards.zigzag(12, dist.get_world_size())
+    >>> own = shards.positions(dist.get_rank())
+    >>> with torch.no_grad(), regard.parallel.sequence(shards):
+    ...     logits = model(ids[:, own[0]], own)  # of this rank's tokens
+    >>> with torch.no_grad():
+    ...     torch.allclose(logits, model(ids)[:, own[0]], atol=1e-4)
+    True
+    >>> dist.destroy_process_group()
+
+    Source: the shards and exchanges of `regard.parallel.attend`; passing a recurrence's state along
+    ranks: Sun et al. 2024 (arXiv 2404.02882), section 3.
+    """
+    if not isinstance(shards, Shards):
+        raise ArgumentTypeError(
+            f"shards is {type(shards).__name__}; it must be Shards, for example Shards.even(S, W)"
+        )
+    scope = _RankScope(shards, group, method)
+    if shards.world != scope.world:
+        raise ArgumentError(
+            f"the shards are for {plural(shards.world, 'rank')}, but the group has {scope.world}; "
+            f"make shards for {scope.world}"
+        )
+    with use_scope(scope):
+        yield
+
+
+@dataclass
+class _RankScope:
+    """What one rank computes in a `sequence` block.
+
+    Args:
+        shards: which rank holds which positions.
+        group: the group, or the two groups, of `regard.parallel.attend`.
+        method: the method of `regard.parallel.attend`.
+    """
+
+    shards: Shards
+    group: Group | Sequence[Group] | None
+    method: Method
+    rank: int = field(init=False)
+    world: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.group, Sequence):
+            node, across = (RankGroup(x) for x in self.group)
+            self.rank = across.rank * node.world + node.rank
+            self.world = node.world * across.world
+        else:
+            ranks = RankGroup(self.group)
+            self.rank, self.world = ranks.rank, ranks.world
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The positions that this rank holds."""
+        return self.shards.spans(self.rank)
+
+    def run_attention(self, call: Call, backend: str) -> KernelResult:
+        """Run an attention call over the keys of all ranks."""
+        _refuse_unsupported(call)
+        options: dict[str, Any] = {
+            "mask": call.mask,
+            "bias": call.bias,
+            "scale": call.scale,
+            "softcap": call.softcap,
+            "sink": call.sink,
+            "backend": backend,
+        }
+        if self._holds(call.q_positions) and self._holds(call.k_positions):
+            out = attend(
+                call.q,
+                call.k,
+                call.v,
+                shards=self.shards,
+                group=self.group,
+                method=self.method,
+                parameter_gradients="share",
+                **options,
+            )
+            return KernelResult(out, None)
+        if not self._is_behind(call.q_positions):
+            raise ArgumentError(
+                f"the queries have {_text(call.q_positions)} and the keys "
+                f"{_text(call.k_positions)}; rank {self.rank} must give the model its tokens at "
+                f"{self._expected()}"
+            )
+        if isinstance(self.group, Sequence):
+            raise ArgumentError(
+                "new tokens cannot be decoded over two groups; open sequence with one group"
+            )
+        out = decode(
+            call.q,
+            call.k,
+            call.v,
+            q_positions=call.q_positions,
+            k_positions=call.k_positions,
+            group=self.group,
+            **options,
+        )
+        return KernelResult(out, None)
+
+    def run_mixer(
+        self,
+        mixer: Mixer,
+        x: Tensor,
+        positions: Positions | None,
+        cache: Cache | None,
+        backend: str,
+    ) -> Tensor:
+        """Run a mechanism on this rank's tokens."""
+        name = type(mixer).__name__
+        if mixer.across_ranks is None:
+            raise ArgumentError(
+                f"{name} cannot run over several ranks: it uses other tokens by more than "
+                "regard.attend and the state of a recurrence; run it in one process"
+            )
+        _refuse_length_dependent(mixer, name)
+        if positions is None:
+            raise ArgumentError(
+                f"{name} got no positions, and a rank's tokens need not begin at 0; give the model "
+                f"{self._expected()}"
+            )
+        if mixer.across_ranks == "state":
+            return self._scan(mixer, x, positions, cache, backend)
+        if not (self._holds(positions) or self._is_behind(positions)):
+            raise ArgumentError(
+                f"{name} got {_text(positions)}; rank {self.rank} must give the model its tokens "
+                f"at {self._expected()}"
+            )
+        if cache is None:
+            return mixer.mix(x, positions, None, backend)
+        owns = self._holds(positions) or _last(positions) % self.world == self.rank
+        with rollback_on_error(cache):
+            return mixer.mix(x, positions, cache if owns else _NotAppended(cache), backend)
+
+    def _expected(self) -> str:
+        """Describe the positions that a call of this rank must have."""
+        return f"the positions of its shard, shards.positions({self.rank})"
+
+    def _scan(
+        self,
+        mixer: Mixer,
+        x: Tensor,
+        positions: Positions,
+        cache: Cache | None,
+        backend: str,
+    ) -> Tensor:
+        """Run a recurrence over this rank's spans; each begins with the state after the span
+        before it, which may be on another rank.
+        """
+        name = type(mixer).__name__
+        if cache is not None or not self._holds(positions):
+            raise ArgumentError(
+                f"{name} over several ranks takes this rank's tokens at {self._expected()}, and no "
+                "cache; to decode, run the prompt in one process"
+            )
+        if isinstance(self.group, Sequence):
+            raise ArgumentError(f"{name} passes its state along one group; open sequence with one")
+        chain = _StateChain(RankGroup(self.group), torch.is_grad_enabled())
+        chain.ranks.agree(
+            "sequence",
+            {
+                "the mechanism": name,
+                "the sizes [B, M]": (x.shape[0], x.shape[2]),
+                "the dtype": x.dtype,
+                "the shards": self.shards.ranks,
+                "whether gradients are wanted": chain.with_gradient,
+            },
+        )
+        every_span = [(r, span) for r in range(self.world) for span in self.shards.spans(r)]
+        every_span.sort(key=lambda x: x[1].start)
+        rows = dict(zip(self.spans, x.split([len(span) for span in self.spans], 1), strict=True))
+        results: dict[Span, Tensor] = {}
+        state = mixer.new_cache()
+        for index, (owner, span) in enumerate(every_span):
+            if owner != self.rank:
+                continue
+            before = every_span[index - 1][0] if index else owner
+            if before != owner:
+                state = mixer.new_cache()
+                chain.receive(state, before)
+            with use_scope(None):
+                z = mixer.mix(rows[span], span, state, backend)
+            after = every_span[index + 1][0] if index + 1 < len(every_span) else owner
+            results[span] = z if after == owner else chain.send(z, state, after)
+        if not results:
+            with use_scope(None):
+                return mixer.mix(x, Span(0, 0), None, backend)
+        return torch.cat([results[span] for span in self.spans], 1)
+
+    def _own_positions(self) -> Tensor:
+        """Return the positions of this rank, [1, count]."""
+        return self.shards.positions(self.rank)
+
+    def _holds(self, positions: Positions) -> bool:
+        """Return whether positions are those of this rank's shard, in its order, in every row."""
+        if isinstance(positions, Span):
+            return self.spans == ((positions,) if len(positions) else ())
+        own = self._own_positions().to(positions.device)
+        return positions.shape[1] == own.shape[1] and bool((positions == own).all())
+
+    def _is_behind(self, positions: Positions) -> bool:
+        """Return whether all positions come after those of the shards."""
+        if isinstance(positions, Span):
+            return positions.start >= self.shards.stop and len(positions) > 0
+        return positions.numel() > 0 and bool((positions >= self.shards.stop).all())
+
+
+def _last(positions: Positions) -> int:
+    """Return the largest position."""
+    return positions.stop - 1 if isinstance(positions, Span) else int(positions.max())
+
+
+def _text(positions: Positions) -> str:
+    """Describe positions for an error message."""
+    if isinstance(positions, Span):
+        return f"the positions {positions.start} to {positions.stop - 1}"
+    if not positions.numel():
+        return "no positions"
+    return f"positions from {int(positions.min())} to {int(positions.max())}"
+
+
+def _refuse_unsupported(call: Call) -> None:
+    """Raise for options of a call that cannot run over ranks."""
+    if call.dropout:
+        raise ArgumentError(
+            "dropout over several ranks is not supported, because each rank draws other random "
+            "numbers; set dropout=0"
+        )
+    if call.wants_lse:
+        raise ArgumentError(
+            "attend_partial cannot run inside regard.parallel.sequence; call it outside, or use "
+            "regard.parallel.attend"
+        )
+    if call.needs or tracing.call_observers():
+        raise ArgumentError(
+            "scores and patterns cannot be captured, edited or recorded over several ranks; trace "
+            "q, k, v, z and out, or run the model in one process"
+        )
+
+
+def _refuse_length_dependent(mixer: Mixer, name: str) -> None:
+    """Raise if a rotary embedding depends on the length of the call, which differs on each rank."""
+    for module in mixer.modules():
+        if isinstance(module, PerRowRotary) or (
+            isinstance(module, Rotary) and module.follows_length
+        ):
+            raise ArgumentError(
+                f"the rotary embedding of {name} follows the length of each call, and a rank sees "
+                "only its own positions; build the model with a fixed length"
+            )
+
+
+@dataclass(frozen=True)
+class _StateChain:
+    """Passes the contents of a recurrence's cache from rank to rank.
+
+    Args:
+        ranks: the ranks.
+        with_gradient: whether the backward pass returns the gradients of the contents.
+    """
+
+    ranks: RankGroup
+    with_gradient: bool
+
+    def send(self, z: Tensor, cache: Cache, to: int) -> Tensor:
+        """Send the contents of a cache.
+
+        Args:
+            z: the result of the tokens before; the backward pass of the returned tensor waits for
+                the gradient of the contents.
+            cache: the cache of the recurrence.
+            to: the rank that holds the next tokens.
+
+        Returns:
+            `z`, unchanged.
+        """
+        contents = cache.contents()
+        tensors = {name: x for name, x in contents.items() if isinstance(x, Tensor)}
+        values = {name: x for name, x in contents.items() if name not in tensors}
+        shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
+        self.ranks.send_object("state", (values, shapes), to)
+        sent: Tensor = _SendState.apply(  # type: ignore[no-untyped-call]
+            self._anchor(), z, self.ranks, to, *tensors.values()
+        )
+        return sent
+
+    def receive(self, cache: Cache, source: int) -> None:
+        """Fill an empty cache with the contents that another rank sends."""
+        header: Any = self.ranks.receive_object("state", source)
+        values, shapes = header
+        tensors = _ReceiveState.apply(  # type: ignore[no-untyped-call]
+            self._anchor(), self.ranks, source, tuple(shapes.values())
+        )
+        cache.fill({**values, **dict(zip(shapes, tensors, strict=True))})
+
+    def _anchor(self) -> Tensor:
+        """Return an input that makes autograd call the backward pass, on both ends of a message."""
+        return torch.zeros((), requires_grad=self.with_gradient)
+
+
+class _SendState(torch.autograd.Function):
+    """Send tensors to another rank; the backward pass receives their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, z: Tensor, ranks: RankGroup, to: int, *tensors: Tensor
+    ) -> Tensor:
+        ctx.ranks, ctx.to = ranks, to
+        ctx.shapes = [(tuple(x.shape), x.dtype) for x in tensors]
+        messages = [
+            ranks.send_receive("state", step, x.contiguous(), to, None, to)
+            for step, x in enumerate(tensors)
+        ]
+        for message in messages:
+            message.wait()
+        return z.view_as(z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _receive(ctx.ranks, ctx.to, ctx.shapes, "gradient of the state")
+        return (None, gradient, None, None, *gradients)
+
+
+class _ReceiveState(torch.autograd.Function):
+    """Receive tensors from another rank; the backward pass sends their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, ranks: RankGroup, source: int, shapes: Sequence[TensorShape]
+    ) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.source, ctx.shapes = ranks, source, shapes
+        tensors = []
+        for step, (shape, dtype) in enumerate(shapes):
+            buffer = torch.empty(shape, dtype=dtype)
+            ranks.send_receive("state", step, None, source, buffer, source).wait()
+            tensors.append(buffer)
+        ctx.mark_non_differentiable(*(x for x in tensors if not x.is_floating_point()))
+        return tuple(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        messages = [
+            ctx.ranks.send_receive(
+                "gradient of the state", step, x.contiguous(), ctx.source, None, ctx.source
+            )
+            for step, (x, (_, dtype)) in enumerate(zip(gradients, ctx.shapes, strict=True))
+            if dtype.is_floating_point
+        ]
+        for message in messages:
+            message.wait()
+        return None, None, None, None
+
+
+TensorShape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""The shape and dtype of a tensor."""
+
+
+def _receive(
+    ranks: RankGroup, source: int, shapes: Sequence[TensorShape], call: str
+) -> list[Tensor | None]:
+    """Receive the floating-point tensors among those described; None for the others."""
+    received: list[Tensor | None] = []
+    for step, (shape, dtype) in enumerate(shapes):
+        if not dtype.is_floating_point:
+            received.append(None)
+            continue
+        buffer = torch.empty(shape, dtype=dtype)
+        ranks.send_receive(call, step, None, source, buffer, source).wait()
+        received.append(buffer)
+    return received
+
+
+class _NotAppended(Cache):
+    """A cache on a rank that does not own the new tokens: `update` reads it without adding them.
+
+    Args:
+        cache: the cache of this rank.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Return what the cache stores."""
+        return self.cache.update(tuple(x[:, :, :0] for x in memory), _no_positions(positions))
+
+    def crop(self, length: int) -> None:
+        """Crop the cache of this rank."""
+        self.cache.crop(length)
+
+    def contents(self) -> Contents:
+        """Return the contents of the cache of this rank."""
+        return self.cache.contents()
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Fill the cache of this rank."""
+        self.cache.fill(contents)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+
+def _no_positions(positions: Positions) -> Positions:
+    """Return the positions of no tokens, in the form of the given ones."""
+    return Span(positions.start, 0) if isinstance(positions, Span) else positions[:, :0]

@@ -1,0 +1,76 @@
+"""The scope in which attention modules run on a sequence that lies on several ranks.
+
+`regard.parallel.sequence` opens such a scope in this thread. `attend` and `Mixer` ask for it and,
+if one is open, pass their call to it instead of computing on this rank's tokens alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class SequenceScope(Protocol):
+    """What runs the calls of a thread while its scope is open."""
+
+    def run_attention(self, call: Any, backend: str) -> Any:
+        """Run an attention call.
+
+        Args:
+            call: a checked `regard.ops.softmax.Call` with this rank's queries, keys and values.
+            backend: the name of the kernel, or "auto".
+
+        Returns:
+            The `regard.ops.softmax.KernelResult` of this rank's queries over the keys of all ranks.
+        """
+
+    def run_mixer(self, mixer: Any, x: Any, positions: Any, cache: Any, backend: str) -> Any:
+        """Run an attention mechanism on this rank's tokens.
+
+        Args:
+            mixer: the mechanism, a `regard.nn.mixer.Mixer`.
+            x: hidden states [B, T, M].
+            positions: the positions of the tokens, or None.
+            cache: the cache of the layer, or None.
+            backend: the name of a kernel or form, or "auto".
+
+        Returns:
+            The mixed states [B, T, M2].
+        """
+
+
+class _ThreadScope(threading.local):
+    """The open scope of one thread."""
+
+    def __init__(self) -> None:
+        # set for each thread, because the compiler does not guard class attributes
+        self.scope: SequenceScope | None = None
+
+
+_state = _ThreadScope()
+
+
+def current_scope() -> SequenceScope | None:
+    """Return the scope that is open in this thread, or None.
+
+    >>> current_scope() is None
+    True
+    """
+    return _state.scope
+
+
+@contextmanager
+def use_scope(scope: SequenceScope | None) -> Iterator[None]:
+    """Open a scope in this thread; None closes the open one while the block runs.
+
+    Args:
+        scope: the scope that runs the calls of the block, or None to compute them on this rank.
+    """
+    before = _state.scope
+    _state.scope = scope
+    try:
+        yield
+    finally:
+        _state.scope = before
