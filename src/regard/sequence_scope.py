@@ -15,6 +15,9 @@ from typing import Any, Protocol
 class SequenceScope(Protocol):
     """What runs the calls of a thread while its scope is open."""
 
+    def own_positions(self) -> Any:
+        """Return the positions of this rank's tokens, int64 [1, T], in the order of its tensors."""
+
     def run_attention(self, call: Any, backend: str) -> Any:
         """Run an attention call.
 

@@ -34,17 +34,15 @@ MECHANISMS: dict[str, dict[str, Any]] = {
 }
 
 
-def mechanism(name: str) -> nn.Module:
-    """A mechanism in fp64, with the same weights on every rank."""
+def mechanism(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A mechanism with the same weights on every rank."""
     torch.manual_seed(3)
-    return build(name, DIM, HEADS, **MECHANISMS[name]).double()
+    return build(name, DIM, HEADS, **MECHANISMS[name]).to(dtype)
 
 
 def hidden_states(seed: int = 0) -> Tensor:
     """x of the whole sequence."""
-    return torch.randn(
-        2, S, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return torch.randn(2, S, DIM, generator=torch.Generator().manual_seed(seed))
 
 
 def mechanisms_over_ranks(
@@ -59,8 +57,108 @@ def mechanisms_over_ranks(
         with sequence(shards):
             z = module(x, shards.positions(rank))
         (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
-        gradients = [
-            torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()
-        ]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
         results.append((z.detach(), x.grad, gradients))
     return results
+
+
+def prompt() -> Tensor:
+    """Ids of a text for `tiny`, [1, S]."""
+    return torch.randint(1000, (1, S), generator=torch.Generator().manual_seed(4))
+
+
+def decode_tiny(rank: int, lengths: str, steps: int) -> tuple[Tensor, list[Tensor], list[int]]:
+    """Logits of this rank's part of the prompt, those of the next tokens, and the number of tokens
+    in the first layer's cache after each step.
+    """
+    shards = LENGTHS[lengths](dist.get_world_size())
+    model = regard.load("tiny")
+    caches = model.decoder.new_caches()
+    own = shards.positions(rank)
+    decoded, stored = [], []
+    with torch.no_grad(), sequence(shards):
+        logits = model(prompt()[:, own[0]], own, caches)
+        for step in range(steps):
+            ids = torch.tensor([[7 + step]])
+            decoded.append(model(ids, Span(S + step, 1), caches))
+            stored.append(len(caches[0]))
+    return logits, decoded, stored
+
+
+def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A Llama of transformers with random weights, whose attention runs through regard."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import regard.integrations.transformers  # noqa: F401  (registers the attention)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="regard",
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def llama_over_ranks(rank: int, lengths: str) -> tuple[Tensor, list[Tensor]]:
+    """Logits of this rank's tokens, and the gradients of the parameters."""
+    shards = LENGTHS[lengths](dist.get_world_size())
+    model, own = llama(), shards.positions(rank)
+    ids = (prompt() % 64)[:, own[0]]
+    with sequence(shards):
+        logits = model(ids, position_ids=own, attention_mask=torch.ones_like(ids)).logits
+    logits.sin().sum().backward()
+    return logits.detach(), [p.grad for p in model.parameters()]
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What the ranks say to calls that cannot run over them."""
+    shards = Shards.even(S, dist.get_world_size())
+    own, x = shards.positions(rank), shards.take(hidden_states(), rank, 1)
+    nsa = build("nsa", DIM, HEADS, groups=1, window=8)
+    frozen = mechanism("gqa")
+    dropping = mechanism("gqa").train()
+    dropping.dropout = 0.5
+    calls: dict[str, Callable[[], object]] = {
+        "no positions": lambda: frozen(x),
+        "other positions": lambda: frozen(x, own + 1),
+        "no attend": lambda: nsa(x, own),
+        "dropout": lambda: dropping(x, own),
+        "weights": lambda: regard.attention_weights(x[:, None], x[:, None]),
+        "a cache of a state": lambda: mechanism("retention")(x, own, regard.caches.State()),
+        "a pattern": lambda: _traced(frozen, x, own),
+        "a partial": lambda: regard.attend_partial(
+            x[:, None], x[:, None], x[:, None], q_positions=own, k_positions=own
+        ),
+        "cross-attention": lambda: build("cross_attention", DIM, HEADS)(x, own, memory=x),
+    }
+    texts = {}
+    with sequence(shards):
+        for name, call in calls.items():
+            try:
+                call()
+                texts[name] = "nothing"
+            except (ArgumentError, TypeError) as error:
+                texts[name] = f"{type(error).__name__}: {error}"
+    return texts
+
+
+def _traced(module: nn.Module, x: Tensor, positions: Tensor) -> None:
+    with regard.Trace("pattern", missing="ignore"):
+        module(x, positions)
+
+
+def different_layers(rank: int) -> str:
+    """What a rank says when another one runs another mechanism."""
+    shards = Shards.even(S, dist.get_world_size())
+    module = mechanism("retention" if rank else "delta_net")
+    try:
+        with sequence(shards):
+            module(shards.take(hidden_states(), rank, 1), shards.positions(rank))
+    except ArgumentError as error:
+        return str(error)
+    return "nothing"

@@ -231,6 +231,11 @@ def _check_call(
             f"regard.parallel.attend has no argument {', '.join(sorted(unknown))}; its options are "
             f"{', '.join(ParallelOptions.__annotations__)}"
         )
+    if call_shards.parameter_gradients not in ("whole", "share"):
+        raise ArgumentError(
+            f"parameter_gradients is {call_shards.parameter_gradients!r}; it must be 'whole' or "
+            "'share'"
+        )
     mask, bias = options.get("mask"), options.get("bias")
     for name, rule, kind in (("mask", mask, Mask), ("bias", bias, Bias)):
         if rule is not None and (not isinstance(rule, kind) or _depends_on_slots(rule)):

@@ -230,7 +230,7 @@ class _RankScope:
         chain.ranks.agree(
             "sequence",
             {
-                "the mechanism": name,
+                "the mechanism": [type(part).__name__ for part in mixer.modules()],
                 "the sizes [B, M]": (x.shape[0], x.shape[2]),
                 "the dtype": x.dtype,
                 "the shards": self.shards.ranks,
@@ -258,7 +258,7 @@ class _RankScope:
                 return mixer.mix(x, Span(0, 0), None, backend)
         return torch.cat([results[span] for span in self.spans], 1)
 
-    def _own_positions(self) -> Tensor:
+    def own_positions(self) -> Tensor:
         """Return the positions of this rank, [1, count]."""
         return self.shards.positions(self.rank)
 
@@ -266,7 +266,7 @@ class _RankScope:
         """Return whether positions are those of this rank's shard, in its order, in every row."""
         if isinstance(positions, Span):
             return self.spans == ((positions,) if len(positions) else ())
-        own = self._own_positions().to(positions.device)
+        own = self.own_positions().to(positions.device)
         return positions.shape[1] == own.shape[1] and bool((positions == own).all())
 
     def _is_behind(self, positions: Positions) -> bool:

@@ -16,7 +16,8 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.transformers.mask_tensor import EMPTY_WINDOW, BoolMask, MaskRule
 from regard.masks import Causal, Mask, Selected
 from regard.ops.softmax import attend, attention_weights
-from regard.span import Span
+from regard.sequence_scope import SequenceScope, current_scope
+from regard.span import Positions, Span
 from regard.tracing import named_scope, tap
 from regard.units import plural
 
@@ -72,8 +73,8 @@ class _MaskArguments(TypedDict, total=False):
 
     mask: Mask | None
     bias: Tensor | None
-    q_positions: Span
-    k_positions: Span
+    q_positions: Positions
+    k_positions: Positions
 
 
 def regard_attention(
@@ -128,6 +129,8 @@ def regard_attention(
         query = query.expand(key.shape[0], -1, -1, -1)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask_arguments = _mask_arguments(attention_mask, query.shape[2], key.shape[2], causal=causal)
+    if (scope := current_scope()) is not None:
+        mask_arguments = _over_ranks(scope, mask_arguments, key, kwargs.get("position_ids"))
     options: dict[str, Any] = {
         **_restrict_to_selection(
             mask_arguments, module, query, key, kwargs.get("indices"), kwargs.get("block_indices")
@@ -184,6 +187,30 @@ def _mask_arguments(mask: Tensor | None, T: int, S: int, *, causal: bool) -> _Ma
     return {"mask": masks.Dense(~hidden), "bias": mask.masked_fill(hidden, 0)}
 
 
+def _over_ranks(
+    scope: SequenceScope, arguments: _MaskArguments, key: Tensor, position_ids: Tensor | None
+) -> _MaskArguments:
+    """Give the tokens of a rank their positions in the whole sequence: transformers' masks count
+    them from 0.
+
+    Args:
+        scope: the open scope of `regard.parallel.sequence`.
+        arguments: the mask and the positions that the model made.
+        key: the keys [B, G, S, D].
+        position_ids: the positions that the model got, or None if it passes none to its attention.
+    """
+    own = scope.own_positions()
+    positions = own if position_ids is None else position_ids
+    S = key.shape[2]
+    if own.shape[1] != S:
+        raise ArgumentError(
+            f"the model has {plural(S, 'key')} in its cache, and this rank holds "
+            f"{plural(own.shape[1], 'token')}; a model of transformers runs a prompt over ranks "
+            "only: call it once, with use_cache=False"
+        )
+    return {**arguments, "q_positions": positions, "k_positions": positions}
+
+
 def _restrict_to_selection(
     mask_arguments: _MaskArguments,
     module: nn.Module,
@@ -223,10 +250,10 @@ def _restrict_to_selection(
     table = table.scatter(-1, columns, value=True)[..., :count]
     if groups > 1:
         table = table.repeat_interleave(H // groups, dim=1)
-    first_position = mask_arguments.get("k_positions", Span(0, S)).start
+    k_positions = mask_arguments.get("k_positions", Span(0, S))
     mask: Mask = Selected(table, size)
     if (
-        first_position
+        not isinstance(k_positions, Span) or k_positions.start
     ):  # here blocks begin at the first slot, while Selected counts them from position 0
         mask = masks.Dense(table.repeat_interleave(size, dim=-1)[..., :S])
     other_mask = mask_arguments["mask"]
