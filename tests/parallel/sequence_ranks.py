@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import regard
 from regard.errors import ArgumentError
 from regard.nn.variants import build
-from regard.parallel import Shards, sequence
+from regard.parallel import Shards, sequence, split_heads
 from regard.span import Span
 from tests.parallel.ranks import LENGTHS, S
 
 DIM, HEADS = 32, 4
+Tensors = dict[str, Tensor]
 
 MECHANISMS: dict[str, dict[str, Any]] = {
     "gqa": {"groups": 2},
@@ -162,3 +164,56 @@ def different_layers(rank: int) -> str:
     except ArgumentError as error:
         return str(error)
     return "nothing"
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "gqa": {"groups": 2},
+    "qk_norm": {"groups": 2},
+    "learned_sink": {"groups": 2},
+    "alibi": {},
+    "t5": {},
+}
+"""Mechanisms whose heads are split, with their options."""
+
+
+def split_layer(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A layer with the same weights on every rank."""
+    torch.manual_seed(5)
+    return build(name, DIM, HEADS, **SPLIT[name]).to(dtype)
+
+
+def heads_over_ranks(rank: int, repeat_keys: bool) -> list[tuple[Tensor, Tensor, Tensors]]:
+    """Output, gradient of x and gradients of the parameters of each mechanism in `SPLIT`."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    results = []
+    for name in SPLIT:
+        layer = split_heads(split_layer(name), mesh, repeat_keys=repeat_keys)
+        x = hidden_states().requires_grad_()
+        z = layer(x)
+        (z * hidden_states(1)).sum().backward()
+        gradients = {
+            key: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            for key, p in layer.named_parameters()
+        }
+        results.append((z.detach(), x.grad, gradients))
+    return results
+
+
+def unsplittable(rank: int) -> list[str]:
+    """What `split_heads` says to layers that cannot be split on three ranks."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    layers = {
+        "mla": build("mla", DIM, HEADS, **MECHANISMS["mla"]),
+        "query heads": build("gqa", DIM, 4, groups=2),
+        "key heads": build("gqa", 48, 6, groups=1),
+        "not a divisor": build("gqa", 48, 6, groups=2),
+        "flat norm": build("qk_norm_flat", 48, 6, groups=3),
+    }
+    texts = []
+    for name, layer in layers.items():
+        try:
+            split_heads(layer, mesh, repeat_keys=name == "not a divisor")
+            texts.append("nothing")
+        except (ArgumentError, TypeError) as error:
+            texts.append(str(error))
+    return texts

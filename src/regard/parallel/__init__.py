@@ -3,8 +3,9 @@ many ranks.
 
 `shards.py` says which rank holds which positions, `plan.py` computes what a call sends and
 computes, `communication.py` sends messages and is the only module that calls torch.distributed,
-`attend.py` and `decode.py` have the two functions, `sequence.py` runs models through them, and
-`spawn.py` starts processes on this machine.
+`attend.py` and `decode.py` have the two functions, `sequence.py` runs models through them,
+`split_heads.py` gives each rank some heads of a layer, and `spawn.py` starts processes on this
+machine.
 """
 
 from regard.deprecation import renamed
@@ -14,7 +15,8 @@ from regard.parallel.plan import ParallelPlan, plan
 from regard.parallel.sequence import sequence
 from regard.parallel.shards import Shards
 from regard.parallel.spawn import spawn
+from regard.parallel.split_heads import split_heads
 
-__all__ = ["ParallelPlan", "Shards", "attend", "decode", "plan", "sequence", "spawn"]
+__all__ = ["ParallelPlan", "Shards", "attend", "decode", "plan", "sequence", "spawn", "split_heads"]
 
 __getattr__ = renamed(__name__, {"Plan": "ParallelPlan"})

@@ -1,4 +1,4 @@
-"""Messages between ranks: the only module that calls `torch.distributed`.
+"""Messages between ranks: the only module that sends them through `torch.distributed`.
 
 Every failure becomes one error that names the rank, the step and the call. torch does not check
 point-to-point messages: if two numbers are sent into a buffer of four, half of it is filled, and
