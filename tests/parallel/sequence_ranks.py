@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard.errors import ArgumentError
@@ -48,17 +49,22 @@ def hidden_states(seed: int = 0) -> Tensor:
 
 
 def mechanisms_over_ranks(
-    rank: int, cases: list[tuple[str, str]]
+    rank: int, cases: list[tuple[str, str]], recompute: bool = False
 ) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Output, gradient of x and gradients of the parameters for each (mechanism, lengths)."""
+    """Output, gradient of x and gradients of the parameters for each (mechanism, lengths);
+    `recompute` computes activations again in the backward pass.
+    """
     results = []
     for name, lengths in cases:
         shards = LENGTHS[lengths](dist.get_world_size())
         module = mechanism(name)
         x = shards.take(hidden_states(), rank, 1).requires_grad_()
         with sequence(shards):
-            z = module(x, shards.positions(rank))
-        (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
+            if recompute:
+                z = checkpoint(module, x, shards.positions(rank), use_reentrant=False)
+            else:
+                z = module(x, shards.positions(rank))
+            (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
         results.append((z.detach(), x.grad, gradients))
     return results
@@ -136,6 +142,7 @@ def refusals(rank: int) -> dict[str, str]:
         "a partial": lambda: regard.attend_partial(
             x[:, None], x[:, None], x[:, None], q_positions=own, k_positions=own
         ),
+        "a gradient of a new token": lambda: frozen(x[:, :1], Span(S, 1)),
         "cross-attention": lambda: build("cross_attention", DIM, HEADS)(x, own, memory=x),
     }
     texts = {}

@@ -35,16 +35,17 @@ def forward_and_backward(module: nn.Module, chunks: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "W, cases",
+    "W, cases, recompute",
     [
-        (2, QUICK),
-        pytest.param(2, ALL, marks=pytest.mark.full),
-        pytest.param(3, ALL, marks=pytest.mark.full),
+        (2, QUICK, False),
+        pytest.param(2, QUICK, True, marks=pytest.mark.full),
+        pytest.param(2, ALL, False, marks=pytest.mark.full),
+        pytest.param(3, ALL, False, marks=pytest.mark.full),
     ],
-    ids=["quick", "two ranks", "three ranks"],
+    ids=["quick", "recomputed", "two ranks", "three ranks"],
 )
-def test_mechanisms(W: int, cases: list[tuple[str, str]]) -> None:
-    results = spawn(sequence_ranks.mechanisms_over_ranks, W, cases)
+def test_mechanisms(W: int, cases: list[tuple[str, str]], recompute: bool) -> None:
+    results = spawn(sequence_ranks.mechanisms_over_ranks, W, cases, recompute)
     for n, (name, lengths) in enumerate(cases):
         exact = forward_and_backward(mechanism(name, torch.float64), 1)
         usual = [forward_and_backward(mechanism(name), chunks) for chunks in (1, 2, 3)]
@@ -131,6 +132,7 @@ EXPECTED = {
     "a cache of a state": "and no cache",
     "a pattern": "scores and patterns cannot be captured",
     "a partial": "attend_partial cannot run inside regard.parallel.sequence",
+    "a gradient of a new token": "decode computes no gradients",
     "cross-attention": "CrossAttention cannot run over several ranks",
 }
 

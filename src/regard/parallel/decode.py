@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.errors import ArgumentError
 from regard.ops.softmax import Partial, attend_partial, merge
 from regard.parallel.attend import ParallelOptions
 from regard.parallel.communication import Group, RankGroup
@@ -46,8 +47,8 @@ def decode(
         The output of every query, [B, H, T, E], bitwise equal on every rank.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
-            calls.
+        ArgumentError, ArgumentTypeError: an argument does not fit, a gradient is wanted, or the
+            ranks make different calls.
         ParallelError: a rank has ended or did not answer in time.
 
     Every rank runs this code, here with one rank, whose cache has keys 0 to 5:
@@ -66,6 +67,12 @@ def decode(
     """
     ranks = RankGroup(group)
     sink = options.pop("sink", None)
+    inputs = (q, k, v) if sink is None else (q, k, v, sink)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise ArgumentError(
+            "regard.parallel.decode computes no gradients; call it under torch.no_grad(), or use "
+            "regard.parallel.attend"
+        )
     ranks.agree(
         "decode",
         {

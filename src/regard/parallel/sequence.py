@@ -57,6 +57,9 @@ def sequence(
         group: a process group, as in `regard.parallel.attend`; None means the default group.
         method: how softmax attention exchanges tokens, as in `regard.parallel.attend`.
 
+    Returns:
+        A context manager for `with`.
+
     Raises:
         ArgumentError, ArgumentTypeError: the shards do not fit the group; or, for a call inside
             the block, positions differ from those of the shard, or a mechanism or option cannot run
@@ -277,7 +280,7 @@ class _RankScope:
 
 
 def _last(positions: Positions) -> int:
-    """Return the largest position."""
+    """Return the largest of the positions."""
     return positions.stop - 1 if isinstance(positions, Span) else int(positions.max())
 
 
@@ -384,11 +387,15 @@ class _SendState(torch.autograd.Function):
         ]
         for message in messages:
             message.wait()
+        ctx.save_for_backward(anchor)
         return z.view_as(z)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # torch.utils.checkpoint runs a layer again when saved tensors are read: its messages must
+        # come before those of the gradients, on every rank
+        _ = ctx.saved_tensors
         gradients = _receive(ctx.ranks, ctx.to, ctx.shapes, "gradient of the state")
         return (None, gradient, None, None, *gradients)
 
