@@ -5,7 +5,7 @@ the times of a model from its sizes alone.
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.model import ModelSpec
+from regard.cost.ranks import METHODS, RanksReport
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
 from regard.cost.sweep import (
@@ -84,6 +85,31 @@ Bandwidth = Annotated[
 Flops = Annotated[
     float | None,
     typer.Option(help="FLOPs per second of another machine, with --bandwidth.", show_default=False),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help="Also plan the model over this many ranks of the machine, by each method.",
+        min=1,
+        show_default="one process",
+    ),
+]
+Link = Annotated[
+    float | None,
+    typer.Option(
+        help="Bytes per second that a rank sends to others, with --ranks.",
+        show_default="that of the machine",
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=(
+            "With --ranks: show one method only: exchange, gather, heads, tensor or "
+            "'tensor x exchange'."
+        ),
+        show_default="all",
+    ),
 ]
 Versus = Annotated[
     str | None,
@@ -189,6 +215,9 @@ def cost(
     machine: MachineOption = None,
     bandwidth: Bandwidth = None,
     flops: Flops = None,
+    ranks: Ranks = None,
+    link: Link = None,
+    method: Method = None,
     vs: Versus = None,
     sweep: Sweep = None,
     plot: Plot = None,
@@ -249,6 +278,8 @@ def cost(
         base = Setting(1, batch, dtype or "bf16", kv_dtype)
         on_machine = _machine(machine, bandwidth, flops)
         settings = [replace(base, dtype=dtype or model.dtype) for model in models]
+        over_ranks = _RanksOptions(ranks, link, method)
+        over_ranks.check(on_machine, alone=vs is None and sweep is None and plot is None)
         if sweep is not None or plot is not None:
             if context is not None:
                 raise ArgumentError(
@@ -262,9 +293,57 @@ def cost(
             CostReport(model, replace(setting, context=context_length))
             for model, setting in zip(models, settings, strict=True)
         ]
+        if over_ranks.ranks is not None and on_machine is not None:
+            plan = RanksReport(reports[0], on_machine, over_ranks.ranks, link)
+            _show_ranks(plan, method, json=json)
+            return
         _show(reports, on_machine, json=json)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _RanksOptions:
+    """The options of a plan over several ranks."""
+
+    ranks: int | None
+    link: float | None
+    method: str | None
+
+    def check(self, machine: Machine | None, *, alone: bool) -> None:
+        """Raise if the options do not fit together; `alone` is False with --vs, --sweep or --plot.
+
+        Args:
+            machine: the machine of the ranks.
+            alone: whether the command prints one model at one context.
+        """
+        if self.ranks is None:
+            if self.link is not None or self.method is not None:
+                raise ArgumentError(
+                    "--link and --method belong to --ranks; give the number of ranks"
+                )
+            return
+        if machine is None:
+            raise ArgumentError("--ranks needs a --machine, such as h100-sxm")
+        if not alone:
+            raise ArgumentError(
+                "--ranks plans one model at one context; leave out --vs, --sweep and --plot"
+            )
+        if self.method is not None and self.method not in METHODS:
+            raise ArgumentError(
+                f"--method is {self.method!r}; it must be one of {', '.join(METHODS)}"
+            )
+
+
+def _show_ranks(plan: RanksReport, method: str | None, *, json: bool) -> None:
+    """Print the plan over several ranks, or one method of it."""
+    if not json:
+        typer.echo(text.ranks_page(plan, method))
+        return
+    result = plan.as_json()
+    if method is not None:
+        result["methods"] = {method: result["methods"][method]}
+    typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
 
 
 def _find_model(source: str, revision: str | None) -> ModelSpec:

@@ -10,6 +10,7 @@ from typing import Any
 from regard import units
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
+from regard.cost.ranks import RanksReport
 from regard.cost.roofline import (
     MACHINES,
     Machine,
@@ -159,6 +160,44 @@ def _fit(report: CostReport, machine: Machine) -> str:
             f"{left} to spare"
         )
     return f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they do not fit"
+
+
+def ranks_page(plan: RanksReport, method: str | None = None) -> str:
+    """Return the text for a model over several ranks.
+
+    Args:
+        plan: the costs of every method.
+        method: the one method to show; None shows all.
+    """
+    setting, ranks = plan.report.setting, units.plural(plan.ranks, "rank")
+    rows = [
+        ("", "method", "first token", "a token", "sent", "sent a token", "held", "fits", "why not")
+    ]
+    for x in plan.estimates:
+        if method not in (None, x.method):
+            continue
+        name = x.method if x.tensor_ranks == 1 else f"{x.method}, {x.tensor_ranks} share a matrix"
+        times = units.seconds(x.prefill_seconds), units.seconds(x.decode_seconds)
+        sizes = units.size(x.sent), units.size(x.token_sent), units.size(x.memory)
+        cells = (units.ABSENT,) * 6 if x.why_not else (*times, *sizes, _yes_or_no(plan.fits(x)))
+        rows.append((">" if x.method == plan.best else "", name, *cells, x.why_not))
+    head = (
+        f"{plan.report.model.name} on {ranks} of {plan.machine.name}: "
+        f"{units.tokens(setting.context)} tokens, batch {setting.batch}, {setting.dtype}"
+    )
+    link = f"A rank sends {units.rate(plan.bytes_per_second)}. " if plan.ranks > 1 else ""
+    notes = (
+        f"{link}Times are lower bounds: full rates, no latency, equal work on every rank.\n"
+        "exchange sends while attention computes; the other methods do not overlap.\n"
+        "sent: the most that one rank sends for the prompt. held: weights, cache and received\n"
+        "blocks of one rank, without activations. >: the fastest method that fits."
+    )
+    return "\n\n".join([head, format_table(rows, left=(0, 1, 7, 8), gap=2), notes])
+
+
+def _yes_or_no(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an option)
+    """Return "yes", "no", or the sign for an unknown value."""
+    return units.ABSENT if fits is None else "yes" if fits else "no"
 
 
 def comparison(first: CostReport, second: CostReport, machine: Machine | None) -> str:
