@@ -115,15 +115,23 @@ def test_refusals() -> None:
         RanksReport(CostReport(retention, Setting(64)), H100, 2)
 
 
+def run(*arguments: str) -> int:
+    """The exit status of `regard` with these arguments."""
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
 def test_the_command_prints_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["cost", "llama-3-70b", "--context", "1M", "--machine", "h100-sxm", "--ranks", "64"]
-    assert main(arguments) == 0
+    assert run(*arguments) == 0
     assert ">  tensor x exchange, 2 share a matrix" in capsys.readouterr().out
-    assert main([*arguments, "--json"]) == 0
+    assert run(*arguments, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert list(printed["methods"]) == list(METHODS)
     assert printed["best"] == "tensor x exchange"
-    assert main([*arguments, "--json", "--method", "tensor"]) == 0
+    assert run(*arguments, "--json", "--method", "tensor") == 0
     assert list(json.loads(capsys.readouterr().out)["methods"]) == ["tensor"]
 
 
@@ -143,5 +151,5 @@ def test_options_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert main(["cost", "llama-3-8b", *extra]) == 2
+    assert run("cost", "llama-3-8b", *extra) == 2
     assert words in capsys.readouterr().err

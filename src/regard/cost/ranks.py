@@ -170,8 +170,8 @@ class RanksReport:
         if not sizes:
             no_split = f"{plural(self.ranks, 'rank')} cannot be cut into groups"
             return replace(self._estimate(method, 1), why_not=no_split)
-        found = [self._estimate(method, t) for t in sizes]
-        able = [x for x in found if not x.why_not] or found
+        estimates = [self._estimate(method, t) for t in sizes]
+        able = [x for x in estimates if not x.why_not] or estimates
         fitting = [x for x in able if self.fits(x) is not False] or able
         return min(fitting, key=lambda x: x.prefill_seconds)
 

@@ -183,7 +183,7 @@ def ranks_page(plan: RanksReport, method: str | None = None) -> str:
         rows.append((">" if x.method == plan.best else "", name, *cells, x.why_not))
     head = (
         f"{plan.report.model.name} on {ranks} of {plan.machine.name}: "
-        f"{units.tokens(setting.context)} tokens, batch {setting.batch}, {setting.dtype}"
+        f"context {units.tokens(setting.context)}, batch {setting.batch}, {setting.dtype}"
     )
     link = f"A rank sends {units.rate(plan.bytes_per_second)}. " if plan.ranks > 1 else ""
     notes = (
