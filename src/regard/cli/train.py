@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -282,6 +282,17 @@ Resume = Annotated[
 ]
 Threads = Annotated[int | None, _count(_RUN, "Number of CPU threads.", "all cores")]
 Device = Annotated[str, _option(_RUN, "Device: cpu, cuda, ...")]
+Parallel = Annotated[
+    Literal["context"] | None,
+    _option(
+        _RUN,
+        (
+            "Divide the tokens of each row among the processes that torchrun starts: torchrun "
+            "--standalone --nproc-per-node 4 -m regard train ... --parallel context."
+        ),
+        show_default="one process",
+    ),
+]
 Dtype = Annotated[
     str, _option(_RUN, "Number format of the final weights: float32, float16 or bfloat16.")
 ]
@@ -356,6 +367,7 @@ def train(
     bf16: Bf16 = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    parallel: Parallel = None,
     task: Task = None,
     model: ModelName = None,
     dropout: Dropout = 0.0,
@@ -401,10 +413,13 @@ def train(
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     try:
-        figures, stopped_by = PretrainingRun(options).run()
+        run = PretrainingRun(options)
+        figures, stopped_by = run.run()
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    if json:
+    if not run.writes:
+        pass  # the first rank prints the figures
+    elif json:
         typer.echo(json_format.dumps(figures))
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))

@@ -7,6 +7,7 @@
 from regard.deprecation import renamed
 from regard.train.batches import Batches, validation_rows
 from regard.train.checkpoints import TrainingCheckpoint
+from regard.train.context_parallel import ContextParallel
 from regard.train.corpus import TextDocument, load_documents, split_documents
 from regard.train.loop import NonFiniteLoss, TrainResult, fit
 from regard.train.losses import evaluate, next_token_loss
@@ -15,6 +16,7 @@ from regard.train.settings import Settings
 
 __all__ = [
     "Batches",
+    "ContextParallel",
     "NonFiniteLoss",
     "Settings",
     "TextDocument",

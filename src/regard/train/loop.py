@@ -21,6 +21,7 @@ from regard.errors import ArgumentError, FileError, RegardError
 from regard.files.folder_lock import folder_locked
 from regard.train import checkpoints
 from regard.train.batches import BatchSource, ExampleBatch
+from regard.train.context_parallel import ContextParallel
 from regard.train.losses import Loss, evaluate, next_token_loss
 from regard.train.progress import CsvLog, LogRow, Progress
 from regard.train.settings import Settings, make_optimizer
@@ -93,12 +94,13 @@ def fit(
     settings: Settings,
     *,
     validation: ExampleBatch | None = None,
-    loss: Loss = next_token_loss,
+    loss: Loss | None = None,
     folder: str | Path | None = None,
     log: str | Path | None = None,
     progress: Progress | None = None,
     keep: int = 2,
     metadata: Mapping[str, Any] | None = None,
+    parallel: ContextParallel | None = None,
 ) -> TrainResult:
     """Train a model in place, from the newest valid checkpoint in `folder` if there is one.
 
@@ -111,12 +113,14 @@ def fit(
         batches: the training data.
         settings: the settings of the run.
         validation: examples on which the loss is measured every `settings.validate_every` steps.
-        loss: a function that returns the mean loss of one batch.
+        loss: a function that returns the mean loss of one batch; None is `next_token_loss`.
         folder: the folder for checkpoints; None saves none.
         log: the CSV file of the log; None writes none.
         progress: a display of the progress.
         keep: how many of the newest checkpoints are kept in the folder.
         metadata: plain values that describe the model. A checkpoint with other metadata is refused.
+        parallel: the ranks over which the tokens of each row are divided; None is one process.
+            Every rank makes the same call, and the first one writes the files.
 
     Returns:
         The last step, its losses, and the signal that stopped the run, if any.
@@ -135,13 +139,15 @@ def fit(
     >>> fit(model, batches, Settings(steps=3)).step
     3
     """
-    run = _TrainingLoop(model, batches, settings, loss, folder, keep, metadata)
+    if loss is None:
+        loss = next_token_loss if parallel is None else parallel.next_token_loss
+    run = _TrainingLoop(model, batches, settings, loss, folder, keep, metadata, parallel)
     with ExitStack() as stack:
-        if folder is not None:
+        if folder is not None and run.writes:
             checkpoints.check_free_space(folder, 0)
             stack.enter_context(folder_locked(Path(folder)))
         run.restore()
-        csv_log = CsvLog(log, after_step=run.step) if log else None
+        csv_log = CsvLog(log, after_step=run.step) if log and run.writes else None
         for part in (progress, csv_log):
             if part is not None:
                 stack.callback(part.close)
@@ -159,6 +165,7 @@ class _TrainingLoop:
         last, norm: the loss and the gradient norm of the last step.
         validation: the last validation loss, or None.
         clock, clock_step: the time and the step of the last row of the log, for the speed.
+        writes: whether this process writes the files.
     """
 
     def __init__(
@@ -170,9 +177,11 @@ class _TrainingLoop:
         folder: str | Path | None,
         keep: int,
         metadata: Mapping[str, Any] | None,
+        parallel: ContextParallel | None,
     ) -> None:
         self.model, self.batches, self.settings, self.loss = model, batches, settings, loss
         self.folder, self.keep, self.metadata = folder, keep, metadata
+        self.parallel, self.writes = parallel, parallel is None or parallel.is_first
         self.optimizer = make_optimizer(model, settings)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
@@ -194,7 +203,7 @@ class _TrainingLoop:
         self.model.train()
         self.clock, self.clock_step = time.perf_counter(), self.step
         rows = None if validation is None else validation.to(self.device)
-        while self.step < settings.steps and not caught:
+        while self.step < settings.steps and not self.stop_signal(caught):
             try:
                 self.run_step()
             except NonFiniteLoss:
@@ -210,9 +219,15 @@ class _TrainingLoop:
                 self.report(log, progress, self.validation if measured else None)
             if self.is_due(settings.save_every):
                 self.save()
-        if caught and self.saved_step != self.step:
+        stopped_by = self.stop_signal(caught)
+        if stopped_by and self.saved_step != self.step:
             self.save()
-        return TrainResult(self.step, self.last, self.validation, caught[0] if caught else None)
+        return TrainResult(self.step, self.last, self.validation, stopped_by or None)
+
+    def stop_signal(self, caught: list[int]) -> int:
+        """Return the signal that this or another rank has caught, or 0."""
+        number = caught[0] if caught else 0
+        return number if self.parallel is None else self.parallel.largest(number)
 
     def is_due(self, every: int) -> bool:
         """Return whether the current step is a multiple of `every`, or the last step."""
@@ -231,6 +246,8 @@ class _TrainingLoop:
             total += loss.item()
             self.check_finite("loss", total, step, total)
             torch.autograd.backward(loss)
+        if self.parallel is not None:
+            self.parallel.sum_gradients(self.parameters)
         self.norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip).item()
         self.check_finite("gradient norm", self.norm, step, total)
         self.optimizer.step()
@@ -298,23 +315,46 @@ class _TrainingLoop:
             return
         run = {name: _none_if_not_finite(getattr(self, name)) for name in _SAVED_ATTRIBUTES}
         with self.pause_clock():
-            packed = checkpoints.pack(self.model, self.optimizer, self.batches, self.settings, run)
-            packed.state["metadata"] = self.metadata
-            checkpoints.save(self.folder, packed, keep=self.keep)
+            if self.writes:
+                packed = checkpoints.pack(
+                    self.model, self.optimizer, self.batches, self.settings, run
+                )
+                packed.state["metadata"] = self.metadata
+                checkpoints.save(self.folder, packed, keep=self.keep)
+            if self.parallel is not None:
+                self.parallel.wait()  # until the checkpoint is complete
         self.saved_step = self.step
 
     def restore(self) -> None:
         """Restore the state of the newest valid checkpoint, if there is one."""
-        if self.folder is None:
-            return
+        if self.folder is not None:
+            if self.writes:
+                self.clean_folder(self.folder)
+            if self.parallel is not None:
+                self.parallel.wait()
+            checkpoint = checkpoints.latest(self.folder)
+            if checkpoint is not None:
+                self.restore_from(checkpoint)
+        if self.parallel is not None:
+            self.parallel.agree(
+                {
+                    "the step": self.step,
+                    "the settings": self.settings,
+                    "the data": self.batches.state_dict(),
+                    "the metadata": self.metadata,
+                }
+            )
+
+    def clean_folder(self, folder: str | Path) -> None:
+        """Check the space for checkpoints, and remove what a killed run left."""
         # AdamW has two moments per weight. The old checkpoint is deleted only after the new one is
         # verified, so that there must be space for two.
         size = checkpoints.EXTRA_BYTES + 2 * 3 * sum(p.nbytes for p in self.parameters)
-        checkpoints.check_free_space(self.folder, size)
-        checkpoints.remove_leftovers(self.folder)
-        checkpoint = checkpoints.latest(self.folder)
-        if checkpoint is None:
-            return
+        checkpoints.check_free_space(folder, size)
+        checkpoints.remove_leftovers(folder)
+
+    def restore_from(self, checkpoint: checkpoints.TrainingCheckpoint) -> None:
+        """Restore the state of a checkpoint."""
         try:
             checkpoints.check_metadata(checkpoint, self.metadata)
             run = checkpoints.unpack(

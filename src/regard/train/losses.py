@@ -39,8 +39,17 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
     >>> round(next_token_loss(flat, torch.tensor([[0, 1, 2]])).item() / math.log(4), 5)
     1.0
     """
-    logits = model(rows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    logits = at_least_float32(model(rows[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert a tensor of a narrower dtype to fp32; fp64 stays.
+
+    >>> at_least_float32(torch.ones(2).double()).dtype
+    torch.float64
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.no_grad()

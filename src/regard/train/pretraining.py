@@ -27,6 +27,7 @@ from regard.nn.variants.registry import option_names, parse_options, required_op
 from regard.process_state import seeded
 from regard.train import checkpoints
 from regard.train.batches import Batches, token_stream, validation_rows
+from regard.train.context_parallel import ContextParallel
 from regard.train.corpus import load_documents, split_documents
 from regard.train.loop import TrainResult, fit
 from regard.train.losses import next_token_loss
@@ -179,6 +180,8 @@ class PretrainingRun:
         if options["attention"] is None and options["kv_heads"] is None:
             self.options["kv_heads"] = KV_HEADS  # for command.txt
         self.out: Path = options["out"]
+        # the ranks of the run; None is one process
+        self.parallel = ContextParallel.from_environment() if options.get("parallel") else None
 
     def run(self) -> tuple[dict[str, Any], int | None]:
         """Train the model and write its files.
@@ -190,19 +193,21 @@ class PretrainingRun:
         make_config(self.options, vocab)  # refuse wrong sizes before the text is read
         check_device(self.options["device"])
         checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)  # before the text is read
+        if self.parallel is not None and not self.parallel.is_first:
+            return self._run(settings)
         with folder_locked(self.out):
             return self._run(settings)
 
     def _run(self, settings: Settings) -> tuple[dict[str, Any], int | None]:
         """Train the model and write its files, in a folder that is locked."""
-        tokenizer, tokens, validation = self.data()
+        tokenizer, tokens, validation = self.data_of_ranks()
         model, config = self.model(tokenizer.vocab_size)
         parameters = sum(p.numel() for p in model.parameters())
-        print_status(f"model: {model_type_of(config)}, {plural(parameters, 'parameter')}")
+        self.print_status(f"model: {model_type_of(config)}, {plural(parameters, 'parameter')}")
         if untrained := parameters_without_gradient(
             model, config.vocab_size, self.options["context"]
         ):
-            print_status(
+            self.print_status(
                 f"note: the loss has no gradient for {', '.join(untrained)}; they keep their "
                 "initial values"
             )
@@ -213,10 +218,11 @@ class PretrainingRun:
             validation=validation,
             folder=self.out / "checkpoints",
             log=self.out / "train.csv",
-            progress=make_progress(settings.steps),
+            progress=make_progress(settings.steps) if self.writes else None,
             metadata=config_metadata(config),
+            parallel=self.parallel,
         )
-        if result.stopped_by is None:
+        if result.stopped_by is None and self.writes:
             self.export(model, config)
         return self.figures(result, parameters, settings), result.stopped_by
 
@@ -235,6 +241,29 @@ class PretrainingRun:
         )
         return Settings(**{name: options[name] for name in option_names})
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the files."""
+        return self.parallel is None or self.parallel.is_first
+
+    def print_status(self, text: str) -> None:
+        """Print a line on standard error, from the process that writes the files."""
+        if self.writes:
+            print_status(text)
+
+    def data_of_ranks(self) -> tuple[Tokenizer, Tensor, Tensor]:
+        """Return the data; of several ranks the first one makes the tokenizer, and the others read
+        it.
+        """
+        if self.parallel is None:
+            return self.data()
+        if self.parallel.is_first:
+            data = self.data()
+            self.parallel.wait()
+            return data
+        self.parallel.wait()
+        return self.data()
+
     def data(self) -> tuple[Tokenizer, Tensor, Tensor]:
         """Return the tokenizer, the training stream `[N]`, and the validation rows."""
         train, validation = split_documents(load_documents(self.options["source"]))
@@ -249,7 +278,7 @@ class PretrainingRun:
             token_stream(train, tokenizer),
             token_stream(validation, tokenizer),
         )
-        print_status(
+        self.print_status(
             f"text: {plural(len(train), 'document')}, {plural(len(tokens), 'token')}; validation: "
             f"{plural(len(validation), 'document')}, {plural(len(validation_tokens), 'token')}"
         )

@@ -1,0 +1,112 @@
+"""Training over ranks equals training in one process, and goes on after a rank has died."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.errors import ParallelError
+from regard.parallel import spawn
+from regard.train import checkpoints, fit
+from tests.parallel import training_ranks
+from tests.parallel.training_ranks import batches, decoder, settings, train
+
+
+def in_one_process() -> tuple[list[Tensor], float]:
+    """The weights and the last loss of one process."""
+    model = decoder()
+    result = fit(model, batches(), settings())
+    return [p.detach() for p in model.parameters()], result.loss
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("W", [2, 3])
+def test_training_over_ranks_equals_one_process(W: int) -> None:
+    expected, loss = in_one_process()
+    results = spawn(train, W, None)
+    for weights, last in results:
+        for x, first, reference in zip(weights, results[0][0], expected, strict=True):
+            assert torch.equal(x, first)  # every rank made the same steps
+            torch.testing.assert_close(x, reference)  # in fp64
+        assert last == pytest.approx(loss, rel=1e-12)
+    start = next(decoder().parameters())
+    assert not torch.allclose(start, expected[0])  # the control: training changes the weights
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("W", [2, 3])
+def test_a_run_goes_on_after_a_rank_died(W: int, tmp_path: Path) -> None:
+    whole = spawn(train, 2, None)[0]
+    with pytest.raises(ParallelError, match="rank 1 of 2 failed"):
+        spawn(train, 2, tmp_path, 3, timeout=20.0)
+    checkpoint = checkpoints.latest(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.step == 2
+    resumed = spawn(train, W, tmp_path)[0]
+    for x, reference in zip(resumed[0], whole[0], strict=True):
+        if W == 2:
+            assert torch.equal(x, reference)
+        else:  # another number of ranks adds in another order
+            torch.testing.assert_close(x, reference)
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    for text in spawn(training_ranks.other_settings, 2):
+        assert "the ranks differ in the settings" in text
+
+
+ARGUMENTS = (
+    "--steps 3 --dim 32 --layers 1 --heads 4 --context 24 --batch 2 --vocab 300 --save-every 2"
+)
+
+
+def command(
+    folder: Path, out: str, ranks: int | None, *more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `regard train`, alone or on several ranks."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [
+            sys.executable,
+            *(start if ranks else []),
+            *("-m", "regard", "train", str(folder / "text.txt"), "--out", str(folder / out)),
+            *(*ARGUMENTS.split(), *more),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def rows_of(path: Path) -> list[list[float]]:
+    """The rows of a log without its last column, the speed."""
+    with path.open(encoding="utf-8") as file:
+        return [[float(x) for x in row[:-1]] for row in list(csv.reader(file))[1:]]
+
+
+@pytest.mark.full
+def test_the_command_trains_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sees a dog and a blue tree\n" * 400)
+    alone, ranked = (
+        command(tmp_path, "one", None),
+        command(tmp_path, "two", 2, "--parallel", "context"),
+    )
+    assert alone.returncode == ranked.returncode == 0, ranked.stderr
+    assert ranked.stdout.count("step 3  steps 3") == 1  # the first rank prints alone
+    first, second = rows_of(tmp_path / "one/train.csv"), rows_of(tmp_path / "two/train.csv")
+    assert first == [pytest.approx(row, rel=1e-4) for row in second]
+    assert sorted(x.name for x in (tmp_path / "two/checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    refused = command(tmp_path, "three", None, "--parallel", "context")
+    assert refused.returncode == 2
+    assert "torchrun" in refused.stderr
