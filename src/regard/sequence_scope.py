@@ -43,6 +43,22 @@ class SequenceScope(Protocol):
             The mixed states [B, T, M2].
         """
 
+    def append_tokens(
+        self, decoder: Any, caches: Any, ids: Any, positions: Any, progress: Any
+    ) -> Any:
+        """Read tokens of a generation that continue those before.
+
+        Args:
+            decoder: the network, called as decoder(ids, positions, caches, last=1).
+            caches: this rank's caches, one per layer.
+            ids: ids [B, T], the same on every rank.
+            positions: their positions; None continues the tokens before.
+            progress: what the last call returned, or None at the beginning.
+
+        Returns:
+            The logits [B, V] after the last token, the same on every rank, and the progress.
+        """
+
 
 class _ThreadScope(threading.local):
     """The open scope of one thread."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import regard
 from regard.errors import ArgumentError
 from regard.nn.variants import build
-from regard.parallel import Shards, sequence, split_heads
+from regard.parallel import Shards, generation, sequence, split_heads
 from regard.span import Span
 from tests.parallel.ranks import LENGTHS, S
 
@@ -224,3 +224,43 @@ def unsplittable(rank: int) -> list[str]:
         except (ArgumentError, TypeError) as error:
             texts.append(str(error))
     return texts
+
+
+TEXT = "def add(a, b):\n    return a + b\n\ndef add_three(a, b, c):\n    return"
+
+
+def generate_text(rank: int, sampled: bool) -> tuple[str, int, list[str]]:
+    """The text that every rank generates, the tokens in its first cache, and beams."""
+    model = regard.load("tiny")
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 3} if sampled else {}
+    with generation():
+        pieces = model.generate(TEXT, max_tokens=12, **options)
+        text = "".join(pieces)
+        beams = [x.text for x in model.beam_search(TEXT, beams=2, max_tokens=4)]
+    return text, len(pieces._session.caches[0]), beams
+
+
+def refused_generations(rank: int) -> list[str]:
+    """What generation over ranks refuses."""
+    model, texts = regard.load("tiny"), []
+    calls: list[Callable[[], object]] = [
+        lambda: "".join(model.generate("a", max_tokens=2)),
+        lambda: list(model.generate([TEXT, TEXT + " a longer one"], max_tokens=2)),
+        lambda: "".join(model.generate(TEXT, max_tokens=2, cache="ring", max_context=16)),
+        lambda: model(prompt()),
+    ]
+    with generation():
+        for call in calls:
+            texts.append(_error_of(call))
+        pieces = model.generate(TEXT, max_tokens=3)
+        next(pieces)
+    texts.append(_error_of(lambda: next(pieces)))
+    return texts
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ArgumentError as error:
+        return str(error)
+    return "nothing"

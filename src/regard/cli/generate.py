@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -308,6 +311,18 @@ CacheKind = Annotated[
         rich_help_panel=CONTEXT,
     ),
 ]
+Parallel = Annotated[
+    Literal["context"] | None,
+    typer.Option(
+        help=(
+            "Divide the tokens of the prompt and the cache among the processes that torchrun "
+            "starts: torchrun --standalone --nproc-per-node 4 -m regard generate ... --parallel "
+            "context."
+        ),
+        show_default="one process",
+        rich_help_panel=CONTEXT,
+    ),
+]
 Stream = Annotated[bool, typer.Option(help="Print each word as soon as it is generated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the texts and the figures as JSON.")]
 
@@ -329,6 +344,7 @@ def generate(
     chunk: Chunk = 512,
     max_context: MaxContext = None,
     cache: CacheKind = None,
+    parallel: Parallel = None,
     dtype: Dtype = None,
     revision: Revision = None,
     allow_missing: AllowMissing = None,
@@ -348,37 +364,63 @@ def generate(
         SamplingParams,
     )
 
-    texts = _texts(prompts, prompt_file)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
-    try:
-        options = GenerationOptions(
-            max_tokens,
-            tuple(stop or ()),
-            chunk,
-            SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-            CacheConfig(cache or "growing", max_context),
-        )
-        loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
-        if not isinstance(loaded, Model):
-            generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
-            return
+    with _over_ranks(parallel):
+        texts = _texts(prompts, prompt_file)
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
+        try:
+            options = GenerationOptions(
+                max_tokens,
+                tuple(stop or ()),
+                chunk,
+                SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+                CacheConfig(cache or "growing", max_context),
+            )
+            loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
+            if not isinstance(loaded, Model):
+                generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
+                return
+            if beams is None:
+                batch = BatchGeneration(loaded, texts, options)
+            else:
+                result = beam_search(loaded, texts, options, beams, length_penalty)
+        except ArgumentError as error:
+            raise typer.BadParameter(str(error), param_hint=_option(str(error))) from error
         if beams is None:
-            batch = BatchGeneration(loaded, texts, options)
-        else:
-            result = beam_search(loaded, texts, options, beams, length_penalty)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint=_option(str(error))) from error
-    if beams is None:
-        print_batch(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
-        result = figures(batch)
-    elif not json:
-        typer.echo(escape_controls(texts[0] + result["text"], keep=MULTILINE))
-    if json:
-        typer.echo(json_format.dumps(result))
+            print_batch(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
+            result = figures(batch)
+        elif not json:
+            typer.echo(escape_controls(texts[0] + result["text"], keep=MULTILINE))
+        if json:
+            typer.echo(json_format.dumps(result))
+            return
+        sys.stdout.flush()  # so that the text comes before the summary on standard error
+        print_summary(result)
+
+
+@contextmanager
+def _over_ranks(parallel: str | None) -> Iterator[None]:
+    """Run the block over the ranks that torchrun started, of which only the first prints."""
+    if parallel is None:
+        yield
         return
-    sys.stdout.flush()  # so that the text comes before the summary on standard error
-    print_summary(result)
+    import torch.distributed as dist
+
+    from regard.parallel import generation
+    from regard.parallel.communication import join_torchrun
+
+    try:
+        join_torchrun("generate")
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--parallel") from error
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(generation())
+        if dist.get_rank():
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield
 
 
 def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:

@@ -8,7 +8,9 @@ bf16 bits can arrive as fp32 numbers without an error. Therefore every call begi
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,6 +22,8 @@ from torch import Tensor
 from regard.errors import ArgumentError, ParallelError
 
 Group = dist.ProcessGroup
+TORCHRUN_TIMEOUT = dt.timedelta(minutes=10)
+"""The time after which a rank that torchrun started stops waiting for another."""
 R = TypeVar("R")
 
 
@@ -40,6 +44,27 @@ class Traffic:
 
 traffic = Traffic()
 """The bytes that this process has sent since it began, or since `traffic.clear()`."""
+
+
+def join_torchrun(command: str) -> None:
+    """Join the process group that torchrun describes in environment variables, if this process has
+    none yet.
+
+    Args:
+        command: the command of `regard`, for the error message.
+
+    Raises:
+        ArgumentError: the process was not started by torchrun.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise ArgumentError(
+            f"the environment has no {', '.join(missing)}: --parallel needs processes that "
+            "torchrun starts, such as torchrun --standalone --nproc-per-node 4 -m regard "
+            f"{command} ... --parallel context"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=TORCHRUN_TIMEOUT)
 
 
 class RankGroup:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -205,6 +205,15 @@ class _RankScope:
         owns = self._holds(positions) or _last(positions) % self.world == self.rank
         with rollback_on_error(cache):
             return mixer.mix(x, positions, cache if owns else _NotAppended(cache), backend)
+
+    def append_tokens(
+        self, decoder: object, caches: object, ids: object, positions: object, progress: object
+    ) -> NoReturn:
+        """Refuse a generation, whose prompt has no shards yet."""
+        raise ArgumentError(
+            "model.generate cannot run inside regard.parallel.sequence; use "
+            "regard.parallel.generation()"
+        )
 
     def _expected(self) -> str:
         """Describe the positions that a call of this rank must have."""

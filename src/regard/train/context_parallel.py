@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError
 from regard.parallel import Shards, sequence
-from regard.parallel.communication import Group, RankGroup
+from regard.parallel.communication import Group, RankGroup, join_torchrun
 from regard.train.losses import at_least_float32
-
-TIMEOUT = dt.timedelta(minutes=10)
-"""The time after which a rank stops waiting for another."""
 
 
 class ContextParallel:
@@ -59,15 +52,7 @@ class ContextParallel:
         Raises:
             ArgumentError: the process was not started by torchrun.
         """
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
-        if missing:
-            raise ArgumentError(
-                f"the environment has no {', '.join(missing)}: training over ranks is started by "
-                "torchrun, such as torchrun --standalone --nproc-per-node 4 -m regard train ... "
-                "--parallel context"
-            )
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=TIMEOUT)
+        join_torchrun("train")
         return cls()
 
     @property

@@ -20,6 +20,7 @@ from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
 from regard.models.tokenizer import Tokenizer
 from regard.nn import PrefixRecomputer
+from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, slice_positions, slot_count
 
 
@@ -77,6 +78,7 @@ class DecodeSession:
         self._decoder = self._cache_config.restrict(decoder)
         self._prefix = PrefixRecomputer(self._decoder) if has_dynamic_rotary(decoder) else None
         self._caches = self._cache_config.new_caches(self._decoder, rows)
+        self._rank_progress: Any = None  # inside regard.parallel.generation
         parameter = next(decoder.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
 
@@ -110,6 +112,13 @@ class DecodeSession:
         Returns:
             Logits [B, V] for the token after the last slot of each row.
         """
+        if (scope := current_scope()) is not None:
+            return self._append_over_ranks(scope, ids, positions)
+        if self._rank_progress is not None:
+            raise ArgumentError(
+                "this generation began inside regard.parallel.generation and must end there: read "
+                "all its text inside the with block"
+            )
         if self._prefix is not None:
             return self._prefix(ids, positions, last=1)[:, -1]
         T = ids.shape[1]
@@ -124,6 +133,21 @@ class DecodeSession:
             logits = self._decoder(ids[:, a : a + step], where, self._caches, last=1)
         assert logits is not None, "ids has at least one column"
         return logits[:, -1]
+
+    def _append_over_ranks(
+        self, scope: SequenceScope, ids: Tensor, positions: Positions | None
+    ) -> Tensor:
+        """Read tokens over the ranks of an open `regard.parallel.generation`."""
+        if self._prefix is not None or self._cache_config != CacheConfig():
+            raise ArgumentError(
+                'over several ranks, generation needs cache="growing" without max_context, and '
+                "rotary frequencies that do not depend on the length"
+            )
+        logits, self._rank_progress = scope.append_tokens(
+            self._decoder, self._caches, ids, positions, self._rank_progress
+        )
+        result: Tensor = logits
+        return result
 
     @torch.inference_mode()
     def fork(self, rows: int = 1) -> DecodeSession:
