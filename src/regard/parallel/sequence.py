@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -208,7 +208,7 @@ class _RankScope:
 
     def append_tokens(
         self, decoder: object, caches: object, ids: object, positions: object, progress: object
-    ) -> NoReturn:
+    ) -> None:
         """Refuse a generation, whose prompt has no shards yet."""
         raise ArgumentError(
             "model.generate cannot run inside regard.parallel.sequence; use "

@@ -61,7 +61,14 @@ class ContextParallel:
         return self.rank == 0
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """Check that every rank has the same facts about the run; see `RankGroup.agree`."""
+        """Check that every rank has the same facts about the run.
+
+        Args:
+            facts: values by name; they are compared as text.
+
+        Raises:
+            ArgumentError: on every rank, with the first fact that differs.
+        """
         self._ranks.agree("train", facts)
 
     def wait(self) -> None:
@@ -69,7 +76,14 @@ class ContextParallel:
         self.largest(0)
 
     def largest(self, number: int) -> int:
-        """Return the largest of a number that each rank has."""
+        """Return the largest of the numbers of all ranks.
+
+        Args:
+            number: this rank's number.
+
+        Returns:
+            The same number on every rank.
+        """
         numbers = self._ranks.gather("train", torch.tensor([number]), [1] * self.world)
         return max(int(x) for x in numbers)
 
