@@ -13,6 +13,7 @@ import torch
 from regard import units
 from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
 from regard.bench.machine import Ceilings, free_memory, make_synchronize
+from regard.bench.measurement import interleaved
 from regard.bench.result import (
     CaseResult,
     OutputCheck,
@@ -21,7 +22,6 @@ from regard.bench.result import (
     check_outputs,
     timed_result,
 )
-from regard.bench.timing import interleaved
 
 ReportStatus = Callable[[str], None]
 """A function that shows a line of text while a case runs."""

@@ -19,7 +19,7 @@ from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
 from regard.compare.long_context import losses_by_length, needle_in_haystack, perplexity
 from regard.errors import ArgumentError
 from regard.models.convert.attention_maps import Checkpoint
-from regard.models.convert.context_length import Extension, extend_context
+from regard.models.convert.rotary_positions import Extension, extend_context
 from regard.models.decoder import Decoder
 from regard.models.model import Model
 from regard.nn import Attention, PrefixRecomputer

@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.atomic_write import sync_to_disk, temporary_folder, write_user_file
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
 from regard.models.families import family, llama, model_type_of, regard
 from regard.models.save import save
@@ -28,10 +27,9 @@ from regard.process_state import seeded
 from regard.train import checkpoints
 from regard.train.batches import Batches, token_stream, validation_rows
 from regard.train.corpus import load_documents, split_documents
-from regard.train.loop import TrainResult, fit
+from regard.train.loop import Settings, TrainResult, fit
 from regard.train.losses import next_token_loss
 from regard.train.progress import make_progress
-from regard.train.settings import Settings
 from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 

@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters.base import (
-    CheckNotApplicable,
-    CheckNotPossible,
-    TargetAdapter,
-)
+from regard.audit.adapters.base import CheckNotApplicable, CheckNotPossible, TargetAdapter
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.projections import unused_parameters
 from regard.audit.check_context import CheckContext, Mismatch, worst_mismatch

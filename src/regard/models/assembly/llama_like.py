@@ -10,7 +10,7 @@ from torch import nn
 
 from regard import masks
 from regard.configs.llama import GroupedQueryConfig
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
@@ -63,7 +63,7 @@ def check(config: GroupedQueryConfig) -> None:
     Raises:
         ArgumentError: as in `rope.rotary_module`.
     """
-    rope.rotary_module(config.rope)
+    building_blocks.rotary_module(config.rope)
 
 
 def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
@@ -77,7 +77,7 @@ def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Bl
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = rope.rotary_module(config.rope)
+    rotary = building_blocks.rotary_module(config.rope)
     layers = [block(rotary, window) for window in config.windows()]
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, norm(config), head))
 
@@ -104,7 +104,7 @@ def attention(
         config.num_attention_heads,
         config.num_key_value_heads,
     )
-    project = rope.rotary_heads(
+    project = building_blocks.rotary_heads(
         M,
         H,
         G,

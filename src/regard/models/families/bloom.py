@@ -13,8 +13,7 @@ from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
 from regard.configs.gpt import BloomConfig
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import weight_and_bias
+from regard.models.checkpoint.family import Family, weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.blocks import NormedResidual

@@ -9,8 +9,7 @@ from __future__ import annotations
 from regard.configs.llama import Phi3Config
 from regard.models.assembly import llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import NameTable, stacked_rows
+from regard.models.checkpoint.family import Family, NameTable, stacked_rows
 from regard.models.decoder import Decoder
 
 Config = Phi3Config

@@ -19,17 +19,15 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.atomic_write import write_user_file
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked, write_user_file
 from regard.files.regular_files import checked_path
-from regard.files.safetensors_reader import load_tensors
+from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
 from regard.train import checkpoints
-from regard.train.loop import TrainResult, fit
+from regard.train.loop import Settings, TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss
 from regard.train.pretraining import check_device
 from regard.train.progress import make_progress
-from regard.train.settings import Settings
 from regard.train.tasks import find_task
 from regard.train.tasks.report import (
     TaskReport,
