@@ -73,8 +73,6 @@ _ROTARY_FAULTS = {
     "each": "rotary-mixed",
     "opposite": "rotary-not-relative",
 }
-
-
 LONGEST_WINDOW = 64
 """The definition is checked with tokens beyond the window if the window is at most this long."""
 

@@ -82,6 +82,22 @@ def weight_and_bias(stored_name: str, parameter_name: str) -> dict[str, str]:
     return {f"{stored_name}.{end}": f"{parameter_name}.{end}" for end in ("weight", "bias")}
 
 
+def weights_and_biases(modules: Mapping[str, str], stored: str, ours: str) -> dict[str, str]:
+    """Return the table entries for the weights and the biases of several modules.
+
+    Args:
+        modules: stored name of a module -> its name in the network.
+        stored, ours: what stands before the stored names, and before the names in the network.
+
+    >>> weights_and_biases({"ln_1": "norm"}, "h.{}.", "layers.{}.")
+    {'h.{}.ln_1.weight': 'layers.{}.norm.weight', 'h.{}.ln_1.bias': 'layers.{}.norm.bias'}
+    """
+    table: dict[str, str] = {}
+    for theirs, name in modules.items():
+        table |= weight_and_bias(stored + theirs, ours + name)
+    return table
+
+
 @dataclass(frozen=True)
 class TensorBinding:
     """An entry of a table with its numbers filled in: the parameters that a stored tensor holds.

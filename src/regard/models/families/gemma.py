@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from regard.configs.gemma import GemmaConfig
 from regard.models.assembly import building_blocks, gemma, llama_like
-from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, PreNorm
 
@@ -26,12 +25,4 @@ def build(config: Config) -> Decoder:
     return gemma.decoder(config, [block() for _ in range(config.num_hidden_layers)])
 
 
-FAMILY = Family(
-    Config,
-    build,
-    llama_like.NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from regard.configs.gemma import Gemma2Config
 from regard.models.assembly import building_blocks, gemma, llama_like
-from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
 Config = Gemma2Config
@@ -31,12 +30,4 @@ def build(config: Config) -> Decoder:
     return gemma.decoder(config, layers, config.final_logit_softcapping)
 
 
-FAMILY = Family(
-    Config,
-    build,
-    gemma.NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build, gemma.NAMES)

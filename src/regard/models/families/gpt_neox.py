@@ -16,7 +16,7 @@ from regard.models.assembly.building_blocks import (
     embedding_and_head,
     initialize_weights,
 )
-from regard.models.checkpoint.family import Family, weight_and_bias
+from regard.models.checkpoint.family import Family, weights_and_biases
 from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
@@ -71,11 +71,7 @@ NAMES = {
     "gpt_neox.final_layer_norm.weight": "norm.weight",
     "gpt_neox.final_layer_norm.bias": "norm.bias",
     "embed_out.weight": "head.weight",
-} | {
-    name: parameter
-    for theirs, ours in PARTS.items()
-    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
-}
+} | weights_and_biases(PARTS, STORED_LAYER, MODEL_LAYER)
 """Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard import masks
 from regard.configs.llama import GptOssConfig
 from regard.models.assembly import building_blocks, llama_like
-from regard.models.checkpoint.family import Family, NameTable, TensorRule
+from regard.models.checkpoint.family import NameTable, TensorRule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
 from regard.nn.feed_forward import ClippedSwiGLU, MoE, SoftmaxRouter
@@ -87,12 +87,4 @@ NAMES: NameTable = (
     }
 )
 
-FAMILY = Family(
-    Config,
-    build,
-    NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build, NAMES)
