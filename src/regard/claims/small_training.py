@@ -14,8 +14,9 @@ from regard.compare.mechanisms import build_decoder
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.train.batches import Batches, BatchSource
-from regard.train.loop import Settings, fit
+from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
+from regard.train.settings import Settings
 from regard.train.tasks.task import IGNORE_INDEX, Task, TaskBatches, pad
 
 BYTES = 256

@@ -28,9 +28,10 @@ from regard.errors import ArgumentError
 from regard.models.families.regard import Config
 from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
 from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents
-from regard.train.loop import NonFiniteLoss, Settings, fit
+from regard.train.loop import NonFiniteLoss, fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.progress import LogRow
+from regard.train.settings import Settings
 from regard.train.tasks import TASKS
 from regard.train.tasks.task import IGNORE_INDEX, Task, TaskBatches, pad
 from regard.units import plural

@@ -31,8 +31,8 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
 from regard.tracing import Trace
-from regard.train.loop import Settings, make_optimizer
 from regard.train.losses import next_token_loss
+from regard.train.settings import Settings, make_optimizer
 
 Step = Callable[[], object]
 LEARNING_RATE = 1e-4

@@ -8,9 +8,10 @@ from regard.deprecation import renamed
 from regard.train.batches import Batches, validation_rows
 from regard.train.checkpoints import TrainingCheckpoint
 from regard.train.corpus import TextDocument, load_documents, split_documents
-from regard.train.loop import NonFiniteLoss, Settings, TrainResult, fit
+from regard.train.loop import NonFiniteLoss, TrainResult, fit
 from regard.train.losses import evaluate, next_token_loss
 from regard.train.progress import make_progress
+from regard.train.settings import Settings
 
 __all__ = [
     "Batches",

@@ -32,7 +32,7 @@ from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
 from regard.nn.renamed_weights import current_weight_name
 from regard.train.batches import BatchSource
-from regard.train.loop import Settings
+from regard.train.settings import Settings
 from regard.untrusted_text import short_repr
 
 MANIFEST = "manifest.json"

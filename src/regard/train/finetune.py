@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.models.convert.report import FinetuneResult
 from regard.train.batches import Batches
-from regard.train.loop import Settings, fit
+from regard.train.loop import fit
 from regard.train.losses import evaluate
 from regard.train.progress import Progress
+from regard.train.settings import Settings
 
 HOLDOUT = 10
 """One row in this many is held out from training."""

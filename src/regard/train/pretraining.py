@@ -27,9 +27,10 @@ from regard.process_state import seeded
 from regard.train import checkpoints
 from regard.train.batches import Batches, token_stream, validation_rows
 from regard.train.corpus import load_documents, split_documents
-from regard.train.loop import Settings, TrainResult, fit
+from regard.train.loop import TrainResult, fit
 from regard.train.losses import next_token_loss
 from regard.train.progress import make_progress
+from regard.train.settings import Settings
 from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 

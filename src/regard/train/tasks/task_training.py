@@ -24,10 +24,11 @@ from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
 from regard.train import checkpoints
-from regard.train.loop import Settings, TrainResult, fit
+from regard.train.loop import TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss
 from regard.train.pretraining import check_device
 from regard.train.progress import make_progress
+from regard.train.settings import Settings
 from regard.train.tasks import find_task
 from regard.train.tasks.report import (
     TaskReport,
