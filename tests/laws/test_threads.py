@@ -183,8 +183,7 @@ def test_compiled_maps_and_norms() -> None:
 
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(openmp, "THREAD_POOL", openmp.ThreadPool())
+    """Callers share one team."""
     if own:
         monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
     count = threading.local()
@@ -202,6 +201,19 @@ def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPa
         )
 
     assert all(crowd(work))
+
+
+def test_a_pool_grows_while_others_wait_for_it() -> None:
+    """Every part of every caller runs once, while the callers ask for more and more threads."""
+    pool = openmp.ThreadPool()
+
+    def work(i: int) -> list[int]:
+        done: list[int] = []
+        pool.run(lambda part, of: done.append(part * of), 2 + i % 3)
+        return sorted(done)
+
+    expected = [[part * of for part in range(of)] for of in (2, 3, 4)]
+    assert crowd(work) == [expected[i % 3] for i in range(CROWD)]
 
 
 def test_a_mask_owns_its_table() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import regard
 from regard.bench.runner import torch_threads
 from regard.inspect import explain
-from regard.models import load
+from regard.models import minilm
 from regard.models.text_encoder import TextEncoder
 from regard.nn.variants import mha
 from regard.positions import sinusoidal
@@ -120,9 +120,9 @@ def test_without_positions_i_hit_him_is_he_hits_me() -> None:
 def test_creature_reads_fluffy() -> None:
     """Layer 0, head 1 of the sentence model: scores, weights, and what is mixed into "creature"."""
     try:
-        metadata.distribution(load.PACKAGE)
+        metadata.distribution(minilm.PACKAGE)
     except metadata.PackageNotFoundError:
-        pytest.skip(f"the package {load.PACKAGE} is not installed")
+        pytest.skip(f"the package {minilm.PACKAGE} is not installed")
     model = regard.load("minilm", kind=TextEncoder)
     found = explain(
         model, "a fluffy blue creature", layer=0, head=1, query="creature", key="fluffy"
