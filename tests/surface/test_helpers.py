@@ -21,6 +21,22 @@ def helpers(tree: ast.Module) -> Iterator[ast.FunctionDef]:
             yield node
 
 
+def silent(tree: ast.Module) -> list[str]:
+    """Tests without an assertion in sight: nothing that they compute can make them fail."""
+    return [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test")
+        and not any(
+            isinstance(x, ast.Assert)
+            or called(x).startswith("assert")
+            or called(x) in ("raises", "warns", "fail")
+            for x in ast.walk(node)
+        )
+    ]
+
+
 def misnamed(tree: ast.Module) -> list[str]:
     """Helpers that give nothing back and contain an assertion, or the call of one that does."""
     return [
@@ -67,6 +83,10 @@ def test_helpers_that_assert_say_so(trees: dict[str, ast.Module]) -> None:
     assert {name: found for name, tree in trees.items() if (found := misnamed(tree))} == {}
 
 
+def test_every_test_asserts(trees: dict[str, ast.Module]) -> None:
+    assert {name: found for name, tree in trees.items() if (found := silent(tree))} == {}
+
+
 def test_no_answer_is_dropped(trees: dict[str, ast.Module]) -> None:
     assert {name: found for name, tree in trees.items() if (found := dropped(tree))} == {}
 
@@ -79,6 +99,7 @@ def test_offenders_would_be_found() -> None:
     )
     assert misnamed(tree) == ["check"]
     assert dropped(tree) == ["line 8: near"]
+    assert silent(tree) == ["test_a"]
 
 
 # constants: what a test wants to be another value is a parameter, or the case is made large enough
