@@ -260,8 +260,14 @@ def test_numbers_of_a_wrong_type(name: str, allowed: str, value: Any) -> None:
 
 
 def test_check_number_takes_none_and_what_lies_inside() -> None:
-    for x in (None, 1, 0.5):
-        check_number("x", x, 0, 2, "between 0 and 2")
+    """Both bounds are outside."""
+    refused = []
+    for x in (None, 0, 1e-9, 0.5, 1, 2 - 1e-9, 2):
+        try:
+            check_number("x", x, 0, 2, "between 0 and 2")
+        except ArgumentError:
+            refused.append(x)
+    assert refused == [0, 2]
 
 
 def test_sinks() -> None:

@@ -32,7 +32,7 @@ def renamed(
     Args:
         module: the module's `__name__`.
         names: old name to new name; a new name with a dot is an attribute of another module of
-            the package, written in full: `"regard.files.safetensors_reader.read_tensors"`.
+            the package, written in full: `"regard.files.safetensors_files.read_tensors"`.
         otherwise: the `__getattr__` that the module has already, for names that load lazily.
 
     Returns:

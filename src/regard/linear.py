@@ -6,10 +6,9 @@ result: token by token, in chunks, and in parallel.
 
 from __future__ import annotations
 
-from regard.ops.linear import (
+from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.linear_attention import (
     FEATURE_MAPS,
-    delta_rule,
-    gated_delta_rule,
     gated_linear,
     linear_attention,
     retention,

@@ -80,8 +80,8 @@ def test_numbers_are_those_of_the_example() -> None:
     """The example of a scale that is missing, computed again by hand from what it says."""
     import torch
 
+    from regard.audit.adapters.base import AuditClaims
     from regard.audit.adapters.functions import FunctionAdapter
-    from regard.audit.claims import AuditClaims
 
     def unscaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.softmax(q @ k.mT, -1) @ v

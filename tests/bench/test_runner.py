@@ -102,7 +102,7 @@ def test_a_small_error_is_found_too() -> None:
 
 def test_a_slow_peer_is_slower_by_the_right_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("regard.bench.timing.time", clock)
+    monkeypatch.setattr("regard.bench.measurement.time", clock)
     found = run(clock.peer("ours", 0.25), clock.peer("slow", 1.0), rounds=5)
     first, slow = found.rows
     assert first.ratio == 1.0
@@ -119,7 +119,7 @@ def test_a_slow_peer_is_slower_by_the_right_ratio(monkeypatch: pytest.MonkeyPatc
 
 def test_rounds_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("regard.bench.timing.time", clock)
+    monkeypatch.setattr("regard.bench.measurement.time", clock)
     found = run(clock.peer("ours", 0.25), clock.peer("slow", 1.0), rounds=99, seconds=3.0)
     assert [row.rounds for row in found.rows] == [3, 3]
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from regard.bench.timing import interleaved, median, median_ratio, quartiles, rotated_order
+from regard.bench.measurement import interleaved, median, median_ratio, quartiles, rotated_order
 
 
 def recorded(names: str, **options: object) -> tuple[list[str], dict[str, list[float]]]:
@@ -50,7 +50,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("regard.bench.timing.time", clock)
+    monkeypatch.setattr("regard.bench.measurement.time", clock)
     return clock
 
 

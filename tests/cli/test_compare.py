@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from regard.cli import main
-from regard.compare import experiment, quality
+from regard.compare import experiment
 from regard.compare.mechanisms import DEFAULT_NAMES
 
 SMALL = (
@@ -45,13 +45,6 @@ def _interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen examples to choose by, and as many to judge by."""
-    monkeypatch.setattr(quality, "VALIDATION_ROWS", 4)
-    monkeypatch.setattr(quality, "TEST_ROWS", 4)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from regard.cli.app import run
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked
 from regard.train import checkpoints
 
 

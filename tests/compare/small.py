@@ -7,7 +7,7 @@ from typing import Any
 from regard.compare.comparison import ComparisonPlan
 from regard.compare.mechanisms import Shape, candidates, configs
 from regard.compare.quality import RecallTask, TrainingSettings
-from regard.compare.speed import Timing
+from regard.compare.speed_and_memory import Timing
 
 SHAPE = Shape(dim=32, layers=1, heads=4, window=8)
 TIMING = Timing(contexts=(6, 20), length=12, batch=2, rounds=2, seconds=5.0, sample=0.0)

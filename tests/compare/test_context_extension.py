@@ -19,19 +19,21 @@ from regard.compare.context_extension import (
     ExtensionOptions,
     ExtensionResults,
     cache_consistency,
-    column_heads,
     consistency_by_policy,
     default_lengths,
     extend_all,
     extended_decoder,
-    plots,
-    render_page,
-    render_table,
-    result_rows,
     rotary_metadata,
     rotary_of,
     rotary_spectrum,
     with_cache_policy,
+)
+from regard.compare.context_extension_report import (
+    column_heads,
+    plots,
+    render_page,
+    render_table,
+    result_rows,
 )
 from regard.errors import ArgumentError
 from regard.models.model import Model

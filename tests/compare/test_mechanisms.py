@@ -14,7 +14,7 @@ from regard.compare.mechanisms import (
     count_parameters,
     same_parameters,
 )
-from regard.compare.speed import random_ids
+from regard.compare.speed_and_memory import random_ids
 from regard.errors import ArgumentError
 from regard.train.losses import next_token_loss
 from tests.compare.small import SHAPE

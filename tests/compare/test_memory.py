@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from regard.bench.peak_memory import PROCESS
-from regard.compare import memory
+from regard.bench.measurement import PROCESS
+from regard.compare import speed_and_memory
 from regard.errors import RegardError
 from tests.compare.small import MACHINE, TIMING, plan
 
@@ -16,7 +16,7 @@ from tests.compare.small import MACHINE, TIMING, plan
 def test_an_experiment_asks_the_program() -> None:
     found = {
         one.name: one
-        for one in memory.memory_experiments(plan("mha", "mqa").configs, TIMING, MACHINE)
+        for one in speed_and_memory.memory_experiments(plan("mha", "mqa").configs, TIMING, MACHINE)
     }
     assert list(found) == ["memory/mha", "memory/mqa"]
     settings = found["memory/mqa"].settings
@@ -25,11 +25,11 @@ def test_an_experiment_asks_the_program() -> None:
         "import json, sys; s = json.load(sys.stdin); print('noise'); "
         "print(json.dumps({'prefill': s['context']}))"
     )
-    assert memory.measure_peaks(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
+    assert speed_and_memory.measure_peaks(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
     with pytest.raises(
         RegardError, match="ended with exit code 3: no room; --no-memory skips this measurement"
     ):
-        memory.measure_peaks(
+        speed_and_memory.measure_peaks(
             settings,
             [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"],
         )
@@ -39,8 +39,8 @@ def test_the_program_measures_a_prompt_and_a_step() -> None:
     """In this process: the numbers are too small to say more than that both were measured, and are
     plain.
     """
-    (one,) = memory.memory_experiments(plan("mqa").configs, TIMING, MACHINE)
-    found = memory.peaks(json.loads(json.dumps(one.settings)))
+    (one,) = speed_and_memory.memory_experiments(plan("mqa").configs, TIMING, MACHINE)
+    found = speed_and_memory.peaks(json.loads(json.dumps(one.settings)))
     assert set(found) == {"prefill", "training"}
     if (PROCESS / "clear_refs").exists():
         assert all(isinstance(n, int) and n >= 0 for n in found.values())

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from regard import attend
-from regard.bench import timing
-from regard.compare import speed
+from regard.bench import measurement
+from regard.compare import speed_and_memory
 from regard.compare.mechanisms import (
     DEFAULT_NAMES,
     Candidate,
@@ -22,7 +22,7 @@ from regard.compare.mechanisms import (
     candidates,
     configs,
 )
-from regard.compare.speed import Timing
+from regard.compare.speed_and_memory import Timing
 from regard.configs.reader import read_sizes
 from regard.cost.report import CostReport, Setting
 from regard.errors import ArgumentError
@@ -61,7 +61,7 @@ def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
 def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
     shape = replace(SHAPE, layers=2)
     made = configs(candidates([name], shape), shape)
-    row = speed.time_in_turns(made, "decode", context, TIMING)["rows"][name]
+    row = speed_and_memory.time_in_turns(made, "decode", context, TIMING)["rows"][name]
     assert row["kv_bytes"] == row["kv_bytes_formula"] == 2 * 4 * kept(name, context)
     if name in COUNTED:
         raw = {"model_type": "regard", **asdict(made[name])}
@@ -80,15 +80,15 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     made = Candidate(name, name, VARIANTS[name].example_options).config(SHAPE)
     model = _drawn(build_decoder(made))
     with torch.inference_mode():
-        whole = model(speed.random_ids(made, 2, 21))[:, -1:]
-    step = speed.decode_step(model, made, 21, batch=2)
+        whole = model(speed_and_memory.random_ids(made, 2, 21))[:, -1:]
+    step = speed_and_memory.decode_step(model, made, 21, batch=2)
     first, second, third = step(), step(), step()
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     scale = float(whole.abs().max())
     assert float((first - whole).abs().max()) <= 1e-12 * scale
     with torch.inference_mode():
-        other = model(speed.random_ids(made, 2, 20))[:, -1:]
+        other = model(speed_and_memory.random_ids(made, 2, 20))[:, -1:]
     assert float((first - other).abs().max()) > 1e-3 * scale
 
 
@@ -96,8 +96,8 @@ def test_the_first_token_has_no_prompt() -> None:
     made = configs(candidates(["mha"], SHAPE), SHAPE)["mha"]
     model = _drawn(build_decoder(made))
     with torch.inference_mode():
-        whole = model(speed.random_ids(made, 1, 1))
-    found = speed.decode_step(model, made, 1)()
+        whole = model(speed_and_memory.random_ids(made, 1, 1))
+    found = speed_and_memory.decode_step(model, made, 1)()
     assert float((found - whole).abs().max()) <= 1e-12 * float(whole.abs().max())
 
 
@@ -113,7 +113,7 @@ def _drawn(model: Decoder) -> Decoder:
 def test_prompts_fill_new_caches_each_time() -> None:
     made = configs(candidates(["mha", "window"], SHAPE), SHAPE)
     for config in made.values():
-        step = speed.prefill_step(build_decoder(config), config, 20)
+        step = speed_and_memory.prefill_step(build_decoder(config), config, 20)
         one, two = step(), step()
         assert one is not two
         assert {len(cache) for cache in (*one, *two)} == {20 if config.attention == "gqa" else 8}
@@ -121,19 +121,19 @@ def test_prompts_fill_new_caches_each_time() -> None:
 
 def test_training_steps_train() -> None:
     made = configs(candidates(["linear"], SHAPE), SHAPE)["linear"]
-    step = speed.training_step(build_decoder(made), made, 12, 2)
+    step = speed_and_memory.training_step(build_decoder(made), made, 12, 2)
     losses = [step() for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
 
 
 def test_kernels_that_ran() -> None:
-    rows = speed.time_in_turns(
+    rows = speed_and_memory.time_in_turns(
         configs(candidates(["mha", "linear"], SHAPE), SHAPE), "prefill", 6, TIMING
     )["rows"]
     assert rows["linear"]["kernels"] == []
     assert rows["mha"]["kernels"]
     q = torch.zeros(1, 1, 2, 4)
-    assert speed.kernels_used(
+    assert speed_and_memory.kernels_used(
         lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]
     ) == [
         "tiled",
@@ -146,7 +146,7 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
     the other.
     """
     made = configs(candidates(["mqa", "gqa:groups=1"], SHAPE), SHAPE)
-    real, now = speed.build_decoder, [0.0]
+    real, now = speed_and_memory.build_decoder, [0.0]
 
     def slowed(config: Any) -> Decoder:
         model = real(config)
@@ -155,10 +155,12 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
         )
         return model
 
-    monkeypatch.setattr(speed, "build_decoder", slowed)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
-    for kind in speed.KINDS:
-        found = speed.time_in_turns(made, kind, 6, replace(TIMING, rounds=5, seconds=100.0))
+    monkeypatch.setattr(speed_and_memory, "build_decoder", slowed)
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    for kind in speed_and_memory.KINDS:
+        found = speed_and_memory.time_in_turns(
+            made, kind, 6, replace(TIMING, rounds=5, seconds=100.0)
+        )
         fast, slow = found["rows"]["mqa"], found["rows"]["gqa:groups=1"]
         assert {fast["rounds"], slow["rounds"]} == {5}
         assert (fast["seconds"], fast["ratio"], fast["quartiles"]) == (1.0, 1.0, [1.0, 1.0])
@@ -168,14 +170,16 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(
-        timing, "time", SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1])
+        measurement,
+        "time",
+        SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1]),
     )
     made = configs(candidates(["mqa"], SHAPE), SHAPE)
     assert (
         1
-        <= speed.time_in_turns(made, "decode", 6, replace(TIMING, rounds=50, seconds=9.0))["rows"][
-            "mqa"
-        ]["rounds"]
+        <= speed_and_memory.time_in_turns(
+            made, "decode", 6, replace(TIMING, rounds=50, seconds=9.0)
+        )["rows"]["mqa"]["rounds"]
         < 10
     )
 
@@ -183,8 +187,8 @@ def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(speed, "free_memory", lambda _: 3000)
-    rows = speed.time_in_turns(
+    monkeypatch.setattr(speed_and_memory, "free_memory", lambda _: 3000)
+    rows = speed_and_memory.time_in_turns(
         configs(candidates(["mha", "mqa"], SHAPE), SHAPE), "decode", 8, TIMING
     )["rows"]
     # 8 tokens of 64 numbers are 2048 bytes, of 16 numbers 512
@@ -195,14 +199,16 @@ def test_a_mechanism_that_refuses_says_why_and_the_others_are_timed(
 
 def test_experiments_depend_on_models_sizes_and_machine() -> None:
     models = plan("mha", "mqa").configs
-    found = {one.name: one for one in speed.timing_experiments(models, TIMING, {"threads": 1})}
+    found = {
+        one.name: one for one in speed_and_memory.timing_experiments(models, TIMING, {"threads": 1})
+    }
     assert list(found) == ["prefill/6", "decode/6", "prefill/20", "decode/20", "training/12"]
     keys = {one.key for one in found.values()}
     assert len(keys) == 5
     for other in (
-        speed.timing_experiments(models, TIMING, {"threads": 2}),
-        speed.timing_experiments(plan("mha").configs, TIMING, {"threads": 1}),
-        speed.timing_experiments(models, replace(TIMING, rounds=3), {"threads": 1}),
+        speed_and_memory.timing_experiments(models, TIMING, {"threads": 2}),
+        speed_and_memory.timing_experiments(plan("mha").configs, TIMING, {"threads": 1}),
+        speed_and_memory.timing_experiments(models, replace(TIMING, rounds=3), {"threads": 1}),
     ):
         assert keys.isdisjoint({one.key for one in other})
     assert found["decode/20"].measure()["rows"]["mqa"]["kv_bytes"] == 4 * kept("mqa", 20)
@@ -227,4 +233,6 @@ def test_an_unknown_kind() -> None:
     with pytest.raises(
         ArgumentError, match="kind is 'sleep'; it must be one of prefill, decode, training"
     ):
-        speed.time_in_turns({"mqa": Candidate("mqa", "mqa").config(SHAPE)}, "sleep", 4, TIMING)
+        speed_and_memory.time_in_turns(
+            {"mqa": Candidate("mqa", "mqa").config(SHAPE)}, "sleep", 4, TIMING
+        )

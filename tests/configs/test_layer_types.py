@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from regard.configs.layer_types import windows
+from regard.configs.base import layer_windows
 from regard.errors import ArgumentError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -80,17 +80,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_layer_by_its_rule(case: str) -> None:
     layers, keys = CASES[case]
-    assert list(windows(layers, **keys)) == slow(layers, keys)
+    assert list(layer_windows(layers, **keys)) == slow(layers, keys)
 
 
 def test_by_hand() -> None:
     """What the loop above could get wrong in the same way."""
-    gemma = windows(26, sliding_window=512, sliding_window_pattern=6)
+    gemma = layer_windows(26, sliding_window=512, sliding_window_pattern=6)
     assert [i for i, w in enumerate(gemma) if w is None] == [5, 11, 17, 23]
     assert {w for w in gemma if w is not None} == {512}
-    qwen = windows(36, sliding_window=4096, max_window_layers=21, use_sliding_window=True)
+    qwen = layer_windows(36, sliding_window=4096, max_window_layers=21, use_sliding_window=True)
     assert qwen == (None,) * 21 + (4096,) * 15
-    assert windows(2, sliding_window=16) == (16, 16)
+    assert layer_windows(2, sliding_window=16) == (16, 16)
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "GptOss"])
@@ -106,9 +106,9 @@ def test_as_transformers_names_layers(kind: str, window: int | None) -> None:
     if kind in ("Gemma2", "GptOss"):
         given["sliding_window_pattern"] = 2
     expected = [7 if name == SLIDING else None for name in theirs.layer_types]
-    assert list(windows(11, **given)) == expected
+    assert list(layer_windows(11, **given)) == expected
     if any(expected) or not kind.startswith("Qwen"):
-        assert list(windows(11, sliding_window=7, layer_types=theirs.layer_types)) == expected
+        assert list(layer_windows(11, sliding_window=7, layer_types=theirs.layer_types)) == expected
 
 
 MIXED = [FULL, SLIDING, FULL]
@@ -192,9 +192,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_contradictions_are_named(case: str) -> None:
     keys, message = WRONG[case]
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        windows(3, **keys)
+        layer_windows(3, **keys)
 
 
 def test_no_layers() -> None:
     with pytest.raises(ArgumentError, match="num_hidden_layers is 0; it must be an integer of at"):
-        windows(0)
+        layer_windows(0)

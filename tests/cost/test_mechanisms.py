@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.cost.infini import InfiniSpec
+from regard.cost.fixed_state import InfiniSpec
 from regard.cost.latent import LatentSpec
 from regard.cost.mechanisms import MECHANISMS, mechanism_spec
 from regard.cost.selected import NSASpec

@@ -8,7 +8,7 @@ import pytest
 
 from regard.configs.published import PUBLISHED_MODELS
 from regard.cost import CostReport, Setting, model_of
-from regard.cost.infini import (
+from regard.cost.fixed_state import (
     InfiniSpec,
     infini_state,
     memorizing_cache,
@@ -16,8 +16,8 @@ from regard.cost.infini import (
     segment_cache,
 )
 from regard.cost.latent import LatentSpec, latent_values, per_head_values
+from regard.cost.mechanisms import Sizes
 from regard.cost.selected import NSASpec, nsa_tokens
-from regard.cost.sizes import Sizes
 from regard.cost.softmax import SoftmaxSpec, bigbird_dense_length, window_reach
 from regard.cost.spec import HeadShape
 

@@ -15,10 +15,10 @@ import pytest
 
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost import CostReport, Setting, machine_of, model_of
-from regard.cost.feed_forward import DenseSpec, MoESpec
-from regard.cost.kv_formats import KVFormat, bits_per_value
+from regard.cost.mechanisms import Sizes
+from regard.cost.model import DenseSpec, MoESpec
+from regard.cost.report import KVFormat, bits_per_value
 from regard.cost.roofline import MACHINES, Machine, MemoryFit, as_json, memory_fit, roofline_bounds
-from regard.cost.sizes import Sizes
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import CacheContents, HeadShape
 from regard.cost.sweep import (

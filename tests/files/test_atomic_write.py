@@ -15,12 +15,15 @@ import pytest
 
 from regard.errors import FileError
 from regard.files.atomic_write import (
+    WRITING_PREFIX,
     check_writable,
+    delete_abandoned,
+    folder_locked,
     temporary_folder,
+    try_lock,
     write_atomically,
     write_user_file,
 )
-from regard.files.folder_lock import WRITING_PREFIX, delete_abandoned, folder_locked, try_lock
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.files import strict_json
-from regard.files.safetensors_header import DTYPES, identify_format, read_header
+from regard.files.safetensors_files import DTYPES, identify_format, read_header
 from regard.models.checkpoint.tensors import CheckpointTensors, missing_weights_error
 from regard.untrusted_text import short_repr
 
@@ -359,7 +359,7 @@ SPARSE = """
 import resource, sys
 from pathlib import Path
 from regard.errors import FileError
-from regard.files.safetensors_header import read_header
+from regard.files.safetensors_files import read_header
 path = Path(sys.argv[1])
 print(read_header(path).tensors[0].bytes)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 37, 1 << 37))

@@ -87,7 +87,7 @@ def same(x: Any, y: Any) -> bool:
     return bool(x == y)
 
 
-def check_crowd(calls: Sequence[Callable[[], Any]], rounds: int = 2) -> None:
+def assert_same_in_a_crowd(calls: Sequence[Callable[[], Any]], rounds: int = 2) -> None:
     """Each thread makes all calls, beginning with another one; every result is the one that a
     single thread had before.
     """
@@ -134,7 +134,7 @@ def test_kernels(name: str) -> None:
             continue
         calls.append(lambda q=q, k=k, v=v, rule=rule: regard.attend(q, k, v, backend=name, **rule))
     assert len(calls) > 1
-    check_crowd(calls, 1)
+    assert_same_in_a_crowd(calls, 1)
 
 
 @pytest.mark.full
@@ -144,7 +144,7 @@ def test_the_choice_and_the_plan() -> None:
         q, k, v = inputs(5, 9, n)
         calls.append(lambda q=q, k=k, v=v, rule=rule: regard.attend(q, k, v, **rule))
         calls.append(lambda q=q, k=k, v=v, rule=rule: str(regard.plan(q, k, v, **rule)))
-    check_crowd(calls)
+    assert_same_in_a_crowd(calls)
 
 
 def test_kept_tables_are_read_only_and_survive_being_thrown_out(
@@ -161,7 +161,7 @@ def test_kept_tables_are_read_only_and_survive_being_thrown_out(
             calls.append(
                 lambda q=q, k=k, v=v, mask=mask: regard.attend(q, k, v, mask=mask, backend="cpu")
             )
-    check_crowd(calls, 1)
+    assert_same_in_a_crowd(calls, 1)
     where, rule = Span(7, 2), masks.Causal() & masks.Window(4)
     kept = [*cpu._span_positions(where), *(cpu._cached_intervals(rule, where) or ())]
     q, k, v = inputs(2, 9)
@@ -178,13 +178,12 @@ def test_compiled_maps_and_norms() -> None:
         w, y = weight.to(dtype), x.to(dtype)
         calls.append(lambda w=w, y=y: gemv(y, w))
         calls.append(lambda w=w, y=y: rms_norm(y, w[0], 1e-6))
-    check_crowd(calls, 5)
+    assert_same_in_a_crowd(calls, 5)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(openmp, "THREAD_POOL", openmp.ThreadPool())
+    """Callers share one team."""
     if own:
         monkeypatch.setattr(openmp, "torch_openmp", lambda: None)
     count = threading.local()
@@ -204,12 +203,25 @@ def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPa
     assert all(crowd(work))
 
 
+def test_a_pool_grows_while_others_wait_for_it() -> None:
+    """Every part of every caller runs once, while the callers ask for more and more threads."""
+    pool = openmp.ThreadPool()
+
+    def work(i: int) -> list[int]:
+        done: list[int] = []
+        pool.run(lambda part, of: done.append(part * of), 2 + i % 3)
+        return sorted(done)
+
+    expected = [[part * of for part in range(of)] for of in (2, 3, 4)]
+    assert crowd(work) == [expected[i % 3] for i in range(CROWD)]
+
+
 def test_a_mask_owns_its_table() -> None:
     """Equal masks were one tensor: who wrote to one changed all others, for good."""
     first, right = masks.BigBird(4, 9), masks.BigBird(4, 9).table.clone()
     first.table.fill_(True)
     assert torch.equal(masks.BigBird(4, 9).table, right)
-    check_crowd(
+    assert_same_in_a_crowd(
         [lambda seed=seed: masks.BigBird(4, 80 + seed, seed=seed).table for seed in range(9)]
     )
 
@@ -221,7 +233,7 @@ def test_rotaries() -> None:
     ]
     followed = Rotary(8, scaling=DynamicNTK(2.0, 4), length="current")
     for module in (Rotary(8), followed, dynamic_rotary.PerRowRotary(followed)):
-        check_crowd([lambda p=p, module=module: module(x, p) for p in where], 5)
+        assert_same_in_a_crowd([lambda p=p, module=module: module(x, p) for p in where], 5)
 
 
 # modules and models
@@ -247,7 +259,7 @@ def test_every_mechanism(family: str) -> None:
         for m, held in zip(module.modules(), before, strict=True):
             changed = {n for n in m.__dict__ if n not in held or m.__dict__[n] is not held[n]}
             assert changed <= SHARED_STATE, f"{variant.name}: a call changed {changed}"
-    check_crowd(calls, 1)
+    assert_same_in_a_crowd(calls, 1)
 
 
 def test_a_module_that_remembers_its_last_call_is_caught() -> None:
@@ -278,14 +290,14 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
         lambda s=s: "".join(model.generate("to", max_tokens=2, temperature=1.0, seed=s))
         for s in (1, 2)
     ]
-    check_crowd(calls, 1)
+    assert_same_in_a_crowd(calls, 1)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.cache_prefix("to be or not to be", cache=cache, max_context=64 if cache else None)
-    check_crowd(
+    assert_same_in_a_crowd(
         [
             lambda s=s: "".join(
                 model.generate("x", prefix=read, max_tokens=2, temperature=1.0, seed=s)
@@ -313,7 +325,7 @@ def test_a_model_of_transformers() -> None:
     model.set_attn_implementation("regard")
     regard.integrations.transformers.name_taps(model)
     ids = [torch.arange(1, n)[None] % 16 for n in (4, 6, 9)]
-    check_crowd([lambda x=x: torch.no_grad()(model)(x).logits for x in ids], 1)
+    assert_same_in_a_crowd([lambda x=x: torch.no_grad()(model)(x).logits for x in ids], 1)
 
 
 def test_a_tokenizer() -> None:
@@ -327,7 +339,7 @@ def test_a_tokenizer() -> None:
     calls: list[Callable[[], Any]] = [lambda t=t: streamed(t) for t in texts]
     calls += [lambda t=t: tokenizer.encode(t, special=True) for t in texts]
     calls += [lambda: tokenizer.encode_batch(texts)]
-    check_crowd(calls, 5)
+    assert_same_in_a_crowd(calls, 5)
 
 
 # caches: one belongs to one thread; its forks do not
@@ -357,7 +369,7 @@ def test_each_thread_has_a_fork(name: str) -> None:
 
         return work
 
-    check_crowd([go_on(seed) for seed in (1, 2, 3)], 3)
+    assert_same_in_a_crowd([go_on(seed) for seed in (1, 2, 3)], 3)
     if isinstance(root, Paged):
         root.reset()
         assert root.pool.free == root.pool.pages
@@ -762,7 +774,7 @@ def test_files(tmp_path: Path) -> None:
         {f"x{n}": torch.full((50,), float(n)) for n in range(5)}, tmp_path / "model.safetensors"
     )
     store = CheckpointTensors.open(tmp_path)
-    check_crowd([lambda n=n: dict(store.read([f"x{n}"]))[f"x{n}"] for n in range(5)])
+    assert_same_in_a_crowd([lambda n=n: dict(store.read([f"x{n}"]))[f"x{n}"] for n in range(5)])
     target = tmp_path / "notes"
 
     def put(i: int) -> bool:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import regard
-import regard.ops.memory
 import regard.ops.selection
 import regard.ops.softmax
 from regard import Span
@@ -14,11 +13,6 @@ from regard.ops.selection import NSABlocks, block_layout, selection_mask
 
 RENAMED = {
     regard.memory: {
-        "Compressed": "CompressiveState",
-        "Read": "MemoryRead",
-        "sigma": "elu_plus_one",
-    },
-    regard.ops.memory: {
         "Compressed": "CompressiveState",
         "Read": "MemoryRead",
         "sigma": "elu_plus_one",

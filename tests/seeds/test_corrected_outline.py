@@ -19,7 +19,7 @@ from regard import masks, positions
 from regard.memory import infini_attention
 from regard.nn import RMSNorm
 from regard.nn.variants import VARIANTS, mha
-from regard.ops.memory import compressive
+from regard.ops import memory as compressive_memory
 from regard.positions import NTK, DynamicNTK, YaRN, rope_frequencies
 
 # --- whose method, which paper
@@ -131,8 +131,8 @@ def test_random_keys_recall_close_to_the_mean_of_all_values() -> None:
     n, D, E = 512, 64, 32
     k = torch.randn(1, 1, n, D, dtype=torch.float64)
     v = torch.randn(1, 1, n, E, dtype=torch.float64)
-    state = compressive.write(k, v, compressive.empty_state(k, v))
-    read = compressive.retrieve(k, state).values[0, 0]
+    state = compressive_memory.write(k, v, compressive_memory.empty_state(k, v))
+    read = compressive_memory.retrieve(k, state).values[0, 0]
     mean, own = v[0, 0].mean(0), v[0, 0]
     to_mean, to_own = (read - mean).norm(dim=-1), (read - own).norm(dim=-1)
     assert bool((10 * to_mean < to_own).all()), "every one of 512 stored values"

@@ -98,7 +98,7 @@ ALWAYS_PLURAL = {
     ("compare/mechanisms.py", "parameters"),
     ("compare/mechanisms.py", "tokens"),  # 4 sinks
     ("compare/render.py", "tokens"),  # a list of contexts
-    ("cost/recurrent.py", "heads"),  # H/G heads
+    ("cost/fixed_state.py", "heads"),  # H/G heads
     ("cost/spec.py", "heads"),  # H/G heads
     ("cost/roofline.py", "cores"),  # of known machines
     ("masks/patterns.py", "columns"),  # "at least"

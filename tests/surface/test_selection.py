@@ -15,7 +15,7 @@ import pytest
 
 import regard
 from regard import biases, masks
-from regard.claims.registry import CLAIMS
+from regard.claims import CLAIMS
 from regard.cli import COMMANDS
 from regard.configs import LOADABLE
 from regard.nn.variants.registry import VARIANTS

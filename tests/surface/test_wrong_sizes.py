@@ -274,8 +274,6 @@ MODULES_OF_OPS = (
     "regard.memory",
     "regard.positions",
     "regard.ops.softmax",
-    "regard.ops.linear",
-    "regard.ops.memory",
     "regard.ops.additive_attention",
     "regard.ops.selection",
 )

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError, FileError
-from regard.files import atomic_write, folder_lock
+from regard.files import atomic_write
 from regard.train import TrainingCheckpoint, checkpoints
 from tests.train.parts import Small, run
 
@@ -398,11 +398,11 @@ def test_two_runs_do_not_write_in_one_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     left = tmp_path / "checkpoints" / ".writing-step-00000009-1"
     left.mkdir()
-    handle = folder_lock.try_lock(left)
+    handle = atomic_write.try_lock(left)
     assert checkpoints.remove_leftovers(tmp_path / "checkpoints") == 0, "another run is writing it"
     os.close(handle)  # type: ignore[arg-type]
     with (
-        folder_lock.folder_locked(tmp_path / "checkpoints"),
+        atomic_write.folder_locked(tmp_path / "checkpoints"),
         pytest.raises(FileError, match="checkpoints is being written by another run"),
     ):
         run(Small(), tmp_path)

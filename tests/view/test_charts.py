@@ -13,10 +13,8 @@ import pytest
 from regard.view import palette
 from regard.view.charts import (
     Accuracy,
-    AlignmentMap,
     Axis,
     Chart,
-    HeadWeights,
     LengthBin,
     Line,
     Panels,
@@ -29,6 +27,7 @@ from regard.view.charts import (
     context_charts,
     svg,
 )
+from regard.view.heatmaps import AlignmentMap, HeadWeights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

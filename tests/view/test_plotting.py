@@ -15,9 +15,8 @@ import pytest
 
 import regard
 from regard.errors import FileError
-from regard.view import charts, palette, plotting
+from regard.view import charts, heatmaps, palette, plotting
 from regard.view.charts import (
-    AlignmentMap,
     Axis,
     Chart,
     Line,
@@ -27,6 +26,7 @@ from regard.view.charts import (
     Scatter,
     ScatterPoint,
 )
+from regard.view.heatmaps import AlignmentMap
 
 HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b $x_{ $a$'
 LINES = (Line("a", ((1.0, 1.0), (2.0, 2.0))), Line("b", ((1.0, 2.0), (2.0, 1.0))))
@@ -45,7 +45,7 @@ def every(words: str) -> list[Chart]:
         ),
         AlignmentMap(np.eye(2), [words, words], [words, words], words),
         RatioBars([RatioBar(words, 2.0, words)], words),
-        charts.HeadWeights([[1.0]], words),
+        heatmaps.HeadWeights([[1.0]], words),
     ]
 
 

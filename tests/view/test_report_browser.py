@@ -19,7 +19,7 @@ import regard
 from regard.inspect.record import Recorder, record
 from regard.inspect.record.recording import Recording
 from regard.inspect.report import report
-from regard.view.report import lang, page
+from regard.view.report import PLACEHOLDER, catalogue, page
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
@@ -67,8 +67,8 @@ def pseudo(code: str) -> dict[str, str]:
     outside them is none.
     """
     return {
-        key: f"«{''.join(f'{{{x}}}' for x in lang.PLACEHOLDER.findall(text))}»"
-        for key, text in lang.catalogue(code).items()
+        key: f"«{''.join(f'{{{x}}}' for x in PLACEHOLDER.findall(text))}»"
+        for key, text in catalogue(code).items()
     }
 
 
@@ -568,8 +568,8 @@ def test_the_language_switch_turns_every_word(tab: Tab, made: Made) -> None:
     )
     settled(tab)
     assert tab.js("document.documentElement.lang") == "zh-Hans"
-    assert text(tab, '.tab[data-view="cell"]') == lang.catalogue("zh")["cell.title"]
-    assert text(tab, "#cell-step-9 h2").endswith(lang.catalogue("zh")["cell.step_9"])
+    assert text(tab, '.tab[data-view="cell"]') == catalogue("zh")["cell.title"]
+    assert text(tab, "#cell-step-9 h2").endswith(catalogue("zh")["cell.step_9"])
     assert "lang=zh" in tab.js("location.hash")
     for view in VIEWS:
         tab.js(f"R.set({{ view: '{view}' }})")
@@ -693,4 +693,4 @@ def test_the_page_lives_without_the_data_of_later_versions(tab: Tab, made: Made)
     )
     settled(tab)
     assert tab.js("document.querySelectorAll('.step').length") == 10
-    assert lang.catalogue("en")["cell.no_audit"] in text(tab, "#cell-step-9")
+    assert catalogue("en")["cell.no_audit"] in text(tab, "#cell-step-9")

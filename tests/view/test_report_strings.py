@@ -10,13 +10,7 @@ from importlib import resources
 import pytest
 
 from regard.errors import ArgumentError
-from regard.view.report.lang import (
-    LANGUAGES,
-    PLACEHOLDER,
-    catalogue,
-    check_language,
-    language_of_locale,
-)
+from regard.view.report import LANGUAGES, PLACEHOLDER, catalogue, check_language, language_of_locale
 
 SCRIPTS = {
     file.name: file.read_text("utf-8")

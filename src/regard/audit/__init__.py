@@ -7,8 +7,7 @@ every known fault as an option.
 
 from __future__ import annotations
 
-from regard.audit.adapters.base import NEW_CACHE, CallOutput
-from regard.audit.claims import AuditClaims
+from regard.audit.adapters.base import NEW_CACHE, AuditClaims, CallOutput
 from regard.audit.findings import FAULTS, Audit, Fault, Finding, NotTried, PassedCheck
 from regard.audit.run_checks import audit
 from regard.deprecation import renamed

@@ -24,6 +24,8 @@ from regard.audit.adapters.mask_formats import MaskBehavior
 from regard.audit.influence import influence
 from regard.tolerance import allowed_error
 
+LONG_LENGTHS = (293, 149, 75, 37)
+"""Lengths that no block size divides; the first that the code accepts is used."""
 MAX_PARAMETERS = 500_000_000
 """The largest number of parameters of which a second copy in float64 is made."""
 T = 6

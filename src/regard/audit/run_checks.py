@@ -12,12 +12,19 @@ import torch
 
 from regard.argument_checks import check_keyword_names
 from regard.audit import rotary_audit
-from regard.audit.adapters.base import CheckNotApplicable, CheckNotPossible
+from regard.audit.adapters.base import AuditClaims, CheckNotApplicable, CheckNotPossible
 from regard.audit.adapters.resolve_target import DtypeOverflow, resolve_target
 from regard.audit.check_context import CheckContext, make_context, with_adapter
-from regard.audit.checks import caches, definition, leaks, masks, numerics, repeatability
+from regard.audit.checks import (
+    caches,
+    definition,
+    leaks,
+    long_sequences,
+    masks,
+    numerics,
+    repeatability,
+)
 from regard.audit.checks.masks import overflow_finding
-from regard.audit.claims import AuditClaims
 from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
 from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
@@ -83,7 +90,7 @@ CHECKS = (
     AuditCheck(
         "long texts",
         "the definition holds at 293 tokens, and with more keys than queries",
-        definition.check_long_sequences,
+        long_sequences.check_long_sequences,
     ),
     AuditCheck("keys", "every visible key is used", leaks.check_keys_used),
     AuditCheck("batch", "the rows of a batch do not affect one another", leaks.check_batch_rows),

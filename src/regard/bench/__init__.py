@@ -16,8 +16,8 @@ from regard.bench.interfaces import (
     ProblemSizes,
 )
 from regard.bench.machine import Ceilings
+from regard.bench.measurement import interleaved, median, median_ratio
 from regard.bench.runner import TimingBudget, measure
-from regard.bench.timing import interleaved, median, median_ratio
 from regard.deprecation import renamed
 
 __all__ = [

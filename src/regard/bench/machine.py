@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.bench.timing import interleaved, median
+from regard.bench.measurement import interleaved, median
 from regard.deprecation import renamed_attribute
 from regard.huge_pages import to_huge_pages
 

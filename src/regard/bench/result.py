@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.bench.interfaces import MinimumWork, Outputs
 from regard.bench.machine import Ceilings
-from regard.bench.timing import median, quartiles
+from regard.bench.measurement import median, quartiles
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
 RELATIVE_TOLERANCE = 1e-4

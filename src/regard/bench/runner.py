@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from regard import units
 from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
 from regard.bench.machine import Ceilings, free_memory, make_synchronize
+from regard.bench.measurement import interleaved
 from regard.bench.result import (
     CaseResult,
     OutputCheck,
@@ -21,7 +22,6 @@ from regard.bench.result import (
     check_outputs,
     timed_result,
 )
-from regard.bench.timing import interleaved
 
 ReportStatus = Callable[[str], None]
 """A function that shows a line of text while a case runs."""
@@ -100,6 +100,31 @@ def measure(
     say(f"{case.name}, {sizes}, {result.dtype_name}: computing the reference")
     problem = sizes.problem(dtype, device)
     result = result.with_work(problem.work)
+    rows, ready = _prepare_peers(case, problem, result, say)
+    say(f"{case.name}, {result.dtype_name}: timing {units.plural(len(ready), 'peer')} in turns")
+    times, interrupted = _time_in_turns(ready, budget, ceilings, device)
+    ours = case.peers[0].name
+    for name, candidate in ready.items():
+        rows[name] = timed_result(
+            name,
+            candidate.call.kernel,
+            candidate.check,
+            RoundTimes(times.get(name, []), times.get(ours), times.get(MEMORY_READ)),
+            result,
+            ceilings,
+        )
+        if peak is not None and not interrupted:
+            say(f"{case.name}, {result.dtype_name}: measuring the memory of {name}")
+            rows[name] = replace(rows[name], peak_bytes=peak(name))
+    return result.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
+
+
+def _prepare_peers(
+    case: Case, problem: Problem, result: CaseResult, say: ReportStatus
+) -> tuple[dict[str, PeerResult], dict[str, PreparedPeer]]:
+    """Return the results of peers that cannot run or are wrong, and the other peers with their
+    prepared calls.
+    """
     reference, plain = problem.reference(), problem.plain()
     rows: dict[str, PeerResult] = {}
     ready: dict[str, PreparedPeer] = {}
@@ -115,15 +140,24 @@ def measure(
             rows[peer.name] = prepared
         else:
             ready[peer.name] = prepared
-    del reference, plain
+    return rows, ready
+
+
+def _time_in_turns(
+    ready: Mapping[str, PreparedPeer],
+    budget: TimingBudget,
+    ceilings: Ceilings,
+    device: torch.device,
+) -> tuple[dict[str, list[float]], bool]:
+    """Return the seconds of each peer and of the memory read in each complete round, and whether
+    the rounds were interrupted.
+    """
     gc.collect()
-    say(f"{case.name}, {result.dtype_name}: timing {units.plural(len(ready), 'peer')} in turns")
     times: dict[str, list[float]] = {}
-    interrupted = False
+    steps = {name: candidate.call.step for name, candidate in ready.items()}
+    if ceilings.probe is not None:
+        steps[MEMORY_READ] = ceilings.probe.step
     try:
-        steps = {name: candidate.call.step for name, candidate in ready.items()}
-        if ceilings.probe is not None:
-            steps[MEMORY_READ] = ceilings.probe.step
         interleaved(
             steps,
             rounds=budget.rounds,
@@ -133,21 +167,8 @@ def measure(
             synchronise=make_synchronize(device),
         )
     except KeyboardInterrupt:
-        interrupted = True
-    ours = case.peers[0].name
-    for name, candidate in ready.items():
-        rows[name] = timed_result(
-            name,
-            candidate.call.kernel,
-            candidate.check,
-            RoundTimes(times.get(name, []), times.get(ours), times.get(MEMORY_READ)),
-            result,
-            ceilings,
-        )
-        if peak is not None and not interrupted:
-            say(f"{case.name}, {result.dtype_name}: measuring the memory of {name}")
-            rows[name] = replace(rows[name], peak_bytes=peak(name))
-    return result.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
+        return times, True
+    return times, False
 
 
 def _reason_to_skip(peer: Peer[Any], problem: Problem) -> tuple[str, str] | None:

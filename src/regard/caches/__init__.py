@@ -11,9 +11,7 @@ from regard.caches.base import (
     make_full_cache,
     rollback_on_error,
 )
-from regard.caches.contiguous import Fixed, Growing
-from regard.caches.cross import Cross
-from regard.caches.latent import Latent
+from regard.caches.contiguous import Cross, Fixed, Growing, Latent
 from regard.caches.paged import Paged, PagePool
 from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach

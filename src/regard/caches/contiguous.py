@@ -1,5 +1,6 @@
-"""Caches that store all tokens in contiguous memory: `Growing`, and `Fixed`, which is
-allocated once.
+"""Caches that store all tokens in contiguous memory: `Growing`, `Fixed`, which is preallocated,
+`Latent`, which stores the latent vector of multi-head latent attention, and `Cross`, whose keys and
+values of an encoder are written once and then only read.
 """
 
 from __future__ import annotations
@@ -26,9 +27,33 @@ from regard.caches.buffer_writes import write_slots
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
 from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
+from regard.units import plural
 
 
-class Growing(Cache):
+class StoredParts:
+    """The memory of a cache that stores its parts and their positions as they are given."""
+
+    def __init__(self) -> None:
+        self._memory: Parts | None = None
+        self._positions: Positions | None = None
+
+    def contents(self) -> Contents:
+        """Return the parts and their positions."""
+        if self._memory is None or self._positions is None:
+            return {}
+        return {**named_parts(self._memory), "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the parts and their positions."""
+        positions = contents.get("positions")
+        self._memory = parts_of(contents) if contents else None
+        self._positions = None if isinstance(positions, int) else positions
+
+    def __len__(self) -> int:
+        return 0 if self._positions is None else slot_count(self._positions)
+
+
+class Growing(StoredParts, Cache):
     """A cache that keeps all tokens; every update appends to it by concatenation.
 
     Tensors that `update` returned never change. `crop` removes trailing slots that no row needs,
@@ -52,10 +77,6 @@ class Growing(Cache):
 
     kind: ClassVar[str | None] = "growing"
 
-    def __init__(self) -> None:
-        self._memory: Parts | None = None
-        self._positions: Positions | None = None
-
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each part `[B, n, T, d]`, and return all memory and all positions."""
         check_update(memory, positions)
@@ -76,21 +97,6 @@ class Growing(Cache):
         n = written_length(positions)
         self._memory = tuple(m[:, :, :n] for m in self._memory)
         self._positions = slice_positions(positions, slice(0, n))
-
-    def contents(self) -> Contents:
-        """Return the parts and their positions."""
-        if self._memory is None or self._positions is None:
-            return {}
-        return {**named_parts(self._memory), "positions": self._positions}
-
-    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the parts and their positions."""
-        positions = contents.get("positions")
-        self._memory = parts_of(contents) if contents else None
-        self._positions = None if isinstance(positions, int) else positions
-
-    def __len__(self) -> int:
-        return 0 if self._positions is None else slot_count(self._positions)
 
 
 def written_length(positions: Positions) -> int:
@@ -238,3 +244,188 @@ class Fixed(Cache):
             self._table[:, :n] = old
         self._table[:, n : n + T] = added
         self._positions = self._table[:, : n + T]
+
+
+class Latent(Cache):
+    """A cache of rank + rotary values per token: a latent and the rotary key that all heads share.
+
+    Both are stored as one part `[B, 1, T, rank + rotary]`, like `Growing`, or like `Fixed` if a
+    capacity is given. Any other memory is refused, so that a projection which passes expanded keys
+    and values, which are many times larger, fails at its first update.
+
+    Args:
+        rank: the size of the latent.
+        rotary: the size of the shared rotary key that follows it; 0 means none.
+        capacity: the largest number of slots, allocated at the first update; None means no bound.
+
+    Raises:
+        ArgumentError: rank or capacity is less than 1, or rotary less than 0; an update is not one
+            part `[B, 1, T, rank + rotary]`, does not fit the contents, or exceeds the capacity. The
+            cache stays unchanged.
+
+    >>> import torch
+    >>> cache = Latent(512, 64)
+    >>> _ = cache.update((torch.zeros(1, 1, 3, 576, dtype=torch.bfloat16),), Span(0, 3))
+    >>> cache.elements, cache.bytes
+    (576, 3456)
+
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2 and table 1.
+    """
+
+    def __init__(self, rank: int, rotary: int, *, capacity: int | None = None) -> None:
+        if rank < 1 or rotary < 0:
+            raise ArgumentError(
+                f"Latent(rank={rank}, rotary={rotary}): rank must be at least 1 and rotary at "
+                "least 0"
+            )
+        self.rank, self.rotary, self.capacity = rank, rotary, capacity
+        self._store: Cache = Growing() if capacity is None else Fixed(capacity)
+
+    @property
+    def elements(self) -> int:
+        """The number of values per token: rank + rotary."""
+        return self.rank + self.rotary
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The sizes and the capacity, as constructor arguments."""
+        return {"rank": self.rank, "rotary": self.rotary, "capacity": self.capacity}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory that is held."""
+        return self._store.bytes
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Append one part `[B, 1, T, rank + rotary]`, and return all memory and all positions."""
+        if not self._store.contents():  # later updates are compared with the first one
+            self._check(memory)
+        return self._store.update(memory, positions)
+
+    def crop(self, length: int) -> None:
+        """Remove every token at position `length` or later."""
+        self._store.crop(length)
+
+    def contents(self) -> Contents:
+        """Return the part and its positions."""
+        return self._store.contents()
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the part and its positions.
+
+        Raises:
+            ArgumentError: the contents are not one part `[B, 1, S, rank + rotary]`.
+        """
+        if contents:
+            self._check(parts_of(contents))
+        self._store.fill(contents)
+
+    def mark(self) -> Any:
+        """Return a snapshot from which `restore` can undo the next update."""
+        return self._store.mark()
+
+    def restore(self, mark: Any) -> None:
+        """Undo the update that came after the snapshot."""
+        self._store.restore(mark)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def _check(self, memory: Parts) -> None:
+        shapes = [tuple(m.shape) for m in memory]
+        if len(memory) != 1 or memory[0].ndim != 4 or shapes[0][1::2] != (1, self.elements):
+            raise ArgumentError(
+                f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, "
+                f"{self.elements}], {self.rank} latent and {self.rotary} rotary values: store "
+                "the latent, and expand it to keys and values after reading"
+            )
+
+
+class Cross(StoredParts, Cache):
+    """A cache for cross-attention: `store` the memory of the source once, and `read` it at every
+    step.
+
+    The positions are those of the source, -1 at padding. For beam search, `select` repeats rows and
+    `reorder` permutes them.
+
+        if cache.written:
+            memory, positions = cache.read()
+        else:
+            memory, positions = cache.store(project(source, source_positions), source_positions)
+
+    `update` does the same as `store`, so that a module which tries to append at every step fails at
+    the second step. `crop` raises unless it removes everything or nothing, because the length of
+    the target does not refer to the source; `reset` empties the cache for another source.
+
+    Raises:
+        ArgumentError: the cache is written twice, or read before it is written; parts and positions
+            do not fit each other; a crop would shorten the source. The cache stays unchanged.
+
+    >>> import torch
+    >>> cache = Cross()
+    >>> k = v = torch.zeros(1, 2, 5, 4)
+    >>> _ = cache.store((k, v), Span(0, 5))
+    >>> (keys, values), positions = cache.read()
+    >>> keys is k, positions
+    (True, Span(start=0, length=5))
+    """
+
+    @property
+    def written(self) -> bool:
+        """Whether the cache holds a source."""
+        return self._memory is not None
+
+    def store(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Store the memory of a source.
+
+        Args:
+            memory: parts, each `[B, n, S, d]`.
+            positions: the positions of the source tokens.
+
+        Returns:
+            The memory and the positions.
+        """
+        check_update(memory, positions)
+        if self._positions is not None:
+            raise ArgumentError(
+                f"a Cross cache is written once, and holds {len(self)} slots of a source already; "
+                "read() them, or reset() it for another source"
+            )
+        self._memory, self._positions = tuple(memory), positions
+        return self._memory, positions
+
+    def read(self) -> tuple[Parts, Positions]:
+        """Return the memory of the source as it was stored.
+
+        Returns:
+            The parts, each `[B, n, S, d]`, and their positions.
+        """
+        if self._memory is None or self._positions is None:
+            raise ArgumentError(
+                "a Cross cache holds no source yet; call store(memory, positions) before read()"
+            )
+        return self._memory, self._positions
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Store the memory of a source, like `store`."""
+        return self.store(memory, positions)
+
+    def crop(self, length: int) -> None:
+        """Remove the source at length 0; otherwise check that no token is at position `length` or
+        later.
+        """
+        check_crop(length)
+        if self._positions is None or length == 0:
+            return self.reset()
+        positions = self._positions
+        if isinstance(positions, Span):
+            stop = positions.stop if positions.length else 0
+        else:
+            stop = int(positions.max()) + 1 if positions.numel() else 0
+        if length < stop:
+            raise ArgumentError(
+                f"crop to {length}, but a Cross cache holds a source of "
+                f"{plural(stop, 'position')}, which cannot be shortened; crop the caches of the "
+                "target, or reset() this one"
+            )
+        return None

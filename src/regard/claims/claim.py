@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from regard.bench.timing import quartiles
+from regard.bench.measurement import quartiles
 from regard.compare.experiment import Numbers
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.view.charts import Picture

@@ -9,8 +9,8 @@ from statistics import geometric_mean
 
 import torch
 
+from regard.bench.measurement import interleaved
 from regard.bench.runner import torch_threads
-from regard.bench.timing import interleaved
 from regard.claims.claim import num_steps
 from regard.compare.experiment import Numbers
 from regard.view.charts import Line

@@ -26,7 +26,7 @@ from regard.claims.small_training import answer_accuracy, small_decoder, train_o
 from regard.compare.experiment import Numbers
 from regard.compare.long_context import losses_by_length
 from regard.models.convert.attention_maps import Checkpoint
-from regard.models.convert.context_length import Extension, extend_context
+from regard.models.convert.rotary_positions import Extension, extend_context
 from regard.models.decoder import Decoder
 from regard.models.families import llama
 from regard.positions import critical_dimension

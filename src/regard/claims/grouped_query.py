@@ -27,7 +27,7 @@ from regard.claims.small_training import (
     train_on_task,
 )
 from regard.compare.experiment import Numbers
-from regard.compare.speed import cache_bytes
+from regard.compare.speed_and_memory import cache_bytes
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.train.tasks import TASKS

@@ -36,7 +36,7 @@ from regard.claims.cpu_timing import (
 )
 from regard.claims.small_training import small_decoder
 from regard.compare.experiment import Numbers
-from regard.compare.speed import decode_step
+from regard.compare.speed_and_memory import decode_step
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha

@@ -214,12 +214,12 @@ def _peak(
     """
     import torch
 
-    from regard.bench.peak_memory import call_in_subprocess
+    from regard.bench.measurement import call_in_subprocess
 
     settings = {**size_options, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
     return lambda name: call_in_subprocess(
-        "regard.bench.peak_memory:peer_peak_bytes",
+        "regard.bench.measurement:peer_peak_bytes",
         {**settings, "peer": name},
         advice="leave --memory out to skip this measurement",
     )

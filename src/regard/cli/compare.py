@@ -239,7 +239,7 @@ def _plan(options: dict[str, Any]) -> ComparisonPlan:
     from regard.compare.comparison import ComparisonPlan
     from regard.compare.mechanisms import Shape, candidates, configs
     from regard.compare.quality import RECALL_TASKS, TrainingSettings, eval_tasks
-    from regard.compare.speed import Timing
+    from regard.compare.speed_and_memory import Timing
 
     _check_quality(options)
     if options["threads"]:

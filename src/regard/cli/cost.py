@@ -391,7 +391,7 @@ def _model(
             f"give a model, or its sizes: {names} missing. regard cost --list shows the known "
             "models"
         )
-    from regard.cost.sizes import Sizes
+    from regard.cost.mechanisms import Sizes
 
     return Sizes(**given_sizes, options=mechanism_options).model()
 

@@ -254,7 +254,7 @@ def explain(
 
 def _check_lang(lang: str | None) -> None:
     if lang is not None:
-        from regard.view.report.lang import check_language
+        from regard.view.report import check_language
 
         try:
             check_language(lang)
@@ -490,8 +490,8 @@ def page(
 
     from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
+    from regard.view.report import language_of_locale
     from regard.view.report import page as page_of
-    from regard.view.report.lang import language_of_locale
 
     recording = record_run(read)
     names = [

@@ -160,7 +160,7 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
 
 def _write(results: ExtensionResults, options: dict[str, Any]) -> None:
     """Print the results, and write the requested files."""
-    from regard.compare.context_extension import plots, render_page, render_table
+    from regard.compare.context_extension_report import plots, render_page, render_table
     from regard.view import charts
     from regard.view.html_page import write
 

@@ -142,7 +142,7 @@ def _print(results: list[dict[str, object]]) -> None:
 
 
 def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:
-    from regard.view import charts
+    from regard.view import charts, heatmaps
 
     weights = layer_stages.stage("weights").values
     if head >= weights.shape[1]:
@@ -151,7 +151,7 @@ def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:
             "from 0"
         )
     title = f"{layer_stages.name}, weights of head {head}, {layer_stages.mask}"
-    charts.write(charts.HeadWeights(weights[0, head].tolist(), title), path)
+    charts.write(heatmaps.HeadWeights(weights[0, head].tolist(), title), path)
 
 
 def _write(results: list[dict[str, object]], path: Path) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from regard.compare import memory, quality, speed
+from regard.compare import quality, speed_and_memory
 from regard.compare.experiment import Experiment, Numbers, Session, format_duration
 from regard.compare.mechanisms import Candidate, Shape, count_parameters
-from regard.compare.memory import METHOD
 from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
-from regard.compare.speed import Timing
+from regard.compare.speed_and_memory import METHOD, Timing
 from regard.models.families.regard import Config
 
 TRAINING_SHARE = 0.9
@@ -359,9 +358,11 @@ class Comparison:
         the results of all finished experiments.
         """
         plan, session = self.plan, self.session
-        session.run(speed.timing_experiments(plan.configs, plan.timing, self.machine))
+        session.run(speed_and_memory.timing_experiments(plan.configs, plan.timing, self.machine))
         if self.with_memory:
-            session.run(memory.memory_experiments(plan.configs, plan.timing, self.machine))
+            session.run(
+                speed_and_memory.memory_experiments(plan.configs, plan.timing, self.machine)
+            )
         if not plan.tasks:
             return
         pilots = session.run(quality.pilot_experiments(plan.train_configs, plan.tasks))

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from regard.argument_checks import resolve_head_dim
 from regard.configs.base import ModelConfig, check_activation, check_sizes
-from regard.cost.feed_forward import DenseSpec
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 

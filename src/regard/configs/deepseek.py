@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Literal
 from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.llama import check_experts
 from regard.configs.rope import RopeSettings, normalize_rope
-from regard.cost.feed_forward import DenseSpec, FeedForwardSpec, MoESpec
 from regard.cost.latent import LatentSpec
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 

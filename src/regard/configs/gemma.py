@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.argument_checks import check_number
-from regard.configs import layer_types
-from regard.configs.base import Raw
-from regard.configs.layer_types import FULL, SLIDING
+from regard.configs.base import FULL, SLIDING, Raw, layer_windows
 from regard.configs.llama import GroupedQueryConfig
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
 from regard.errors import ArgumentError
@@ -88,7 +86,7 @@ class WindowedGemmaConfig(GemmaConfig):
         """Return the windows of `layer_types`; without that key, every `window_pattern`-th layer
         has full attention and the others have the window.
         """
-        return layer_types.windows(
+        return layer_windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
             layer_types=self.layer_types,
@@ -184,7 +182,7 @@ class Gemma3Config(WindowedGemmaConfig):
                 keys.get("layer_types"),
                 keys.get("sliding_window", cls.sliding_window),
             )
-            spans = layer_types.windows(
+            spans = layer_windows(
                 layers,
                 sliding_window=width,
                 layer_types=named,

@@ -19,8 +19,7 @@ from regard.configs.base import (
 )
 from regard.configs.reader import is_harmless
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
-from regard.cost.feed_forward import DenseSpec
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError

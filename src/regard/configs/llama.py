@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from regard.argument_checks import check_groups, check_number
-from regard.configs import layer_types
-from regard.configs.base import ModelConfig, Raw, check_sizes
+from regard.configs.base import ModelConfig, Raw, check_sizes, layer_windows
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
-from regard.cost.feed_forward import DenseSpec, FeedForwardSpec, MoESpec
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
@@ -169,7 +167,7 @@ class MistralConfig(GroupedQueryConfig):
 
     def windows(self) -> tuple[int | None, ...]:
         """Return the same window for all layers, or None for all."""
-        return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+        return layer_windows(self.num_hidden_layers, sliding_window=self.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ class Qwen2Config(GroupedQueryConfig):
         """Return the windows of `layer_types`, or a window from layer `max_window_layers` on; None
         for all layers if use_sliding_window is false.
         """
-        return layer_types.windows(
+        return layer_windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
             layer_types=self.layer_types,
@@ -350,7 +348,7 @@ class Phi3Config(GroupedQueryConfig):
 
     def windows(self) -> tuple[int | None, ...]:
         """Return the same window for all layers, or None for all."""
-        return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+        return layer_windows(self.num_hidden_layers, sliding_window=self.sliding_window)
 
 
 YARN = {
@@ -418,7 +416,7 @@ class GptOssConfig(GroupedQueryConfig):
         window.
         """
         pattern = None if self.layer_types is not None or self.sliding_window is None else 2
-        return layer_types.windows(
+        return layer_windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
             layer_types=self.layer_types,

@@ -241,7 +241,7 @@ ROPE_KEYS = frozenset(
 )
 """The keys of rotary positions, which change no size."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""A dtype of config.json -> its name in `regard.cost.kv_formats.BITS`."""
+"""A dtype of config.json -> its name in `regard.cost.report.BITS`."""
 
 
 def is_tool_key(key: str) -> bool:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from regard.configs.base import ModelConfig, check_sizes
-from regard.cost.feed_forward import DenseSpec
 from regard.cost.mechanisms import mechanism_spec
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 

@@ -2,7 +2,7 @@
 
 The base, the rotated fraction of each head and the scaling can be at the top level of a file, in
 `rope_scaling`, or in `rope_parameters`. `normalize_rope` converts all of these to one form;
-`regard.models.assembly.rope` builds the rotary modules.
+`regard.models.assembly.building_blocks` builds the rotary modules.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from regard.configs.base import UnknownKey
-from regard.configs.layer_types import FULL, SLIDING
+from regard.configs.base import FULL, SLIDING, UnknownKey
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.untrusted_text import short_repr
@@ -65,7 +64,7 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 
 class RopeSettings(NamedTuple):
-    """The part of a config that `regard.models.assembly.rope.rotary_module` needs.
+    """The part of a config that `regard.models.assembly.building_blocks.rotary_module` needs.
 
     Attributes:
         head_dim: the head dim D.

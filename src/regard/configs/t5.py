@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
-from regard.cost.feed_forward import DenseSpec
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import CrossSpec, SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError

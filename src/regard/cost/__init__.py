@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from regard.cost.infini import infini_flops, infini_state
+from regard.cost.fixed_state import infini_flops, infini_state
 from regard.cost.softmax import attention_flops
 from regard.cost.spec import Description, Quantity, Spec
 from regard.deprecation import renamed

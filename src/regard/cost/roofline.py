@@ -69,7 +69,7 @@ class Machine:
         computed in.
 
         Args:
-            dtype: a name in `regard.cost.kv_formats.BITS`.
+            dtype: a name in `regard.cost.report.BITS`.
         """
         while dtype not in self.flops:
             dtype = COMPUTE_FORMAT.get(dtype, next(iter(self.flops)))

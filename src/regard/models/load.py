@@ -16,11 +16,10 @@ from regard.configs.base import Raw
 from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.regular_files import checked_path_or_none, open_regular
-from regard.files.safetensors_header import identify_format
+from regard.files.safetensors_files import identify_format
 from regard.models import hub
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import SAME_NAMES
+from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.quantized import dequantized
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
@@ -146,6 +145,37 @@ def load(
         read_config(folder, *_family(folder, kind), tensors=_ASSUMED_TENSORS, ignore=ignore)
 
     folder = resolve_source(source, revision, check)
+    return _load_folder(
+        folder,
+        kind,
+        dtype=dtype,
+        allow_missing=allow_missing,
+        ignore=ignore,
+        finite=finite,
+    )
+
+
+_ASSUMED_TENSORS = 1 << 16
+"""The number of tensors that is assumed while the weights are not downloaded yet."""
+_READ_KEYS = frozenset(
+    {"dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"}
+)
+"""Keys that are read although they do not change the structure of the network."""
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def _load_folder(
+    folder: Path,
+    kind: type[Any] | None,
+    *,
+    dtype: torch.dtype | None,
+    allow_missing: Sequence[str],
+    ignore: Sequence[str],
+    finite: bool,
+) -> Model | TextEncoder | Seq2Seq:
+    """Load a model from a folder: check its files, build the network without values, and read the
+    tensors into it.
+    """
     its_family, raw = _family(folder, kind)
     store = dequantized(CheckpointTensors.open(folder), raw.get("quantization_config"))
     adapter_files = _check_adapter_files(folder, ignore)
@@ -176,15 +206,6 @@ def load(
         raw,
         {"newly_initialized": filled.newly_initialized, "ignored": ignored},
     )
-
-
-_ASSUMED_TENSORS = 1 << 16
-"""The number of tensors that is assumed while the weights are not downloaded yet."""
-_READ_KEYS = frozenset(
-    {"dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"}
-)
-"""Keys that are read although they do not change the structure of the network."""
-_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
 def _family(folder: Path, kind: type[Any] | None) -> tuple[Family, Raw]:

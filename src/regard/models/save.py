@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from regard.errors import FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
-from regard.models.checkpoint.name_tables import bind_names
+from regard.models.checkpoint.family import bind_names
 from regard.models.families import family, model_type_of
 from regard.models.tokenizer import Tokenizer
 from regard.untrusted_text import error_text

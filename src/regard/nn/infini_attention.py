@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Memory
-from regard.cost.infini import InfiniSpec
+from regard.cost.fixed_state import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.explainable import (
     CallWeights,
@@ -25,9 +25,13 @@ from regard.nn.explainable import (
 )
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Projection
-from regard.ops.memory import CompressiveState, infini_attention
-from regard.ops.memory.compressive import UpdateRule
-from regard.ops.memory.infini_attention import EmptyMemoryRule, check_options
+from regard.ops.memory import (
+    CompressiveState,
+    EmptyMemoryRule,
+    UpdateRule,
+    check_options,
+    infini_attention,
+)
 from regard.positions import Rotary
 from regard.span import Positions, Span
 from regard.tracing import tap

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
-from regard.cost.recurrent import DeltaSpec, LinearSpec
+from regard.cost.fixed_state import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
@@ -24,9 +24,14 @@ from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effecti
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.renamed_weights import LoadsRenamedWeights
-from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.feature_maps import FeatureMap, feature_map_of
+from regard.ops.linear.linear_attention import (
+    FeatureMap,
+    feature_map_of,
+    gated_linear,
+    linear_attention,
+    retention,
+)
 from regard.span import Positions, Span
 from regard.tracing import tap
 from regard.units import plural

@@ -101,7 +101,12 @@ def _dtype_name(x: Tensor) -> str:
 
 
 def try_gemv(
-    x: object, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
+    x: object,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    only_if_faster: bool = True,
+    weights_per_thread: int = WEIGHTS_PER_THREAD,
 ) -> Tensor | None:
     """Compute W x + b with compiled code, or return None if compiled code cannot read the tensors,
     is not faster than torch, or the arguments do not fit together.
@@ -114,6 +119,7 @@ def try_gemv(
         weight: `[N, M]`.
         bias: `[N]`, or None.
         only_if_faster: whether to return None also where torch was measured to be faster.
+        weights_per_thread: one more thread works for every so many weights.
 
     Returns:
         W x + b `[..., N]` in the dtype of x, or None.
@@ -156,7 +162,7 @@ def try_gemv(
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
     )
-    workers = min(openmp.thread_count(), 1 + N * M // WEIGHTS_PER_THREAD)
+    workers = min(openmp.thread_count(), 1 + N * M // weights_per_thread)
     openmp.run_entry(_compiled_entry()(dtype), record, workers)
     return y
 

@@ -21,10 +21,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.atomic_write import sync_to_disk, temporary_folder
-from regard.files.folder_lock import WRITING_PREFIX, delete_abandoned
+from regard.files.atomic_write import (
+    WRITING_PREFIX,
+    delete_abandoned,
+    sync_to_disk,
+    temporary_folder,
+)
 from regard.files.regular_files import checked_path, open_regular
-from regard.files.safetensors_reader import load_tensors
+from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
 from regard.nn.renamed_weights import current_weight_name
 from regard.train.batches import BatchSource

@@ -18,7 +18,7 @@ from torch import nn
 
 from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError, RegardError
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked
 from regard.train import checkpoints
 from regard.train.batches import BatchSource, ExampleBatch
 from regard.train.context_parallel import ContextParallel

@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.atomic_write import sync_to_disk, temporary_folder, write_user_file
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
 from regard.models.families import family, llama, model_type_of, regard
 from regard.models.save import save

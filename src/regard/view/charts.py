@@ -1,4 +1,4 @@
-"""Every chart of regard, drawn by matplotlib: lines, scatter plots, alignments, heatmaps and bars.
+"""Charts of regard, drawn by matplotlib: lines, scatter plots and bars; `heatmaps` has the others.
 
 A chart is a dataclass of plain numbers and texts. Its `draw` returns the matplotlib figure with
 tooltips for its marks; `svg` converts it to text for a page, and `write` to a file. All charts look
@@ -9,33 +9,27 @@ alike: the title at the left, the name of the vertical axis above it, the colour
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from jaxtyping import Float
 from rich.cells import cell_len
 
-from regard import units
 from regard.untrusted_text import escape_controls
-from regard.view import palette, plotting, terminal
+from regard.view import palette, plotting
+from regard.view.axes import set_scale, unit_in, value_formatter
 from regard.view.plotting import Drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ROLES = ("q", "k", "v", "s", "z")
 MARKS = ("o", "s", "D", "^", "v")
 """Lines differ in colour and in mark; from the sixth line on they are dashed, with empty marks."""
 MAX_MARKS = 24
 """The largest number of marks on a line; more marks would hide the line."""
-LETTER_WIDTH = 7.9
-"""Approximate width of a letter of a name, in pixels."""
 
 Point = tuple[float, float]
 
@@ -221,7 +215,8 @@ class Picture:
         if line.hints:
             return line.hints[i]
         x, y = line.points[i]
-        return f"{line.name}: {_value_text(_unit(self.x))(x)}, {_value_text(_unit(self.y))(y)}"
+        of_x, of_y = value_formatter(unit_in(self.x)), value_formatter(unit_in(self.y))
+        return f"{line.name}: {of_x(x)}, {of_y(y)}"
 
     def _shade(self, axes: Axes, edge: float) -> None:
         low, high = axes.get_xlim()
@@ -241,10 +236,10 @@ class Picture:
 
     @staticmethod
     def _scale(axes: Axes, name: str, words: str, values: list[float], *, log: bool) -> None:
-        unit = _unit(words)
+        unit = unit_in(words)
         if unit == "share" and not log and min(values) >= 0 and max(values) <= 1:
             values = [0.0, 1.0]
-        _scale(axes, name, values, unit, log=log, tokens=words == "n" or "token" in words)
+        set_scale(axes, name, values, unit, log=log, tokens=words == "n" or "token" in words)
 
 
 @dataclass(frozen=True)
@@ -264,7 +259,7 @@ class Panels:
         lines = self.pictures[0].lines
         widest = max((cell_len(escape_controls(line.name)) for line in lines), default=0)
         each = 720 if len(self.pictures) == 1 else 520
-        wide, apart = each * len(self.pictures), LETTER_WIDTH * widest + 54
+        wide, apart = each * len(self.pictures), plotting.LETTER_WIDTH * widest + 54
         abreast = max(1, min(len(lines), int((wide - 40) // apart), 6))
         top = 70 + 20 * -(-len(lines) // abreast)
         figure = plotting.new_figure(wide, top + 324)
@@ -446,9 +441,9 @@ class Scatter:
         )
         ys = [v for mark in self.marks for v in (mark.y, *mark.span)]
         values = [0.0, 1.0] if self.y.unit == "share" else ys
-        _scale(axes, "y", values, self.y.unit, log=self.y.logarithmic, room=0.08)
+        set_scale(axes, "y", values, self.y.unit, log=self.y.logarithmic, room=0.08)
         xs = [mark.x for mark in self.marks]
-        _scale(axes, "x", xs, self.x.unit, log=self.x.logarithmic, room=0.08, most=6)
+        set_scale(axes, "x", xs, self.x.unit, log=self.x.logarithmic, room=0.08, most=6)
         best = sorted((mark.x, mark.y) for mark in self.marks if mark.on_pareto_front)
         if len(best) > 1:
             axes.plot(
@@ -475,7 +470,7 @@ class Scatter:
                 gid=f"mark {i}",
                 zorder=3,
             )
-            x, y = _value_text(self.x.unit)(mark.x), _value_text(self.y.unit)(mark.y)
+            x, y = value_formatter(self.x.unit)(mark.x), value_formatter(self.y.unit)(mark.y)
             hints[f"mark {i}"] = [
                 f"{mark.name}: {x}, {y}" + (", on the Pareto front" if mark.on_pareto_front else "")
             ]
@@ -488,7 +483,11 @@ class Scatter:
         places = [axes.transData.transform((mark.x, mark.y)) for mark in self.marks]
         for i in sorted(range(len(places)), key=lambda i: -places[i][1]):
             name = escape_controls(self.marks[i].name)
-            left, middle, wide = places[i][0] + 10, places[i][1], LETTER_WIDTH * cell_len(name)
+            left, middle, wide = (
+                places[i][0] + 10,
+                places[i][1],
+                plotting.LETTER_WIDTH * cell_len(name),
+            )
             for other, other_wide, placed_y in placed:
                 apart = left > other + other_wide or other > left + wide
                 if not apart and abs(placed_y - middle) < line:
@@ -505,140 +504,6 @@ class Scatter:
                 annotation_clip=False,
                 zorder=4,
             )
-
-
-@dataclass(frozen=True)
-class AlignmentMap:
-    """A heatmap of the attention of each word of the answer (rows) over the words of the source
-    (columns).
-
-    Args:
-        weights: `[T, S]`; each row is a distribution.
-        predicted: word of each row.
-        source: word of each column.
-        title: description for screen readers.
-
-    >>> chart = AlignmentMap(np.eye(2), ["一", "二"], ["one", "two"])
-    >>> chart.draw().hints["cells"][0]
-    '一 ← one: 1.0000'
-    """
-
-    weights: Float[np.ndarray, "T S"]
-    predicted: Sequence[str]
-    source: Sequence[str]
-    title: str = "alignment: rows are the answer, columns are the source"
-
-    def draw(self) -> Drawing:
-        """Return the figure; the darker a cell is, the larger is the weight of its row on its
-        column.
-        """
-        rows, columns = self.weights.shape
-        predicted, source = (
-            [escape_controls(word) for word in words] for words in (self.predicted, self.source)
-        )
-        side, turn = 22, math.radians(55)
-        longest = [
-            max(map(cell_len, words), default=0) * LETTER_WIDTH for words in (predicted, source)
-        ]
-        left, top = 18 + longest[0], 22 + longest[1] * math.sin(turn)
-        # the last column label extends to the right
-        right = 14 + (cell_len(source[-1]) * LETTER_WIDTH * math.cos(turn) if source else 0)
-        wide = max(left + columns * side + right, left + 300)
-        high = top + rows * side + 48
-        figure = plotting.new_figure(wide, high)
-        axes = plotting.new_axes(figure, left, wide - left - columns * side, top, 48)
-        axes.grid(visible=False)
-        cells = axes.pcolormesh(
-            np.clip(self.weights, 0, 1),
-            cmap=plotting.weight_colours(),
-            vmin=0,
-            vmax=1,
-            edgecolors=palette.LIGHT["card"],
-            linewidth=2,
-            gid="cells",
-        )
-        axes.invert_yaxis()
-        axes.xaxis.tick_top()
-        axes.set_xticks(
-            np.arange(columns) + 0.5,
-            source,
-            rotation=55,
-            ha="left",
-            rotation_mode="anchor",
-            color=palette.LIGHT["k"],
-            fontsize=13,
-        )
-        axes.set_yticks(np.arange(rows) + 0.5, predicted, color=palette.LIGHT["q"], fontsize=13)
-        axes.tick_params(pad=5)
-        self._scale(figure, left)
-        hints = [
-            f"{word} ← {other}: {terminal.weight(float(weight))}"
-            for word, row in zip(predicted, self.weights, strict=True)
-            for other, weight in zip(source, row, strict=True)
-        ]
-        assert cells.get_array() is not None
-        return Drawing(figure, {"cells": hints})
-
-    @staticmethod
-    def _scale(figure: Figure, left: float) -> None:
-        """Draw the colour scale below the chart."""
-        wide, high = (72 * x for x in figure.get_size_inches())
-        plotting.write_at(figure, left, high - 14, "weight 0", size=12)
-        bar = figure.add_axes(((left + 62) / wide, 12 / high, 160 / wide, 14 / high))
-        shades = np.linspace(0, 1, plotting.NUM_SHADES)[None]
-        bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
-        bar.set_axis_off()
-        plotting.write_at(figure, left + 230, high - 14, "1", size=12)
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """A heatmap of the weights of one head with their numbers; rows are queries, columns are keys.
-
-    Args:
-        weights: `[T][S]`, each between 0 and 1.
-        title: text above the chart.
-
-    >>> len(HeadWeights([[1.0, 0.0], [0.5, 0.5]], "head 0").draw().hints["cells"])
-    4
-    """
-
-    weights: Sequence[Sequence[float]]
-    title: str
-
-    def draw(self) -> Drawing:
-        """Return the figure; up to 16 rows, each cell has its number."""
-        cells = np.array(self.weights, float)
-        rows, columns = cells.shape
-        side = max(8, min(44, 640 // max(rows, columns)))
-        wide = max(96 + columns * side, 40 + LETTER_WIDTH * cell_len(escape_controls(self.title)))
-        figure = plotting.new_figure(wide, 112 + rows * side)
-        axes = plotting.new_axes(figure, 60, wide - 60 - columns * side, 56, 56)
-        axes.grid(visible=False)
-        plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
-        plotting.write_at(figure, 16, 46, "query")
-        colours = plotting.weight_colours()
-        axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, gid="cells")
-        axes.invert_yaxis()
-        axes.set_xlabel("key", fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
-        for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
-            step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000, 10**9) if count <= 20 * s)
-            axis.set_ticks(np.arange(0, count, step) + 0.5, map(str, range(0, count, step)))
-        for i, j in np.ndindex(rows, columns) if max(rows, columns) <= 16 else ():
-            axes.text(
-                j + 0.5,
-                i + 0.5,
-                f"{cells[i, j]:.2f}",
-                ha="center",
-                va="center",
-                fontsize=11,
-                color=palette.LIGHT["card" if cells[i, j] > 0.45 else "ink"],
-            )
-        hints = [
-            f"query {i}, key {j}: {terminal.weight(float(cells[i, j]))}"
-            for i, j in np.ndindex(rows, columns)
-        ]
-        return Drawing(figure, {"cells": hints})
 
 
 @dataclass(frozen=True)
@@ -675,7 +540,7 @@ class RatioBars:
         """Return the figure, with a row for each bar."""
         ratios = [bar.ratio for bar in self.bars]
         labels = [escape_controls(bar.label) for bar in self.bars]
-        left = 24 + LETTER_WIDTH * max(map(cell_len, labels))
+        left = 24 + plotting.LETTER_WIDTH * max(map(cell_len, labels))
         figure = plotting.new_figure(left + 560, 110 + 22 * len(ratios))
         axes = plotting.new_axes(figure, left, 130, 44, 60)
         axes.grid(axis="x", color=palette.LIGHT["line"], linewidth=1)
@@ -698,7 +563,7 @@ class RatioBars:
         axes.axvline(1, color=palette.LIGHT["q"], linewidth=2)
         axes.set_yticks(places, labels, color=palette.LIGHT["ink"], fontsize=12)
         axes.set_ylim(len(ratios) - 0.4, -0.6)
-        _scale(axes, "x", [0.8, 1.25, *ratios], "ratio", log=True)
+        set_scale(axes, "x", [0.8, 1.25, *ratios], "ratio", log=True)
         axes.set_xlabel(
             "time divided by the time of regard; larger is slower",
             fontsize=13,
@@ -754,119 +619,4 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
             )
             for name, words in wanted
         ),
-    )
-
-
-def _unit(words: str) -> str:
-    """Return the unit that the name of an axis contains, or "" for none.
-
-    >>> [_unit(words) for words in ("cache, bytes", "share correct", "milliseconds", "nats")]
-    ['bytes', 'share', '', '']
-    """
-    match = re.search(r"^share|\b(seconds|bytes|FLOPs)\b", words)
-    return match[0] if match else ""
-
-
-def _value_text(unit: str) -> Callable[[float], str]:
-    """Return the function that formats a value of a unit in a tooltip."""
-    known: dict[str, Callable[[float], str]] = {
-        "bytes": units.size,
-        "seconds": units.seconds,
-        "FLOPs": lambda x: units.count(x, "FLOP"),
-        "share": lambda x: f"{100 * x:.4g} %",
-    }
-    return known.get(unit, _number)
-
-
-def _number(x: float) -> str:
-    """Format a number without a unit in few characters.
-
-    >>> _number(0.25), _number(4096), _number(12345678.0)
-    ('0.25', '4096', '1.2e7')
-    """
-    if abs(x) < 1e5:
-        return f"{x:.4g}" if x != int(x) else f"{x:.0f}"
-    return f"{x:.2g}".replace("e+0", "e").replace("e+", "e")
-
-
-def _tick_text(unit: str, *, tokens: bool) -> Callable[[float], str]:
-    """Return the function that formats a round value of a unit beside an axis."""
-
-    def words(x: float) -> str:
-        if unit == "share":
-            return f"{100 * x:g} %"
-        if unit == "ratio":
-            return f"{x:g}x"
-        if unit == "FLOPs" and x > 0:
-            step = min(int(math.log10(x) + 1e-9) // 3, 6)
-            return f"{x / 1000**step:g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[step]}".rstrip()
-        if unit == "bytes" and x >= 1:
-            step = min(int(math.log2(x) + 1e-9) // 10, 5)
-            return f"{x / 1024**step:g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[step]}"
-        if unit == "seconds" and x > 0:
-            scale, name = next(
-                ((s, n) for s, n in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if x >= 0.999 * s),
-                (1e-9, "ns"),
-            )
-            return f"{x / scale:.4g} {name}"
-        if tokens and x == int(x):
-            return units.tokens(int(x))
-        return _number(x)
-
-    return words
-
-
-def _scale(
-    axes: Axes,
-    name: str,
-    values: Sequence[float],
-    unit: str,
-    *,
-    log: bool,
-    room: float = 0.04,
-    tokens: bool = False,
-    most: int = 9,
-) -> None:
-    """Set the limits of an axis, with a margin around the values, and round tick values."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    low, high = min(values), max(values)
-    if log:
-        (axes.set_xscale if name == "x" else axes.set_yscale)("log")
-        wide = max((math.log(high) - math.log(low)) * room, 0.12)
-        low, high = low * math.exp(-wide), high * math.exp(wide)
-    else:
-        wide = (high - low) * room or max(abs(high) * 0.05, 0.05)
-        low, high = low - wide, high + wide
-    (axes.set_xlim if name == "x" else axes.set_ylim)(low, high)
-    axis = axes.xaxis if name == "x" else axes.yaxis
-    words = _tick_text(unit, tokens=tokens)
-    axis.set_major_locator(FixedLocator(_ticks(low, high, values, unit, log=log, most=most)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
-    axis.set_minor_locator(NullLocator())
-
-
-def _ticks(
-    low: float, high: float, values: Sequence[float], unit: str, *, log: bool, most: int
-) -> list[float]:
-    """Return round tick values within the limits, at most `most` on logarithmic axes, as
-    proposed by matplotlib.
-    """
-    from matplotlib.ticker import Locator, LogLocator, MaxNLocator
-
-    whole = all(v == int(v) for v in values)
-    plain = MaxNLocator(6, steps=[1, 2, 5, 10], integer=whole and unit != "share")
-    locators: list[Locator] = []
-    if log and (unit == "bytes" or all(v > 0 and math.log2(v) % 1 == 0 for v in values)):
-        locators = [LogLocator(2, numticks=most)]
-    elif log:
-        locators = [LogLocator(10, subs, numticks=most) for subs in ((1.0,), (1.0, 2.0, 5.0))]
-    candidates = [
-        [float(t) for t in locator.tick_values(low, high) if low <= t <= high]
-        for locator in (*locators, plain)
-    ]
-    # prefer powers to linear steps, unless there are too few of them
-    few = min(3, len({*values}))
-    return max(
-        (t for t in candidates[:-1] if few <= len(t) <= most), key=len, default=candidates[-1]
     )

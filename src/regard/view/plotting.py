@@ -37,6 +37,8 @@ _LONG_DECIMAL = re.compile(r"-?\d+\.\d{3,}")
 FORMATS = (".svg", ".png", ".pdf")
 """Endings of files to which a figure can be written."""
 SVG = "http://www.w3.org/2000/svg"
+LETTER_WIDTH = 7.9
+"""Approximate width of a letter of a name, in pixels."""
 NUM_SHADES = 16
 """Number of shades of a weight; each has a colour for light pages and one for dark pages."""
 

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from regard.untrusted_text import escape_controls
 from regard.view import terminal
-from regard.view.charts import Accuracy, AlignmentMap, accuracy_chart
+from regard.view.charts import Accuracy, accuracy_chart
+from regard.view.heatmaps import AlignmentMap
 from regard.view.html_page import CaptionedChart, Section, page
 from regard.view.terminal import WIDTH, style
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from regard import masks
 from regard.configs.rope import RopeSettings, normalize_rope
 from regard.errors import ArgumentError
-from regard.models.assembly import rope
-from regard.models.assembly.rope import rotary_heads
+from regard.models.assembly import building_blocks
+from regard.models.assembly.building_blocks import rotary_heads
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PrefixRecomputer, PreNorm, RMSNorm, SwiGLU
 from regard.positions import DynamicNTK, LongRoPE, Rotary, YaRN
@@ -136,7 +136,7 @@ MAX = 64
 
 
 def rotary(*settings: Any, **more: Any) -> Rotary:
-    return rope.rotary_module(RopeSettings(*settings, **more))
+    return building_blocks.rotary_module(RopeSettings(*settings, **more))
 
 
 def make(scaling: dict[str, Any], head_dim: int, theta: float, **more: Any) -> Rotary:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.models.checkpoint.name_tables import (
+from regard.models.checkpoint.family import (
     NameTable,
     TensorRule,
     bind_names,

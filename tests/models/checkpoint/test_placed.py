@@ -20,8 +20,7 @@ from regard.cli.app import run
 from regard.configs.base import ModelConfig
 from regard.inspect import head_scores, record
 from regard.models import Model
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import SAME_NAMES
+from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.weights import map_names, name_matcher
 from regard.models.convert import ConversionOptions, convert
 from regard.models.families import FAMILIES, family, gpt_neox

@@ -21,10 +21,9 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.files import safetensors_reader
+from regard.files import safetensors_files
 from regard.files.regular_files import checked_path, open_regular, read_bytes, read_exactly
-from regard.files.safetensors_header import DTYPES
-from regard.files.safetensors_reader import ReadBuffering
+from regard.files.safetensors_files import DTYPES, ReadBuffering
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -447,13 +446,13 @@ def test_a_file_that_changes_while_it_is_read(
 ) -> None:
     path = single(tmp_path)
     store = CheckpointTensors.open(tmp_path)
-    fill = safetensors_reader.read_into
+    fill = safetensors_files.read_into
 
     def write_after(*args: Any) -> None:
         fill(*args)
         os.utime(path, (1, 1))
 
-    monkeypatch.setattr(safetensors_reader, "read_into", write_after)
+    monkeypatch.setattr(safetensors_files, "read_into", write_after)
     with pytest.raises(FileError, match="was changed after its header was read"):
         dict(store.read())
 

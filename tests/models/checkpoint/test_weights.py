@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import regard
 from regard import FileError
 from regard.configs.base import ModelConfig
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import TensorRule, bind_names, stacked_rows, transposed
+from regard.models.checkpoint.family import Family, TensorRule, bind_names, stacked_rows, transposed
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.checkpoint.weights import fill_parameters
 from regard.models.save import save

@@ -19,7 +19,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked
 from regard.models.convert import ConversionOptions, compare_models, convert
 from regard.models.convert import folder as subject
 from regard.models.convert import folder as writing

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.models.convert import Checkpoint, to_groups
 from regard.models.convert.attention_maps import AttentionMaps, rebuild
 from tests.models.convert import oracle, some
@@ -63,7 +63,7 @@ def test_a_layer_is_what_the_definition_says() -> None:
     for name in "kv":
         old[name] = np.stack([(old[name][2 * g] + old[name][2 * g + 1]) / 2 for g in range(3)])
     x = np.random.default_rng(0).standard_normal((9, 24))
-    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
+    freq = building_blocks.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, **old, freq=freq)
     found = block.attention(torch.from_numpy(x)[None])[0].numpy()
     assert np.abs(found - expected).max() < ROUNDING * np.abs(expected).max()
@@ -194,7 +194,7 @@ def test_queries_take_the_factor_of_their_own_head() -> None:
         shared = new["v"][j // 2]
         v[j] = (old["v"][j] * g) @ np.linalg.pinv(shared * g) @ shared
     x = np.random.default_rng(0).standard_normal((7, 24))
-    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
+    freq = building_blocks.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, old["q"], k, v, o, freq=freq)
     found = block.attention(torch.from_numpy(x)[None])[0].numpy()
     # the values' best matrix is weighted by the outputs, which a square one leaves alone

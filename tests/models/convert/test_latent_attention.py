@@ -15,7 +15,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.models.convert import Checkpoint, to_dtype, to_groups, to_latent
 from regard.models.convert import latent_attention as subject
 from regard.models.convert.attention_maps import AttentionMaps
@@ -165,7 +165,7 @@ def test_what_turns_is_lost_as_its_mean_rotation_says() -> None:
     """
     before = some.llama(num_key_value_heads=4, max_position_embeddings=64)
     _, step = to_latent(before)
-    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
+    freq = building_blocks.rotary_module(before.config.rope).inv_freq.numpy()
     for block, errors in zip(before.network.layers, step.layers, strict=True):
         m, g = oracle.maps(block), oracle.gain(block)
         lost = whole = 0.0

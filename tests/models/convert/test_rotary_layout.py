@@ -13,7 +13,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.models.convert import to_groups, to_latent, to_layout
 from regard.models.model import Model
 from regard.models.save import save
@@ -56,7 +56,7 @@ def test_a_layer_turns_neighbours() -> None:
     before = some.llama()
     after, _ = to_layout(before, "interleaved")
     x = np.random.default_rng(0).standard_normal((7, 24))
-    freq = rope.rotary_module(before.config.rope).inv_freq.numpy()
+    freq = building_blocks.rotary_module(before.config.rope).inv_freq.numpy()
     expected = oracle.attention(x, **oracle.maps(before.network.layers[0]), freq=freq)
     found = oracle.attention(
         x, **oracle.maps(after.network.layers[0]), freq=freq, layout="interleaved"

@@ -12,7 +12,7 @@ import torch
 
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.models.checkpoint.name_tables import bind_names
+from regard.models.checkpoint.family import bind_names
 from regard.models.families import bert, family, t5
 from tests.parity.families.published import build, count, layer, placed
 

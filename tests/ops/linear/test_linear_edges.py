@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from regard.linear import FEATURE_MAPS, gated_linear, linear_attention, retention
-from regard.ops.linear.feature_maps import normalised_query_features
-from regard.ops.linear.retention import default_log_decays
+from regard.ops.linear.linear_attention import default_log_decays, normalised_query_features
 from regard.span import Span
 from tests.ops.linear.mechanisms import FORMS, MECHANISMS, Case, assert_same, case, gammas, states
 from tests.oracles.linear import MAPS, linear, retained

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard.masks import Causal
-from regard.ops.selection import index_mask, index_scores, indexer_loss, position_blocks
+from regard.ops.selection import index_mask, index_scores, indexer_loss
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 from tests.rules import assert_close_rule
@@ -128,22 +128,20 @@ def test_enough_keys_are_causal() -> None:
         assert found.block(at, at).equal(Causal().block(at, at).expand(B, 1, 11, 11))
 
 
-def test_the_future_changes_no_choice_and_rows_in_turns_neither(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_future_changes_no_choice_and_rows_in_turns_neither() -> None:
     q, k, w = inputs("square")
     at = Span(0, 11)
 
-    def choose(k: Tensor) -> Tensor:
-        return index_mask(q, k, w, topk=3, q_positions=at, k_positions=at).block(at, at)
+    def choose(k: Tensor, **memory: int) -> Tensor:
+        mask = index_mask(q, k, w, topk=3, q_positions=at, k_positions=at, **memory)
+        return mask.block(at, at)
 
     before = choose(k)
     for t in range(11):
         changed = k.clone()
         changed[:, :, t + 1 :] = math.nan
         assert choose(changed)[:, :, : t + 1].equal(before[:, :, : t + 1])
-    monkeypatch.setattr(position_blocks, "MAX_CHUNK_BYTES", 1)
-    assert choose(k).equal(before)
+    assert choose(k, max_bytes=1).equal(before)
 
 
 def test_wrong_choices_are_caught() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import regard
 from regard.masks import Causal
-from regard.ops.selection import moba_mask, position_blocks
+from regard.ops.selection import moba_mask
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 from tests.oracles.plain import several_plains
@@ -119,11 +119,10 @@ def test_equal_blocks_are_taken_from_the_front() -> None:
     assert found[0, :, 0].int().tolist() == [[1] * 6 + [0] * 3 + [1] * 3] * 2
 
 
-def test_rows_in_turns_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_turns_choose_the_same() -> None:
     q, k, *_ = inputs("square")
     whole = moba_mask(q, k, size=3, topk=2).block(Span(0, 14), Span(0, 14))
-    monkeypatch.setattr(position_blocks, "MAX_CHUNK_BYTES", 1)
-    assert moba_mask(q, k, size=3, topk=2).block(Span(0, 14), Span(0, 14)).equal(whole)
+    assert moba_mask(q, k, size=3, topk=2, max_bytes=1).block(Span(0, 14), Span(0, 14)).equal(whole)
 
 
 def test_wrong_choices_are_caught() -> None:

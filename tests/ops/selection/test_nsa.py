@@ -8,10 +8,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 import regard
-from regard.ops.selection import NSABlocks, block_layout, position_blocks, selection_mask
+from regard.ops.selection import NSABlocks, block_layout, selection_mask
 from regard.ops.selection.nsa import block_importance, compression_positions, compression_windows
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
@@ -139,21 +138,15 @@ def test_heads_of_a_group_share_their_blocks_and_others_do_not() -> None:
     assert not table[0].equal(table[2])
 
 
-def test_rows_in_turns_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_turns_choose_the_same() -> None:
     sizes, at = SIZES[0], Span(0, 25)
     q, k = torch.randn(B, H, 25, D), torch.randn(B, G, 25, D)
 
-    def choose() -> Tensor:
-        laid = block_layout(at, sizes.select)
-        short = compression_windows(k, laid, sizes).mean(3)
-        mask = selection_mask(
-            q, short, laid, sizes, q_positions=at, k_positions=compression_positions(laid, sizes)
-        )
-        return mask.block(at, at)
-
-    whole = choose()
-    monkeypatch.setattr(position_blocks, "MAX_CHUNK_BYTES", 1)
-    assert choose().equal(whole)
+    laid = block_layout(at, sizes.select)
+    short = compression_windows(k, laid, sizes).mean(3)
+    where = {"q_positions": at, "k_positions": compression_positions(laid, sizes)}
+    whole = selection_mask(q, short, laid, sizes, **where).block(at, at)
+    assert selection_mask(q, short, laid, sizes, **where, max_bytes=1).block(at, at).equal(whole)
 
 
 def test_errors() -> None:

@@ -161,9 +161,12 @@ def test_what_is_no_kernel_is_refused() -> None:
 
 
 def test_a_handle_may_be_removed_twice() -> None:
-    handle = regard.register_kernel(Own(1))
+    own = Own(1)
+    handle = regard.register_kernel(own)
+    assert own in dispatch.all_kernels()
     handle.remove()
     handle.remove()
+    assert dispatch.all_kernels() == dispatch.KERNELS
 
 
 def test_the_work_of_a_registered_kernel_is_in_the_table() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -24,9 +26,19 @@ def test_an_inverted_mask_is_pointed_out() -> None:
 
 def test_a_mask_that_means_it_is_not() -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 8).unbind(0)
-    regard.attend(q, k, v, mask=regard.masks.Dense(torch.ones(20, 20, dtype=torch.bool).triu(1)))
-    regard.attend(q[:, :, :1], k, v, mask=torch.zeros(1, 20, dtype=torch.bool))  # not square
-    regard.attend(q, k, v, mask=torch.zeros(20, 20, dtype=torch.bool))  # hides all: no polarity
+    drop = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    nothing = torch.zeros(20, 20, dtype=torch.bool)  # it hides all keys, and has no polarity
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        meant = regard.attend(q, k, v, mask=regard.masks.Dense(drop))
+        not_square = regard.attend(q[:, :, :1], k, v, mask=nothing[:1])
+        hidden = regard.attend(q, k, v, mask=nothing)
+    assert [str(one.message) for one in said] == []
+    later = (q @ k.mT / 8**0.5).masked_fill(~drop, -torch.inf)[:, :, :-1].softmax(-1) @ v
+    torch.testing.assert_close(meant[:, :, :-1], later)
+    assert not meant[:, :, -1].any()
+    assert not not_square.any()
+    assert not hidden.any()
 
 
 def test_queries_are_the_last_of_the_keys() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import regard
 from regard.configs.reader import parse
-from regard.models.checkpoint.name_tables import bind_names
+from regard.models.checkpoint.family import bind_names
 from regard.models.checkpoint.weights import map_names as place
 from regard.models.families import family
 from regard.models.generation.decode_session import DecodeSession

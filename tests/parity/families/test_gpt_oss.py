@@ -13,7 +13,7 @@ import torch
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.models.families import family
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
@@ -275,7 +275,10 @@ def test_what_a_file_leaves_out() -> None:
     assert read(rope_scaling=None) == read()
     default = {"rope_type": "default", "rope_theta": 1e4}
     unscaled = read(rope_scaling="absent", rope_theta="absent", rope_parameters=default)
-    assert (rope.rotary_module(unscaled.rope).scaling, unscaled.rope_theta) == (None, 1e4)
+    assert (building_blocks.rotary_module(unscaled.rope).scaling, unscaled.rope_theta) == (
+        None,
+        1e4,
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.masks import Causal, Window
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.positions import LongRoPE, Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_following, assert_saved, build, count, layer
@@ -203,7 +203,7 @@ FOUR = LONG | {
 def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
     config, network = build(raw)
     assert count(network) == parameters
-    rotary = rope.rotary_module(config.rope)
+    rotary = building_blocks.rotary_module(config.rope)
     assert len(rotary.inv_freq) == 48  # Phi-4-mini: three quarters of 128
     assert rotary.follows_length == (raw is not MINI)
     factor = 1 if raw is MINI else 1.1902380714238083

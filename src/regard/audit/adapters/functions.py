@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.audit.adapters.base import (
     NEW_CACHE,
+    AuditClaims,
     CallInputs,
     CallOutput,
     CheckNotPossible,
@@ -29,7 +30,6 @@ from regard.audit.adapters.call_arguments import (
     parameters,
 )
 from regard.audit.adapters.projections import read_projections
-from regard.audit.claims import AuditClaims
 from regard.caches import Growing
 from regard.errors import ArgumentError
 from regard.span import Span

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters.base import CheckNotPossible, LinearMap, Projections
+from regard.audit.adapters.base import AuditClaims, CheckNotPossible, LinearMap, Projections
 from regard.audit.adapters.call_arguments import SIZE_NAMES
-from regard.audit.claims import AuditClaims
 from regard.units import plural
 
 ROLES = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters import regard_models
-from regard.audit.adapters.base import CallInputs, TargetAdapter
+from regard.audit.adapters import modules
+from regard.audit.adapters.base import AuditClaims, CallInputs, TargetAdapter
 from regard.audit.adapters.call_arguments import (
     DEFAULT_LENGTH,
     DROPOUT_NAMES,
@@ -28,7 +28,6 @@ from regard.audit.adapters.functions import CustomAdapter, FunctionAdapter
 from regard.audit.adapters.mask_formats import MaskBehavior, detect_conventions, overflows
 from regard.audit.adapters.modules import ModuleAdapter
 from regard.audit.adapters.projections import attribute
-from regard.audit.claims import AuditClaims
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
@@ -266,7 +265,7 @@ def resolve_target(
             "that builds a module; leave them out"
         )
     if isinstance(target, (Model, TextEncoder, Seq2Seq)):
-        return regard_models.model_adapter(target, claims, name, dtype), {}
+        return modules.model_adapter(target, claims, name, dtype), {}
     if not callable(target):
         raise ArgumentTypeError(
             f"{name} is {type(target).__name__}; it must be a module, a class or a function"
@@ -288,9 +287,7 @@ def _adapt_module(
     """Return the adapter of a module, and what its masks do."""
     width = _width(module, claims, name)
     if isinstance(module, Mixer):
-        return _require_call_works(
-            regard_models.MixerAdapter(module, claims, width, name, dtype)
-        ), {}
+        return _require_call_works(modules.MixerAdapter(module, claims, width, name, dtype)), {}
     sizes: dict[str, Any] = {
         size: getattr(claims, size) or attribute(list(module.modules()), SIZE_NAMES[size])
         for size in ("heads", "kv_heads", "head_dim")

@@ -17,7 +17,7 @@ from regard.audit.adapters.base import (
 )
 from regard.audit.adapters.functions import CustomAdapter, FunctionAdapter
 from regard.audit.adapters.modules import ModuleAdapter
-from regard.audit.check_context import CheckContext
+from regard.audit.check_context import LONG_LENGTHS, CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import Influence, influence
 from regard.units import plural
@@ -30,8 +30,6 @@ _PATH_WORDS = {
     "memory": " when it fills a cache",
     "flag": " although its causal flag is set",
 }
-LONG_LENGTHS = (293, 149, 75, 37)
-"""Lengths that no block size divides; the first that the code accepts is used."""
 TESTED_KEYS = (0, 20, 70, 135, 200, 283, 290)
 """The keys that are tested in long sequences: in the first, middle and last blocks."""
 

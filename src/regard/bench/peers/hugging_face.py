@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, prepared_call
-from regard.models.checkpoint.name_tables import bind_names
+from regard.models.checkpoint.family import bind_names
 from regard.models.families import qwen2
 
 NEEDS = ("transformers",)

@@ -13,7 +13,7 @@ from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem,
 from regard.biases import ALiBi
 from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Window
-from regard.ops.softmax import attend, plan
+from regard.ops.softmax import attend, dispatch, plan
 
 
 def attention(problem: AttentionProblem, backend: str = "auto") -> PreparedCall:
@@ -122,13 +122,13 @@ ATTENTION = Peer("regard", "regard.attend, backend auto.", attention)
 OVER_SDPA = Peer("regard", "regard.attend, backend sdpa.", partial(attention, backend="sdpa"))
 KERNELS = tuple(
     Peer(
-        f"regard {name}",
-        f"regard.attend, backend {name}.",
-        partial(attention, backend=name),
-        why_not=partial(why_not, backend=name),
-        bytes=partial(kernel_bytes, backend=name),
+        f"regard {kernel.name}",
+        f"regard.attend, backend {kernel.name}.",
+        partial(attention, backend=kernel.name),
+        why_not=partial(why_not, backend=kernel.name),
+        bytes=partial(kernel_bytes, backend=kernel.name),
     )
-    for name in ("cpu", "gemm", "sdpa", "tiled", "flex", "reference")
+    for kernel in dispatch.KERNELS
 )
 QUANTIZED = Peer(
     "regard, codes",

@@ -2,8 +2,13 @@
 attention, and a decoding step of a whole model.
 """
 
-from regard.bench.problems.attention import AttentionProblem, AttentionSizes, prepared_call
-from regard.bench.problems.latent import LatentProblem, LatentSizes
+from regard.bench.problems.attention import (
+    AttentionProblem,
+    AttentionSizes,
+    LatentProblem,
+    LatentSizes,
+    prepared_call,
+)
 from regard.bench.problems.model import ModelProblem, ModelSizes
 from regard.deprecation import renamed
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
-from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.safetensors_files import load_tensors as read_tensors
 from regard.files.strict_json import parse_json
 from regard.inspect.record.mask_and_bias_data import bias_data, bias_from, mask_data, mask_from
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep

@@ -14,8 +14,8 @@ from torch import nn
 from regard import masks
 from regard.configs.deepseek import DeepseekConfig
 from regard.errors import ArgumentError
-from regard.models.assembly import llama_like, rope
-from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly import building_blocks, llama_like
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
@@ -80,7 +80,7 @@ def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
     Raises:
         ArgumentError: a number is out of range, or experts cannot be selected as the keys say.
     """
-    rope.rotary_module(config.rope)
+    building_blocks.rotary_module(config.rope)
     with torch.device("meta"):  # only sizes are checked, and nothing is allocated
         router()
 
@@ -92,11 +92,10 @@ def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
         config: the config.
         router: builds the router of a layer.
     """
-    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-    head = Linear(config.hidden_size, config.vocab_size, bias=False)
-    if config.tie_word_embeddings:
-        head.weight = embedding.weight
-    rotary = rope.rotary_module(config.rope)
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    rotary = building_blocks.rotary_module(config.rope)
     layers = [_block(config, rotary, router, layer) for layer in range(config.num_hidden_layers)]
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from regard import masks
 from regard.configs.gemma import GemmaConfig
-from regard.models.assembly import llama_like, rope
+from regard.models.assembly import building_blocks, llama_like
 from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
@@ -84,7 +84,9 @@ def attention(
     )
     q_norm, k_norm = ([norm(config, D)] if head_norms else [] for _ in range(2))
     bias = config.attention_bias
-    project = rope.rotary_heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)
+    project = building_blocks.rotary_heads(
+        M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias
+    )
     output = Linear(H * D, M, bias=bias)
     mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
     return Attention(project, output, mask=mask, scale=scale, softcap=softcap)

@@ -5,13 +5,16 @@ norms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from regard import masks
+from regard.configs.base import ModelConfig
 from regard.configs.llama import GroupedQueryConfig
-from regard.models.assembly import rope
-from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly import building_blocks
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
+from regard.models.checkpoint.family import Family, NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear
@@ -57,13 +60,27 @@ BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 """Patterns of tensors that older versions stored, and that are computed from the config."""
 
 
+def family(
+    config: type[ModelConfig], build: Callable[[Any], Decoder], names: NameTable = NAMES
+) -> Family:
+    """Return a family whose folders name tensors as Llama's do: with the same prefix, head and
+    buffers.
+
+    Args:
+        config: the config class.
+        build: config -> network with initial weights.
+        names: the name table.
+    """
+    return Family(config, build, names, check=check, prefixes=PREFIXES, head=HEAD, buffers=BUFFERS)
+
+
 def check(config: GroupedQueryConfig) -> None:
     """Check the numbers of the rotary scaling.
 
     Raises:
         ArgumentError: as in `rope.rotary_module`.
     """
-    rope.rotary_module(config.rope)
+    building_blocks.rotary_module(config.rope)
 
 
 def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
@@ -73,13 +90,35 @@ def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Bl
         config: the config.
         block: a function (rotary module, window or None) -> the block of one layer.
     """
-    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-    head = Linear(config.hidden_size, config.vocab_size, bias=False)
-    if config.tie_word_embeddings:
-        head.weight = embedding.weight
-    rotary = rope.rotary_module(config.rope)
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    rotary = building_blocks.rotary_module(config.rope)
     layers = [block(rotary, window) for window in config.windows()]
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, norm(config), head))
+
+
+def pre_norm_decoder(
+    config: GroupedQueryConfig,
+    *,
+    bias: bool = False,
+    output_bias: bool = False,
+    feed_forward_bias: bool = False,
+) -> Decoder:
+    """Build a decoder of pre-norm blocks without further parts, as Llama and Mistral are.
+
+    Args:
+        config: the config.
+        bias: whether the maps to queries, keys and values have biases.
+        output_bias: whether the output maps of the attention have biases.
+        feed_forward_bias: whether the maps of the feed-forward layers have biases.
+    """
+
+    def layer(rotary: Rotary, window: int | None) -> Block:
+        mixer = attention(config, rotary, window, bias=bias, output_bias=output_bias)
+        return block(config, mixer, bias=feed_forward_bias)
+
+    return decoder(config, layer)
 
 
 def attention(
@@ -104,7 +143,7 @@ def attention(
         config.num_attention_heads,
         config.num_key_value_heads,
     )
-    project = rope.rotary_heads(
+    project = building_blocks.rotary_heads(
         M,
         H,
         G,

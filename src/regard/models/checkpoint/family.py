@@ -1,18 +1,188 @@
-"""`Family`: the builder, the name table and other properties of a model family (`model_type`)."""
+"""`Family`: the builder, the name table and other properties of a model family (`model_type`). A
+name table says which parameters a stored tensor holds, and in which layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
-from regard.models.checkpoint.name_tables import NameTable
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How a stored tensor is split into parameters, and how they are joined again.
+
+    Attributes:
+        parameters: the names of the parameters, with {} for the numbers in the stored name, and *
+            for every number that exists.
+        unpack: (stored tensor, sizes of the parameters) -> the parameters, which may be views.
+        pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
+            shape that a file must have.
+        requires: a parameter that must exist for this entry to apply; None is no condition. The
+            same part may be stored under another name in models without that parameter.
+    """
+
+    parameters: tuple[str, ...]
+    unpack: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
+    pack: Callable[[Sequence[Tensor]], Tensor]
+    requires: str | None = None
+
+
+NameTable: TypeAlias = Mapping[str, str | TensorRule]
+"""Stored name -> name of the parameter, or a rule."""
+SAME_NAMES: NameTable = {}
+"""The table of a family whose parameters are stored under their names in the network."""
+
+
+def as_stored(parameter_name: str, *, requires: str | None = None) -> TensorRule:
+    """Return the rule of one parameter that is stored unchanged."""
+    return TensorRule(
+        (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires
+    )
+
+
+def transposed(parameter_name: str) -> TensorRule:
+    """Return the rule of a matrix that is stored as [in, out].
+
+    >>> transposed("w").unpack(torch.zeros(2, 3), [torch.Size([3, 2])])[0].shape
+    torch.Size([3, 2])
+    """
+    return TensorRule((parameter_name,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
+
+
+def stacked_rows(*parameter_names: str) -> TensorRule:
+    """Return the rule of parameters that are stored as rows of one matrix, in this order.
+
+    >>> sizes = [torch.Size([1]), torch.Size([2])]
+    >>> [x.tolist() for x in stacked_rows("a", "b").unpack(torch.arange(3), sizes)]
+    [[0], [1, 2]]
+    """
+    return TensorRule(
+        parameter_names,
+        lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
+        lambda parts: torch.cat(list(parts)),
+    )
+
+
+def weight_and_bias(stored_name: str, parameter_name: str) -> dict[str, str]:
+    """Return the table entries for the weight and the bias of a module.
+
+    >>> weight_and_bias("ln_f", "norm")
+    {'ln_f.weight': 'norm.weight', 'ln_f.bias': 'norm.bias'}
+    """
+    return {f"{stored_name}.{end}": f"{parameter_name}.{end}" for end in ("weight", "bias")}
+
+
+def weights_and_biases(modules: Mapping[str, str], stored: str, ours: str) -> dict[str, str]:
+    """Return the table entries for the weights and the biases of several modules.
+
+    Args:
+        modules: stored name of a module -> its name in the network.
+        stored, ours: what stands before the stored names, and before the names in the network.
+
+    >>> weights_and_biases({"ln_1": "norm"}, "h.{}.", "layers.{}.")
+    {'h.{}.ln_1.weight': 'layers.{}.norm.weight', 'h.{}.ln_1.bias': 'layers.{}.norm.bias'}
+    """
+    table: dict[str, str] = {}
+    for theirs, name in modules.items():
+        table |= weight_and_bias(stored + theirs, ours + name)
+    return table
+
+
+@dataclass(frozen=True)
+class TensorBinding:
+    """An entry of a table with its numbers filled in: the parameters that a stored tensor holds.
+
+    Attributes:
+        rule: the rule of the entry.
+        parameters: the names of the parameters.
+    """
+
+    rule: TensorRule
+    parameters: tuple[str, ...]
+
+
+def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
+    """Return stored name -> parameters, for the layers of a network; entries of parts
+    that the network lacks are left out.
+
+    >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> table = {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}
+    >>> list(bind_names(stacked, table))
+    ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
+    """
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if names is SAME_NAMES:
+        return {name: TensorBinding(as_stored(name), (name,)) for name in every}
+    by_pattern: dict[str, list[tuple[str, ...]]] = {}
+    for name in every:
+        numbers = tuple(part for part in name.split(".") if part.isdigit())
+        by_pattern.setdefault(name_pattern(name), []).append(numbers)
+    bindings: dict[str, TensorBinding] = {}
+    bound: set[str] = set()
+    for stored_name, entry in names.items():
+        rule = as_stored(entry) if isinstance(entry, str) else entry
+        for numbers in _layers(rule.requires or rule.parameters[0], by_pattern):
+            parameters = tuple(
+                n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
+            )
+            bindings[stored_name.format(*numbers)] = TensorBinding(rule, parameters)
+            bound.update(parameters)
+    unnamed = set(every) - bound
+    assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
+    return bindings
+
+
+_MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
+"""A number in a parameter name, or its placeholder: "layers.{}.q.steps.0.weight" has two."""
+
+
+def name_pattern(name: str) -> str:
+    """Replace each number in a name by {}.
+
+    >>> name_pattern("layers.12.q.weight")
+    'layers.{}.q.weight'
+    """
+    return _MARK.sub("{}", name)
+
+
+def _fitting(
+    parameter_name: str, known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield all numbers of each parameter that matches a name, and the numbers at its {} places."""
+    marks = _MARK.findall(parameter_name)
+    for numbers in known.get(name_pattern(parameter_name), []):
+        pairs = list(zip(marks, numbers, strict=True))
+        if all(mark in ("{}", "*", number) for mark, number in pairs):
+            yield numbers, tuple(number for mark, number in pairs if mark == "{}")
+
+
+def _layers(
+    parameter_name: str, known: Mapping[str, list[tuple[str, ...]]]
+) -> list[tuple[str, ...]]:
+    """Return the numbers that fit the {} places of a name, each once."""
+    return list(dict.fromkeys(filled for _, filled in _fitting(parameter_name, known)))
+
+
+def _expand(
+    parameter_name: str, numbers: tuple[str, ...], known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[str]:
+    """Yield a name with its numbers filled in; with *, all names that exist."""
+    if "*" not in parameter_name:
+        yield parameter_name.format(*numbers)
+        return
+    for all_numbers, filled in _fitting(parameter_name, known):
+        if filled == numbers:
+            yield name_pattern(parameter_name).format(*all_numbers)
 
 
 def tie_absent_head(config: Any, raw: Raw, stored: Collection[str]) -> Any:

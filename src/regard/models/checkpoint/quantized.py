@@ -17,8 +17,7 @@ from jaxtyping import Float, Float8e4m3fn, Float32, UInt8
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.files.safetensors_header import StoredTensor
-from regard.files.safetensors_reader import DEFAULT_BUFFERING, ReadBuffering
+from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.untrusted_text import short_repr
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
-from regard.files import safetensors_reader, strict_json
+from regard.files import safetensors_files, strict_json
 from regard.files.regular_files import FileState, checked_path, read_bytes
-from regard.files.safetensors_header import (
+from regard.files.safetensors_files import (
     HEADER_LIMIT,
     PICKLE_ADVICE,
     Header,
+    ReadBuffering,
     StoredTensor,
     identify_format,
     read_header,
 )
-from regard.files.safetensors_reader import ReadBuffering
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
@@ -91,7 +91,7 @@ class CheckpointTensors:
     def read(
         self,
         names: Iterable[str] | None = None,
-        buffering: ReadBuffering = safetensors_reader.DEFAULT_BUFFERING,
+        buffering: ReadBuffering = safetensors_files.DEFAULT_BUFFERING,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the values of tensors, in the order of the files; each owns its
         memory.
@@ -121,7 +121,7 @@ class CheckpointTensors:
             hint = suggest(name, self.tensors)
             raise ArgumentError(f"names: {self.folder} has no tensor {short_repr(name)}{hint}")
         wanted = [x for name, x in self.tensors.items() if name in chosen]
-        return safetensors_reader.read_tensors(wanted, self.marks, buffering)
+        return safetensors_files.read_tensors(wanted, self.marks, buffering)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

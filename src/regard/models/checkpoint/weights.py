@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from regard.did_you_mean import close_matches
 from regard.errors import FileError
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import TensorBinding, bind_names, name_pattern
+from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 from regard.untrusted_text import error_text, escape_controls, short_repr
 

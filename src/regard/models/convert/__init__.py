@@ -4,9 +4,7 @@ layout, a longer context, another dtype.
 
 from regard.deprecation import renamed
 from regard.models.convert.attention_maps import Checkpoint, ConversionStep
-from regard.models.convert.context_length import extend_context
-from regard.models.convert.dtype import to_dtype
-from regard.models.convert.folder import ConversionOptions, convert
+from regard.models.convert.folder import ConversionOptions, convert, to_dtype
 from regard.models.convert.grouped_heads import to_groups
 from regard.models.convert.latent_attention import to_latent
 from regard.models.convert.report import (
@@ -15,7 +13,7 @@ from regard.models.convert.report import (
     ModelComparison,
     compare_models,
 )
-from regard.models.convert.rotary_layout import to_layout
+from regard.models.convert.rotary_positions import extend_context, to_layout
 
 __all__ = [
     "Checkpoint",

@@ -16,8 +16,7 @@ from regard.argument_checks import resolve_head_dim
 from regard.configs.base import Raw
 from regard.configs.bert import BertConfig
 from regard.models.assembly.building_blocks import activation
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import weight_and_bias
+from regard.models.checkpoint.family import Family, weight_and_bias
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, FeedForward, InputEmbedding, PostNorm
 from regard.nn.linear import Linear

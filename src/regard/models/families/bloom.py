@@ -13,8 +13,7 @@ from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi
 from regard.configs.gpt import BloomConfig
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import weight_and_bias
+from regard.models.checkpoint.family import Family, weights_and_biases
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.blocks import NormedResidual
@@ -62,11 +61,7 @@ NAMES = {
     "transformer.ln_f.weight": "norm.weight",
     "transformer.ln_f.bias": "norm.bias",
     "lm_head.weight": "head.weight",
-} | {
-    name: parameter
-    for theirs, ours in PARTS.items()
-    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
-}
+} | weights_and_biases(PARTS, STORED_LAYER, MODEL_LAYER)
 """Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(

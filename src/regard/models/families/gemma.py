@@ -7,8 +7,7 @@ Source: Gemma Team 2024 (arXiv 2403.08295); key names as in Hugging Face checkpo
 from __future__ import annotations
 
 from regard.configs.gemma import GemmaConfig
-from regard.models.assembly import gemma, llama_like, rope
-from regard.models.checkpoint.family import Family
+from regard.models.assembly import building_blocks, gemma, llama_like
 from regard.models.decoder import Decoder
 from regard.nn import Block, PreNorm
 
@@ -17,7 +16,7 @@ Config = GemmaConfig
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    rotary = rope.rotary_module(config.rope)
+    rotary = building_blocks.rotary_module(config.rope)
 
     def block() -> Block:
         residuals = [PreNorm(gemma.norm(config)) for _ in range(2)]
@@ -26,12 +25,4 @@ def build(config: Config) -> Decoder:
     return gemma.decoder(config, [block() for _ in range(config.num_hidden_layers)])
 
 
-FAMILY = Family(
-    Config,
-    build,
-    llama_like.NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build)

@@ -7,8 +7,7 @@ Source: Gemma Team 2024 (arXiv 2408.00118); key names as in Hugging Face checkpo
 from __future__ import annotations
 
 from regard.configs.gemma import Gemma2Config
-from regard.models.assembly import gemma, llama_like, rope
-from regard.models.checkpoint.family import Family
+from regard.models.assembly import building_blocks, gemma, llama_like
 from regard.models.decoder import Decoder
 
 Config = Gemma2Config
@@ -16,7 +15,7 @@ Config = Gemma2Config
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    rotary = rope.rotary_module(config.rope)
+    rotary = building_blocks.rotary_module(config.rope)
     mixers = [
         gemma.attention(
             config,
@@ -31,12 +30,4 @@ def build(config: Config) -> Decoder:
     return gemma.decoder(config, layers, config.final_logit_softcapping)
 
 
-FAMILY = Family(
-    Config,
-    build,
-    gemma.NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build, gemma.NAMES)

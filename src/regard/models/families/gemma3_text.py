@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 
 from regard.configs.gemma import Gemma3Config
-from regard.models.assembly import gemma, llama_like, rope
+from regard.models.assembly import building_blocks, gemma, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
@@ -32,7 +32,10 @@ def rename_stored(name: str) -> str:
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    full, local = rope.rotary_module(config.rope), rope.rotary_module(config.local_rope)
+    full, local = (
+        building_blocks.rotary_module(config.rope),
+        building_blocks.rotary_module(config.local_rope),
+    )
     mixers = [
         gemma.attention(
             config,
@@ -54,7 +57,7 @@ def check(config: Config) -> None:
         ArgumentError: as in `rope.rotary_module`.
     """
     for settings in (config.rope, config.local_rope):
-        rope.rotary_module(settings)
+        building_blocks.rotary_module(settings)
 
 
 FAMILY = Family(

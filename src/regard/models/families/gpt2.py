@@ -17,8 +17,7 @@ from regard.models.assembly.building_blocks import (
     embedding_and_head,
     initialize_weights,
 )
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import NameTable, transposed
+from regard.models.checkpoint.family import Family, NameTable, transposed
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
 from regard.nn.linear import Linear

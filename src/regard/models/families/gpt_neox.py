@@ -10,14 +10,13 @@ from torch import nn
 
 from regard import masks
 from regard.configs.gpt import GPTNeoXConfig
-from regard.models.assembly import rope
+from regard.models.assembly import building_blocks
 from regard.models.assembly.building_blocks import (
     activation,
     embedding_and_head,
     initialize_weights,
 )
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import weight_and_bias
+from regard.models.checkpoint.family import Family, weights_and_biases
 from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
@@ -39,7 +38,7 @@ def build(config: Config) -> Decoder:
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
-    rotary = rope.rotary_module(config.rope)
+    rotary = building_blocks.rotary_module(config.rope)
     layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
@@ -72,11 +71,7 @@ NAMES = {
     "gpt_neox.final_layer_norm.weight": "norm.weight",
     "gpt_neox.final_layer_norm.bias": "norm.bias",
     "embed_out.weight": "head.weight",
-} | {
-    name: parameter
-    for theirs, ours in PARTS.items()
-    for name, parameter in weight_and_bias(STORED_LAYER + theirs, MODEL_LAYER + ours).items()
-}
+} | weights_and_biases(PARTS, STORED_LAYER, MODEL_LAYER)
 """Stored name -> parameter name; {} is the layer."""
 
 FAMILY = Family(
@@ -85,7 +80,7 @@ FAMILY = Family(
     NAMES,
     # a missing head is not tied to the embedding, unless config.json ties it
     complete_config=lambda config, _raw, _stored: config,
-    check=lambda config: rope.rotary_module(config.rope),
+    check=lambda config: building_blocks.rotary_module(config.rope),
     prefixes=("gpt_neox.",),
     head="embed_out.weight",
     buffers=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),

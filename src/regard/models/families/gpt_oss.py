@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.configs.llama import GptOssConfig
-from regard.models.assembly import llama_like, rope
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import NameTable, TensorRule
+from regard.models.assembly import building_blocks, llama_like
+from regard.models.checkpoint.family import NameTable, TensorRule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
 from regard.nn.feed_forward import ClippedSwiGLU, MoE, SoftmaxRouter
@@ -38,7 +37,7 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
         config.num_key_value_heads,
     )
     attention = Attention(
-        rope.rotary_heads(M, H, G, D, rotary, bias=config.attention_bias),
+        building_blocks.rotary_heads(M, H, G, D, rotary, bias=config.attention_bias),
         Linear(H * D, M, bias=config.attention_bias),
         mask=masks.Causal() if window is None else masks.Causal() & masks.Window(window),
         sink=nn.Parameter(torch.zeros(H)),
@@ -88,12 +87,4 @@ NAMES: NameTable = (
     }
 )
 
-FAMILY = Family(
-    Config,
-    build,
-    NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build, NAMES)

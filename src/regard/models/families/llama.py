@@ -7,31 +7,17 @@ from __future__ import annotations
 
 from regard.configs.llama import LlamaConfig
 from regard.models.assembly import llama_like
-from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn import Block
-from regard.positions import Rotary
 
 Config = LlamaConfig
 
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-
-    def block(rotary: Rotary, window: int | None) -> Block:
-        bias = config.attention_bias
-        mixer = llama_like.attention(config, rotary, window, bias=bias, output_bias=bias)
-        return llama_like.block(config, mixer, bias=config.mlp_bias)
-
-    return llama_like.decoder(config, block)
+    bias = config.attention_bias
+    return llama_like.pre_norm_decoder(
+        config, bias=bias, output_bias=bias, feed_forward_bias=config.mlp_bias
+    )
 
 
-FAMILY = Family(
-    Config,
-    build,
-    llama_like.NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build)

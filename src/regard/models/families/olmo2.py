@@ -9,7 +9,6 @@ from __future__ import annotations
 from regard.configs.llama import Olmo2Config
 from regard.models.assembly import llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
-from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, OutputNorm, SwiGLU
 from regard.positions import Rotary
@@ -45,12 +44,8 @@ NORMS = {
     STORED_LAYER + "post_feedforward_layernorm.weight": MODEL_LAYER
     + "feed_forward_residual.norm.weight",
 }
-FAMILY = Family(
+FAMILY = llama_like.family(
     Config,
     build,
     llama_like.EMBEDDING_AND_HEAD | llama_like.ATTENTION | llama_like.FEED_FORWARD | NORMS,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
 )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from regard.configs.llama import Phi3Config
 from regard.models.assembly import llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import NameTable, stacked_rows
+from regard.models.checkpoint.family import NameTable, stacked_rows
 from regard.models.decoder import Decoder
 
 Config = Phi3Config
@@ -18,12 +17,7 @@ Config = Phi3Config
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    return llama_like.decoder(
-        config,
-        lambda rotary, window: llama_like.block(
-            config, llama_like.attention(config, rotary, window)
-        ),
-    )
+    return llama_like.pre_norm_decoder(config)
 
 
 IN = MODEL_LAYER + "attention.project."
@@ -37,12 +31,6 @@ FUSED: NameTable = {
     ),
     STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
 }
-FAMILY = Family(
-    Config,
-    build,
-    {**llama_like.EMBEDDING_AND_HEAD, **llama_like.PRE_NORMS, **FUSED},
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
+FAMILY = llama_like.family(
+    Config, build, {**llama_like.EMBEDDING_AND_HEAD, **llama_like.PRE_NORMS, **FUSED}
 )

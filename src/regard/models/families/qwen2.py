@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from regard.configs.llama import Qwen2Config
 from regard.models.assembly import llama_like
-from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
 Config = Qwen2Config
@@ -16,20 +15,7 @@ Config = Qwen2Config
 
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    return llama_like.decoder(
-        config,
-        lambda rotary, window: llama_like.block(
-            config, llama_like.attention(config, rotary, window, bias=True)
-        ),
-    )
+    return llama_like.pre_norm_decoder(config, bias=True)
 
 
-FAMILY = Family(
-    Config,
-    build,
-    llama_like.NAMES,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from regard.configs.llama import Qwen3Config
 from regard.models.assembly import llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
-from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.positions import Rotary
@@ -39,12 +38,4 @@ HEAD_NORMS = {
     STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.steps.0.weight",
     STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.steps.0.weight",
 }
-FAMILY = Family(
-    Config,
-    build,
-    llama_like.NAMES | HEAD_NORMS,
-    check=llama_like.check,
-    prefixes=llama_like.PREFIXES,
-    head=llama_like.HEAD,
-    buffers=llama_like.BUFFERS,
-)
+FAMILY = llama_like.family(Config, build, llama_like.NAMES | HEAD_NORMS)

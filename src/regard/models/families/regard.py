@@ -19,8 +19,7 @@ from torch import nn
 from regard.configs.regard import RegardConfig
 from regard.models.assembly.building_blocks import initialize_weights
 from regard.models.assembly.catalogue_mixer import build_mixer
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import SAME_NAMES
+from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.linear import Linear

@@ -15,8 +15,7 @@ from regard.configs.base import Raw
 from regard.configs.t5 import T5Config
 from regard.masks import Causal
 from regard.models.assembly.building_blocks import activation
-from regard.models.checkpoint.family import Family
-from regard.models.checkpoint.name_tables import TensorRule, as_stored
+from regard.models.checkpoint.family import Family, TensorRule, as_stored
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.nn import (

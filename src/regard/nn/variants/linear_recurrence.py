@@ -25,7 +25,7 @@ from regard.nn.norms import HeadNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
-from regard.ops.linear.feature_maps import FeatureMap
+from regard.ops.linear.linear_attention import FeatureMap
 from regard.positions import Rotary
 
 

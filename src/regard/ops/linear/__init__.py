@@ -1,18 +1,4 @@
 """Linear recurrences with a state of fixed size: linear attention, retention, gated linear
-attention, and the delta rules; each is computed token by token or in chunks.
+attention, and the delta rules; each is computed token by token or in chunks. `regard.linear` has
+their public names.
 """
-
-from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.feature_maps import FEATURE_MAPS
-from regard.ops.linear.gated_linear import gated_linear
-from regard.ops.linear.linear_attention import linear_attention
-from regard.ops.linear.retention import retention
-
-__all__ = [
-    "FEATURE_MAPS",
-    "delta_rule",
-    "gated_delta_rule",
-    "gated_linear",
-    "linear_attention",
-    "retention",
-]

@@ -9,19 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.argument_checks import check_finite
-from regard.ops.linear.chunk_decays import (
-    decay_since_start,
-    decay_until_end,
-    decayed_products,
-    pairwise_decay,
-    split_into_chunks,
-)
-from regard.ops.linear.validation import (
+from regard.ops.linear.linear_recurrence import (
     check_call,
     check_tensor_shape,
     chunk_size,
+    decay_since_start,
+    decay_until_end,
+    decayed_products,
     empty_slot_mask,
     initial_state,
+    pairwise_decay,
+    split_into_chunks,
     zero_empty_slots,
 )
 from regard.span import Positions

@@ -1,28 +1,122 @@
-"""Linear attention: exp(q . k) is replaced by a product of feature maps, phi(q) . phi(k), so that a
-matrix of fixed size replaces the keys and values of all earlier tokens.
+"""The linear recurrences with one rule, S = decay S + k^T v: linear attention, retention and gated
+linear attention, which differ in their feature map and in their decay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, where
 from torch.nn.functional import pad
 
 from regard.argument_checks import check_finite
-from regard.errors import ArgumentError
-from regard.ops.linear.feature_maps import FeatureMap, feature_map_of, normalised_query_features
-from regard.ops.linear.linear_recurrence import linear_recurrence
-from regard.ops.linear.validation import (
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.linear.linear_recurrence import (
     check_call,
+    check_tensor_shape,
     empty_slot_mask,
     initial_state,
+    linear_recurrence,
     state_dtype,
     zero_empty_slots,
 )
+from regard.ops.memory import elu_plus_one
 from regard.span import Positions
+
+FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
+"""The name of a feature map in `FEATURE_MAPS`, or a function `[B, n, T, D]` -> `[B, n, T, F]`
+that maps each token separately.
+"""
+
+
+def identity(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
+    """Return x itself; with negative features the sum of the weights may be 0."""
+    return x
+
+
+def relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
+    """Return the elementwise maximum of x and 0."""
+    return x.relu()
+
+
+def squared_relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
+    """Return the square of max(x, 0) elementwise."""
+    return x.relu().square()
+
+
+def exponential(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
+    """Return exp(x) elementwise; in fp32 it is infinite for x above 88."""
+    return x.exp()
+
+
+def softmax(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
+    """Return exp(x_d) / sum_d exp(x_d), over the channels of one token."""
+    return x.softmax(-1)
+
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu+1": elu_plus_one,
+    "exp": exponential,
+    "identity": identity,
+    "relu": relu,
+    "relu^2": squared_relu,
+    "softmax": softmax,
+}
+"""The feature maps by name. Sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236),
+equation 7; relu Choromanski et al. 2021 (arXiv 2009.14794), section 2.4; softmax Zhang et
+al. 2024 (arXiv 2402.04347), section 4.1; the others are common practice.
+"""
+
+
+def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
+    """Return the feature map of a name, or the given function itself.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no feature map has this name, or the argument is neither a
+            name nor a function.
+
+    >>> import torch
+    >>> feature_map_of("relu")(torch.tensor([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
+    if isinstance(feature_map, str):
+        if feature_map not in FEATURE_MAPS:
+            known = ", ".join(FEATURE_MAPS)
+            raise ArgumentError(
+                f"feature_map is {feature_map!r}; it must be one of {known}, or a function of a "
+                "tensor"
+            )
+        return FEATURE_MAPS[feature_map]
+    if not callable(feature_map):
+        raise ArgumentTypeError(
+            f"feature_map is {type(feature_map).__name__}; it must be a name "
+            f"({', '.join(FEATURE_MAPS)}) or a function"
+        )
+    return feature_map
+
+
+def normalised_query_features(
+    feature_map: FeatureMap, q: Float[Tensor, "*L D"]
+) -> Float[Tensor, "*L F"]:
+    """Return the features of queries for normalised linear attention; those of "exp" and "elu+1"
+    are divided by a factor per query, so that they neither underflow nor overflow.
+
+    The normalised output does not depend on these factors, because numerator and denominator
+    contain the same factor.
+
+    >>> import torch
+    >>> normalised_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()
+    [1.0, 0.3678794503211975]
+    """
+    if feature_map == "exp":
+        return (q - q.detach().amax(-1, keepdim=True)).exp()
+    if feature_map == "elu+1":
+        maximum = q.detach().amax(-1, keepdim=True).clamp(max=0)
+        return where(q > 0, q + 1, (q.clamp(max=0) - maximum).exp())
+    return feature_map_of(feature_map)(q)
 
 
 def linear_attention(
@@ -140,3 +234,164 @@ def _normalised(sums: Tensor) -> Tensor:
     is_zero = total == 0
     mean = (sums[..., :-1] / total.masked_fill(is_zero, 1)).masked_fill(is_zero, 0)
     return mean + nan_marker[..., :-1] + nan_marker[..., -1:]
+
+
+def retention(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    *,
+    decay: Float[Tensor, " G"] | None = None,
+    scale: float | None = None,
+    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    k_positions: Positions | None = None,
+    form: str = "auto",
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+    """Compute retention: the sum of the values up to each token, weighted by q . k and by
+    gamma^(t - j), where t - j is how many tokens the key is before the query.
+
+    S_t = gamma_g S_{t-1} + k_t v_t^T
+    o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
+
+    Each key/value head g has one gamma; query head h reads the state of key/value head h // (H/G).
+    With gamma = 1 this is linear attention without a feature map and normalisation. In the paper,
+    rotary positions are applied to q and k before, and each head is normalised afterwards; the
+    module `regard.nn.variants.retention` does both. Every token decays the state once, even where
+    positions have gaps.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        decay: gamma of each key/value head, `[G]`, from 0 to 1; it may require a gradient. None:
+            1 - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `linear_attention`.
+        chunk: the number of tokens in a chunk, at least 1.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
+
+    >>> one = torch.ones(1, 1, 3, 1)
+    >>> retention(one, one, one, decay=torch.tensor([0.5]))[0].flatten().tolist()
+    [1.0, 1.5, 1.75]
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 to 8.
+    """
+    check_call(q, k, v, scale, k_positions, form, chunk)
+    (B, G, T, D), E = k.shape, v.shape[3]
+    if decay is not None:
+        meaning = "one factor per key/value head, each of which has one state"
+        check_tensor_shape("decay", decay, ((G,),), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(k_positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
+    check_finite(query=q, key=k, value=v)
+    dtype = state_dtype(k)
+    g = (
+        default_log_decays(G, k.device, dtype)
+        if decay is None
+        else _to_float32_or_wider(decay).log().to(dtype)
+    )
+    rows = 1 if empty is None else empty.shape[0]
+    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
+    queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
+    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)
+
+
+def default_log_decays(
+    groups: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Float[Tensor, " G"]:
+    """Return ln(1 - 2^(-5-g)) for g = 0 ... G-1, the decays of the heads in the paper.
+
+    They are computed with log1p, which is below 0 even where 1 - 2^(-5-g) would be rounded to 1.
+
+    >>> default_log_decays(3).exp().tolist()
+    [0.96875, 0.984375, 0.9921875]
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), equation 8.
+    """
+    g = torch.arange(groups, device=device, dtype=dtype)
+    return torch.log1p(-torch.exp2(-5 - g))
+
+
+def _to_float32_or_wider(x: Tensor) -> Tensor:
+    """Return x in fp64 if it is fp64, else in fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def gated_linear(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    log_decay: Float[Tensor, "B G T #D"],
+    *,
+    scale: float | None = None,
+    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    k_positions: Positions | None = None,
+    form: str = "auto",
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+    """Compute gated linear attention: the state decays by a factor that depends on the token, then
+    the token is added.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
+
+    Query head h reads the state of key/value head h // (H/G). With g = 0 this is linear attention
+    without a feature map and normalisation; with a constant g per head it is retention; with one g
+    per head and token, `[B, G, T, 1]`, it is the recurrence of Mamba-2.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        log_decay: g, the logarithm of the decay factor, `[B, G, T, D]` with one number per key
+            channel, or `[B, G, T, 1]` with one for all channels, of any floating dtype. Above 0 the
+            state may grow without bound; -inf clears the state before the token is written.
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `linear_attention`.
+        chunk: the number of tokens in a chunk, at least 1; with one decay per channel it is rounded
+            up to a power of 2.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
+
+    >>> import torch
+    >>> one = torch.ones(1, 1, 3, 1)
+    >>> keep = torch.tensor([1.0, 0.5, 0.0]).log()[None, None, :, None]
+    >>> gated_linear(one, one, one, keep)[0].flatten().tolist()
+    [1.0, 1.5, 1.0]
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), equation 3 and section 4.
+    """
+    check_call(q, k, v, scale, k_positions, form, chunk)
+    (B, G, T, D), E = k.shape, v.shape[3]
+    meaning = "one number per key channel and token, or one for all channels"
+    check_tensor_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(k_positions, q)
+    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
+    check_finite(query=q, key=k, value=v)
+    queries = q.to(state_dtype(k)) * (D**-0.5 if scale is None else scale)
+    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)

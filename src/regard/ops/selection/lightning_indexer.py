@@ -11,7 +11,12 @@ from torch import Tensor
 from regard.argument_checks import check_positions, check_sizes, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Dense, Mask
-from regard.ops.selection.position_blocks import in_query_chunks, top_k_mask, without_gradient
+from regard.ops.selection.position_blocks import (
+    MAX_CHUNK_BYTES,
+    in_query_chunks,
+    top_k_mask,
+    without_gradient,
+)
 from regard.span import Positions, Span, as_tensor
 
 
@@ -65,6 +70,7 @@ def index_mask(
     topk: int,
     q_positions: Positions,
     k_positions: Positions,
+    max_bytes: int = MAX_CHUNK_BYTES,
 ) -> Mask:
     """Select for each query the `topk` keys with the largest index scores, among the keys up to its
     own position.
@@ -79,6 +85,8 @@ def index_mask(
         topk: the number of keys per query, at least 1.
         q_positions: the positions of the queries.
         k_positions: the positions of the keys.
+        max_bytes: the memory in bytes that the scores of a chunk of queries may need; no result
+            depends on it.
 
     Returns:
         A mask that is the same for all heads of the attention.
@@ -106,6 +114,7 @@ def index_mask(
             ),
             T,
             B * (J + 4) * S * 8,
+            max_bytes,
         )
     return Dense(table)
 

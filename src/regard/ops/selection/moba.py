@@ -12,6 +12,7 @@ from regard.argument_checks import check_positions, check_query_key
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.position_blocks import (
+    MAX_CHUNK_BYTES,
     BlockLayout,
     block_layout,
     in_query_chunks,
@@ -30,6 +31,7 @@ def moba_mask(
     topk: int,
     q_positions: Positions | None = None,
     k_positions: Positions | None = None,
+    max_bytes: int = MAX_CHUNK_BYTES,
 ) -> Mask:
     """Select the blocks that each query and query head attends to, as a mask for `regard.attend`.
 
@@ -47,6 +49,8 @@ def moba_mask(
         topk: the number of blocks per query, including its own.
         q_positions: the positions of the queries, as in `regard.attend`.
         k_positions: the positions of the keys, as in `regard.attend`.
+        max_bytes: the memory in bytes that the scores of a chunk of queries may need; no result
+            depends on it.
 
     Returns:
         A mask that selects blocks for each query and query head.
@@ -72,7 +76,12 @@ def moba_mask(
     blocks = block_layout(keys, size, q.device)
     with without_gradient(q.device):
         chosen = _select_blocks(
-            q.detach(), block_mean_keys(k.detach(), blocks), blocks, q_positions, topk
+            q.detach(),
+            block_mean_keys(k.detach(), blocks),
+            blocks,
+            q_positions,
+            topk,
+            max_bytes,
         )
     return Selected(chosen, size, blocks.first) & Causal()
 
@@ -96,7 +105,12 @@ def block_mean_keys(k: Float[Tensor, "B G S D"], blocks: BlockLayout) -> Float[T
 
 
 def _select_blocks(
-    q: Tensor, mean_keys: Tensor, blocks: BlockLayout, positions: Positions, topk: int
+    q: Tensor,
+    mean_keys: Tensor,
+    blocks: BlockLayout,
+    positions: Positions,
+    topk: int,
+    max_bytes: int,
 ) -> Tensor:
     """Return the selected blocks `[B, H, T, N]`, True = selected.
 
@@ -106,6 +120,7 @@ def _select_blocks(
         blocks: the arrangement of the keys in N blocks.
         positions: the positions of the queries.
         topk: the number of blocks per query.
+        max_bytes: as in `moba_mask`.
     """
     own, number = blocks.block_of(positions)[:, None, :, None], blocks.block_numbers[:, None, None]
     past = (number < own) & (blocks.token_counts > 0)[:, None, None]
@@ -118,4 +133,4 @@ def _select_blocks(
         s = s.masked_fill(~past[:, :, rows], -torch.inf)
         return top_k_mask(s, topk - 1) | (number == own[:, :, rows])
 
-    return in_query_chunks(choose, T, B * H * N * 32)
+    return in_query_chunks(choose, T, B * H * N * 32, max_bytes)

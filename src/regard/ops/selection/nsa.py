@@ -16,6 +16,7 @@ from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.position_blocks import (
+    MAX_CHUNK_BYTES,
     BlockLayout,
     in_query_chunks,
     select_blocks,
@@ -138,6 +139,7 @@ def selection_mask(
     q_positions: Positions,
     k_positions: Int[Tensor, "#B C"],
     scale: float | None = None,
+    max_bytes: int = MAX_CHUNK_BYTES,
 ) -> Mask:
     """Select the blocks that each query attends to, equal for the query heads of a group, by the
     attention to the compressed keys.
@@ -156,6 +158,8 @@ def selection_mask(
         k_positions: the positions of the last tokens of the compressed keys `[B or 1, C]`
             (`compression_positions`).
         scale: the factor on q . k; None: 1/sqrt(D).
+        max_bytes: the memory in bytes that the scores of a chunk of queries may need; no result
+            depends on it.
 
     Returns:
         The mask, equal for the query heads of a group.
@@ -191,5 +195,5 @@ def selection_mask(
         return select_blocks(importance, forced[:, :, rows], allowed[:, :, rows], sizes.count)
 
     with without_gradient(q.device):
-        table = in_query_chunks(choose, T, B * H * k.shape[2] * 24)
+        table = in_query_chunks(choose, T, B * H * k.shape[2] * 24, max_bytes)
     return Selected(table.repeat_interleave(H // G, 1), sizes.select, layout.first) & Causal()

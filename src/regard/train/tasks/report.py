@@ -23,7 +23,7 @@ from regard.train.tasks.evaluate import (
 )
 from regard.train.tasks.task import Task
 from regard.untrusted_text import error_text, escape_controls
-from regard.view import charts
+from regard.view import charts, heatmaps
 from regard.view.html_page import write
 from regard.view.task_page import (
     AlignedExample,
@@ -129,7 +129,7 @@ def write_report(
     charts.write(charts.accuracy_chart(series, task.lengths[1], title), folder / "accuracy.svg")
     if report.alignments:
         first = report.alignments[0]
-        alignment_map = charts.AlignmentMap(first.weights.numpy(), first.predicted, first.source)
+        alignment_map = heatmaps.AlignmentMap(first.weights.numpy(), first.predicted, first.source)
         charts.write(alignment_map, folder / "alignment.svg")
     page = TaskPage(
         f"{task.name}: {report.model}",

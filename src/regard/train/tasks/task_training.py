@@ -19,10 +19,9 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.atomic_write import write_user_file
-from regard.files.folder_lock import folder_locked
+from regard.files.atomic_write import folder_locked, write_user_file
 from regard.files.regular_files import checked_path
-from regard.files.safetensors_reader import load_tensors
+from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit

@@ -1,11 +1,12 @@
-"""Measure the speed of each mechanism: prompts, decoding steps and training steps, timed in
-turns.
+"""Measure each mechanism on this machine: the time of prompts, decoding steps and training steps,
+in turns, and the peak memory in a process of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor
 
 from regard import units
 from regard.bench.machine import free_memory
-from regard.bench.timing import interleaved, median, median_ratio, quartiles
+from regard.bench.measurement import (
+    call_in_subprocess,
+    interleaved,
+    median,
+    median_ratio,
+    peak_bytes,
+    quartiles,
+)
 from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import build_decoder
@@ -353,3 +361,82 @@ def _check_memory(needed: int, length: int) -> None:
             f"{BYTES_PER_VALUE} bytes per value, and twice that while they grow, but only "
             f"{units.size(free_bytes)} of memory is free; choose shorter contexts"
         )
+
+
+METHOD = (
+    "the peak resident memory (VmHWM) of a separate process during the work, minus its resident "
+    "memory before the work, so that weights are not counted; the work runs once before it is "
+    "measured, so that kernels are already compiled"
+)
+"""How peak memory is measured, as reports print it."""
+
+
+def memory_experiments(
+    configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
+) -> list[Experiment]:
+    """Return an experiment for each mechanism: the peak memory of a prompt of the longest context,
+    and of a training step.
+
+    >>> from regard.compare.mechanisms import Candidate, Shape
+    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> [one.name for one in memory_experiments(made, Timing(contexts=(4, 8)), {})]
+    ['memory/mqa']
+    """
+    sizes = {"context": max(timing.contexts), "length": timing.length, "batch": timing.batch}
+    machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    experiments = []
+    for name, config in configs.items():
+        settings = {"model": asdict(config), "machine": machine_facts, **sizes}
+        settings["threads"] = torch.get_num_threads()
+        experiments.append(
+            Experiment(
+                f"memory/{name}",
+                settings,
+                partial(measure_peaks, settings),
+                10.0,
+            )
+        )
+    return experiments
+
+
+def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
+    """Return the peak memory of a prompt and of a training step, measured in a new process.
+
+    Args:
+        settings: model (the fields of a config), threads, context, length and batch.
+        command: another program that reads and writes the same JSON, for tests.
+
+    Returns:
+        `prefill` and `training`: bytes, or None if the system does not report them.
+
+    Raises:
+        RegardError: the process fails; the message says how it ended.
+    """
+    numbers: Numbers = call_in_subprocess(
+        "regard.compare.speed_and_memory:peaks",
+        settings,
+        advice="--no-memory skips this measurement",
+        command=command,
+    )
+    return numbers
+
+
+def peaks(settings: Numbers) -> Numbers:
+    """Return the peak bytes of a prompt and of a training step; each runs once before it is
+    measured.
+    """
+    torch.set_num_threads(settings["threads"])
+    config = Config(**settings["model"])
+    model = build_decoder(config)
+
+    def step() -> None:
+        training_step(model, config, settings["length"], settings["batch"])()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    step_peak = peak_bytes(step)
+    model.zero_grad(set_to_none=True)
+    model.eval().requires_grad_(False)
+    prompt = prefill_step(model, config, settings["context"])
+    prompt()
+    return {"prefill": peak_bytes(prompt), "training": step_peak}

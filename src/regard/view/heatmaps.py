@@ -1,0 +1,158 @@
+"""Heatmaps of attention weights: the words of an answer over those of the source, or one head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+from rich.cells import cell_len
+
+from regard.untrusted_text import escape_controls
+from regard.view import palette, plotting, terminal
+from regard.view.plotting import Drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class AlignmentMap:
+    """A heatmap of the attention of each word of the answer (rows) over the words of the source
+    (columns).
+
+    Args:
+        weights: `[T, S]`; each row is a distribution.
+        predicted: word of each row.
+        source: word of each column.
+        title: description for screen readers.
+
+    >>> chart = AlignmentMap(np.eye(2), ["一", "二"], ["one", "two"])
+    >>> chart.draw().hints["cells"][0]
+    '一 ← one: 1.0000'
+    """
+
+    weights: Float[np.ndarray, "T S"]
+    predicted: Sequence[str]
+    source: Sequence[str]
+    title: str = "alignment: rows are the answer, columns are the source"
+
+    def draw(self) -> Drawing:
+        """Return the figure; the darker a cell is, the larger is the weight of its row on its
+        column.
+        """
+        rows, columns = self.weights.shape
+        predicted, source = (
+            [escape_controls(word) for word in words] for words in (self.predicted, self.source)
+        )
+        side, turn = 22, math.radians(55)
+        longest = [
+            max(map(cell_len, words), default=0) * plotting.LETTER_WIDTH
+            for words in (predicted, source)
+        ]
+        left, top = 18 + longest[0], 22 + longest[1] * math.sin(turn)
+        # the last column label extends to the right
+        right = 14 + (
+            cell_len(source[-1]) * plotting.LETTER_WIDTH * math.cos(turn) if source else 0
+        )
+        wide = max(left + columns * side + right, left + 300)
+        high = top + rows * side + 48
+        figure = plotting.new_figure(wide, high)
+        axes = plotting.new_axes(figure, left, wide - left - columns * side, top, 48)
+        axes.grid(visible=False)
+        cells = axes.pcolormesh(
+            np.clip(self.weights, 0, 1),
+            cmap=plotting.weight_colours(),
+            vmin=0,
+            vmax=1,
+            edgecolors=palette.LIGHT["card"],
+            linewidth=2,
+            gid="cells",
+        )
+        axes.invert_yaxis()
+        axes.xaxis.tick_top()
+        axes.set_xticks(
+            np.arange(columns) + 0.5,
+            source,
+            rotation=55,
+            ha="left",
+            rotation_mode="anchor",
+            color=palette.LIGHT["k"],
+            fontsize=13,
+        )
+        axes.set_yticks(np.arange(rows) + 0.5, predicted, color=palette.LIGHT["q"], fontsize=13)
+        axes.tick_params(pad=5)
+        self._scale(figure, left)
+        hints = [
+            f"{word} ← {other}: {terminal.weight(float(weight))}"
+            for word, row in zip(predicted, self.weights, strict=True)
+            for other, weight in zip(source, row, strict=True)
+        ]
+        assert cells.get_array() is not None
+        return Drawing(figure, {"cells": hints})
+
+    @staticmethod
+    def _scale(figure: Figure, left: float) -> None:
+        """Draw the colour scale below the chart."""
+        wide, high = (72 * x for x in figure.get_size_inches())
+        plotting.write_at(figure, left, high - 14, "weight 0", size=12)
+        bar = figure.add_axes(((left + 62) / wide, 12 / high, 160 / wide, 14 / high))
+        shades = np.linspace(0, 1, plotting.NUM_SHADES)[None]
+        bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
+        bar.set_axis_off()
+        plotting.write_at(figure, left + 230, high - 14, "1", size=12)
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A heatmap of the weights of one head with their numbers; rows are queries, columns are keys.
+
+    Args:
+        weights: `[T][S]`, each between 0 and 1.
+        title: text above the chart.
+
+    >>> len(HeadWeights([[1.0, 0.0], [0.5, 0.5]], "head 0").draw().hints["cells"])
+    4
+    """
+
+    weights: Sequence[Sequence[float]]
+    title: str
+
+    def draw(self) -> Drawing:
+        """Return the figure; up to 16 rows, each cell has its number."""
+        cells = np.array(self.weights, float)
+        rows, columns = cells.shape
+        side = max(8, min(44, 640 // max(rows, columns)))
+        wide = max(
+            96 + columns * side, 40 + plotting.LETTER_WIDTH * cell_len(escape_controls(self.title))
+        )
+        figure = plotting.new_figure(wide, 112 + rows * side)
+        axes = plotting.new_axes(figure, 60, wide - 60 - columns * side, 56, 56)
+        axes.grid(visible=False)
+        plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
+        plotting.write_at(figure, 16, 46, "query")
+        colours = plotting.weight_colours()
+        axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, gid="cells")
+        axes.invert_yaxis()
+        axes.set_xlabel("key", fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
+        for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
+            step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000, 10**9) if count <= 20 * s)
+            axis.set_ticks(np.arange(0, count, step) + 0.5, map(str, range(0, count, step)))
+        for i, j in np.ndindex(rows, columns) if max(rows, columns) <= 16 else ():
+            axes.text(
+                j + 0.5,
+                i + 0.5,
+                f"{cells[i, j]:.2f}",
+                ha="center",
+                va="center",
+                fontsize=11,
+                color=palette.LIGHT["card" if cells[i, j] > 0.45 else "ink"],
+            )
+        hints = [
+            f"query {i}, key {j}: {terminal.weight(float(cells[i, j]))}"
+            for i, j in np.ndindex(rows, columns)
+        ]
+        return Drawing(figure, {"cells": hints})
