@@ -10,8 +10,8 @@ import torch
 
 from regard.cli import main
 from regard.cost import CostReport, Setting, machine_of, model_of
+from regard.cost.mechanisms import Sizes
 from regard.cost.ranks import METHODS, RanksReport
-from regard.cost.sizes import Sizes
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
 from regard.parallel import Shards, plan

@@ -11,9 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regard.cost.kv_formats import BITS
 from regard.cost.latent import LatentSpec
-from regard.cost.report import CostReport
+from regard.cost.report import BITS, CostReport
 from regard.cost.roofline import Machine
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec

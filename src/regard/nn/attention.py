@@ -4,6 +4,8 @@ output map.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from regard.argument_checks import check_number
@@ -12,7 +14,7 @@ from regard.caches import Cache, Parts, for_reach
 from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
-from regard.nn.mixer import MaskVisibility, Mixer, count_weights
+from regard.nn.mixer import AcrossRanks, MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection, adjust_query, attention_spec, select_form
 from regard.ops.softmax import attend
 from regard.span import Positions, slot_count
@@ -59,7 +61,7 @@ class Attention(Mixer):
     2023 (arXiv 2305.13245).
     """
 
-    across_ranks = "attention"
+    across_ranks: ClassVar[AcrossRanks] = "attention"
 
     def __init__(
         self,

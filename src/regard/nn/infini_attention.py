@@ -5,6 +5,7 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from regard.nn.explainable import (
     find_rotary,
     run_steps,
 )
-from regard.nn.mixer import Mixer, count_weights
+from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.projections import Projection
 from regard.ops.memory import (
     CompressiveState,
@@ -116,7 +117,7 @@ class InfiniAttention(Mixer):
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), section 2.
     """
 
-    across_ranks = "state"
+    across_ranks: ClassVar[AcrossRanks] = "state"
 
     def __init__(
         self,

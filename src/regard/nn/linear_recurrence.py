@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
-from regard.nn.mixer import Mixer, count_weights
+from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
@@ -102,7 +102,7 @@ class Recurrent(Mixer):
     2023 (arXiv 2307.08621), equation 8.
     """
 
-    across_ranks = "state"
+    across_ranks: ClassVar[AcrossRanks] = "state"
 
     def __init__(
         self,

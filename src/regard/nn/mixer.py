@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
 
+AcrossRanks: TypeAlias = Literal["attention", "state"] | None
+"""How a mechanism runs over several ranks: see `Mixer.across_ranks`."""
+
 
 class Mixer(Explainable, nn.Module):
     """Base class of the modules that mix the tokens of a sequence, x [B,T,M] -> [B,T,M2].
@@ -34,7 +37,7 @@ class Mixer(Explainable, nn.Module):
             of its cache, a `regard.caches.State`, from rank to rank. None: it is refused.
     """
 
-    across_ranks: ClassVar[Literal["attention", "state"] | None] = None
+    across_ranks: ClassVar[AcrossRanks] = None
 
     def forward(
         self,
