@@ -196,7 +196,7 @@ TOOL_KEYS = (
 names.
 """
 
-FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False,),
@@ -385,7 +385,7 @@ def _parse_sizes(kind: type[Config], raw: Raw) -> Config:
     return _parse(kind, raw, sizes_only=True)
 
 
-def _without_rope(raw: Raw) -> dict[str, Any]:
+def _without_rope(raw: Raw) -> dict[str, object]:
     """Return a config.json without rotary settings, also in its text_config."""
     keys = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
     text = keys.get("text_config")

@@ -27,7 +27,8 @@ def family(model_type: str) -> Family | None:
     if kind is None or model_type not in FAMILIES:
         return None
     module = importlib.import_module(f"{__name__}.{kind.model_types[0]}")
-    return cast("Family", module.FAMILY)
+    found: Family = module.FAMILY
+    return found
 
 
 def model_type_of(config: ModelConfig) -> str:
