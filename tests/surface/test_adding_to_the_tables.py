@@ -51,7 +51,10 @@ ENTRIES: list[Edit] = [
     (
         "src/regard/compare/mechanisms.py",
         '    "mqa": lambda s: ("mqa", {}),\n',
-        '    "mqa": lambda s: ("mqa", {}),\n    "gated": lambda s: ("gated", {"groups": s.heads}),\n',
+        (
+            '    "mqa": lambda s: ("mqa", {}),\n'
+            '    "gated": lambda s: ("gated", {"groups": s.heads}),\n'
+        ),
     ),
     # a claim, in a new file
     ("src/regard/claims/__init__.py", "    dropout,\n", "    counting,\n    dropout,\n"),

@@ -13,7 +13,7 @@ from regard.compare import quality, speed_and_memory
 from regard.compare.experiment import Experiment, Numbers, Session, format_duration
 from regard.compare.mechanisms import Candidate, Shape, count_parameters
 from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
-from regard.compare.speed_and_memory import METHOD, Timing
+from regard.compare.speed_and_memory import MEMORY_METHOD, Timing
 from regard.models.families.regard import Config
 
 TRAINING_SHARE = 0.9
@@ -256,7 +256,7 @@ def as_json(
         "same": plan.matched_by,
         "shape": {**asdict(plan.shape), "hidden": plan.shape.width},
         "timing": asdict(plan.timing),
-        "memory": METHOD,
+        "memory": MEMORY_METHOD,
         "training": {
             **asdict(plan.training),
             "tasks": {task.name: task.settings for task in plan.tasks},

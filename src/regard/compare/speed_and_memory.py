@@ -363,7 +363,7 @@ def _check_memory(needed: int, length: int) -> None:
         )
 
 
-METHOD = (
+MEMORY_METHOD = (
     "the peak resident memory (VmHWM) of a separate process during the work, minus its resident "
     "memory before the work, so that weights are not counted; the work runs once before it is "
     "measured, so that kernels are already compiled"

@@ -7,7 +7,6 @@ other; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
 from __future__ import annotations
 
 import importlib
-from typing import cast
 
 from regard.configs import LOADABLE, config_class
 from regard.configs.base import ModelConfig
