@@ -324,7 +324,7 @@ class Latent(Cache):
         """Return a snapshot from which `restore` can undo the next update."""
         return self._store.mark()
 
-    def restore(self, mark: Any) -> None:
+    def restore(self, mark: object) -> None:
         """Undo the update that came after the snapshot."""
         self._store.restore(mark)
 

@@ -238,7 +238,7 @@ def pareto_names(
 def as_json(
     plan: ComparisonPlan,
     done: Mapping[str, Numbers],
-    machine: Mapping[str, Any],
+    machine: Mapping[str, object],
     command: str,
     *,
     interrupted: bool = False,
@@ -343,7 +343,7 @@ class Comparison:
         self,
         plan: ComparisonPlan,
         session: Session,
-        machine: Mapping[str, Any],
+        machine: Mapping[str, object],
         *,
         minutes: float = 30.0,
         steps: int | None = None,

@@ -49,7 +49,7 @@ def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def table(layers: Sequence[Mapping[str, Any]]) -> str:
+def table(layers: Sequence[Mapping[str, object]]) -> str:
     """Return the rows of `rows` as an aligned table.
 
     >>> table([{"name": "mha", "stages": []}])
