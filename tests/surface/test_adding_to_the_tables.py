@@ -156,7 +156,8 @@ def enter(folder: Path, entries: list[Edit]) -> None:
     """Make the entries of a table."""
     for name, before, after in entries:
         text = (folder / name).read_text(encoding="utf-8")
-        assert text.count(before) == 1, (name, before)
+        if text.count(before) != 1:
+            raise ValueError(f"{name} has {text.count(before)} times {before!r}")
         (folder / name).write_text(text.replace(before, after), encoding="utf-8")
 
 
