@@ -25,7 +25,7 @@ def _warn(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def renamed(
-    module: str, names: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
+    module: str, names: Mapping[str, str], otherwise: Callable[[str], object] | None = None
 ) -> Callable[[str], Any]:
     """Return a `__getattr__` for a module in which names have changed.
 

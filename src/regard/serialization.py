@@ -52,7 +52,7 @@ class Serializable:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
+    def plain_arguments(cls, first: object, others: dict[str, Any]) -> dict[str, Any]:
         """Return the constructor arguments from the stored fields, the first of which has no
         name.
         """

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.did_you_mean import close_matches
@@ -177,7 +177,7 @@ class Trace:
         """
         return list(self._captured[self._resolve(name)])
 
-    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: object, result: object, kernel: str) -> None:
         """Receive an attention call after a kernel has run it; called only if `observes_calls` is
         True.
 

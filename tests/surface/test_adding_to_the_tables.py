@@ -51,7 +51,10 @@ ENTRIES: list[Edit] = [
     (
         "src/regard/compare/mechanisms.py",
         '    "mqa": lambda s: ("mqa", {}),\n',
-        '    "mqa": lambda s: ("mqa", {}),\n    "gated": lambda s: ("gated", {"groups": s.heads}),\n',
+        (
+            '    "mqa": lambda s: ("mqa", {}),\n'
+            '    "gated": lambda s: ("gated", {"groups": s.heads}),\n'
+        ),
     ),
     # a claim, in a new file
     ("src/regard/claims/__init__.py", "    dropout,\n", "    counting,\n    dropout,\n"),
@@ -153,7 +156,8 @@ def enter(folder: Path, entries: list[Edit]) -> None:
     """Make the entries of a table."""
     for name, before, after in entries:
         text = (folder / name).read_text(encoding="utf-8")
-        assert text.count(before) == 1, (name, before)
+        if text.count(before) != 1:
+            raise ValueError(f"{name} has {text.count(before)} times {before!r}")
         (folder / name).write_text(text.replace(before, after), encoding="utf-8")
 
 

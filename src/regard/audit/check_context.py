@@ -144,7 +144,7 @@ class CheckContext:
         *,
         tokens: Tensor | None = None,
         start: int = 0,
-        memory: Any = None,
+        memory: object = None,
         weights: bool = False,
         adapter: TargetAdapter | None = None,
     ) -> CallOutput:

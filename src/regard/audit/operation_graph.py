@@ -167,7 +167,7 @@ class OperationRecorder(TorchDispatchMode):
         return self._node_by_id[id(x)]
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
     """Yield the tensors in nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):

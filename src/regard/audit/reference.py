@@ -140,7 +140,7 @@ class ReferenceInputs:
     softcap: float | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, make: Callable[[], object]) -> Any:
         """Return the result of `make`, computed once for each key."""
         if key not in self.memo:
             self.memo[key] = make()

@@ -129,7 +129,7 @@ class PreparedCall(NamedTuple):
     kernel: str = ""
 
 
-def always_supported(_: Any) -> str | None:
+def always_supported(_: object) -> str | None:
     """Accept every problem; the default of `Peer.why_not`.
 
     Args:
@@ -141,7 +141,7 @@ def always_supported(_: Any) -> str | None:
     return None
 
 
-def no_extra_bytes(_: Any) -> int:
+def no_extra_bytes(_: object) -> int:
     """Need no memory beyond the problem; the default of `Peer.bytes`.
 
     Args:

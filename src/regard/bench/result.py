@@ -313,6 +313,6 @@ def _case_as_json(result: CaseResult) -> dict[str, Any]:
     }
 
 
-def _finite_or_none(x: Any) -> Any:
+def _finite_or_none(x: object) -> Any:
     """Return a value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -136,7 +136,7 @@ class ALiBi(Bias):
         return {"slopes": slopes.detach(), "symmetric": self.symmetric}
 
     @classmethod
-    def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
+    def plain_arguments(cls, first: object, others: dict[str, Any]) -> dict[str, Any]:
         """Return the constructor arguments, of which the slopes come first."""
         return {"slopes": first, **others}
 

@@ -164,7 +164,7 @@ class Cache(ABC):
         """How many slots are held."""
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """The constructor arguments that create another cache like this one, as plain values."""
         return {}
 

@@ -148,7 +148,7 @@ class Fixed(Cache):
         return cls(size.slots)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """The capacity, as a constructor argument."""
         return {"capacity": self.capacity}
 
@@ -287,7 +287,7 @@ class Latent(Cache):
         return self.rank + self.rotary
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """The sizes and the capacity, as constructor arguments."""
         return {"rank": self.rank, "rotary": self.rotary, "capacity": self.capacity}
 
@@ -324,7 +324,7 @@ class Latent(Cache):
         """Return a snapshot from which `restore` can undo the next update."""
         return self._store.mark()
 
-    def restore(self, mark: Any) -> None:
+    def restore(self, mark: object) -> None:
         """Undo the update that came after the snapshot."""
         self._store.restore(mark)
 

@@ -359,7 +359,7 @@ class Paged(Cache):
         return [list(row) for row in self._table.rows]
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, int]:
         """The page size and the number of pages, as constructor arguments."""
         return {"page_size": self.pool.page_size, "pages": self.pool.pages}
 

@@ -336,10 +336,10 @@ class LazyDequantizedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Run any torch operation on the dequantized values."""
         new_args, new_kwargs = tree_map_only(
@@ -366,9 +366,9 @@ class LazyDequantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.numbers(), memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.numbers().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         state = "stored as codes" if self._numbers is None else "dequantized"
         return f"LazyDequantizedTensor({tuple(self.shape)}, {self.dtype}, {state})"

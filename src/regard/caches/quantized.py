@@ -305,7 +305,7 @@ class Quantised(Cache):
         return cls(8, group=group, axes=axes)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Bits, group, residual and axes, as constructor arguments."""
         return {
             "bits": self.bits,

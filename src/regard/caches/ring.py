@@ -520,7 +520,7 @@ class Ring(RingBase):
         return Window(max_context)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Window and rewind, as constructor arguments."""
         return {"window": self.window, "rewind": self.rewind}
 
@@ -572,7 +572,7 @@ class Streaming(RingBase):
         return Window(max_context - STREAMING_SINKS) | Sinks(STREAMING_SINKS)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """Sinks, recent and rewind, as constructor arguments."""
         return {"sinks": self._slots.sinks, "recent": self.window, "rewind": self.rewind}
 

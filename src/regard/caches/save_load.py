@@ -144,7 +144,7 @@ class _Header(NamedTuple):
     """The checked header of a cache file."""
 
     kind: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     spans: dict[str, Span]
     numbers: dict[str, int]
 
@@ -218,17 +218,18 @@ def _header(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
     return _Header(fields["class"], fields["settings"], spans, fields["numbers"])
 
 
-def _span(name: str, value: Any) -> Span:
-    whole = isinstance(value, list) and len(value) == 2 and all(type(i) is int for i in value)
-    if not whole or abs(value[0]) > MAX_POSITION or not 0 <= value[1] <= MAX_POSITION:
-        raise ArgumentError(
-            f"has the span {short_repr(value)} of {short_repr(name)}; it must be a start and a "
-            f"length, both at most {MAX_POSITION}"
-        )
-    return Span(*value)
+def _span(name: str, value: object) -> Span:
+    if isinstance(value, list) and len(value) == 2 and all(type(i) is int for i in value):
+        start, length = value
+        if abs(start) <= MAX_POSITION and 0 <= length <= MAX_POSITION:
+            return Span(start, length)
+    raise ArgumentError(
+        f"has the span {short_repr(value)} of {short_repr(name)}; it must be a start and a "
+        f"length, both at most {MAX_POSITION}"
+    )
 
 
-def _check_number(name: str, value: Any, *, among_settings: bool) -> None:
+def _check_number(name: str, value: object, *, among_settings: bool) -> None:
     """Raise unless a number is an integer within the bounds.
 
     Settings may also be None, strings, and lists of these.
@@ -244,7 +245,9 @@ def _check_number(name: str, value: Any, *, among_settings: bool) -> None:
         )
 
 
-def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, max_bytes: int) -> None:
+def _check_reserved_bytes(
+    settings: Mapping[str, object], contents: Contents, max_bytes: int
+) -> None:
     """Raise if the settings would reserve more memory than is allowed.
 
     The bytes per slot are taken from the tensors in the file.

@@ -5,7 +5,6 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,7 +165,7 @@ class Memory(State):
         self._token_positions: Positions | None = None
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """The length of a segment, as a constructor argument."""
         return {"segment": self.segment}
 

@@ -43,11 +43,11 @@ class Commands(TyperGroup):
         with _safe_usage_errors():
             return super().invoke(ctx)
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         """Return the names of the subcommands whose module exists, in alphabetical order."""
         return [name for name in sorted(COMMANDS) if importlib.util.find_spec(_module_name(name))]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
         """Return a placeholder with the name and one line of help, with which the commands are
         listed without importing them.
         """

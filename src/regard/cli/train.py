@@ -528,7 +528,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return options
 
 
-def _settings(path: Path, options: Mapping[str, Any]) -> list[str]:
+def _settings(path: Path, options: Mapping[str, object]) -> list[str]:
     """Return name=value for each option of a mechanism; lists are allowed."""
     for name, value in options.items():
         for part in value if isinstance(value, list) else [value]:
@@ -536,7 +536,7 @@ def _settings(path: Path, options: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value!r}" for name, value in options.items()]
 
 
-def _text(where: str, value: Any) -> str:
+def _text(where: str, value: object) -> str:
     if not isinstance(value, (str, int, float)):
         raise ArgumentError(
             f"{where} is {short_repr(value)}; it must be a string, a number, true or false"

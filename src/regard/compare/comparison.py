@@ -13,7 +13,7 @@ from regard.compare import quality, speed_and_memory
 from regard.compare.experiment import Experiment, Numbers, Session, format_duration
 from regard.compare.mechanisms import Candidate, Shape, count_parameters
 from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
-from regard.compare.speed_and_memory import METHOD, Timing
+from regard.compare.speed_and_memory import MEMORY_METHOD, Timing
 from regard.models.families.regard import Config
 
 TRAINING_SHARE = 0.9
@@ -238,7 +238,7 @@ def pareto_names(
 def as_json(
     plan: ComparisonPlan,
     done: Mapping[str, Numbers],
-    machine: Mapping[str, Any],
+    machine: Mapping[str, object],
     command: str,
     *,
     interrupted: bool = False,
@@ -256,7 +256,7 @@ def as_json(
         "same": plan.matched_by,
         "shape": {**asdict(plan.shape), "hidden": plan.shape.width},
         "timing": asdict(plan.timing),
-        "memory": METHOD,
+        "memory": MEMORY_METHOD,
         "training": {
             **asdict(plan.training),
             "tasks": {task.name: task.settings for task in plan.tasks},
@@ -343,7 +343,7 @@ class Comparison:
         self,
         plan: ComparisonPlan,
         session: Session,
-        machine: Mapping[str, Any],
+        machine: Mapping[str, object],
         *,
         minutes: float = 30.0,
         steps: int | None = None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Int
@@ -240,12 +240,12 @@ def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Dec
     for layer in decoder.layers:
         attention = layer.attention
         project = attention.project if isinstance(attention, Attention) else None
-        if not isinstance(project, RecomputedQKV):
+        if not isinstance(attention, Attention) or not isinstance(project, RecomputedQKV):
             raise ArgumentError(
                 "the frequencies of this model do not depend on the length, so that it needs no "
                 "cache policy; policies are for the method dynamic"
             )
-        cast("Attention", attention).project = _projection_with_policy(project, policy, target)
+        attention.project = _projection_with_policy(project, policy, target)
     return decoder.eval()
 
 

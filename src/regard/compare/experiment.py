@@ -89,7 +89,7 @@ class ExperimentStore:
     """
 
     @renamed_parameters(about="metadata")
-    def __init__(self, folder: Path | None, metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path | None, metadata: Mapping[str, object] | None = None) -> None:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise FileError(f"{folder} is a file; give a folder in which measurements are saved")
         self.folder, self.metadata = folder, dict(metadata or {})
@@ -277,6 +277,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _through_json(values: Any) -> Any:
+def _through_json(values: object) -> Any:
     """Return the values as they are after writing them to JSON and reading them again."""
     return json.loads(json.dumps(values, allow_nan=False))

@@ -59,7 +59,7 @@ def header(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def _round_count(comparison: Mapping[str, Any]) -> str:
+def _round_count(comparison: Mapping[str, object]) -> str:
     """Return the number of rounds with its noun."""
     return "1 round" if round_range(comparison) == "1" else f"{round_range(comparison)} rounds"
 

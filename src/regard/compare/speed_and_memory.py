@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -58,7 +58,7 @@ class KernelRecorder(Trace):
         super().__init__()
         self.names: list[str] = []
 
-    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: object, result: object, kernel: str) -> None:
         """Record the kernel of one call."""
         name = kernel.partition(",")[0]
         if name not in self.names:
@@ -244,7 +244,7 @@ class Timing:
 
 
 def timing_experiments(
-    configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
+    configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, object]
 ) -> list[Experiment]:
     """Return the experiments of prompts and decoding at every context, and of training steps.
 
@@ -363,7 +363,7 @@ def _check_memory(needed: int, length: int) -> None:
         )
 
 
-METHOD = (
+MEMORY_METHOD = (
     "the peak resident memory (VmHWM) of a separate process during the work, minus its resident "
     "memory before the work, so that weights are not counted; the work runs once before it is "
     "measured, so that kernels are already compiled"
@@ -372,7 +372,7 @@ METHOD = (
 
 
 def memory_experiments(
-    configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
+    configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, object]
 ) -> list[Experiment]:
     """Return an experiment for each mechanism: the peak memory of a prompt of the longest context,
     and of a training step.
@@ -399,7 +399,7 @@ def memory_experiments(
     return experiments
 
 
-def measure_peaks(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
+def measure_peaks(settings: Mapping[str, object], command: Sequence[str] | None = None) -> Numbers:
     """Return the peak memory of a prompt and of a training step, measured in a new process.
 
     Args:

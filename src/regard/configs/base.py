@@ -73,11 +73,11 @@ class ModelConfig(ABC):
 
     model_types: ClassVar[tuple[str, ...]]
     ignored: ClassVar[frozenset[str]] = frozenset()
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     code: ClassVar[str | None] = None
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with this class's spelling, and with defaults that depend on other keys.
 
         Raises:
@@ -113,7 +113,7 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
 
 
-def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, Any]:
+def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, object]:
     """Rename keys to the family's own spelling; a null counts as absent.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from regard.argument_checks import resolve_head_dim
 from regard.configs.base import ModelConfig, check_activation, check_sizes
@@ -49,7 +49,7 @@ class BertConfig(ModelConfig):
             "pooler_size_per_head",
         }
     )
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "directionality": ("bidi",),
         "pooler_type": ("first_token_transform",),
         "position_embedding_type": ("absolute",),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.llama import check_experts
@@ -46,7 +46,7 @@ class DeepseekConfig(ModelConfig, ABC):
     first_k_dense_replace: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, object] | None = None
     max_position_embeddings: int = 2048
     attention_bias: bool = False
     tie_word_embeddings: bool = False
@@ -73,7 +73,7 @@ class DeepseekConfig(ModelConfig, ABC):
         check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with num_key_value_heads, and without head_dim and qk_head_dim.
 
         Newer files contain these two, which follow from the dims of the two parts of a head.
@@ -161,7 +161,7 @@ class DeepseekV2Config(DeepseekConfig):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
     # the authors' code scales expert weights only where it does not renormalise them, and
     # transformers never renormalises them
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED | {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = FIXED | {
         "mlp_bias": (False,),
         "norm_topk_prob": (False,),
         "scoring_func": ("softmax",),
@@ -181,7 +181,7 @@ class DeepseekV3Config(DeepseekConfig):
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
     # the number of additional layers that predict a second token, which are not loaded
     ignored: ClassVar[frozenset[str]] = DeepseekConfig.ignored | {"num_nextn_predict_layers"}
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED | {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = FIXED | {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from regard.argument_checks import check_number
 from regard.configs.base import FULL, SLIDING, Raw, layer_windows
@@ -32,7 +32,7 @@ class GemmaConfig(GroupedQueryConfig):
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
     # some files name the activation in `hidden_act`, others in `hidden_activation`; "gelu" in
     # `hidden_act` of the first files means the tanh approximation, which the authors' code uses
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         "use_bidirectional_attention": (None, False),
@@ -43,7 +43,7 @@ class GemmaConfig(GroupedQueryConfig):
         check_number("rms_norm_eps", self.rms_norm_eps, 0, float("inf"), "above 0")
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with rotary settings in one form; head_dim is 256 if the file lacks
         it.
         """
@@ -71,7 +71,7 @@ class WindowedGemmaConfig(GemmaConfig):
 
     norms_per_block: ClassVar[int] = 4
     window_pattern: ClassVar[int]
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("gelu_pytorch_tanh",),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (None, False),
@@ -144,7 +144,7 @@ class Gemma3Config(WindowedGemmaConfig):
     rope_local_base_freq: float = 10000.0
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text", "gemma3")
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **WindowedGemmaConfig.fixed,
         "attn_logit_softcapping": (None,),
     }
@@ -158,7 +158,7 @@ class Gemma3Config(WindowedGemmaConfig):
         check_rope(self.local_rope)
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with both rotary bases at the top level, and with `layer_types` in place
         of sliding_window_pattern.
         """
@@ -204,7 +204,7 @@ class Gemma3Config(WindowedGemmaConfig):
         return 2 * self.head_dim
 
 
-def _text(raw: Raw) -> dict[str, Any]:
+def _text(raw: Raw) -> dict[str, object]:
     """Return the config of the language model, from that of a model that also reads images."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):

@@ -80,7 +80,7 @@ class GPT2Config(ModelConfig):
         check_activation(self.activation_function, "activation_function")
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys under GPT-2's names; the general names of sizes are accepted, too."""
         names = {
             "hidden_size": "n_embd",
@@ -135,7 +135,7 @@ class GPTNeoXConfig(ModelConfig):
     max_position_embeddings: int = 2048
     rotary_emb_base: float = 10000.0
     rotary_pct: float = 0.25
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, object] | None = None
     use_parallel_residual: bool = True
     attention_bias: bool = True
     tie_word_embeddings: bool = False
@@ -149,7 +149,7 @@ class GPTNeoXConfig(ModelConfig):
         check_rope(self.rope)
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys under GPT-NeoX's names; rotary settings may be in rope_parameters."""
         keys = normalize_rope(rename_keys(raw, NEOX_NAMES))
         return rename_keys(keys, {general: own for own, general in NEOX_NAMES.items()})
@@ -214,7 +214,7 @@ class BloomConfig(ModelConfig):
             "slow_but_exact",
         }
     )
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n_inner": (None,)}
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"n_inner": (None,)}
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -222,7 +222,7 @@ class BloomConfig(ModelConfig):
         resolve_head_dim(self.hidden_size, self.n_head, None)
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with BLOOM's spelling; n_embed and the general names are accepted,
         too.
         """
@@ -248,7 +248,7 @@ class BloomConfig(ModelConfig):
 
 MPT_ATTENTION = {"alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
 """Keys of attn_config that change the network -> their defaults."""
-MPT_FIXED: dict[str, tuple[Any, ...]] = {
+MPT_FIXED: dict[str, tuple[object, ...]] = {
     "alibi": (True,),
     "attn_type": ("multihead_attention",),
     "attn_uses_sequence_id": (False,),
@@ -288,7 +288,7 @@ class MptConfig(ModelConfig):
             "verbose",
         }
     )
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "expansion_ratio": (4,),
         "logit_scale": (None,),
         "no_bias": (True,),
@@ -313,7 +313,7 @@ class MptConfig(ModelConfig):
                 check_number(name, value, 0, float("inf"), "above 0")
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with MPT's spelling of sizes, and the keys of attn_config that matter."""
         names = {
             "hidden_size": "d_model",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from regard.argument_checks import check_groups, check_number
 from regard.configs.base import ModelConfig, Raw, check_sizes, layer_windows
@@ -37,11 +37,11 @@ class GroupedQueryConfig(ModelConfig):
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, object] | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
 
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"hidden_act": ("silu",)}
     norms_per_block: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class GroupedQueryConfig(ModelConfig):
         self.windows()
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
 
         Raises:
@@ -141,7 +141,7 @@ class LlamaConfig(GroupedQueryConfig):
 
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
     ignored: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "max_sequence_length"})
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("silu",),
         "rope_interleaved": (False,),
     }
@@ -203,7 +203,7 @@ class Qwen2Config(GroupedQueryConfig):
     layer_types: tuple[str, ...] | None = None
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("silu",),
         "use_mrope": (False,),
     }
@@ -235,10 +235,10 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"hidden_act": ("silu",)}
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys as for Llama; head_dim is 128 if it is not given, for every
         hidden_size.
         """
@@ -264,7 +264,7 @@ class Qwen3MoeConfig(Qwen3Config):
     num_experts_per_tok: int = field(kw_only=True)
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("silu",),
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([],),
@@ -319,7 +319,7 @@ class Phi3Config(GroupedQueryConfig):
 
     model_types: ClassVar[tuple[str, ...]] = ("phi3",)
     code: ClassVar[str | None] = "Phi3"
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
@@ -378,7 +378,7 @@ class GptOssConfig(GroupedQueryConfig):
     layer_types: tuple[str, ...] | None = None
     rms_norm_eps: float = 1e-5
     rope_theta: float = 150000.0
-    rope_scaling: Mapping[str, Any] | None = field(default_factory=lambda: dict(YARN))
+    rope_scaling: Mapping[str, object] | None = field(default_factory=lambda: dict(YARN))
     max_position_embeddings: int = 131072
     attention_bias: bool = True
     swiglu_limit: float = 7.0
@@ -394,7 +394,7 @@ class GptOssConfig(GroupedQueryConfig):
         check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with the default rotary scaling if the file has none, as in transformers.
 
         experts_per_token is an older spelling of num_experts_per_tok.

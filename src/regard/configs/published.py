@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost.model import ModelSpec
@@ -26,12 +25,12 @@ class PublishedModel:
         note: a remark for readers, or "".
     """
 
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     source: str
     note: str = ""
 
 
-def _gpt2(n_embd: int, n_layer: int, n_head: int, n_positions: int = 1024) -> dict[str, Any]:
+def _gpt2(n_embd: int, n_layer: int, n_head: int, n_positions: int = 1024) -> dict[str, object]:
     return {
         "model_type": "gpt2",
         "vocab_size": 50257,
@@ -96,8 +95,8 @@ GPT = {
 
 
 def _llama(
-    dim: int, layers: int, heads: int, groups: int, ff: int, vocab: int, **more: Any
-) -> dict[str, Any]:
+    dim: int, layers: int, heads: int, groups: int, ff: int, vocab: int, **more: object
+) -> dict[str, object]:
     return {
         "model_type": "llama",
         "hidden_size": dim,
@@ -167,8 +166,8 @@ LLAMA["llama-3-405b"], LLAMA["mistral-7b"] = _L405, LLAMA["mistral-7b-v0.1"]
 
 
 def _qwen(
-    kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
-) -> dict[str, Any]:
+    kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: object
+) -> dict[str, object]:
     return {
         "model_type": kind,
         "hidden_size": dim,
@@ -188,7 +187,7 @@ QWEN25 = "Qwen Team 2024 (arXiv 2412.15115), table 1; config.json of Qwen/Qwen2.
 QWEN3 = "Yang et al. 2025 (arXiv 2505.09388), tables 1 and 2; config.json of Qwen/Qwen3"
 
 
-def _moe(experts_ff: int) -> dict[str, Any]:
+def _moe(experts_ff: int) -> dict[str, object]:
     return {
         "moe_intermediate_size": experts_ff,
         "num_experts": 128,
@@ -223,8 +222,8 @@ QWEN = {
 
 
 def _gemma(
-    kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
-) -> dict[str, Any]:
+    kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: object
+) -> dict[str, object]:
     return {
         "model_type": kind,
         "hidden_size": dim,
@@ -238,8 +237,8 @@ def _gemma(
     }
 
 
-_GEMMA2: dict[str, Any] = {"vocab_size": 256000, "sliding_window": 4096}
-_GEMMA3: dict[str, Any] = {
+_GEMMA2: dict[str, object] = {"vocab_size": 256000, "sliding_window": 4096}
+_GEMMA3: dict[str, object] = {
     "vocab_size": 262208,
     "sliding_window": 1024,
     "sliding_window_pattern": 6,
@@ -279,7 +278,9 @@ GEMMA = {
 }
 
 
-def _deepseek(dim: int, layers: int, heads: int, q_rank: int | None, **more: Any) -> dict[str, Any]:
+def _deepseek(
+    dim: int, layers: int, heads: int, q_rank: int | None, **more: object
+) -> dict[str, object]:
     return {
         "model_type": "deepseek_v2",
         "vocab_size": 102400,
@@ -298,7 +299,7 @@ def _deepseek(dim: int, layers: int, heads: int, q_rank: int | None, **more: Any
     }
 
 
-def _experts(ff: int, width: int, count: int, active: int, shared: int) -> dict[str, Any]:
+def _experts(ff: int, width: int, count: int, active: int, shared: int) -> dict[str, object]:
     return {
         "intermediate_size": ff,
         "moe_intermediate_size": width,

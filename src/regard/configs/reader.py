@@ -196,7 +196,7 @@ TOOL_KEYS = (
 names.
 """
 
-FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (None,),
     "is_decoder": (False,),
@@ -385,7 +385,7 @@ def _parse_sizes(kind: type[Config], raw: Raw) -> Config:
     return _parse(kind, raw, sizes_only=True)
 
 
-def _without_rope(raw: Raw) -> dict[str, Any]:
+def _without_rope(raw: Raw) -> dict[str, object]:
     """Return a config.json without rotary settings, also in its text_config."""
     keys = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
     text = keys.get("text_config")
@@ -453,7 +453,7 @@ def check_dtypes(raw: Raw) -> None:
         )
 
 
-def _typed(name: str, value: Any, wanted: Any) -> Any:
+def _typed(name: str, value: object, wanted: object) -> Any:
     """Return a JSON value as the type of its field; lists become tuples."""
     for kind in _union_members(wanted):
         origin = typing.get_origin(kind) or kind
@@ -468,7 +468,7 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
     raise ArgumentError(f"{name} is {value!r}; it must be {allowed}")
 
 
-def _union_members(wanted: Any) -> tuple[Any, ...]:
+def _union_members(wanted: object) -> tuple[Any, ...]:
     union = typing.get_origin(wanted) in (typing.Union, types.UnionType)
     return typing.get_args(wanted) if union else (wanted,)
 

@@ -115,7 +115,7 @@ def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
     return {"rope_type": "default"} if normalized is None else normalized
 
 
-def normalize_scaling(scaling: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, Any] | None:
     """Return a rope_scaling with checked keys and its type as `rope_type`; None if default.
 
     Keys with null are left out, except the factor of yarn, which then follows from the lengths.
@@ -190,7 +190,7 @@ def check_finite(where: str, value: object) -> float:
     return value
 
 
-def _check_value(where: str, key: str, value: Any) -> Any:
+def _check_value(where: str, key: str, value: object) -> Any:
     """Return the value if it has the type that its key needs."""
     if key in ("truncate", "finetuned"):
         if not isinstance(value, bool):

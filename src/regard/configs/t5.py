@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
@@ -40,14 +40,14 @@ class T5Config(ModelConfig):
 
     model_types: ClassVar[tuple[str, ...]] = ("t5",)
     ignored: ClassVar[frozenset[str]] = frozenset({"n_positions"})
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_encoder_decoder": (True,)}
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"is_encoder_decoder": (True,)}
 
     def __post_init__(self) -> None:
         check_sizes(self, zero={"pad_token_id", "eos_token_id", "decoder_start_token_id"})
         check_activation(self.activation[1], "feed_forward_proj")
 
     @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys without the newer ones that repeat feed_forward_proj, which are checked.
 
         Where scale_decoder_outputs is missing, tie_word_embeddings decides it.

@@ -1,5 +1,5 @@
-"""The cost of a whole model at a context length: bytes, in any number format of
-the cache, and the FLOPs of a prompt and of one token.
+"""The cost of a whole model at a context length: bytes, in any number format of the
+cache, and the FLOPs of a prompt and of one token.
 
 A multiplication and an addition are two FLOPs. The counts include matrix products, the scores and
 weighted sums of the query-key pairs that the mask allows, and the steps of recurrences. They do not

@@ -195,7 +195,7 @@ def _partial(size: int) -> str:
     return f"it has {plural(size, 'byte')}; is it a partial download?"
 
 
-def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: int) -> None:
+def _check_with_library(path: Path, table: Mapping[str, object], data: int, size: int) -> None:
     """Check the types, sizes and offsets of all entries with the safetensors library."""
     try:
         with safe_open(path, framework="numpy"):

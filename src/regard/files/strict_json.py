@@ -136,7 +136,7 @@ def _constant(name: str) -> NoReturn:
     raise ArgumentError(f"has the constant {name}, which is not JSON")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Iterate over all strings in a JSON value, including keys."""
     pending = [value]
     while pending:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -185,7 +185,8 @@ def _load_folder(
     config, has_no_head = _complete_config(its_family, config, raw, store)
     network = its_family.build_empty(config)
     if has_no_head:
-        cast("Decoder", network).head = None
+        assert isinstance(network, Decoder)  # only decoders are saved without their head
+        network.head = None
     filled = fill_parameters(
         network,
         its_family,
@@ -312,7 +313,8 @@ def _model(
             eos_ids=eos_ids or {config.eos_token_id},
             **load_record,
         )
-    return Model(cast("Decoder", network), tokenizer, config, eos_ids=eos_ids, **load_record)
+    assert isinstance(network, Decoder)
+    return Model(network, tokenizer, config, eos_ids=eos_ids, **load_record)
 
 
 def _dtype(folder: Path, raw: Raw, store: CheckpointTensors) -> torch.dtype:

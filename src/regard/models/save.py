@@ -60,12 +60,12 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
 
 def save_model(
     network: nn.Module,
-    config: Any,
+    config: object,
     folder: Path,
     *,
     dtype: torch.dtype,
     tokenizer: Tokenizer | None,
-    json_files: Mapping[str, Any],
+    json_files: Mapping[str, object],
 ) -> Path:
     """Write a network, its config and its tokenizer to a new folder, completely or not at all.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -210,7 +210,8 @@ class Seq2Seq(TextModel):
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], None]]:
         """Return a function for one cached decoder step, and one that reorders the cached rows."""
         caches = self.network.new_caches()
-        source_cache = cast("Cross", caches[0].cross)
+        source_cache = caches[0].cross
+        assert isinstance(source_cache, Cross)
         memory: dict[str, Any] = {}
 
         def step(ids: Tensor) -> Tensor:

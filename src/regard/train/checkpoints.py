@@ -381,7 +381,7 @@ def unpack(
     return dict(state["run"])
 
 
-def check_metadata(checkpoint: TrainingCheckpoint, metadata: Mapping[str, Any] | None) -> None:
+def check_metadata(checkpoint: TrainingCheckpoint, metadata: Mapping[str, object] | None) -> None:
     """Check that the metadata of a model equals the metadata in a checkpoint.
 
     A checkpoint without metadata passes. Checkpoints of earlier versions store the metadata under
@@ -479,7 +479,7 @@ def find_damage(path: Path) -> str:
     return "" if "state.json" in files else "state.json is not in the manifest"
 
 
-def _file_damage(folder: Path, name: str, expected: Any) -> str:
+def _file_damage(folder: Path, name: str, expected: object) -> str:
     """Return how a file differs from its entry in the manifest, or "" if it does not."""
     if Path(name).name != name:
         return f"{MANIFEST} names {short_repr(name)}, which is outside the folder"
@@ -494,7 +494,7 @@ def _file_damage(folder: Path, name: str, expected: Any) -> str:
     return ""
 
 
-def _changed_tensors(path: Path, expected: Mapping[str, Any]) -> str:
+def _changed_tensors(path: Path, expected: Mapping[str, object]) -> str:
     """Return the names of the tensors whose own checksums differ, for a message."""
     checksums = expected.get("tensors")
     if not isinstance(checksums, dict):

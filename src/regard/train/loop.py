@@ -99,7 +99,7 @@ def fit(
     log: str | Path | None = None,
     progress: Progress | None = None,
     keep: int = 2,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     parallel: ContextParallel | None = None,
 ) -> TrainResult:
     """Train a model in place, from the newest valid checkpoint in `folder` if there is one.
@@ -176,7 +176,7 @@ class _TrainingLoop:
         loss: Loss,
         folder: str | Path | None,
         keep: int,
-        metadata: Mapping[str, Any] | None,
+        metadata: Mapping[str, object] | None,
         parallel: ContextParallel | None,
     ) -> None:
         self.model, self.batches, self.settings, self.loss = model, batches, settings, loss
@@ -387,6 +387,6 @@ _INVALID_STATE_ERRORS = (
 )
 
 
-def _none_if_not_finite(value: Any) -> Any:
+def _none_if_not_finite(value: object) -> Any:
     """Return a value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -301,7 +301,7 @@ class PretrainingRun:
         config = make_config(self.options, vocab_size)
         return make_model(config, self.options["seed"]).to(self.options["device"]), config
 
-    def export(self, model: nn.Module, config: Any) -> None:
+    def export(self, model: nn.Module, config: object) -> None:
         """Write the final weights and the config, each file under its final name only when
         complete.
         """

@@ -132,7 +132,7 @@ class Picture:
         """Return the points of a line that the axes can show."""
         return [line.points[i] for i in self._places(line)]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the chart as plain values: its texts, and every point."""
         lines = [
             {"name": line.name, "points": [list(p) for p in line.points]} for line in self.lines

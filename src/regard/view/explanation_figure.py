@@ -43,7 +43,7 @@ def recipe(data: Mapping[str, Any]) -> str:
     )
 
 
-def draw(data: Mapping[str, Any], path: Path) -> int:
+def draw(data: Mapping[str, object], path: Path) -> int:
     """Draw an explanation to a .svg, .png or .pdf file.
 
     Args:

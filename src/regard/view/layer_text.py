@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from regard.text_table import format_table as table_of
 from regard.view.html_page import Section
@@ -48,7 +49,7 @@ def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def table(layers: Sequence[Mapping[str, Any]]) -> str:
+def table(layers: Sequence[Mapping[str, object]]) -> str:
     """Return the rows of `rows` as an aligned table.
 
     >>> table([{"name": "mha", "stages": []}])
@@ -115,7 +116,7 @@ def _shape(stage: Mapping[str, Any]) -> str:
     return str(tuple(stage["shape"]))
 
 
-def _array(values: Any) -> np.ndarray[Any, Any]:
+def _array(values: object) -> NDArray[np.float64]:
     """Convert nested lists to an array; None, which only masked scores contain, becomes minus
     infinity.
     """
@@ -123,7 +124,7 @@ def _array(values: Any) -> np.ndarray[Any, Any]:
     return np.where(nested == None, -np.inf, nested).astype(float)  # noqa: E711
 
 
-def _matrix(x: np.ndarray[Any, Any]) -> str:
+def _matrix(x: NDArray[np.float64]) -> str:
     return np.array2string(
         x, precision=4, suppress_small=True, threshold=MAX_NUMBERS, max_line_width=120
     )

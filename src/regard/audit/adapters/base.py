@@ -243,12 +243,12 @@ class TargetAdapter(ABC):
         """Return the tensors that the code would save, or None if it saves nothing."""
         return None
 
-    def cache_size(self, memory: Any) -> int:
+    def cache_size(self, memory: object) -> int:
         """Return the number of elements in a cache."""
         return count_elements(memory)
 
 
-def count_elements(x: Any, visited_ids: set[int] | None = None) -> int:
+def count_elements(x: object, visited_ids: set[int] | None = None) -> int:
     """Count the elements of all tensors inside x: in lists, tuples, sets, dictionaries and
     attributes.
 

@@ -159,7 +159,7 @@ DEFAULT_LENGTH = 512
 """The length that is given to a constructor that requires one."""
 
 
-def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Return the named parameters of a callable, without self.
 
     Built-in functions of torch have no signature, so that their documentation is read.
@@ -204,7 +204,7 @@ def query_key_value_names(known: Iterable[str]) -> tuple[str, str, str] | None:
     return (names[0], names[1], names[2]) if all(names) else None  # type: ignore[return-value]
 
 
-def _documented(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _documented(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Read the parameters from the first line of a docstring: name(a, b=1, *, c) -> Tensor."""
     text = (getattr(function, "__doc__", None) or "").strip()
     line = text.partition("\n")[0]
@@ -386,7 +386,7 @@ class OutputFormat:
 
     weights: int | None = None
 
-    def read(self, result: Any) -> CallOutput:
+    def read(self, result: object) -> CallOutput:
         """Split what a call returned into the output, the weights [B, H or 1, T, S] and the
         cache.
         """
@@ -413,7 +413,7 @@ class OutputFormat:
         return OutputFormat()
 
 
-def output_parts(result: Any) -> list[Any]:
+def output_parts(result: object) -> list[Any]:
     """Return the parts of what a call returned as a list, the output first.
 
     Raises:
@@ -435,6 +435,6 @@ def output_parts(result: Any) -> list[Any]:
     return parts
 
 
-def _square(x: Any, B: int, T: int) -> bool:
+def _square(x: object, B: int, T: int) -> bool:
     """Whether x has the shape of weights: [B, T, T] or [B, H, T, T]."""
     return isinstance(x, Tensor) and x.ndim in (3, 4) and x.shape[0] == B and x.shape[-2:] == (T, T)

@@ -71,7 +71,7 @@ class FunctionAdapter(TargetAdapter):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         claims: AuditClaims,
         *,
         name: str,
@@ -259,7 +259,7 @@ class FunctionAdapter(TargetAdapter):
                     yield self._copy_with(claims=claims)
 
 
-def _for_evaluation(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+def _for_evaluation(function: Callable[..., object], dtype: torch.dtype) -> Callable[..., Any]:
     """Return a copy of a module in evaluation mode and this dtype; return a function unchanged."""
     if isinstance(function, nn.Module):
         return copy.deepcopy(function).to("cpu", dtype).eval()

@@ -96,7 +96,7 @@ def _raw_output(adapter: ModuleAdapter | FunctionAdapter, x: Tensor, inputs: Cal
     results: list[Any] = []
 
     class RecordingFormat(OutputFormat):
-        def read(self, result: Any) -> Any:
+        def read(self, result: object) -> Any:
             results.append(result)
             return super().read(result)
 

@@ -145,7 +145,7 @@ class ModuleAdapter(TargetAdapter):
         weights = None if rows[0] is None else torch.cat([r for r in rows if r is not None], 1)
         return CallOutput(torch.cat(outs, 1), None if weights is None else weights[:, None])
 
-    def _parts(self, result: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _parts(self, result: object, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the context [B,1,N] and the weights [B,1,S] or None of one query, recognized by
         their sizes.
         """
@@ -219,7 +219,7 @@ class ModuleAdapter(TargetAdapter):
         """Return the module's state dict."""
         return self.original.state_dict()
 
-    def cache_size(self, memory: Any) -> int:
+    def cache_size(self, memory: object) -> int:
         """Count the elements of the cache, or of the module's buffers and attributes if it holds
         the cache.
         """

@@ -319,7 +319,7 @@ def _map(child: nn.Module) -> LinearMap | None:
     return weight, bias.detach() if isinstance(bias, Tensor) else None
 
 
-def attribute(owners: Sequence[Any], names: Sequence[str]) -> int | None:
+def attribute(owners: Sequence[object], names: Sequence[str]) -> int | None:
     """Return the first positive integer that the owners or their configs have under one of the
     names.
     """

@@ -128,7 +128,7 @@ def _flag(name: str) -> str:
 
 
 def claims_with_sizes(
-    maker: Callable[..., Any], claims: AuditClaims, options: dict[str, Any]
+    maker: Callable[..., object], claims: AuditClaims, options: dict[str, Any]
 ) -> AuditClaims:
     """Return the claims, with missing sizes taken from the constructor's arguments and defaults.
 
@@ -188,7 +188,7 @@ def _sizes(
     return arguments
 
 
-def is_factory(target: Any) -> bool:
+def is_factory(target: object) -> bool:
     """Whether the target builds a module: a class of modules, or a function of sizes.
 
     >>> import torch
@@ -301,7 +301,7 @@ def _adapt_module(
 
 
 def _adapt_function(
-    function: Callable[..., Any], claims: AuditClaims, name: str, dtype: torch.dtype
+    function: Callable[..., object], claims: AuditClaims, name: str, dtype: torch.dtype
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
     """Return the adapter of attend(q, k, v), with several heads or else with one, and what its
     masks do.
@@ -347,7 +347,7 @@ def _require_call_works(adapter: TargetAdapter) -> TargetAdapter:
     return adapter
 
 
-def _width(target: Any, claims: AuditClaims, name: str) -> int:
+def _width(target: object, claims: AuditClaims, name: str) -> int:
     """Return the model dimension: the claim, an attribute, or the input size of the first linear
     map.
     """
@@ -368,7 +368,7 @@ def _width(target: Any, claims: AuditClaims, name: str) -> int:
     )
 
 
-def _options_without_sizes(maker: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+def _options_without_sizes(maker: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
     """Return the constructor's options that are not sizes, to build smaller modules with."""
     sizes = {name for size in ("dim", "heads", "kv_heads", "head_dim") for name in SIZE_NAMES[size]}
     sizes |= set(OUTPUT_SIZE_NAMES)
@@ -377,7 +377,7 @@ def _options_without_sizes(maker: Callable[..., Any], options: dict[str, Any]) -
     }
 
 
-def target_name(target: Any) -> str:
+def target_name(target: object) -> str:
     """Return the name of a target: `__name__`, or the name of its class."""
     return getattr(target, "__name__", type(target).__name__)
 

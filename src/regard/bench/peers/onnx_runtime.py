@@ -49,7 +49,7 @@ def attention(problem: AttentionProblem) -> PreparedCall:
     for name in ("key", "value"):
         binding.bind_ortvalue_output(f"present_{name}", values[f"past_{name}"])
 
-    def read(_: Any) -> dict[str, Tensor]:
+    def read(_: object) -> dict[str, Tensor]:
         z = torch.from_numpy(out.numpy().copy())
         return {"out": z.view(s.B, T, s.H, s.D).transpose(1, 2)}
 

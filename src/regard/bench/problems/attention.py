@@ -353,7 +353,7 @@ def _quantized(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
 
 def prepared_call(
     problem: AttentionProblem,
-    attention: Callable[[], Any],
+    attention: Callable[[], object],
     out: Callable[[Any], Tensor] = lambda result: result,
     kernel: str = "",
 ) -> PreparedCall:

@@ -5,7 +5,7 @@ positions or a window where it supports them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from torch import nn
 
@@ -212,7 +212,7 @@ def build_mixer(
     name: str,
     dim: int,
     heads: int,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     *,
     layer: int = 0,
     position: str = "catalogue",

@@ -192,7 +192,7 @@ def tie_absent_head(config: Any, raw: Raw, stored: Collection[str]) -> Any:
     return replace(config, tie_word_embeddings=True)
 
 
-def _accept(config: Any) -> None:
+def _accept(config: object) -> None:
     """Accept every config: its class has checked it completely."""
 
 

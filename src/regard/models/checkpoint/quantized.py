@@ -301,7 +301,7 @@ def _fp8(store: CheckpointTensors, block: int) -> list[QuantizedMatrix]:
     return pairs
 
 
-def _block(folder: Path, quantization_config: Mapping[str, Any]) -> int:
+def _block(folder: Path, quantization_config: Mapping[str, object]) -> int:
     """Return the number of rows and columns of a block."""
     fmt = quantization_config.get("fmt", "e4m3")
     sides = quantization_config.get("weight_block_size")

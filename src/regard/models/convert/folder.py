@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, cast, get_args
+from typing import TypeAlias, get_args
 
 import torch
 from jaxtyping import Int
@@ -505,8 +505,9 @@ def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Pat
         OSError, SafetensorError: the disk raises an error; `staging_folder` reports it.
     """
     assert checkpoint.network.head is not None  # `convert` raises for a model without one
-    dtype = cast("Tensor", checkpoint.network.head.weight).dtype
-    save(checkpoint.network, checkpoint.config, folder, dtype)
+    weight = checkpoint.network.head.weight
+    assert isinstance(weight, Tensor)
+    save(checkpoint.network, checkpoint.config, folder, weight.dtype)
     config_path = folder / "config.json"
     config = read_json(config_path)
     copied_keys = {

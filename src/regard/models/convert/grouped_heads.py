@@ -7,7 +7,7 @@ g. So a new head replaces neighbouring heads.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Complex, Float
@@ -232,7 +232,8 @@ def _pooled_norm(prefix: str, heads: HeadProjection, groups: int) -> dict[str, T
     """Return the weight of a norm over all key heads at once (OLMo 2), pooled like the heads."""
     if isinstance(heads.flat, nn.Identity):
         return {}
-    own = cast("Tensor", heads.flat.weight)
+    own = heads.flat.weight
+    assert isinstance(own, Tensor)
     weight = torch.unflatten(own.detach().double(), 0, (heads.heads, -1))
     if groups > heads.heads:
         after = weight.repeat_interleave(groups // heads.heads, 0)

@@ -7,7 +7,6 @@ other; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
 from __future__ import annotations
 
 import importlib
-from typing import cast
 
 from regard.configs import LOADABLE, config_class
 from regard.configs.base import ModelConfig
@@ -27,7 +26,8 @@ def family(model_type: str) -> Family | None:
     if kind is None or model_type not in FAMILIES:
         return None
     module = importlib.import_module(f"{__name__}.{kind.model_types[0]}")
-    return cast("Family", module.FAMILY)
+    found: Family = module.FAMILY
+    return found
 
 
 def model_type_of(config: ModelConfig) -> str:

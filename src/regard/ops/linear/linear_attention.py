@@ -1,5 +1,5 @@
-"""The linear recurrences with one rule, S = decay S + k^T v: linear attention, retention and gated
-linear attention, which differ in their feature map and in their decay.
+"""The linear recurrences with one rule, S <- diag(exp(g)) S + k v^T: linear attention, retention
+and gated linear attention, which differ in their feature map and in their decay.
 """
 
 from __future__ import annotations

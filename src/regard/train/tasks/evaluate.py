@@ -342,7 +342,7 @@ def alignment(
 
 
 def _attention_patterns(
-    model: nn.Module, inputs: tuple[Any, ...], *, cross: bool
+    model: nn.Module, inputs: tuple[object, ...], *, cross: bool
 ) -> dict[str, Float[Tensor, "T S"]]:
     """Return the pattern `[T, S]` of every head for one example, by the name of the head."""
     was_training = model.training

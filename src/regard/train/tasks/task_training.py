@@ -287,7 +287,7 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
     return model.eval(), task
 
 
-def _recipe(sizes: Any) -> Recipe:
+def _recipe(sizes: object) -> Recipe:
     """Return the recipe of a saved file.
 
     Raises:

@@ -187,7 +187,7 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> PackedArrays:
     return PackedArrays(table, base64.b64encode(packed).decode())
 
 
-def as_json(content: Any) -> str:
+def as_json(content: object) -> str:
     """Return JSON that HTML parsers cannot misread: ASCII, with <, > and & escaped."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
@@ -195,7 +195,7 @@ def as_json(content: Any) -> str:
     return text
 
 
-def to_page_value(value: Any) -> Any:
+def to_page_value(value: object) -> Any:
     """Return plain data with control and hidden characters shown by number, and non-finite numbers
     as None.
 
