@@ -31,7 +31,7 @@ from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerR
 from regard.units import plural
 
 Checks: TypeAlias = dict[str, float]
-"""Each compared quantity, to its largest absolute difference."""
+"""The largest absolute difference of each compared quantity, by its name."""
 
 MIN_BLOCK, MAX_BLOCKS = 4, 8
 """The smallest number of keys in a block of the online softmax, and the largest number of

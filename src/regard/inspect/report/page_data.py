@@ -93,7 +93,7 @@ class PlaceOverview(NamedTuple):
 
     Args:
         blocks: the pooled patterns from which the thumbnails are made.
-        metrics: metric to one number per head; None where it is not finite.
+        metrics: by the name of a metric, one number per head; None where it is not finite.
     """
 
     blocks: Pooled
