@@ -163,6 +163,8 @@ def selection_mask(
     Raises:
         ArgumentError, ArgumentTypeError: q, k and positions do not fit together.
 
+    >>> from regard.ops.selection import block_layout
+    >>> from regard.span import Span
     >>> sizes = NSABlocks(compress=2, stride=2, select=4, count=2, initial=1, local=1)
     >>> tokens, ends = Span(0, 16), torch.arange(1, 16, 2)[None]
     >>> q, k, layout = torch.randn(1, 2, 16, 4), torch.randn(1, 1, 8, 4), block_layout(tokens, 4)
