@@ -169,7 +169,8 @@ def selection_mask(
     >>> tokens, ends = Span(0, 16), torch.arange(1, 16, 2)[None]
     >>> q, k, layout = torch.randn(1, 2, 16, 4), torch.randn(1, 1, 8, 4), block_layout(tokens, 4)
     >>> mask = selection_mask(q, k, layout, sizes, q_positions=tokens, k_positions=ends)
-    >>> mask.block(tokens, tokens, slice(12, 13)).sum().item()  # two of the four blocks, up to 12
+    >>> seen = mask.block(tokens, tokens, slice(12, 13))[0, 0]
+    >>> seen.sum().item()  # query 12 sees a block of 4 keys, and its own block up to itself
     5
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 8 to 12.
