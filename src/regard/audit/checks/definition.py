@@ -469,8 +469,8 @@ def _check_long_by_operations(context: CheckContext) -> list[Finding]:
 def _check_length(
     context: CheckContext, interpretation: WeightInterpretation, variant: AttentionVariant, T: int
 ) -> list[Finding]:
-    """Return a finding if the output at length T differs from the variant that explained few
-    tokens.
+    """Return a finding if the output at length T differs from that of `variant`, which reproduced
+    the outputs at small lengths.
     """
     x = context.random_tokens(1, T, turn=3)
     mismatch = _mismatch(context, interpretation, variant, x, context.call(x).out)
