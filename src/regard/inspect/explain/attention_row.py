@@ -83,7 +83,7 @@ class KernelRow:
     Args:
         call: the call.
         head: query head.
-        chain: the scores.
+        chain: the scores of the row as a function of q and k.
         v: values, `[n, E]`.
         sink: sink logit, or None.
         lse: lse of the kernel.

@@ -315,7 +315,7 @@ class Recording:
 
     @property
     def sound(self) -> bool:
-        """Return whether no audit of a place found anything wrong."""
+        """Return whether the audits of all places found no fault."""
         return all(audit.sound for audit in self.row_sums.values())
 
     def _repr_html_(self) -> str:

@@ -250,7 +250,7 @@ class PageData:
     def add(self, recording: Recording, source: int, model: Any) -> None:
         """Add the places of a recording, with the facts about every head."""
         if not recording.places:
-            raise ArgumentError("the recording has no place; record a call of attention first")
+            raise ArgumentError("the recording contains no attention call; record one first")
         for name, whole in recording.places.items():
             if not 0 <= self.row < whole.B:
                 raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")
