@@ -12,6 +12,8 @@ import regard
 from tests.surface import api_reference
 from tests.surface.api_reference import Entry
 
+pytestmark = pytest.mark.full  # it imports every module of the package
+
 
 @pytest.fixture(scope="module")
 def entries() -> dict[str, Entry]:
@@ -43,7 +45,6 @@ def test_attributes_and_constants_have_their_docstrings(entries: dict[str, Entry
     assert "name" in entries["regard.caches.Cache.kind"].docstring
 
 
-@pytest.mark.full
 def test_the_command_writes_a_page(tmp_path: Path, root: Path) -> None:
     page = tmp_path / "reference.md"
     command = [sys.executable, "-m", "tests.surface.api_reference"]
